@@ -1,0 +1,24 @@
+"""The errors that holdfast raises on purpose, divided by who can do something about them.
+
+Public names that users of torchelastic catch (`ChildFailedError`, `RendezvousError`, ...) live with their
+subsystem; what has no older name derives from here. The command line prints the text of any of these as one
+line, without a traceback.
+"""
+
+from __future__ import annotations
+
+
+class HoldfastError(Exception):
+    """Base of every error that holdfast raises on purpose."""
+
+
+class UserError(HoldfastError, ValueError):
+    """What the user asked for cannot be done: a wrong flag, a missing script, an unpicklable function."""
+
+
+class HostError(HoldfastError, RuntimeError):
+    """The machine does not play along: no memory, no file descriptors, a process that cannot be killed."""
+
+
+class InternalError(HoldfastError, RuntimeError):
+    """holdfast itself is wrong; the text carries the recent story."""
