@@ -1,0 +1,46 @@
+# Every target sets up what it needs in .venv; nothing else on the machine is touched.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+TESTS  ?= tests
+
+.PHONY: demo test check docs bench clean
+
+demo: $(VENV)/.runtime
+	@$(BIN)/holdfast run --standalone --nproc-per-node 4 --max-restarts 2 --tee 3 examples/demo/train.py
+
+test: $(VENV)/.test
+	$(BIN)/pytest -n 2 --dist worksteal $(TESTS)
+
+check: $(VENV)/.test $(VENV)/.check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_tidy.py
+
+# docs/cli.md is made from the table of options.
+docs: $(VENV)/.runtime
+	$(BIN)/python -m holdfast.cli.options > docs/cli.md
+
+# Side by side with torchrun; see docs/speed.md.
+bench: $(VENV)/.test
+	$(BIN)/python bench/one_node.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.runtime
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@
+
+$(VENV)/.check: $(VENV)/.runtime
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[check]'
+	@touch $@

@@ -1,0 +1,198 @@
+"""`LocalElasticAgent`: an agent whose workers are processes of this host.
+
+Between two decisions it sleeps until a worker ends, a signal comes, or a rendezvous handler that cannot push
+has to be asked again. One spawner serves all rounds, so a restart costs no interpreter start of ours.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from typing import Any
+
+from holdfast.agent.base import SimpleElasticAgent
+from holdfast.agent.environment import RoundFacts, log_line_prefixes, macros, worker_environments
+from holdfast.agent.model import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from holdfast.process import signals, stop
+from holdfast.process.link import SpawnerLink
+from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
+from holdfast.process.start import PContext, start_processes
+
+__all__ = ["LocalElasticAgent"]
+
+logger = logging.getLogger(__name__)
+
+_STUCK_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+
+
+class LocalElasticAgent(SimpleElasticAgent):
+    """Runs the workers of a `WorkerSpec` as processes, functions or programs, on this host.
+
+    `uninterruptible_state_timeout` (seconds; also `TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT`): a worker that
+    stays in uninterruptible sleep for that long makes the group unhealthy.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        start_method: str = "spawn",
+        exit_barrier_timeout: float = 300,
+        log_line_prefix_template: str | None = None,
+        shutdown_timeout: float = 30,
+        health_check_server: Any = None,
+        uninterruptible_state_timeout: float | None = None,
+    ) -> None:
+        super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
+        self._start_method = start_method
+        self._logs_specs = logs_specs
+        self._prefix_template = log_line_prefix_template
+        self._health_check_server = health_check_server
+        self._stuck = _StuckWatch(_stuck_timeout_s(uninterruptible_state_timeout))
+        self._context: PContext | None = None
+        self._link: SpawnerLink | None = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec = worker_group.spec
+        args = {w.local_rank: tuple(macros.substitute(spec.args, w.local_rank)) for w in worker_group.workers}
+        assert spec.entrypoint is not None
+        self._stuck.forget()
+        self._context = start_processes(
+            name=spec.role,
+            entrypoint=spec.entrypoint,
+            args=args,
+            envs=worker_environments(worker_group, self._round_facts(), os.environ),
+            logs_specs=self._logs_specs,
+            log_line_prefixes=log_line_prefixes(self._prefix_template, spec.role, worker_group.workers),
+            start_method=self._start_method,
+            numa_options=spec.numa_options,
+            duplicate_stdout_filters=spec.duplicate_stdout_filters,
+            duplicate_stderr_filters=spec.duplicate_stderr_filters,
+            link=self._spawner(),
+        )
+        if self._health_check_server is not None:
+            self._health_check_server.start()
+        return dict(self._context.pids())
+
+    def _spawner(self) -> SpawnerLink:
+        """The one spawner of this agent; another one if somebody killed it."""
+        if self._link is None or self._link.is_lost:
+            self._link = SpawnerLink.launch()
+        return self._link
+
+    def _round_facts(self) -> RoundFacts:
+        handler = self._handler
+        return RoundFacts(
+            run_id=handler.get_run_id(),
+            round=str(self._machine.round),
+            restart_count=self._machine.restarts_used,
+            max_restarts=self._machine.max_restarts,
+            use_agent_store=handler.use_agent_store,
+        )
+
+    def _wait_for_change(self, worker_group: WorkerGroup) -> None:
+        assert self._context is not None
+        interval_s = worker_group.spec.monitor_interval
+        must_ask = not self._has_fixed_world() or self._stuck.is_on
+        signals.wait_readable([self._context.fileno()], interval_s if must_ask else None)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        context = self._context
+        assert context is not None
+        expected = {worker.id for worker in worker_group.workers}
+        actual = set(context.pids().values())
+        if expected != actual:
+            logger.error(
+                "the workers of role %s should have the pids %s, but have %s",
+                worker_group.spec.role,
+                sorted(expected, key=str),
+                sorted(actual),
+            )
+            return RunResult(WorkerState.UNKNOWN)
+        ended = context.wait(0)
+        if ended is None:
+            return RunResult(WorkerState.UNHEALTHY if self._is_stuck(context) else WorkerState.HEALTHY)
+        to_global = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        if ended.is_failed():
+            return self._failed_result(context, to_global)
+        values = {to_global[rank]: value for rank, value in ended.return_values.items()}
+        return RunResult(WorkerState.SUCCEEDED, return_values=values)
+
+    def _failed_result(self, context: PContext, to_global: dict[int, int]) -> RunResult:
+        return RunResult(
+            WorkerState.FAILED,
+            failures={to_global[rank]: failure for rank, failure in context.failures().items()},
+            stopped={to_global[rank]: how for rank, how in context.stopped().items()},
+        )
+
+    def _settle(self, result: RunResult) -> RunResult:
+        """Once everybody is stopped, all that they wrote has arrived: the evidence is complete."""
+        if self._context is None:
+            return result
+        to_global = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        return self._failed_result(self._context, to_global)
+
+    def _is_stuck(self, context: PContext) -> bool:
+        pid = self._stuck.find(context.pids().values())
+        if pid is not None:
+            logger.error("worker %d has been in uninterruptible sleep for %g s", pid, self._stuck.timeout_s)
+        return pid is not None
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        if self._context is not None:
+            self._context.close(signal.SIGTERM, self._shutdown_timeout)
+
+    def _unkillable(self) -> tuple[int, ...]:
+        return tuple(pid for pid, _ in self._context.survivors) if self._context is not None else ()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+        if self._health_check_server is not None:
+            self._health_check_server.stop()
+        if self._context is not None:
+            self._context.close(death_sig, timeout)
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if isinstance(self._logs_specs, DefaultLogsSpecs):
+            self._logs_specs.remove_if_unused()
+
+
+class _StuckWatch:
+    """Since when each worker is in uninterruptible sleep, as far as anybody looked."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._since: dict[int, float] = {}
+
+    @property
+    def is_on(self) -> bool:
+        return self.timeout_s > 0
+
+    def forget(self) -> None:
+        self._since.clear()
+
+    def find(self, pids: Any) -> int | None:
+        """A worker that has been stuck for too long."""
+        if not self.is_on:
+            return None
+        now = time.monotonic()
+        stuck = [pid for pid in pids if (status := stop.process_status(pid)) and status.state == "D"]
+        for pid in stuck:
+            if pid not in self._since:
+                logger.warning("worker %d is in uninterruptible sleep", pid)
+        self._since = {pid: self._since.get(pid, now) for pid in stuck}
+        return next((pid for pid, since in self._since.items() if now - since >= self.timeout_s), None)
+
+
+def _stuck_timeout_s(explicit: float | None) -> float:
+    if explicit is not None:
+        return explicit
+    try:
+        return float(os.environ.get(_STUCK_VARIABLE) or 0)
+    except ValueError:
+        logger.warning(
+            "%s=%r is not a number of seconds and is not used", _STUCK_VARIABLE, os.environ[_STUCK_VARIABLE]
+        )
+        return 0.0

@@ -1,0 +1,168 @@
+"""What an agent knows: its workers' blueprint, the workers, their group, how a run ended. Data only."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.process.errors import ProcessFailure
+    from holdfast.rendezvous.api import RendezvousHandler
+
+__all__ = [
+    "RunResult",
+    "TORCHELASTIC_ENABLE_FILE_TIMER",
+    "TORCHELASTIC_TIMER_FILE",
+    "Worker",
+    "WorkerGroup",
+    "WorkerSpec",
+    "WorkerState",
+]
+
+TORCHELASTIC_ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
+"""Environment variable: `1` makes the agent watch its workers' file timers."""
+
+TORCHELASTIC_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+"""Environment variable: the path through which workers reach the agent's file timer."""
+
+
+@dataclass
+class WorkerSpec:
+    """The blueprint of one agent's workers; they are all alike.
+
+    `entrypoint` is a function, or the program to execute. `master_addr` and `master_port` override what the
+    rendezvous offers. `fn` is the old name of `entrypoint` and wins over it.
+    """
+
+    role: str
+    local_world_size: int
+    rdzv_handler: RendezvousHandler | None
+    fn: Callable[..., Any] | None = None
+    entrypoint: Callable[..., Any] | str | None = None
+    args: tuple[Any, ...] = ()
+    max_restarts: int = 3
+    monitor_interval: float = 0.1
+    master_port: int | None = None
+    master_addr: str | None = None
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: Any = None
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fn is not None:
+            warnings.warn("WorkerSpec.fn is deprecated, use entrypoint instead", DeprecationWarning, stacklevel=3)
+            self.entrypoint = self.fn
+        # Raised by hand: these are for users' mistakes, and `python -O` removes assert statements.
+        if not self.local_world_size > 0:
+            raise AssertionError(f"local_world_size must be at least 1, not {self.local_world_size!r}")
+        if not self.monitor_interval > 0:
+            raise AssertionError(f"monitor_interval must be more than 0 seconds, not {self.monitor_interval!r}")
+        if self.entrypoint is None or self.entrypoint == "":
+            raise AssertionError(f"an entrypoint (a function or a program) is required, not {self.entrypoint!r}")
+
+    def get_entrypoint_name(self) -> str:
+        """The program's file name, or the function's qualified name."""
+        entrypoint = self.entrypoint
+        if isinstance(entrypoint, str):
+            return os.path.basename(entrypoint)
+        while isinstance(entrypoint, partial):
+            entrypoint = entrypoint.func
+        return str(getattr(entrypoint, "__qualname__", type(entrypoint).__qualname__))
+
+
+class Worker:
+    """One worker's place in the world. Ranks and sizes are -1 until a round gives them."""
+
+    __slots__ = ("global_rank", "id", "local_rank", "role_rank", "role_world_size", "world_size")
+
+    def __init__(
+        self,
+        local_rank: int,
+        global_rank: int = -1,
+        role_rank: int = -1,
+        world_size: int = -1,
+        role_world_size: int = -1,
+    ) -> None:
+        self.id: Any = None  # None until the worker is started; for local agents the pid.
+        self.local_rank = local_rank
+        self.global_rank = global_rank
+        self.role_rank = role_rank
+        self.world_size = world_size
+        self.role_world_size = role_world_size
+
+    def __repr__(self) -> str:
+        return (
+            f"local_rank={self.local_rank},global_rank={self.global_rank},role_rank={self.role_rank},"
+            f"world_size={self.world_size},role_world_size={self.role_world_size}"
+        )
+
+
+class WorkerState(StrEnum):
+    """The state of a worker group: its workers start, run and stop together, so they share one.
+
+    The agent has lost track of an UNKNOWN group. INIT has not been started. HEALTHY runs. UNHEALTHY runs, but
+    something is wrong with it. STOPPED was stopped by its agent. SUCCEEDED and FAILED ended by themselves.
+    """
+
+    UNKNOWN = "UNKNOWN"
+    INIT = "INIT"
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+    @staticmethod
+    def is_running(state: WorkerState) -> bool:
+        """Whether a group in this state has live processes."""
+        return state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
+
+
+class WorkerGroup:
+    """All workers of one agent. What only a round can give is None until then."""
+
+    __slots__ = (
+        "group_rank",
+        "group_world_size",
+        "master_addr",
+        "master_port",
+        "spec",
+        "state",
+        "store",
+        "workers",
+    )
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.workers = [Worker(local_rank) for local_rank in range(spec.local_world_size)]
+        self.store: Any = None
+        self.group_rank: int | None = None
+        self.group_world_size: int | None = None
+        self.master_addr: str | None = None
+        self.master_port: int | None = None
+        self.state = WorkerState.INIT
+
+
+@dataclass(slots=True)
+class RunResult:
+    """How the workers of one agent stand, or how they ended. All maps are keyed by global rank.
+
+    `failures` holds the workers that ended badly by themselves. `stopped` holds those that holdfast stopped,
+    with how ("SIGTERM", "SIGKILL"): they did nothing wrong, and no report should count them as failures.
+    """
+
+    state: WorkerState
+    return_values: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)
+    stopped: dict[int, str] = field(default_factory=dict)
+
+    def is_failed(self) -> bool:
+        return self.state is WorkerState.FAILED

@@ -1,0 +1,108 @@
+"""What an agent tells the outside about a run: status events and the metrics at its end, under known names."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from holdfast.agent.lifecycle import Lifecycle
+from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from holdfast.telemetry.events import Event, EventSource
+from holdfast.telemetry.metrics import put_metric
+
+
+def status_event(
+    group: WorkerGroup,
+    state: str,
+    restarts_used: int,
+    run_time_s: int,
+    worker: Worker | None = None,
+    *,
+    raw_error: str | None = None,
+    duration_ms: int | None = None,
+    exit_code: int | None = None,
+) -> Event:
+    """An event about one worker, or about the agent itself."""
+    handler = group.spec.rdzv_handler
+    metadata: dict[str, Any] = {
+        "run_id": handler.get_run_id() if handler else None,
+        "global_rank": worker.global_rank if worker else None,
+        "group_rank": group.group_rank,
+        "worker_id": str(worker.id) if worker else None,
+        "role": group.spec.role,
+        "hostname": _hostname(group.spec.event_log_handler),
+        "state": state,
+        "total_run_time": run_time_s,
+        "rdzv_backend": handler.get_backend() if handler else None,
+        "raw_error": raw_error,
+        "metadata": json.dumps(_details(group, worker, exit_code)),
+        "agent_restarts": restarts_used,
+        "duration_ms": duration_ms,
+    }
+    source = EventSource.AGENT if worker is None else EventSource.WORKER
+    return Event(f"torchelastic.worker.status.{state}", source, int(time.time()), metadata)
+
+
+def _details(group: WorkerGroup, worker: Worker | None, exit_code: int | None) -> dict[str, Any]:
+    details = {"group_world_size": group.group_world_size, "entry_point": entry_name(group.spec)}
+    if worker is None:
+        return details
+    return {
+        **details,
+        "local_rank": worker.local_rank,
+        "role_rank": worker.role_rank,
+        "role_world_size": worker.role_world_size,
+        "exit_code": exit_code,
+        "worker_pid": worker.id,
+    }
+
+
+def entry_name(spec: WorkerSpec) -> str:
+    """The script if there is one, else the program or the function."""
+    if spec.entrypoint == sys.executable:
+        texts = (arg for arg in spec.args if isinstance(arg, str) and not arg.startswith("-"))
+        return next((os.path.basename(text) or text for text in texts), spec.get_entrypoint_name())
+    return spec.get_entrypoint_name()
+
+
+def final_state(worker: Worker, result: RunResult) -> str:
+    """The state in a worker's last event."""
+    if worker.global_rank in result.failures:
+        return "FAILED"
+    if result.state is not WorkerState.SUCCEEDED:
+        return "TERMINATED"
+    if result.return_values and worker.global_rank not in result.return_values:
+        raise ValueError(f"Unknown worker: rank {worker.global_rank} is in no part of the result")
+    return "SUCCEEDED"
+
+
+def put_run_metrics(role: str, result: RunResult, machine: Lifecycle) -> None:
+    put_metric(f"workers.{role}.flakiness", _flakiness(result, machine))
+    put_metric(f"workers.{role}.run_total", 1)
+    outcome = "failed" if result.is_failed() else "success"
+    retries = "with_retries" if machine.restarts_used else "no_retries"
+    for kind in ("success_with_retries", "success_no_retries", "failed_with_retries", "failed_no_retries"):
+        put_metric(f"workers.{role}.run_{kind}", int(kind == f"{outcome}_{retries}"))
+
+
+def _flakiness(result: RunResult, machine: Lifecycle) -> int:
+    """How much of the budget a run needed, in percent; a failed one needed all of it."""
+    if result.is_failed():
+        return 100
+    return int(100 - 100 * (machine.remaining_restarts + 1) / (machine.max_restarts + 1))
+
+
+@functools.lru_cache(maxsize=1)
+def _full_hostname() -> str:
+    import socket
+
+    return socket.getfqdn()
+
+
+def _hostname(destination: str) -> str:
+    """Asking for the full name may ask a name server; nobody waits for that when nobody reads the event."""
+    return os.uname().nodename if destination == "null" else _full_hostname()

@@ -1,0 +1,154 @@
+"""What holdfast itself says on the terminal.
+
+Everything goes to stderr through the `holdfast` logger, one line each: `holdfast: text`. Worker output never
+passes through here. A line is handed to the kernel in one write, so that it does not mix with the output of
+workers that share the terminal. A stderr that is closed or broken costs the text and nothing else: a run
+must not die because nobody reads.
+
+A record logged with `extra={"is_report": True}` is a block of its own, such as the failure report, and is
+written as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import TextIO
+
+PREFIX = "holdfast:"
+_DIM, _YELLOW, _RED, _PLAIN = "\033[2m", "\033[33m", "\033[31m", "\033[0m"
+_WIDEST = 100
+
+
+def write(text: str) -> None:
+    """Write to stderr, whatever state it is in."""
+    _deliver(sys.stderr, text)
+
+
+def print_out(text: str) -> None:
+    """Write what the user asked to see to stdout; a reader that has gone (`| head`) is no error."""
+    _deliver(sys.stdout, text)
+
+
+def _deliver(stream: TextIO | None, text: str) -> None:
+    if stream is None:
+        return
+    try:
+        try:
+            fd = stream.fileno()
+        except OSError:  # Not a file: somebody captures the stream.
+            stream.write(text)
+            return
+        stream.flush()
+        data = text.encode(stream.encoding or "utf-8", "backslashreplace")
+        while data:
+            data = data[os.write(fd, data) :]
+    except (OSError, ValueError):
+        pass
+
+
+def write_error(program: str, message: str, environ: Mapping[str, str] | None = None) -> None:
+    """The one line in which a command says why it did nothing."""
+    colour = _RED if wants_colour(sys.stderr, os.environ if environ is None else environ) else ""
+    write(f"{program}: {_paint('error:', colour)} {message}\n")
+
+
+def wants_colour(stream: TextIO | None, environ: Mapping[str, str]) -> bool:
+    if environ.get("NO_COLOR") or environ.get("TERM") == "dumb":
+        return False
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # Closed.
+        return False
+
+
+def width() -> int:
+    """How wide to make text: the terminal, but no wider than reads well."""
+    from shutil import get_terminal_size
+
+    return max(40, min(_WIDEST, get_terminal_size((_WIDEST, 24)).columns))
+
+
+def _paint(text: str, colour: str) -> str:
+    return f"{colour}{text}{_PLAIN}" if colour and text else text
+
+
+def _colour_of(level: int) -> str:
+    if level >= logging.ERROR:
+        return _RED
+    return _YELLOW if level >= logging.WARNING else ""
+
+
+class LineFormatter(logging.Formatter):
+    """Puts the prefix in front of every line of a record; with `detail` also the time and the module."""
+
+    def __init__(self, *, detail: bool, colour: bool) -> None:
+        super().__init__("%(message)s")
+        self._detail = detail
+        self._colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if getattr(record, "is_report", False):
+            return text
+        lead = self._lead(record)
+        colour = _colour_of(record.levelno) if self._colour else ""
+        return "\n".join(f"{lead} {_paint(line, colour)}".rstrip() for line in text.splitlines() or [""])
+
+    def _lead(self, record: logging.LogRecord) -> str:
+        lead = PREFIX
+        if self._detail:
+            clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+            lead += f" {clock}.{int(record.msecs):03d} {record.name.removeprefix('holdfast.')}:"
+        return _paint(lead, _DIM if self._colour else "")
+
+
+class StderrHandler(logging.Handler):
+    """Writes to whatever stderr is at the moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+        except Exception:
+            self.handleError(record)
+        else:
+            write(text + "\n")
+
+
+def set_up(
+    *, quiet: bool = False, verbose: bool = False, environ: Mapping[str, str] | None = None
+) -> logging.Handler:
+    """Let the `holdfast` logger speak on stderr. A second call replaces the first."""
+    environ = os.environ if environ is None else environ
+    level, complaint = _chosen_level(quiet, verbose, environ.get("LOGLEVEL", ""))
+    handler = StderrHandler()
+    handler.setFormatter(LineFormatter(detail=verbose, colour=wants_colour(sys.stderr, environ)))
+    logger = logging.getLogger("holdfast")
+    for old in [known for known in logger.handlers if isinstance(known, StderrHandler)]:
+        logger.removeHandler(old)
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    if complaint:
+        logger.warning(complaint)
+    return handler
+
+
+def _chosen_level(quiet: bool, verbose: bool, wish: str) -> tuple[int, str]:
+    """The level, and what to say about a LOGLEVEL that names none.
+
+    Other programs read that variable too, so a word that means nothing here must not end the run.
+    """
+    if quiet:
+        return logging.ERROR, ""
+    if verbose:
+        return logging.DEBUG, ""
+    wish = wish.strip()
+    if not wish:
+        return logging.INFO, ""
+    level = int(wish) if wish.isdecimal() else logging.getLevelName(wish.upper())
+    if isinstance(level, int):
+        return level, ""
+    return logging.INFO, f"LOGLEVEL={wish} is not a log level; it stays at info"

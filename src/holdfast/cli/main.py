@@ -1,0 +1,70 @@
+"""The `holdfast` command: finds the command that is meant and imports only that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib import import_module
+
+import holdfast
+from holdfast.cli import console
+
+PROGRAM = "holdfast"
+
+# Command -> its module, and what it does.
+COMMANDS = {"run": ("holdfast.cli.run", "start workers on this machine and keep them together")}
+
+_USAGE = f"usage: {PROGRAM} COMMAND [options]"
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:<10}{what}" for name, (_, what) in COMMANDS.items())
+    return (
+        f"{_USAGE}\n\n"
+        "holdfast starts a group of worker processes on one machine or many, keeps the group alive through\n"
+        "failures, and says exactly what went wrong when it cannot.\n\n"
+        f"Commands:\n{commands}\n\n"
+        "Options:\n  -h, --help   show this text\n  --version    show the version\n\n"
+        f"`{PROGRAM} COMMAND --help` tells more about a command.\n"
+    )
+
+
+def _version() -> str:
+    return f"{PROGRAM} {holdfast.__version__}\n"
+
+
+def main(args: Sequence[str]) -> int:
+    """Run the command that `args` begin with; its exit code is the result."""
+    if not args:
+        console.write(_help())
+        return 2
+    first, rest = args[0], args[1:]
+    if first in COMMANDS:
+        code = import_module(COMMANDS[first][0]).main(rest)
+        return int(code)
+    if first in ("-h", "--help", "help"):
+        console.print_out(_help())
+        return 0
+    if first == "--version":
+        console.print_out(_version())
+        return 0
+    console.write(f"{_USAGE}\n")
+    console.write_error(PROGRAM, _complaint(first))
+    return 2
+
+
+def _complaint(word: str) -> str:
+    """What is wrong with the first word, and what was probably meant."""
+    kind = "option" if word.startswith("-") else "command"
+    return f"unknown {kind} {word!r}{_suggestion(word)}"
+
+
+def _suggestion(word: str) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean `{PROGRAM} {close[0]}`?"
+    if word.startswith("--") or word.endswith(".py") or os.path.exists(word):
+        return f"; did you mean `{PROGRAM} run {word}`?"
+    return f"; the commands are: {', '.join(COMMANDS)}"

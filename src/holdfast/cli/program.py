@@ -1,0 +1,100 @@
+"""What the workers of a command line execute, and whether it is there.
+
+Kept small, because a worker under `--run-path` imports this module to find `run_script_path`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import UserError
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def run_script_path(training_script: str, *training_script_args: str) -> None:
+    """Run a script inside this process, as `python script args` would."""
+    import runpy
+
+    sys.argv = [training_script, *training_script_args]
+    runpy.run_path(training_script, run_name="__main__")
+
+
+def get_use_env(args: argparse.Namespace) -> bool:
+    """Whether workers learn their local rank from the environment alone, not from an argument as well."""
+    return bool(getattr(args, "use_env", True))
+
+
+def check_combination(args: argparse.Namespace) -> None:
+    ways = {"--module": args.module, "--no-python": args.no_python, "--run-path": args.run_path}
+    chosen = [name for name, is_given in ways.items() if is_given]
+    if len(chosen) > 1:
+        raise UserError(f"{' and '.join(chosen)} exclude each other")
+    if args.no_python and not get_use_env(args):
+        raise UserError("--no-python needs --use-env: a program of its own gets no --local-rank argument")
+
+
+def _python() -> str:
+    return os.environ.get("PYTHON_EXEC") or sys.executable
+
+
+def entry(args: argparse.Namespace) -> tuple[Callable[..., Any] | str, list[str]]:
+    """The function or program that every worker runs, and its arguments."""
+    own = [] if get_use_env(args) else ["--local-rank=${local_rank}"]
+    own += args.training_script_args
+    if args.run_path:
+        return run_script_path, [args.training_script, *own]
+    if args.no_python:
+        return args.training_script, own
+    module = ["-m"] if args.module else []
+    return _python(), ["-u", *module, args.training_script, *own]
+
+
+def check_program(args: argparse.Namespace, local_world_size: int) -> None:
+    """Whether there is something to run, found out before anything starts. Modules are left to Python."""
+    if args.no_python:
+        _check_command(args.training_script)
+        return
+    if not args.run_path and os.environ.get("PYTHON_EXEC"):
+        _check_command(os.environ["PYTHON_EXEC"], "PYTHON_EXEC: ")
+    if not args.module:
+        for path in _names_of_script(args.training_script, local_world_size):
+            _check_script(path)
+
+
+def _names_of_script(script: str, local_world_size: int) -> list[str]:
+    """The script as each worker will see it: its name may contain the worker's local rank."""
+    if "$" not in script:
+        return [script]
+    from string import Template
+
+    return [Template(script).safe_substitute(local_rank=rank) for rank in range(local_world_size)]
+
+
+def _check_script(path: str) -> None:
+    if not os.path.exists(path):
+        raise UserError(f"script {path!r} does not exist")
+    if os.path.isdir(path):
+        path = os.path.join(path, "__main__.py")
+        if not os.path.exists(path):
+            raise UserError(f"script {os.path.dirname(path)!r} is a directory without __main__.py")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"script {path!r} is not readable")
+
+
+def _check_command(name: str, whence: str = "") -> None:
+    if "/" not in name:
+        from shutil import which
+
+        if which(name) is None:
+            raise UserError(f"{whence}program {name!r} was not found on PATH")
+    elif not os.path.exists(name):
+        raise UserError(f"{whence}program {name!r} does not exist")
+    elif os.path.isdir(name):
+        raise UserError(f"{whence}program {name!r} is a directory")
+    elif not os.access(name, os.X_OK):
+        raise UserError(f"{whence}program {name!r} is not executable")

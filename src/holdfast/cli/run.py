@@ -1,0 +1,455 @@
+"""`holdfast run`: from a command line to a launch, and from its end to an exit code.
+
+`config_from_args` says what to launch and starts nothing. `run` launches it and raises what went wrong.
+`main` turns that into the last words on stderr and the exit code:
+
+    0      all workers succeeded
+    1      the workers failed for good, or the run could not be carried on
+    2      wrong usage; nothing was started
+    128+n  stopped by signal n
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from holdfast.cli import console, devices
+from holdfast.cli.options import PROGRAM
+from holdfast.cli.parser import RunParser
+from holdfast.cli.program import check_combination, check_program, entry, get_use_env, run_script_path
+from holdfast.errors import HoldfastError, InternalError, UserError
+from holdfast.process import errors, signals
+
+if TYPE_CHECKING:
+    from holdfast.launcher import LaunchConfig
+    from holdfast.process.logs import LogsSpecs
+    from holdfast.process.numa import NumaOptions
+
+__all__ = [
+    "config_from_args",
+    "determine_local_world_size",
+    "get_args_parser",
+    "get_rdzv_endpoint",
+    "get_use_env",
+    "main",
+    "parse_args",
+    "parse_min_max_nnodes",
+    "run",
+    "run_script_path",
+]
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MASTER_PORT = 29500
+LOGS_SPECS_GROUPS = ("holdfast.logs_specs", "torchrun.logs_specs")
+
+T = TypeVar("T")
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    return RunParser()
+
+
+def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
+    return get_args_parser().parse_args(args)
+
+
+# --- single values ------------------------------------------------------------------------------------------
+
+
+def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
+    """`2` is (2, 2) and `1:4` is (1, 4)."""
+    parts = nnodes.split(":")
+    if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
+        raise UserError(f"--nnodes {nnodes!r} is neither a number nor MIN:MAX")
+    low, high = int(parts[0]), int(parts[-1])
+    if low < 1:
+        raise UserError(f"--nnodes {nnodes!r}: at least one node is needed")
+    if low > high:
+        raise UserError(f"--nnodes {nnodes!r}: the minimum is above the maximum")
+    return low, high
+
+
+def determine_local_world_size(nproc_per_node: str) -> int:
+    """How many workers a value of --nproc-per-node stands for on this machine."""
+    try:
+        number = int(nproc_per_node)
+    except ValueError:
+        return _for_option("--nproc-per-node", devices.count, nproc_per_node)
+    if number < 1:
+        raise UserError(f"--nproc-per-node {number}: at least one worker is needed")
+    return number
+
+
+def get_rdzv_endpoint(args: argparse.Namespace) -> str:
+    """Where nodes meet: what the user gave, or for static the master's address and port."""
+    if args.rdzv_backend != "static" or args.rdzv_endpoint:
+        return str(args.rdzv_endpoint)
+    address = args.master_addr
+    if ":" in address and not address.startswith("["):
+        address = f"[{address}]"
+    return f"{address}:{DEFAULT_MASTER_PORT if args.master_port is None else args.master_port}"
+
+
+def parse_filters(text: str) -> list[str] | None:
+    """Texts separated by commas, where two commas stand for one within a text; None if there are none."""
+    texts = [part.replace("\0", ",").strip() for part in text.replace(",,", "\0").split(",")]
+    return [part for part in texts if part] or None
+
+
+def _parse_ranks(text: str) -> set[int] | None:
+    if not text.strip():
+        return None
+    names = [name.strip() for name in text.split(",")]
+    if not all(name.isdecimal() for name in names):
+        raise UserError(f"--local-ranks-filter {text!r} is not a list of ranks such as 0,1")
+    return {int(name) for name in names}
+
+
+def _check_signals(names: str) -> str:
+    if not _for_option("--signals-to-handle", signals.parse_signals, names):
+        raise UserError("--signals-to-handle names no signal")
+    return names
+
+
+def _for_option(option: str, read: Callable[[str], T], value: str) -> T:
+    """Read a value, and name the option that it came from if it is wrong."""
+    try:
+        return read(value)
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from error
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    if args.max_restarts < 0:
+        raise UserError(f"--max-restarts {args.max_restarts} is negative")
+    if not 0 < args.monitor_interval < float("inf"):
+        raise UserError(f"--monitor-interval {args.monitor_interval:g} is not a time above 0")
+    if args.shutdown_timeout is not None and args.shutdown_timeout < 0:
+        raise UserError(f"--shutdown-timeout {args.shutdown_timeout} is negative")
+    if args.master_port is not None and not 0 < args.master_port < 65536:
+        raise UserError(f"--master-port {args.master_port} is not a port (1 to 65535)")
+
+
+# --- rendezvous ---------------------------------------------------------------------------------------------
+
+
+def _is_standalone(args: argparse.Namespace, max_nodes: int) -> bool:
+    """One machine that was told of no place to meet needs none."""
+    if args.standalone:
+        if max_nodes > 1:
+            raise UserError(
+                f"--standalone is for this machine alone, but --nnodes {args.nnodes} asks for more"
+            )
+        return True
+    has_place = args.rdzv_endpoint or args.master_port is not None
+    return args.rdzv_backend == "static" and not has_place and max_nodes == 1
+
+
+def _check_node_rank(args: argparse.Namespace, standalone: bool, max_nodes: int) -> None:
+    """A rank that would have no effect is refused: a node at the wrong place is hard to notice later."""
+    rank = args.node_rank
+    if rank != 0 and standalone:
+        raise UserError(f"--node-rank {rank}: a run on one machine has node rank 0 only")
+    if rank != 0 and args.rdzv_backend != "static":
+        raise UserError(
+            f"--node-rank {rank}: rendezvous backend {args.rdzv_backend!r} gives out the ranks itself"
+        )
+    if not 0 <= rank < max_nodes:
+        raise UserError(f"--node-rank {rank} is not between 0 and {max_nodes - 1} (--nnodes {args.nnodes})")
+
+
+def _rendezvous_fields(args: argparse.Namespace, max_nodes: int) -> dict[str, Any]:
+    """The part of LaunchConfig that says who meets whom, and where."""
+    standalone = _is_standalone(args, max_nodes)
+    _check_node_rank(args, standalone, max_nodes)
+    settings = _rendezvous_settings(args)
+    _warn_unused(_unused_places(args, standalone))
+    if standalone:
+        return {
+            "rdzv_backend": "standalone",
+            "rdzv_endpoint": "",
+            "rdzv_configs": settings,
+            "run_id": args.rdzv_id if args.rdzv_id not in ("", "none") else _fresh_id(),
+        }
+    if args.rdzv_backend == "static":
+        settings["rank"] = args.node_rank
+    return {
+        "rdzv_backend": args.rdzv_backend,
+        "rdzv_endpoint": get_rdzv_endpoint(args),
+        "rdzv_configs": settings,
+        "run_id": args.rdzv_id,
+    }
+
+
+def _rendezvous_settings(args: argparse.Namespace) -> dict[str, Any]:
+    from holdfast.rendezvous.endpoints import parse_rendezvous_config
+
+    settings: dict[str, Any] = dict(_for_option("--rdzv-conf", parse_rendezvous_config, args.rdzv_conf))
+    if "rank" in settings and args.rdzv_backend == "static":
+        raise UserError("--rdzv-conf cannot set 'rank' for static; use --node-rank")
+    return settings
+
+
+def _fresh_id() -> str:
+    """A random UUID (version 4) as 32 hexadecimal digits; the module that makes them is slow to import."""
+    octets = bytearray(os.urandom(16))
+    octets[6] = octets[6] & 0x0F | 0x40
+    octets[8] = octets[8] & 0x3F | 0x80
+    return octets.hex()
+
+
+def _unused_places(args: argparse.Namespace, standalone: bool) -> list[str]:
+    """Options that say where to meet although something else decides it."""
+    master = [
+        f"--master-addr {args.master_addr}" if args.master_addr != "127.0.0.1" else "",
+        f"--master-port {args.master_port}" if args.master_port is not None else "",
+    ]
+    chosen = [
+        f"--rdzv-backend {args.rdzv_backend}" if args.rdzv_backend != "static" else "",
+        f"--rdzv-endpoint {args.rdzv_endpoint}" if args.rdzv_endpoint else "",
+    ]
+    if standalone:
+        return [text for text in chosen + master if text]
+    uses_master = args.rdzv_backend == "static" and not args.rdzv_endpoint
+    return [] if uses_master else [text for text in master if text]
+
+
+def _warn_unused(options: Sequence[str]) -> None:
+    for option in options:
+        log.warning("%s has no effect in this run", option)
+
+
+# --- logs ---------------------------------------------------------------------------------------------------
+
+
+def _logs_specs(args: argparse.Namespace) -> LogsSpecs:
+    """Made last of all: it may create directories."""
+    from holdfast.process.logs import Std
+
+    redirects = _for_option("--redirects", Std.from_str, args.redirects)
+    tee = _for_option("--tee", Std.from_str, args.tee)
+    ranks = _parse_ranks(args.local_ranks_filter)
+    _warn_unused(_unused_filters(args, tee))
+    make = _logs_specs_class(args.logs_specs or "default")
+    specs: LogsSpecs = make(log_dir=args.log_dir, redirects=redirects, tee=tee, local_ranks_filter=ranks)
+    return specs
+
+
+def _tidy(specs: Any) -> None:
+    """Take the temporary directory away again if nothing was left in it."""
+    remove = getattr(specs, "remove_if_unused", None)
+    if remove is not None:
+        remove()
+
+
+def _logs_specs_class(name: str) -> Callable[..., Any]:
+    if name == "default":
+        from holdfast.process.logs import DefaultLogsSpecs
+
+        return DefaultLogsSpecs
+    from importlib.metadata import entry_points
+
+    points = [point for group in LOGS_SPECS_GROUPS for point in entry_points(group=group)]
+    for point in points:
+        if point.name == name:
+            return _load_logs_specs(name, point.load)
+    known = ", ".join(sorted({"default", *(point.name for point in points)}))
+    raise UserError(f"--logs-specs {name!r} is not installed; there are: {known}")
+
+
+def _load_logs_specs(name: str, load: Callable[[], Any]) -> Callable[..., Any]:
+    try:
+        loaded = load()
+    except Exception as error:
+        raise UserError(f"--logs-specs {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not callable(loaded):
+        raise UserError(f"--logs-specs {name!r} is not a class but {loaded!r}")
+    return loaded  # type: ignore[no-any-return]  # a plug-in's class; what it makes is used as a LogsSpecs
+
+
+def _unused_filters(args: argparse.Namespace, tee: Any) -> list[str]:
+    """Filters look at tee'd lines only; and nothing is kept under /dev/null."""
+    if args.log_dir == os.devnull:
+        values = {"--redirects": args.redirects, "--tee": args.tee}
+        values["--duplicate-stdout-filters"] = args.duplicate_stdout_filters
+        values["--duplicate-stderr-filters"] = args.duplicate_stderr_filters
+        return [f"{name} {value}" for name, value in values.items() if value not in ("", "0")]
+    choices = tee.values() if isinstance(tee, dict) else [tee]
+    unused = []
+    if args.duplicate_stdout_filters and not any(choice & 1 for choice in choices):
+        unused.append(
+            f"--duplicate-stdout-filters {args.duplicate_stdout_filters} (stdout is not tee'd; see --tee)"
+        )
+    if args.duplicate_stderr_filters and not any(choice & 2 for choice in choices):
+        unused.append(
+            f"--duplicate-stderr-filters {args.duplicate_stderr_filters} (stderr is not tee'd; see --tee)"
+        )
+    return unused
+
+
+# --- the whole ----------------------------------------------------------------------------------------------
+
+
+def _numa_options(args: argparse.Namespace) -> NumaOptions | None:
+    if args.numa_binding is None:
+        return None
+    from holdfast.process.numa import AffinityMode, NumaOptions
+
+    return NumaOptions(AffinityMode(args.numa_binding))
+
+
+def _check_event_destination(name: str) -> str:
+    from holdfast.telemetry import events
+
+    _for_option("--event-log-handler", events.check_destination, name)
+    return name
+
+
+def config_from_args(
+    args: argparse.Namespace,
+) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
+    """What to launch: settings, the function or program, and arguments. Wrong input is a `UserError`."""
+    from holdfast.launcher import LaunchConfig
+
+    _check_numbers(args)
+    check_combination(args)
+    entrypoint, entry_args = entry(args)
+    fields = _fields(args)
+    specs = _logs_specs(args)
+    try:
+        config = LaunchConfig(logs_specs=specs, **fields)
+    except UserError:
+        _tidy(specs)
+        raise
+    return config, entrypoint, entry_args
+
+
+def _fields(args: argparse.Namespace) -> dict[str, Any]:
+    """What LaunchConfig is made of, but for the logs."""
+    min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
+    return {
+        "min_nodes": min_nodes,
+        "max_nodes": max_nodes,
+        "nproc_per_node": determine_local_world_size(args.nproc_per_node),
+        "role": args.role,
+        "max_restarts": args.max_restarts,
+        "monitor_interval": args.monitor_interval,
+        "start_method": args.start_method,
+        "log_line_prefix_template": os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
+        "local_addr": args.local_addr,
+        "event_log_handler": _check_event_destination(args.event_log_handler),
+        "numa_options": _numa_options(args),
+        "signals_to_handle": _check_signals(args.signals_to_handle),
+        "duplicate_stdout_filters": parse_filters(args.duplicate_stdout_filters),
+        "duplicate_stderr_filters": parse_filters(args.duplicate_stderr_filters),
+        "virtual_local_rank": args.virtual_local_rank,
+        "shutdown_timeout": args.shutdown_timeout,
+        **_rendezvous_fields(args, max_nodes),
+    }
+
+
+def _refuse_absent_parts(environ: Mapping[str, str]) -> None:
+    """To run without a part that the environment asks for would be a silent change."""
+    if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
+        raise UserError("TORCHELASTIC_ENABLE_FILE_TIMER=1: this version has no watchdog for hanging workers")
+    port = environ.get("TORCHELASTIC_HEALTH_CHECK_PORT")
+    if port:
+        raise UserError(f"TORCHELASTIC_HEALTH_CHECK_PORT={port}: this version has no health check server")
+
+
+def _limit_threads(nproc_per_node: int) -> None:
+    """Several workers that each start a thread for every CPU would be slower than one thread each."""
+    if nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        log.debug("OMP_NUM_THREADS is not set; the workers get 1")
+
+
+@errors.record
+def run(args: argparse.Namespace) -> None:
+    """Launch what the arguments ask for, and return when it has succeeded."""
+    _refuse_absent_parts(os.environ)
+    check_program(args, determine_local_world_size(args.nproc_per_node))
+    config, entrypoint, entry_args = config_from_args(args)
+    _limit_threads(config.nproc_per_node)
+
+    from holdfast import launcher
+
+    try:
+        launcher.launch_agent(config, entrypoint, entry_args)
+    finally:
+        _tidy(config.logs_specs)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line, say how it ended, and return the exit code."""
+    parsed = parse_args(args)
+    console.set_up(quiet=parsed.quiet, verbose=parsed.verbose)
+    try:
+        run(parsed)
+    except (Exception, KeyboardInterrupt) as error:
+        return _explain(error)
+    return 0
+
+
+def _explain(error: BaseException) -> int:
+    """Say why the run ended, and return the exit code that tells the same."""
+    from holdfast.rendezvous.api import RendezvousError
+
+    if isinstance(error, errors.ChildFailedError):
+        console.write(error.format_msg().rstrip("\n") + "\n")
+        return 1
+    if isinstance(error, signals.SignalException | KeyboardInterrupt):
+        number = getattr(error, "sigval", 2)
+        console.write(f"{console.PREFIX} stopped by {signals.signal_name(number)}\n")
+        return 128 + number
+    is_usage = isinstance(error, UserError) or _is_refused_value(error)
+    is_foreseen = isinstance(error, HoldfastError | RendezvousError) and not isinstance(error, InternalError)
+    if not is_usage and not is_foreseen:
+        return _own_up(error)
+    log.debug("where this comes from:", exc_info=error)
+    console.write_error(PROGRAM, str(error) or type(error).__name__)
+    return 2 if is_usage else 1
+
+
+def _is_refused_value(error: BaseException) -> bool:
+    """A value that was refused while the launch was being prepared, with a text that says so."""
+    return isinstance(error, ValueError | AssertionError) and bool(str(error)) and not _had_started(error)
+
+
+def _had_started(error: BaseException) -> bool:
+    """Whether an error came out of a running agent: there a ValueError is a fault, not a wrong value."""
+    return any(
+        frame.tb_frame.f_globals.get("__name__", "").startswith("holdfast.agent.")
+        and frame.tb_frame.f_code.co_name == "run"
+        for frame in _frames(error.__traceback__)
+    )
+
+
+def _frames(traceback: TracebackType | None) -> list[TracebackType]:
+    frames = []
+    while traceback is not None:
+        frames.append(traceback)
+        traceback = traceback.tb_next
+    return frames
+
+
+def _own_up(error: BaseException) -> int:
+    import traceback
+
+    console.write("".join(traceback.format_exception(error)))
+    console.write(
+        f"{console.PREFIX} this is a fault in holdfast itself; please report it with the lines above\n"
+    )
+    return 1
+
+
+if __name__ == "__main__":
+    signals.install_early()
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""The Python way in: `elastic_launch(config, entrypoint)(*args)`, and what the command line calls.
+
+How a run ends decides what happens to the rendezvous. Success, failure and any error of our own end the run, so
+its handler is shut down. A signal only takes this node away: the others go on, so the handler is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.agent.local import LocalElasticAgent
+from holdfast.agent.model import RunResult, WorkerSpec
+from holdfast.errors import UserError
+from holdfast.process.errors import ChildFailedError
+from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
+from holdfast.process.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, SignalException, parse_signals
+from holdfast.rendezvous import registry
+from holdfast.rendezvous.api import RendezvousHandler, RendezvousParameters
+from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
+from holdfast.telemetry import events, metrics
+
+__all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
+
+logger = logging.getLogger(__name__)
+
+_SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+_DEFAULT_RDZV_TIMEOUT_S = 900
+
+
+@dataclass
+class LaunchConfig:
+    """Everything about a run but what its workers execute.
+
+    `rdzv_timeout` is the older spelling of `rdzv_configs["timeout"]` and wins over it. `shutdown_timeout` is the
+    grace in seconds between the first signal to a worker and SIGKILL.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: int
+    logs_specs: LogsSpecs | None = None
+    run_id: str = ""
+    role: str = "default_role"
+    rdzv_endpoint: str = ""
+    rdzv_backend: str = "etcd"
+    rdzv_configs: dict[str, Any] = field(default_factory=dict)
+    rdzv_timeout: int = -1
+    max_restarts: int = 3
+    monitor_interval: float = 0.1
+    start_method: str = "spawn"
+    log_line_prefix_template: str | None = None
+    metrics_cfg: dict[str, str] = field(default_factory=dict)
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: Any = None
+    signals_to_handle: str = DEFAULT_SIGNALS
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+    shutdown_timeout: int | None = None
+
+    def __post_init__(self) -> None:
+        # A copy: the caller's dictionary is the caller's.
+        self.rdzv_configs = {"timeout": _DEFAULT_RDZV_TIMEOUT_S, **self.rdzv_configs}
+        if self.rdzv_timeout != -1:
+            self.rdzv_configs["timeout"] = self.rdzv_timeout
+        if self.logs_specs is None:
+            self.logs_specs = DefaultLogsSpecs()
+        if self.shutdown_timeout is None:
+            self.shutdown_timeout = _shutdown_timeout_from_environment()
+        if self.shutdown_timeout < 0:
+            raise UserError(f"shutdown_timeout must be non-negative, not {self.shutdown_timeout}")
+
+
+def _shutdown_timeout_from_environment() -> int:
+    text = os.environ.get(_SHUTDOWN_TIMEOUT_VARIABLE) or "30"
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{_SHUTDOWN_TIMEOUT_VARIABLE} must be a number of seconds, not {text!r}") from None
+
+
+class elastic_launch:  # noqa: N801  (the name that users know)
+    """`elastic_launch(config, entrypoint)(*args)` runs the entry point on this node and returns the results.
+
+    The entry point is a function, or a program to execute. The result maps each global rank of this node to what
+    its function returned (None for a program). Workers that failed for good raise `ChildFailedError`.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        entrypoint: Callable[..., Any] | str | None,
+        health_check_server: Any = None,
+    ) -> None:
+        self._config = config
+        self._entrypoint = entrypoint
+        self._health_check_server = health_check_server
+
+    def __call__(self, *args: Any) -> dict[int, Any]:
+        return launch_agent(self._config, self._entrypoint, list(args), self._health_check_server)
+
+
+def launch_agent(
+    config: LaunchConfig,
+    entrypoint: Callable[..., Any] | str | None,
+    args: list[Any],
+    health_check_server: Any = None,
+) -> dict[int, Any]:
+    """Run one agent to its end. See `elastic_launch`."""
+    run_id = config.run_id or str(uuid.uuid4().int)
+    name = _get_entrypoint_name(entrypoint, args)
+    logger.debug("run %s of %r with %s", run_id, name, config)
+    parameters = RendezvousParameters(
+        config.rdzv_backend,
+        config.rdzv_endpoint,
+        run_id,
+        config.min_nodes,
+        config.max_nodes,
+        config.local_addr,
+        **config.rdzv_configs,
+    )
+    master_addr, master_port = _get_addr_and_port(parameters)
+    parse_signals(config.signals_to_handle)
+    events.check_destination(config.event_log_handler)
+    os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=entrypoint,
+        args=tuple(args),
+        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        master_addr=master_addr,
+        master_port=master_port,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        numa_options=config.numa_options,
+        duplicate_stdout_filters=config.duplicate_stdout_filters,
+        duplicate_stderr_filters=config.duplicate_stderr_filters,
+        virtual_local_rank=config.virtual_local_rank,
+    )
+    assert config.logs_specs is not None and config.shutdown_timeout is not None
+    agent = LocalElasticAgent(
+        spec=spec,
+        logs_specs=config.logs_specs,
+        start_method=config.start_method,
+        log_line_prefix_template=config.log_line_prefix_template,
+        shutdown_timeout=config.shutdown_timeout,
+        health_check_server=health_check_server,
+    )
+    metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
+    result = _run_to_outcome(agent, spec.rdzv_handler, config.event_log_handler)
+    if result.is_failed():
+        raise ChildFailedError(name, result.failures, result.stopped)
+    return result.return_values
+
+
+def _run_to_outcome(
+    agent: LocalElasticAgent, handler: RendezvousHandler | None, event_log_handler: str
+) -> RunResult:
+    """Run the agent, record exactly one event, and shut the rendezvous down unless a signal came."""
+    is_leaving = False
+    try:
+        result = agent.run()
+        events.record(agent.get_event_succeeded(), event_log_handler)
+        return result
+    except SignalException:
+        is_leaving = True
+        events.record(agent.get_event_failed(), event_log_handler)
+        raise
+    except Exception:
+        events.record(agent.get_event_failed(), event_log_handler)
+        raise
+    finally:
+        if not is_leaving and handler is not None:
+            _shut_down(handler)
+
+
+def _shut_down(handler: RendezvousHandler) -> None:
+    """A rendezvous that does not end well must not hide how the run ended."""
+    try:
+        handler.shutdown()
+    except Exception as error:
+        logger.warning("the rendezvous could not be shut down: %s: %s", type(error).__name__, error)
+
+
+def _get_entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]) -> str:
+    """What the run is called in the failure report."""
+    if isinstance(entrypoint, str):
+        if entrypoint != sys.executable:
+            return entrypoint
+        return next((arg for arg in args if isinstance(arg, str) and arg and not arg.startswith("-")), "")
+    while isinstance(entrypoint, functools.partial):
+        entrypoint = entrypoint.func
+    return str(getattr(entrypoint, "__name__", "")) if callable(entrypoint) else ""
+
+
+def _get_addr_and_port(parameters: RendezvousParameters) -> tuple[str | None, int | None]:
+    """For the static backend workers are told the endpoint as the user wrote it; others decide by themselves."""
+    if parameters.backend != "static":
+        return None, None
+    endpoint = parameters.endpoint
+    if not endpoint:
+        raise UserError("the static rendezvous needs an endpoint (host:port), and none is given")
+    host, port = parse_rendezvous_endpoint(endpoint, default_port=-1)
+    if port == -1:
+        raise UserError(f"the endpoint {endpoint!r} of the static rendezvous has no port")
+    return host, port

@@ -1,0 +1,364 @@
+"""How a worker tells why it failed, and how its failure reaches the user.
+
+The worker's side is `record`: it catches the exception of a main function and leaves it, as JSON, in the file
+named by `TORCHELASTIC_ERROR_FILE`. Workers that holdfast starts through its own bootstrap leave that file
+without being decorated; `record` is for those who start Python by other means, and for code written with it.
+
+The launcher's side is `ProcessFailure`, one dead worker and the evidence it left, and `ChildFailedError`, all
+of them together, with the one that was the cause. Whatever a dying worker leaves may be half written or
+foreign; nothing in here raises because of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ParamSpec, TypeVar
+
+from holdfast.diagnosis import report
+from holdfast.diagnosis.report import NOT_AVAILABLE, Evidence, FailureFacts
+
+__all__ = [
+    "ChildFailedError",
+    "ErrorHandler",
+    "ProcessFailure",
+    "get_error_handler",
+    "record",
+]
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+TRACEBACK_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+_NO_MESSAGE = "<NONE>"
+_ERROR_FILE_LIMIT_BYTES = 16 * 1024 * 1024
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass
+class ProcessFailure:
+    """One worker that failed: who it was, how it ended, and what it left.
+
+    `message` is what the worker said: the `message` of its error file (text, or the nested layout that
+    `record` writes), else what can be made of the evidence, else how it ended. `timestamp` is in whole
+    seconds, from the error file where there is one and otherwise the moment this object was made.
+    """
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file: str
+    evidence: Evidence | None = None
+    order: int | None = None
+    """The place of this failure in the sequence in which the spawner reaped them."""
+    error_file_data: dict[str, Any] = field(init=False)
+    message: str | dict[str, Any] = field(init=False)
+    timestamp: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        data = self._read_error_file()
+        if data is None:
+            self.error_file = NOT_AVAILABLE
+            data = self._error_of_evidence()
+        self.timestamp = int(time.time())
+        if data is not None:
+            self._take(data)
+        else:
+            self._infer()
+
+    def signal_name(self) -> str:
+        return report.signal_name(self.exitcode) or NOT_AVAILABLE
+
+    def timestamp_isoformat(self) -> str:
+        """Local time, with `_` between date and time."""
+        try:
+            return time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(self.timestamp))
+        except (OverflowError, ValueError, OSError):
+            return NOT_AVAILABLE
+
+    def facts(self) -> FailureFacts:
+        """What the ranking of failures and the cause line need of this one."""
+        return FailureFacts(
+            exitcode=self.exitcode,
+            text="" if self._has_no_error() else report.error_text(self.error_file_data),
+            order=self.order,
+            timestamp=self.timestamp,
+            pid=self.pid,
+            evidence=self.evidence or Evidence(),
+        )
+
+    def traceback_text(self) -> str:
+        """The traceback if the worker left one, else its message."""
+        if isinstance(self.message, str):
+            return self.message or NOT_AVAILABLE
+        data = self.error_file_data
+        return report.error_callstack(data) or report.error_text(data) or NOT_AVAILABLE
+
+    def _read_error_file(self) -> dict[str, Any] | None:
+        # `/dev/null` and the like stand for "no file".
+        if not os.path.isfile(self.error_file):
+            return None
+        try:
+            return _load_error_file(self.error_file)
+        except (OSError, ValueError, RecursionError) as e:
+            logger.warning("Error file %s of pid %d is unreadable: %s", self.error_file, self.pid, e)
+            self._add_note(f"its error file {self.error_file} is unreadable: {e}")
+            return None
+
+    def _error_of_evidence(self) -> dict[str, Any] | None:
+        error = self.evidence.error if self.evidence else None
+        return dict(error) if error is not None and _has_message(error) else None
+
+    def _add_note(self, note: str) -> None:
+        evidence = self.evidence or Evidence()
+        note = f"{evidence.note}; {note}" if evidence.note else note
+        self.evidence = replace(evidence, note=note)
+
+    def _take(self, data: dict[str, Any]) -> None:
+        self.error_file_data = data
+        self.message = data["message"]
+        timestamp = report.error_timestamp(data)
+        if timestamp is not None:
+            self.timestamp = timestamp
+
+    def _infer(self) -> None:
+        self.error_file_data = {"message": _NO_MESSAGE}
+        if self.exitcode >= 0:
+            traits = {"category": "system_terminated_error", "retryability": "False"}
+            self.error_file_data["errorTraits"] = traits
+        self.message = self._message_of_evidence()
+
+    def _message_of_evidence(self) -> str:
+        evidence = self.evidence or Evidence()
+        if self.exitcode < 0:
+            ended = f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"
+            return f"{ended}: {evidence.memory}" if evidence.memory else ended
+        return evidence.memory or report.last_line(evidence.stderr_tail).strip() or TRACEBACK_HINT
+
+    def _has_no_error(self) -> bool:
+        return bool(self.error_file_data["message"] == _NO_MESSAGE)
+
+
+class ChildFailedError(Exception):
+    """A group of workers failed. `failures` maps the global rank to what happened to it.
+
+    `stopped` maps the ranks that did not fail but were stopped by holdfast because others had, to how they
+    were stopped (`SIGTERM`, `SIGKILL`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        failures: Mapping[int, ProcessFailure],
+        stopped: Mapping[int, str] | None = None,
+    ) -> None:
+        if not failures:
+            raise AssertionError(f"ChildFailedError of {name!r} needs at least one failure, got none")
+        self.name = name
+        self.failures = dict(failures)
+        self.stopped = dict(stopped or {})
+        super().__init__(self.format_msg())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are rebuilt from `args` by default, which holds the text only.
+        return type(self), (self.name, self.failures, self.stopped), self.__dict__
+
+    def get_first_failure(self) -> tuple[int, ProcessFailure]:
+        """The root cause: the first failure that is not the consequence of another one."""
+        rank = report.root_cause({rank: failure.facts() for rank, failure in self.failures.items()})
+        return rank, self.failures[rank]
+
+    def cause(self) -> str:
+        """The root cause in one line."""
+        rank, failure = self.get_first_failure()
+        return report.cause_line(rank, failure.facts())
+
+    def format_msg(self) -> str:
+        root, _ = self.get_first_failure()
+        indices = {rank: index for index, rank in enumerate(self.failures)}
+        others = [rank for rank in self.failures if rank != root]
+        shown, unshown = others[: report.SHOWN_FAILURES_LIMIT], others[report.SHOWN_FAILURES_LIMIT :]
+        return report.report(
+            self.name,
+            self._block(indices[root], root),
+            [self._block(indices[rank], rank) for rank in shown],
+            unshown=unshown,
+            stopped=self.stopped,
+            cause=self.cause(),
+        )
+
+    def _block(self, index: int, rank: int) -> str:
+        failure = self.failures[rank]
+        name = report.signal_name(failure.exitcode)
+        fields = {
+            "time": failure.timestamp_isoformat(),
+            # Not the fully qualified name: asking DNS may block, and at the worst moment.
+            "host": os.uname().nodename,
+            "rank": f"{rank} (local_rank: {failure.local_rank})",
+            "exitcode": f"{failure.exitcode} (pid: {failure.pid})" + (f" ({name})" if name else ""),
+            "error_file": failure.error_file,
+            "traceback": failure.traceback_text(),
+        }
+        return report.failure_block(index, fields, failure.evidence or Evidence())
+
+
+class ErrorHandler:
+    """Writes a process's own error file. Subclass it to report elsewhere as well.
+
+    Without `TORCHELASTIC_ERROR_FILE` in the environment nothing is written.
+    """
+
+    def initialize(self) -> None:
+        """Called before the recorded function: have the stack of every thread printed on a fatal signal."""
+        import faulthandler
+
+        # Whoever enabled it before chose where the stack goes; a worker's bootstrap keeps it as evidence.
+        if faulthandler.is_enabled():
+            return
+        try:
+            faulthandler.enable(all_threads=True)
+        except Exception as e:
+            logger.warning("Cannot enable faulthandler, a fatal signal will leave no stack: %s", e)
+
+    def record_exception(self, e: BaseException) -> None:
+        """Write `e` to the error file, if one is configured. Raises OSError if it cannot be written."""
+        from holdfast.process import bootstrap
+
+        path = self._own_error_file()
+        if path is not None:
+            bootstrap.write_json_atomically(path, bootstrap.error_data(e))
+
+    def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
+        """Make a copy of a child's error file this process's own, with the child's exit code in it."""
+        try:
+            data = _load_error_file(rootcause_error_file)
+        except (OSError, ValueError, RecursionError) as e:
+            logger.warning("Cannot pass on error file %s: %s", rootcause_error_file, e)
+            return
+        self.dump_error_data(rootcause_error_file, data, error_code)
+
+    def override_error_code_in_rootcause_data(
+        self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
+    ) -> None:
+        """Set `message.errorCode`, in place, where the layout has room for one."""
+        message = rootcause_error.get("message")
+        if isinstance(message, dict):
+            message["errorCode"] = error_code
+        else:
+            logger.warning(
+                "Error file %s has no nested message, exit code %d is not added to it",
+                rootcause_error_file,
+                error_code,
+            )
+
+    def dump_error_data(self, source: str, data: dict[str, Any], error_code: int = 0) -> None:
+        """As `dump_error_file`, for data that is at hand; `source` says where it is from."""
+        from holdfast.process import bootstrap
+
+        if error_code:
+            self.override_error_code_in_rootcause_data(source, data, error_code)
+        path = self._own_error_file()
+        if path is None:
+            logger.error("%s is not set; the root cause is in %s", ERROR_FILE_VARIABLE, source)
+            return
+        if os.path.isfile(path):
+            logger.warning("Error file %s exists and is replaced by the root cause from %s", path, source)
+        try:
+            bootstrap.write_json_atomically(path, data)
+        except OSError as e:
+            logger.warning("Cannot write error file %s: %s", path, e)
+
+    def _own_error_file(self) -> str | None:
+        path = os.environ.get(ERROR_FILE_VARIABLE)
+        # Replacing a file atomically would put a plain file in the place of the device.
+        return None if not path or path == os.devnull else path
+
+
+def get_error_handler() -> ErrorHandler:
+    return ErrorHandler()
+
+
+def record(fn: Callable[P, R], error_handler: ErrorHandler | None = None) -> Callable[P, R | None]:
+    """Decorate a worker's main function so that its exception is left in the error file.
+
+    The exception itself goes on as before. `sys.exit(0)` and `sys.exit()` in `fn` make the call return None.
+    A `ChildFailedError` of a launcher within `fn` passes the error file of its root cause on.
+    """
+    handler = error_handler or get_error_handler()
+
+    @functools.wraps(fn)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        handler.initialize()
+        try:
+            return fn(*args, **kwargs)
+        except SystemExit as e:
+            if not _means_success(e.code):
+                raise
+            return None
+        except ChildFailedError as e:
+            _attempt(_pass_on_root_cause, handler, e)
+            raise
+        except Exception as e:
+            _attempt(handler.record_exception, e)
+            raise
+
+    return wrapper
+
+
+def _means_success(code: object) -> bool:
+    """Would the interpreter exit with 0? An empty text would not: it is printed, and the code is 1."""
+    return code is None or (isinstance(code, int) and code == 0)
+
+
+def _attempt(action: Callable[..., None], *args: Any) -> None:
+    """Record as well as possible, but never let the recording hide the exception that is on its way."""
+    try:
+        action(*args)
+    except Exception as e:
+        path = os.environ.get(ERROR_FILE_VARIABLE)
+        logger.warning("The failure could not be recorded in error file %s: %s: %s", path, type(e).__name__, e)
+
+
+def _pass_on_root_cause(handler: ErrorHandler, error: ChildFailedError) -> None:
+    rank, failure = error.get_first_failure()
+    if failure.error_file != NOT_AVAILABLE:
+        handler.dump_error_file(failure.error_file, failure.exitcode)
+    elif failure.facts().text:
+        source = f"the evidence of rank {rank}"
+        handler.dump_error_data(source, copy.deepcopy(failure.error_file_data), failure.exitcode)
+    else:
+        logger.info(
+            "Rank %d (local rank %d, pid %d, exit code %d) left no error file; %s",
+            rank,
+            failure.local_rank,
+            failure.pid,
+            failure.exitcode,
+            error.cause(),
+        )
+
+
+def _load_error_file(path: str) -> dict[str, Any]:
+    """Read one error file. Raises OSError, ValueError or RecursionError if that is not what it is."""
+    # Opening a FIFO would block.
+    if not os.path.isfile(path):
+        raise ValueError("no such regular file")
+    with open(path, "rb") as file:
+        content = file.read(_ERROR_FILE_LIMIT_BYTES + 1)
+    if len(content) > _ERROR_FILE_LIMIT_BYTES:
+        raise ValueError(f"larger than {_ERROR_FILE_LIMIT_BYTES} bytes")
+    data = json.loads(content)
+    if not isinstance(data, dict) or not _has_message(data):
+        raise ValueError('no JSON object with a "message"')
+    return data
+
+
+def _has_message(data: Mapping[str, Any]) -> bool:
+    return isinstance(data.get("message"), (str, dict))

@@ -1,0 +1,167 @@
+"""Lines in a stream of bytes that arrives in arbitrary pieces. PURE: bytes in, bytes out.
+
+A line ends with `\\n`, with `\\r\\n`, or with a `\\r` that no `\\n` follows, so that each state of a progress
+bar is one. A `\\r` at the end of a piece may be half of a `\\r\\n`; it waits for the next byte. What comes out
+does not depend on how the input was cut (tests/properties/test_pump_properties.py).
+
+Workers can write millions of lines a second, so nothing here loops over lines in Python unless a filter asks
+for it.
+"""
+
+from __future__ import annotations
+
+__all__ = ["LineAssembler", "LineFilter", "Tail"]
+
+_HELD_MAX_BYTES = 64 * 1024 * 1024
+_TAIL_BYTES = 16 * 1024
+
+_LINE_ENDS = (b"\n", b"\r")
+
+
+class Tail:
+    """The last bytes of a stream. Written by the pump, read by anyone."""
+
+    def __init__(self, max_bytes: int = _TAIL_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._kept = b""
+        self._is_cut = False
+
+    def feed(self, data: bytes) -> None:
+        joined = data if len(data) >= self._max_bytes else self._kept + data
+        self._is_cut = self._is_cut or len(self._kept) + len(data) > self._max_bytes
+        self._kept = joined[-self._max_bytes :]
+
+    def text(self, max_lines: int = 20) -> str:
+        """The last whole lines, without blank ones at the end. A progress bar shows as its last state."""
+        lines = [_last_state(line) for line in self._whole_lines().decode("utf-8", "replace").split("\n")]
+        while lines and not lines[-1].strip():
+            lines.pop()
+        return "\n".join(lines[-max_lines:]) if max_lines > 0 else ""
+
+    def _whole_lines(self) -> bytes:
+        """What is kept, from the first line's start. A line longer than all that is kept shows its end."""
+        kept = self._kept
+        if not self._is_cut:
+            return kept
+        _, _, whole = kept.partition(b"\n")
+        return whole if whole.strip() else kept
+
+
+def _last_state(line: str) -> str:
+    """What a terminal would show of a line that was drawn over and over."""
+    states = [state for state in line.split("\r") if state.strip()]
+    return states[-1] if states else ""
+
+
+class _HeldLine:
+    """Keeps the start of a line back until its end comes."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+        self._held_cr = False
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def take(self, data: bytes) -> bytes:
+        """Add a piece; returns the lines that are complete with it."""
+        if self._held_cr:
+            data = b"\r" + data
+        self._held_cr = data.endswith(b"\r")
+        if self._held_cr:
+            data = data[:-1]
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if not end:
+            self._held += data
+            return b""
+        whole = bytes(self._held) + data[:end] if self._held else data[:end]
+        self._held = bytearray(data[end:])
+        return whole
+
+    def release(self) -> bytes:
+        """Give up what is held of a line, though more of it is to come."""
+        piece, self._held = bytes(self._held), bytearray()
+        return piece
+
+    def flush(self) -> bytes:
+        """Give up everything: nothing is to come."""
+        rest = self.release() + (b"\r" if self._held_cr else b"")
+        self._held_cr = False
+        return rest
+
+
+class LineAssembler:
+    """Turns pieces of a stream into whole lines, each with the prefix.
+
+    A line that grows beyond `max_held_bytes` is passed on in pieces, the first of which has the prefix.
+    """
+
+    def __init__(self, prefix: bytes, max_held_bytes: int = _HELD_MAX_BYTES) -> None:
+        self._prefix = prefix
+        self._max_held_bytes = max_held_bytes
+        self._line = _HeldLine()
+        self._in_line = False
+
+    def feed(self, data: bytes) -> bytes:
+        out = self._with_prefixes(self._line.take(data))
+        if len(self._line) > self._max_held_bytes:
+            out += self._with_prefixes(self._line.release())
+        return out
+
+    def flush(self) -> bytes:
+        """What is held of the last line, with the newline that it lacks."""
+        rest = self._with_prefixes(self._line.flush())
+        ended = rest + b"\n" if rest or self._in_line else b""
+        self._in_line = False
+        return ended
+
+    def _with_prefixes(self, text: bytes) -> bytes:
+        if not text:
+            return b""
+        prefixed = _prefix_lines(text, self._prefix)
+        continued, self._in_line = self._in_line, not text.endswith(_LINE_ENDS)
+        return prefixed[len(self._prefix) :] if continued else prefixed
+
+
+def _prefix_lines(text: bytes, prefix: bytes) -> bytes:
+    """Put the prefix before every line. Both ways work in bulk; the first is faster but knows only `\\n`."""
+    if b"\r" not in text:
+        return prefix + text[:-1].replace(b"\n", b"\n" + prefix) + text[-1:]
+    return prefix + prefix.join(text.splitlines(keepends=True))
+
+
+class LineFilter:
+    """Picks the lines that contain any needle, with the prefix, each on a line of its own.
+
+    The pieces of a line beyond `max_held_bytes` are looked at one by one.
+    """
+
+    def __init__(
+        self, needles: tuple[bytes, ...], prefix: bytes, max_held_bytes: int = _HELD_MAX_BYTES
+    ) -> None:
+        self._needles = needles
+        self._prefix = prefix
+        self._max_held_bytes = max_held_bytes
+        self._line = _HeldLine()
+
+    def feed(self, data: bytes) -> bytes:
+        found = self._pick(self._line.take(data))
+        if len(self._line) > self._max_held_bytes:
+            found += self._pick(self._line.release())
+        return found
+
+    def flush(self) -> bytes:
+        return self._pick(self._line.flush())
+
+    def _pick(self, text: bytes) -> bytes:
+        if not text or not self._matches(text):
+            return b""
+        lines = text.splitlines(keepends=True)
+        return b"".join(self._prefix + _end_with_newline(line) for line in lines if self._matches(line))
+
+    def _matches(self, text: bytes) -> bool:
+        return any(needle in text for needle in self._needles)
+
+
+def _end_with_newline(line: bytes) -> bytes:
+    return line if line.endswith(b"\n") else line.removesuffix(b"\r") + b"\n"

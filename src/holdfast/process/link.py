@@ -1,0 +1,280 @@
+"""The agent's end of the line to its spawner: starts it, speaks to it, and cleans up after it if it is killed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from holdfast.errors import HostError
+from holdfast.process import signals, stop
+from holdfast.process.channel import Channel, Message, channel_pair
+
+if TYPE_CHECKING:
+    from holdfast.process.spawner import Call
+
+_GOODBYE_PATIENCE_S = stop.KILL_PATIENCE_S + 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    id: int
+    pid: int
+    pidfd: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The program could not be started; `number` is the reason that the system gave."""
+
+    id: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """`order` counts the workers in the order in which the spawner reaped them."""
+
+    id: int
+    exitcode: int
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """Every tree was killed. `survivors` are the processes (pid, state letter) that could not be."""
+
+    survivors: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnerLost:
+    """The spawner itself is gone, and with it every worker."""
+
+    how: str
+
+
+Report = Started | Refused | Exited | Swept | SpawnerLost
+
+
+@dataclass(frozen=True, slots=True)
+class StartOrder:
+    """One worker to be started. The descriptors are the link's to close once it was handed the order."""
+
+    id: int
+    kind: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    cpus: frozenset[int]
+    fds: Mapping[str, int]
+
+
+class SpawnerLink:
+    """One spawner process. Not thread-safe; belongs to the one loop that decides."""
+
+    def __init__(self, channel: Channel, pid: int, token: str) -> None:
+        self._channel = channel
+        self._pid = pid
+        self._token = token
+        self._sessions: set[int] = set()
+        self._is_lost = False
+
+    @classmethod
+    def launch(cls, *, with_site_packages: bool = False) -> SpawnerLink:
+        """A spawner in a fresh interpreter. Only one that calls functions itself needs the site's packages."""
+        if not sys.executable:
+            raise HostError(
+                "cannot start workers: this Python does not know its own executable (sys.executable)"
+            )
+        _ensure_standard_descriptors()
+        ours, theirs = channel_pair()
+        token = os.urandom(8).hex()
+        flags = [] if with_site_packages else ["-I", "-S"]
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        code = f"import sys; sys.path.insert(0, {root!r}); from holdfast.process.spawner import main; main()"
+        target = theirs.fileno()
+        pid = os.posix_spawn(
+            sys.executable,
+            [sys.executable, *flags, "-c", code, str(target), token],
+            os.environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, target, target)],
+            setsid=True,
+        )
+        theirs.close()
+        return cls(ours, pid, token)
+
+    @classmethod
+    def fork(cls, calls: Mapping[int, Call]) -> SpawnerLink:
+        """A spawner that is a fork of this process and holds the functions that its workers will call."""
+        from holdfast.process import spawner
+
+        _ensure_standard_descriptors()
+        _flush_standard_streams()
+        ours, theirs = channel_pair()
+        token = os.urandom(8).hex()
+        handlers = signals.inbox().original_handlers()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # The user asked for a fork of this process.
+            pid = os.fork()
+        if pid == 0:
+            spawner.serve_forked(theirs, ours.fileno(), token, dict(calls), handlers)
+        theirs.close()
+        return cls(ours, pid, token)
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    @property
+    def is_lost(self) -> bool:
+        return self._is_lost
+
+    def prepare(self) -> None:
+        """Workers inherit this process's environment, directory and ignored signals as they are now."""
+        ignored = tuple(int(number) for number in signal.valid_signals() if _is_ignored(number))
+        self._channel.send(("prepare", dict(os.environb), _directory(), ignored))
+
+    def start(self, order: StartOrder) -> None:
+        changes = {os.fsencode(name): os.fsencode(value) for name, value in order.environment.items()}
+        argv = [os.fsencode(part) for part in order.argv]
+        names = tuple(order.fds)
+        message = ("start", order.id, order.kind, argv, changes, sorted(order.cpus), names)
+        self._channel.send(message, tuple(order.fds[name] for name in names))
+
+    def kill_all(self, patience_s: float = stop.KILL_PATIENCE_S) -> None:
+        self._channel.send(("kill", patience_s))
+
+    def reports(self, timeout_s: float | None = 0.0, *, new_signals_only: bool = False) -> list[Report]:
+        """What the spawner has to say; waits for the first word, for a signal, or until the time is up."""
+        if self._is_lost:
+            return []
+        self._channel.flush()
+        reports = self._read()
+        if not reports and timeout_s != 0.0:
+            self._wait(timeout_s, new_signals_only)
+            reports = self._read()
+        return reports
+
+    def _wait(self, timeout_s: float | None, new_signals_only: bool) -> None:
+        if self._channel.has_unsent:
+            poller = select.poll()
+            poller.register(self._channel.fileno(), select.POLLIN | select.POLLOUT)
+            poller.poll(None if timeout_s is None else timeout_s * 1000)
+            self._channel.flush()
+            return
+        signals.wait_readable([self._channel.fileno()], timeout_s, new_signals_only=new_signals_only)
+
+    def _read(self) -> list[Report]:
+        reports = [self._understand(message, fds) for message, fds in self._channel.receive()]
+        if not self._channel.is_open:
+            reports.append(self._lose())
+        return reports
+
+    def _understand(self, message: Message, fds: list[int]) -> Report:
+        match message:
+            case ("started", id_, pid):
+                self._sessions.add(pid)
+                return Started(id_, pid, fds[0] if fds else None)
+            case ("refused", id_, number):
+                return Refused(id_, number)
+            case ("exited", id_, exitcode, order):
+                return Exited(id_, exitcode, order)
+            case ("swept", survivors):
+                self._sessions.clear()
+                return Swept(tuple((pid, state) for pid, state in survivors))
+        raise HostError(f"the spawner said something unknown: {message[0]!r}")
+
+    def _lose(self) -> SpawnerLost:
+        """The spawner died. Its workers were killed by the kernel; find and kill what they had started."""
+        self._is_lost = True
+        how = _describe_end(_reap(self._pid, _GOODBYE_PATIENCE_S))
+        self._channel.close()
+        deadline = time.monotonic() + stop.KILL_PATIENCE_S
+        while found := stop.sweep_marked(self._token.encode() + b".", frozenset(self._sessions)):
+            if time.monotonic() > deadline:
+                break
+            _wait_until_gone(found, deadline)
+        return SpawnerLost(how)
+
+    def close(self) -> None:
+        """Hang up: the spawner kills whatever is left and ends."""
+        if not self._is_lost:
+            self._is_lost = True
+            self._channel.close()
+            _reap(self._pid, _GOODBYE_PATIENCE_S)
+
+
+def _is_ignored(number: int) -> bool:
+    previous = signals.inbox().original_handlers()
+    handler = previous.get(signal.Signals(number)) if number in previous else signal.getsignal(number)
+    return handler == signal.SIG_IGN and number not in (signal.SIGPIPE, signal.SIGXFSZ)
+
+
+def _directory() -> bytes | None:
+    try:
+        return os.getcwdb()
+    except FileNotFoundError:
+        return None  # It was deleted under us; the spawner stands in the same one.
+
+
+def _ensure_standard_descriptors() -> None:
+    """Descriptors 0 to 2 must exist, or one of our own would be taken for a standard stream."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError as error:
+            if error.errno == errno.EBADF:
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
+def _flush_standard_streams() -> None:
+    """What is buffered here would be written once more by every forked process."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            pass
+
+
+def _reap(pid: int, patience_s: float) -> int | None:
+    """The status with which our child ended; None if it does not end or somebody else reaped it."""
+    if not _wait_until_gone([pid], time.monotonic() + patience_s):
+        return None
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, os.WNOHANG)[1])
+    except ChildProcessError:
+        return None
+
+
+def _wait_until_gone(pids: list[int], deadline: float) -> bool:
+    """Wait for the ends of processes that need not be our children. A zombie counts as gone."""
+    poller = select.poll()
+    watched = []
+    for pid in pids:
+        try:
+            watched.append(os.pidfd_open(pid))
+        except OSError:
+            continue
+        poller.register(watched[-1], select.POLLIN)
+    waiting = set(watched)
+    while waiting and (left_s := deadline - time.monotonic()) > 0:
+        for fd, _ in poller.poll(left_s * 1000):
+            poller.unregister(fd)
+            waiting.discard(fd)
+    for fd in watched:
+        os.close(fd)
+    return not waiting
+
+
+def _describe_end(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "vanished"
+    if exitcode < 0:
+        return f"was killed by {signals.signal_name(-exitcode)}"
+    return f"exited with code {exitcode}"

@@ -1,0 +1,124 @@
+"""Where the output of a group of workers goes: the console, files, or both.
+
+A redirected stream is a file that the worker writes itself. A tee'd one passes through the pump. So does stderr
+whenever it is not redirected, because the last lines of a worker that fails are evidence; on a terminal the
+worker is given a terminal in between.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+
+from holdfast.errors import HostError
+from holdfast.process import pump
+from holdfast.process.logs import LogsDest
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_PATIENCE_S = 5.0
+_TAIL_BYTES = 16 * 1024
+
+
+class Outlets:
+    """The streams of one life of a group. `open_*` return the descriptor that the worker gets."""
+
+    def __init__(
+        self,
+        name: str,
+        destinations: LogsDest,
+        prefixes: Mapping[int, str],
+        filters: Mapping[str, Sequence[str] | None],
+    ) -> None:
+        self._name = name
+        self._destinations = destinations
+        self._prefixes = prefixes
+        self._filters = {stream: _needles(needles) for stream, needles in filters.items()}
+        self._filtered_fds: dict[str, int] = {}
+        self._tails: dict[int, pump.Tail] = {}
+        self._pump = pump.Pump(logger.warning)
+
+    def start(self) -> None:
+        self._pump.start()
+
+    def open_stdout(self, rank: int) -> int:
+        path = self._destinations.stdouts.get(rank, "")
+        if path and rank in self._destinations.tee_stdouts:
+            return self._open_tee("stdout", rank, path, 1, None)
+        return _open_for_writing(path) if path else dup_or_null(1)
+
+    def open_stderr(self, rank: int) -> int:
+        path = self._destinations.stderrs.get(rank, "")
+        is_teed = rank in self._destinations.tee_stderrs
+        if path and path != os.devnull and not is_teed:
+            return _open_for_writing(path)
+        tail = self._tails[rank] = pump.Tail()
+        if path and is_teed:
+            return self._open_tee("stderr", rank, path, 2, tail)
+        console_fd = None if path == os.devnull else 2
+        read_fd, write_fd = pump.open_channel(console_fd)
+        self._pump.add(pump.Stream(read_fd, f"rank {rank} stderr", None, console_fd, None, tail))
+        return write_fd
+
+    def _open_tee(self, stream: str, rank: int, path: str, console_fd: int, tail: pump.Tail | None) -> int:
+        filters = self._filters[stream]
+        filtered_fd = self._filtered_fd(stream) if filters else None
+        file_fd = _open_for_writing(path)
+        read_fd, write_fd = pump.open_channel(None)
+        prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:").encode(errors="surrogateescape")
+        label = f"rank {rank} {stream}"
+        self._pump.add(pump.Stream(read_fd, label, file_fd, console_fd, prefix, tail, filters, filtered_fd))
+        return write_fd
+
+    def _filtered_fd(self, stream: str) -> int:
+        """One file takes the matching lines of every rank."""
+        if stream not in self._filtered_fds:
+            dest = self._destinations
+            path = dest.filtered_stdout if stream == "stdout" else dest.filtered_stderr
+            self._filtered_fds[stream] = _open_for_writing(path)
+        return self._filtered_fds[stream]
+
+    def stderr_tail(self, rank: int) -> str:
+        """The last lines that the worker wrote to stderr."""
+        tail = self._tails.get(rank)
+        if tail is None:
+            tail = pump.Tail()
+            tail.feed(_last_bytes(self._destinations.stderrs.get(rank, "")))
+        return tail.text()
+
+    def close(self) -> None:
+        """Write what is still on its way, and let go of everything."""
+        if not self._pump.drain(_DRAIN_PATIENCE_S):
+            logger.warning("some output of %s could not be written in time and is lost", self._name)
+        self._pump.close()
+        for fd in self._filtered_fds.values():
+            os.close(fd)
+        self._filtered_fds.clear()
+
+
+def dup_or_null(fd: int) -> int:
+    try:
+        return os.dup(fd)
+    except OSError:
+        return os.open(os.devnull, os.O_RDWR)
+
+
+def _needles(filters: Sequence[str] | None) -> tuple[bytes, ...]:
+    return tuple(each.encode(errors="surrogateescape") for each in filters or ())
+
+
+def _open_for_writing(path: str) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise HostError(f"cannot write the log file {path}: {error.strerror}") from None
+
+
+def _last_bytes(path: str) -> bytes:
+    try:
+        with open(path, "rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
+            return log.read()
+    except OSError:
+        return b""

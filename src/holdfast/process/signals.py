@@ -1,0 +1,207 @@
+"""Signals that wait until somebody can deal with them.
+
+A handler here only notes that a signal came and wakes whoever is waiting on the inbox's file descriptor. The
+one loop that decides takes the note at a point where nothing is half done, and a `SignalException` surfaces
+there. Nothing is ever raised in the middle of somebody else's code.
+
+There is one inbox a process. The command line opens it as its first act (`install_early`), so that no moment
+exists in which a signal would kill the agent without a word; a program that uses the Python API gets it for
+the duration of a run and finds its own handlers restored afterwards. Outside the main thread Python cannot
+install handlers: there everything else works and signals keep the meaning that the program gave them.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from holdfast.errors import UserError
+
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
+class SignalException(Exception):  # noqa: N818  (the name that users catch)
+    """A signal ended what was going on; `sigval` says which."""
+
+    def __init__(self, msg: str, sigval: signal.Signals) -> None:
+        super().__init__(msg)
+        self.sigval = sigval
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.sigval)
+
+
+def parse_signals(text: str) -> frozenset[signal.Signals]:
+    """`SIGTERM, SIGUSR1` as signals. A typo would silently remove protection, so it is an error."""
+    return frozenset(_parse_signal(name.strip()) for name in text.split(",") if name.strip())
+
+
+def _parse_signal(name: str) -> signal.Signals:
+    try:
+        number = signal.Signals[name]
+    except KeyError:
+        raise UserError(f"unknown signal {name!r} in the list of signals to handle") from None
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        raise UserError(
+            f"{name} cannot be handled by any program; take it out of the list of signals to handle"
+        )
+    return number
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class Inbox:
+    """The signals that came and were not yet acted on."""
+
+    def __init__(self) -> None:
+        self._pending: deque[signal.Signals] = deque()
+        self._interrupts = 0
+        self._previous: dict[signal.Signals, Any] = {}
+        self._holders = 0
+        self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def fileno(self) -> int:
+        """Readable as soon as a signal has come; for a loop that waits for other things too."""
+        return self._read_fd
+
+    def handle(self, signals: Iterable[signal.Signals]) -> None:
+        """Exactly these signals are noted from now on. Others get back what they had before."""
+        wanted = frozenset(signals)
+        for number in [n for n in self._previous if n not in wanted]:
+            signal.signal(number, self._previous.pop(number))
+        for number in sorted(wanted - self._previous.keys()):
+            self._take_over(number)
+
+    def _take_over(self, number: signal.Signals) -> None:
+        previous = signal.getsignal(number)
+        if number == signal.SIGHUP and previous == signal.SIG_IGN:
+            return  # nohup asked for this.
+        signal.signal(number, self._note)
+        self._previous[number] = signal.SIG_DFL if previous is None else previous
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._pending.append(signal.Signals(number))
+        self._interrupts += number == signal.SIGINT
+        try:
+            os.write(self._write_fd, b"\0")
+        except BlockingIOError:
+            pass  # The pipe is full, so the reader will wake anyway.
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
+
+    def take(self) -> signal.Signals | None:
+        """The oldest signal that nobody has taken yet."""
+        return self._pending.popleft() if self._pending else None
+
+    def clear_wakeups(self) -> None:
+        try:
+            while os.read(self._read_fd, 512):
+                pass
+        except BlockingIOError:
+            pass
+
+    def raise_pending(self) -> None:
+        """The safe point: a signal that came surfaces here (in the main thread, where it belongs)."""
+        number = self.take() if in_main_thread() else None
+        if number is not None:
+            raise SignalException(f"process {os.getpid()} got {number.name}", sigval=number)
+
+    @property
+    def wants_haste(self) -> bool:
+        """Whether the user pressed Ctrl-C a second time: no more grace for anybody."""
+        return self._interrupts >= 2
+
+    def original_handlers(self) -> dict[signal.Signals, Any]:
+        """What the signals meant before the inbox took them over; a forked worker gets this back."""
+        return dict(self._previous)
+
+    def acquire(self, signals: Iterable[signal.Signals]) -> None:
+        self._holders += 1
+        self.handle(signals)
+
+    def release(self) -> None:
+        self._holders -= 1
+        if self._holders == 0:
+            self.handle(())
+            self._pending.clear()
+            self._interrupts = 0
+
+
+_inbox: Inbox | None = None
+
+
+def inbox() -> Inbox:
+    """The process's inbox. Nothing is noted in it unless somebody holds it open."""
+    global _inbox
+    if _inbox is None:
+        _inbox = Inbox()
+    return _inbox
+
+
+def _forget_inbox() -> None:
+    """A forked child has its own signals; the pipe it inherited is its parent's."""
+    global _inbox
+    _inbox = None
+
+
+os.register_at_fork(after_in_child=_forget_inbox)
+
+
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def install_early() -> None:
+    """Hold the inbox open for the rest of the process's life. The command line does this first."""
+    inbox().acquire(parse_signals(DEFAULT_SIGNALS))
+
+
+def wanted_signals() -> frozenset[signal.Signals]:
+    """The signals that the launcher was asked to handle; it says so in the environment, as users know it."""
+    return parse_signals(os.environ.get(SIGNALS_VARIABLE) or DEFAULT_SIGNALS)
+
+
+@contextmanager
+def deferred() -> Iterator[Inbox]:
+    """Signals are noted, not acted on, within this block (in the main thread; elsewhere it does nothing)."""
+    box = inbox()
+    if not in_main_thread():
+        yield box
+        return
+    box.acquire(wanted_signals())
+    try:
+        yield box
+    finally:
+        box.release()
+
+
+def wait_readable(fds: Iterable[int], timeout_s: float | None, *, new_signals_only: bool = False) -> None:
+    """Wait until a descriptor can be read, a signal has been noted, or the time is up (None: no limit).
+
+    Whoever is already stopping everything passes `new_signals_only`: a signal that was noted before stays
+    noted for later and does not cut the wait short.
+    """
+    box = inbox()
+    if box.has_pending and not new_signals_only and in_main_thread():
+        return
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    poller.register(box.fileno(), select.POLLIN)
+    poller.poll(None if timeout_s is None else max(0.0, timeout_s * 1000))
+    box.clear_wakeups()

@@ -1,0 +1,262 @@
+"""What every rendezvous backend and everyone who uses one agree on.
+
+A backend is a creator function, registered under a name, that turns `RendezvousParameters` into a
+`RendezvousHandler`. The agent asks the handler for one round after another; each answer, a `RendezvousInfo`,
+says which rank this node has, how many nodes there are, and where the workers find each other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from holdfast.errors import UserError
+
+if TYPE_CHECKING:
+    import socket
+
+    from holdfast.rendezvous.store import Store
+
+__all__ = [
+    "RendezvousClosedError",
+    "RendezvousConnectionError",
+    "RendezvousError",
+    "RendezvousGracefulExitError",
+    "RendezvousHandler",
+    "RendezvousHandlerCreator",
+    "RendezvousHandlerRegistry",
+    "RendezvousInfo",
+    "RendezvousParameters",
+    "RendezvousStateError",
+    "RendezvousStoreInfo",
+    "RendezvousTimeoutError",
+    "rendezvous_handler_registry",
+]
+
+
+class RendezvousError(Exception):
+    """Base of everything that can go wrong with a rendezvous."""
+
+
+class RendezvousClosedError(RendezvousError):
+    """The run is over: there are no further rounds."""
+
+
+class RendezvousTimeoutError(RendezvousError):
+    """A round did not form in time."""
+
+
+class RendezvousConnectionError(RendezvousError):
+    """The backend cannot be reached."""
+
+
+class RendezvousStateError(RendezvousError):
+    """What the backend has stored cannot be read."""
+
+
+class RendezvousGracefulExitError(RendezvousError):
+    """This node is not needed and is asked to leave; that is not a failure."""
+
+
+_TRUE_TEXTS = frozenset({"1", "true", "t", "yes", "y"})
+_FALSE_TEXTS = frozenset({"0", "false", "f", "no", "n"})
+
+
+class RendezvousParameters:
+    """Everything that a creator is told: who meets where, how many they are, and the backend's own settings.
+
+    The settings (`**kwargs`, kept in `config`) come from the command line as text or from a program as
+    values, so `get_as_bool` and `get_as_int` accept both.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        endpoint: str,
+        run_id: str,
+        min_nodes: int,
+        max_nodes: int,
+        local_addr: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not backend:
+            raise UserError(f"the rendezvous backend has no name: {backend!r}")
+        if min_nodes < 1:
+            raise UserError(f"min_nodes is {min_nodes}, but must be at least 1")
+        if max_nodes < min_nodes:
+            raise UserError(f"max_nodes is {max_nodes}, but must be at least min_nodes, which is {min_nodes}")
+        self.backend = backend
+        self.endpoint = endpoint
+        self.run_id = run_id
+        self.min_nodes = min_nodes
+        self.max_nodes = max_nodes
+        self.local_addr = local_addr
+        self.config = kwargs
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The setting as it was given."""
+        return self.config.get(key, default)
+
+    def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
+        """The setting as a truth value; None stays None."""
+        value = self.get(key, default)
+        if value is None or isinstance(value, bool):
+            return value
+        text = str(value).lower() if isinstance(value, int | str) else ""
+        if text in _TRUE_TEXTS:
+            return True
+        if text in _FALSE_TEXTS:
+            return False
+        raise UserError(f"rendezvous setting {key!r} is {value!r}, which is neither true nor false")
+
+    def get_as_int(self, key: str, default: int | None = None) -> int | None:
+        """The setting as a whole number; None stays None."""
+        value = self.get(key, default)
+        if value is None:
+            return None
+        try:
+            return int(value)
+        except ValueError:
+            raise UserError(f"rendezvous setting {key!r} is {value!r}, which is not a whole number") from None
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class RendezvousStoreInfo:
+    """Where the workers of a round find each other: what becomes MASTER_ADDR and MASTER_PORT."""
+
+    MASTER_ADDR_KEY: ClassVar[str] = "MASTER_ADDR"
+    MASTER_PORT_KEY: ClassVar[str] = "MASTER_PORT"
+
+    master_addr: str
+    master_port: int
+
+    @staticmethod
+    def build(rank: int, store: Store, local_addr: str | None, server_port: int | None = None) -> RendezvousStoreInfo:
+        """Rank 0 publishes its address and port in the round's store; everyone, rank 0 too, reads them there.
+
+        Without `server_port` rank 0 picks a free port and holds it, bound but not listening, for as long as
+        the object that it gets back lives: a port that is released before the workers use it may be lost.
+        """
+        held = _publish_master(store, local_addr, server_port) if rank == 0 else None
+        built = RendezvousStoreInfo(
+            master_addr=store.get(RendezvousStoreInfo.MASTER_ADDR_KEY).decode(),
+            master_port=int(store.get(RendezvousStoreInfo.MASTER_PORT_KEY)),
+        )
+        if held is not None:
+            weakref.finalize(built, held.close)
+        return built
+
+
+def _publish_master(store: Store, local_addr: str | None, server_port: int | None) -> socket.socket | None:
+    """Tell the others where to go; returns the socket that holds the port if it had to be picked."""
+    import socket
+
+    from holdfast.rendezvous.endpoints import bind_port
+
+    held = bind_port() if server_port is None else None
+    port = server_port if held is None else held.getsockname()[1]
+    store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, (local_addr or socket.getfqdn()).encode())
+    store.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(port).encode())
+    return held
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousInfo:
+    """One round as this node sees it.
+
+    `store` is for the agents of the round, `bootstrap_store_info` for its workers.
+    """
+
+    store: Store
+    rank: int
+    world_size: int
+    bootstrap_store_info: RendezvousStoreInfo
+
+
+class RendezvousHandler(ABC):
+    """An agent's view of one run's rendezvous."""
+
+    @abstractmethod
+    def get_backend(self) -> str:
+        """The name that this handler's backend is registered under."""
+
+    @abstractmethod
+    def get_run_id(self) -> str:
+        """The run that this handler belongs to."""
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the agents host a store at MASTER_ADDR:MASTER_PORT that workers connect to as clients."""
+        return False
+
+    @property
+    def has_fixed_world(self) -> bool:
+        """Whether the world is known from the start, its nodes alike, and nothing is shared at run time.
+
+        Then nobody needs to ask who is waiting, and no node can wait for another.
+        """
+        return False
+
+    @abstractmethod
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Block until this node is a member of a new round, or raise a `RendezvousError`."""
+
+    @abstractmethod
+    def is_closed(self) -> bool:
+        """Whether the run is over. Other nodes may learn of it later: do not use it to synchronize."""
+
+    @abstractmethod
+    def set_closed(self) -> None:
+        """End the run: there will be no further rounds."""
+
+    @abstractmethod
+    def num_nodes_waiting(self) -> int:
+        """How many nodes ask to be let in; if any, the agent should ask for the next round."""
+
+    @abstractmethod
+    def shutdown(self) -> bool:
+        """Close everything that the handler holds; True if that went well."""
+
+
+RendezvousHandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]
+
+
+class RendezvousHandlerRegistry:
+    """Which backend name belongs to which creator."""
+
+    def __init__(self) -> None:
+        self._creators: dict[str, RendezvousHandlerCreator] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._creators
+
+    def names(self) -> list[str]:
+        """The registered backends, in alphabetical order."""
+        return sorted(self._creators)
+
+    def register(self, name: str, creator: RendezvousHandlerCreator) -> None:
+        """Make `creator` the backend `name`; a name never changes hands."""
+        if not name:
+            raise UserError(f"a rendezvous backend needs a name, not {name!r}")
+        taken_by = self._creators.setdefault(name, creator)
+        if taken_by != creator:
+            raise UserError(f"rendezvous backend {name!r} is taken by {taken_by!r}, so not {creator!r}")
+
+    def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
+        """A handler of the backend that `params` names."""
+        creator = self._creators.get(params.backend)
+        if creator is None:
+            available = ", ".join(self.names()) or "none"
+            raise UserError(f"unknown rendezvous backend {params.backend!r}; available: {available}")
+        handler = creator(params)
+        if handler.get_backend() != params.backend:
+            raise RuntimeError(
+                f"rendezvous backend {params.backend!r} created a handler that calls itself {handler.get_backend()!r}"
+            )
+        return handler
+
+
+rendezvous_handler_registry = RendezvousHandlerRegistry()

@@ -1,0 +1,92 @@
+"""From a backend's name to its handler.
+
+The built-in backends are known as soon as this module is imported, and their code is imported when one of
+them is asked for. Out-of-tree backends announce themselves as entry points. Reading those takes longer than
+everything else here, so it happens only when a name is asked for that is not yet known.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from holdfast.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousHandlerCreator,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+__all__ = ["get_rendezvous_handler", "rendezvous_handler_registry"]
+
+log = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUPS = ("torchrun.handlers", "holdfast.handlers")
+
+# Backend name -> the object reference of the entry point that it came from. An entry point may return a new
+# creator at each call, so a repeated scan cannot tell by the creator that it has met the same one again.
+_origins: dict[str, str] = {}
+
+
+def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """A handler of the backend that `params` names, wherever that backend comes from."""
+    if params.backend not in rendezvous_handler_registry:
+        _register_out_of_tree_handlers()
+    return rendezvous_handler_registry.create_handler(params)
+
+
+def _create_static(params: RendezvousParameters) -> RendezvousHandler:
+    from holdfast.rendezvous import static
+
+    return static.create_rdzv_handler(params)
+
+
+def _create_standalone(params: RendezvousParameters) -> RendezvousHandler:
+    from holdfast.rendezvous import static
+
+    return static.create_standalone_handler(params)
+
+
+def _register_built_in_handlers() -> None:
+    built_in = {"static": _create_static, "standalone": _create_standalone}
+    for name, creator in built_in.items():
+        # A program that registered its own handler under this name before importing us means it.
+        if name not in rendezvous_handler_registry:
+            rendezvous_handler_registry.register(name, creator)
+
+
+def _register_out_of_tree_handlers() -> None:
+    """Register every backend that an installed distribution offers; a broken one costs one warning."""
+    from importlib.metadata import entry_points
+
+    for group in ENTRY_POINT_GROUPS:
+        for entry_point in entry_points(group=group):
+            try:
+                _register_entry_point(entry_point)
+            except Exception as error:
+                log.warning(
+                    "rendezvous backend %r (entry point %s of group %s) is not available: %s: %s",
+                    entry_point.name,
+                    entry_point.value,
+                    group,
+                    type(error).__name__,
+                    error,
+                    exc_info=True,
+                )
+
+
+def _register_entry_point(entry_point: EntryPoint) -> None:
+    name, value = entry_point.name, entry_point.value
+    if name in rendezvous_handler_registry and _origins.get(name) == value:
+        return
+    creator: RendezvousHandlerCreator = entry_point.load()()
+    if not callable(creator):
+        raise TypeError(f"it must return a function that creates handlers, not {creator!r}")
+    rendezvous_handler_registry.register(name, creator)
+    _origins[name] = value
+
+
+_register_built_in_handlers()

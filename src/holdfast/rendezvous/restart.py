@@ -1,0 +1,99 @@
+"""The restart policy: after a failure, does the run go on? Pure.
+
+`decide` looks at the policy, at when restarts were charged before, and at the failure. It is asked once for each
+failure of the whole run, by the coordinator, or by the agent of a run that has none.
+
+* A failure of a fatal class ends the run at once: no restart cures a syntax error.
+* One of an uncounted class (preemption) is followed by a restart that costs nothing.
+* Any other costs one restart of the budget. With a window, only the restarts within it count ("5 in 10 m").
+* Backoff: the first charged restart comes after `backoff_s`, each further one in a row after twice as long, up
+  to `backoff_cap_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Errors in the program itself. Whoever disagrees names the classes that should be fatal.
+FATAL_EXCEPTIONS = frozenset({"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"})
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    max_restarts: int = 0
+    window_s: float | None = None
+    backoff_s: float = 0.0
+    backoff_cap_s: float = 60.0
+    fatal_exit_codes: frozenset[int] = frozenset()
+    fatal_exceptions: frozenset[str] = FATAL_EXCEPTIONS
+    uncounted_exit_codes: frozenset[int] = frozenset()
+    uncounted_exceptions: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What the policy and the final report need to know of a worker that failed.
+
+    `exception` is the class name of the exception, or empty. `text` is the line that says what happened.
+    `is_consequence`: it looks like the result of another failure (a connection closed by a peer).
+    """
+
+    node: str = ""
+    rank: int = -1
+    exitcode: int = 1
+    exception: str = ""
+    text: str = ""
+    is_consequence: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    delay_s: float
+    is_charged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    reason: str
+
+
+Decision = Restart | GiveUp
+
+
+def decide(policy: RestartPolicy, charged_at: Sequence[float], failure: Failure, now: float) -> Decision:
+    """`charged_at`: the times of the restarts that were charged, by the clock that `now` is of, oldest first."""
+    if failure.exitcode in policy.fatal_exit_codes:
+        return GiveUp(f"exit code {failure.exitcode} is fatal, a restart would not cure it")
+    if failure.exception in policy.fatal_exceptions:
+        return GiveUp(f"{failure.exception} is fatal, a restart would not cure it")
+    if failure.exitcode in policy.uncounted_exit_codes or failure.exception in policy.uncounted_exceptions:
+        return Restart(0.0, is_charged=False)
+    counted = _within_window(policy, charged_at, now)
+    if len(counted) >= policy.max_restarts:
+        return GiveUp(_exhausted(policy))
+    return Restart(_backoff_s(policy, len(counted)), is_charged=True)
+
+
+def root_cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that explains a round: the first that speaks for itself, else the first."""
+    return next((failure for failure in failures if not failure.is_consequence), failures[0])
+
+
+def _within_window(policy: RestartPolicy, charged_at: Sequence[float], now: float) -> list[float]:
+    if policy.window_s is None:
+        return list(charged_at)
+    return [at for at in charged_at if now - at < policy.window_s]
+
+
+def _exhausted(policy: RestartPolicy) -> str:
+    if policy.max_restarts == 0:
+        return "no restarts are allowed"
+    within = f" within {policy.window_s:g} s" if policy.window_s is not None else ""
+    restarts = "restart" if policy.max_restarts == 1 else "restarts"
+    return f"the {policy.max_restarts} allowed {restarts}{within} are used up"
+
+
+def _backoff_s(policy: RestartPolicy, in_a_row: int) -> float:
+    # The exponent is bounded: a long history must not overflow a float.
+    return min(policy.backoff_cap_s, policy.backoff_s * 2.0 ** min(in_a_row, 64))

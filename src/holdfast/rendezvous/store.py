@@ -1,0 +1,350 @@
+"""The key-value store through which the agents of a round talk to each other.
+
+`Store` is the contract, `InProcessStore` serves a world whose agents are all in this process, `PrefixStore`
+is a namespace in another store. The functions below them need nothing but the methods of the contract, which
+has the names and types of torch's stores, so they work with those too (a third-party handler may return one).
+
+A time-out is a `timedelta`, as it is there. Functions take seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import islice
+
+from holdfast.errors import HoldfastError, UserError
+
+DEFAULT_TIMEOUT = timedelta(seconds=300)
+
+# How many keys or ranks an error names before it stops: the text has to stay readable with 4,000 nodes.
+_MAX_NAMED = 16
+
+
+class StoreTimeoutError(HoldfastError, TimeoutError):
+    """A key did not appear, or a barrier was not reached by all, in time."""
+
+
+class Store(ABC):
+    """Keys are text, values are bytes; text given as a value is stored as UTF-8."""
+
+    @property
+    @abstractmethod
+    def timeout(self) -> timedelta:
+        """How long `get`, `multi_get` and `wait` wait for keys unless told otherwise."""
+
+    @abstractmethod
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change `timeout` for everyone who uses this store object."""
+
+    @abstractmethod
+    def set(self, key: str, value: bytes | str) -> None:
+        """Store a value, whatever was there before."""
+
+    @abstractmethod
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
+        """Store several values at once."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes:
+        """The key's value; waits until there is one."""
+
+    @abstractmethod
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of all keys, in their order; waits until each has one."""
+
+    @abstractmethod
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number that is stored as decimal text (a missing key is 0); returns the sum."""
+
+    @abstractmethod
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until every key has a value."""
+
+    @abstractmethod
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether every key has a value now."""
+
+    @abstractmethod
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        """Store `desired` if the value is `expected`, or if there is none and `expected` is empty.
+
+        Returns the value that the key has afterwards; if it has none, `expected`.
+        """
+
+    @abstractmethod
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; whether there was one."""
+
+
+class InProcessStore(Store):
+    """A store for the threads of one process."""
+
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        self._timeout = timeout
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
+        if len(keys) != len(values):
+            raise UserError(f"multi_set got {len(keys)} keys but {len(values)} values")
+        encoded = [_to_bytes(value) for value in values]
+        with self._changed:
+            self._values.update(zip(keys, encoded, strict=True))
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        with self._changed:
+            self._wait_locked(keys, self._timeout)
+            return [self._values[key] for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        with self._changed:
+            total = _to_int(key, self._values.get(key, b"0")) + amount
+            self._values[key] = str(total).encode()
+            self._changed.notify_all()
+            return total
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        with self._changed:
+            self._wait_locked(keys, self._timeout if timeout is None else timeout)
+
+    def _wait_locked(self, keys: Sequence[str], timeout: timedelta) -> None:
+        timeout_s = timeout.total_seconds()
+        if self._changed.wait_for(lambda: self._has_all(keys), min(timeout_s, threading.TIMEOUT_MAX)):
+            return
+        missing = _named([repr(key) for key in keys if key not in self._values])
+        raise StoreTimeoutError(f"store: timed out after {timeout_s:g} s waiting for {missing}")
+
+    def _has_all(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        with self._changed:
+            return self._has_all(keys)
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        old, new = _to_bytes(expected), _to_bytes(desired)
+        with self._changed:
+            current = self._values.get(key)
+            if current == old or (current is None and not old):
+                self._values[key] = new
+                self._changed.notify_all()
+                return new
+            return old if current is None else current
+
+    def delete_key(self, key: str) -> bool:
+        with self._changed:
+            return self._values.pop(key, None) is not None
+
+
+class PrefixStore(Store):
+    """The keys of another store that begin with `<prefix>/`; the time-out is the other store's."""
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        self._prefix = prefix
+        self._store = store
+
+    def _full(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+    def _all_full(self, keys: Sequence[str]) -> list[str]:
+        return [self._full(key) for key in keys]
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._store.timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._store.set(self._full(key), value)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
+        self._store.multi_set(self._all_full(keys), values)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._full(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._store.multi_get(self._all_full(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self._full(key), amount)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(self._all_full(keys), self.timeout if timeout is None else timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check(self._all_full(keys))
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        return self._store.compare_set(self._full(key), expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(self._full(key))
+
+
+def _to_bytes(value: bytes | str) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise TypeError(f"a store's values are bytes or text, not {type(value).__name__}: {value!r}")
+    return bytes(value)
+
+
+def _to_int(key: str, value: bytes) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise UserError(f"store: cannot add to {key!r}, its value {value[:40]!r} is not a number") from None
+
+
+def _named(names: Sequence[str]) -> str:
+    more = ", ..." if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more
+
+
+def _duration(seconds: float) -> timedelta:
+    # To torch's stores zero means no limit at all, which is the opposite of what it means here.
+    return timedelta(seconds=max(seconds, 0.001))
+
+
+@contextmanager
+def store_timeout(store: Store, seconds: float) -> Iterator[None]:
+    """Give the store another time-out for the length of a block, however the block ends."""
+    before = store.timeout
+    store.set_timeout(_duration(seconds))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
+
+
+def get_all(store: Store, rank: int, prefix: str, world_size: int) -> list[bytes]:
+    """The values of `<prefix>0`, `<prefix>1`, ... in this order; every rank has to call it.
+
+    Rank 0 returns last, because the store may end with its process while others still read.
+    """
+    values = store.multi_get([f"{prefix}{other}" for other in range(world_size)])
+    all_have_read = _arrive(store, world_size, f"{prefix}/finished")
+    if rank == 0:
+        store.wait([all_have_read])
+    return values
+
+
+def synchronize(
+    store: Store, data: bytes, rank: int, world_size: int, key_prefix: str, timeout: float = 300
+) -> list[bytes]:
+    """Give every rank the data of all ranks. Works once for a prefix."""
+    with store_timeout(store, timeout):
+        store.set(f"{key_prefix}{rank}", data)
+        return get_all(store, rank, key_prefix, world_size)
+
+
+def barrier(
+    store: Store,
+    world_size: int,
+    key_prefix: str,
+    barrier_timeout: float = 300,
+    rank: int | None = None,
+    rank_tracing_decoder: Callable[[int], str] | None = None,
+    trace_timeout: float = 10,
+) -> None:
+    """Return when `world_size` callers have arrived, or raise `StoreTimeoutError`. Works once for a prefix.
+
+    With `rank`, an error says who is missing: each rank leaves a mark when it arrives, rank 0 gives
+    stragglers `trace_timeout` seconds and then names those without one (through `rank_tracing_decoder`, if
+    given); the others wait until it has, so that the store does not go away under it, and refer to it.
+    """
+    if rank is None and rank_tracing_decoder is not None:
+        raise AssertionError("barrier: rank_tracing_decoder needs a rank")
+    if rank is not None:
+        store.set(_mark(key_prefix, rank), "arrived")
+    all_arrived = _arrive(store, world_size, key_prefix)
+    if _appear(store, [all_arrived], barrier_timeout):
+        return
+    who = "" if rank is None else f" on rank {rank}"
+    arrived = f"{_arrived(store, key_prefix)} of {world_size} had arrived"
+    cause = _trace(store, world_size, key_prefix, rank, rank_tracing_decoder or str, trace_timeout)
+    raise StoreTimeoutError(f"barrier {key_prefix!r}: timed out after {barrier_timeout:g} s{who}: {arrived}{cause}")
+
+
+def _arrive(store: Store, world_size: int, prefix: str) -> str:
+    """Count one more arrival; returns the key that appears with the last."""
+    last_member = f"{prefix}/last_member"
+    if store.add(f"{prefix}/num_members", 1) == world_size:
+        store.set(last_member, "arrived")
+    return last_member
+
+
+def _arrived(store: Store, prefix: str) -> int:
+    return store.add(f"{prefix}/num_members", 0)
+
+
+def _mark(prefix: str, rank: int) -> str:
+    return f"{prefix}{rank}/TRACE"
+
+
+def _appear(store: Store, keys: Sequence[str], timeout_s: float) -> bool:
+    """Whether all keys appear in time.
+
+    Stores differ in what they raise when the time is up, so whatever it was, the store is asked once more:
+    if it answers, the time was up, and if it has failed, it raises its own error here.
+    """
+    try:
+        store.wait(keys, _duration(timeout_s))
+    except (TimeoutError, RuntimeError, LookupError):
+        return store.check(keys)
+    return True
+
+
+def _trace(
+    store: Store,
+    world_size: int,
+    prefix: str,
+    rank: int | None,
+    decode: Callable[[int], str],
+    timeout_s: float,
+) -> str:
+    """What this caller can say about who is missing, as the end of a sentence."""
+    if rank is None:
+        return ""
+    gate = f"{prefix}/TRACING_GATE"
+    if rank != 0:
+        if not store.check([_mark(prefix, 0)]):
+            return "; rank 0 is missing"
+        # Twice, because rank 0 may have begun its own wait that much later.
+        _appear(store, [gate], 2 * timeout_s)
+        return "; see rank 0 for who is missing"
+    missing = _missing_ranks(store, world_size, prefix, timeout_s)
+    store.set(gate, "open")
+    if not missing:
+        return "; the others came too late"
+    return f"; missing ranks: {_named([decode(other) for other in missing])}"
+
+
+def _missing_ranks(store: Store, world_size: int, prefix: str, timeout_s: float) -> list[int]:
+    """The ranks that have left no mark; looks no further than it takes to know that not all can be named."""
+    marks = {other: _mark(prefix, other) for other in range(1, world_size)}
+    if _appear(store, list(marks.values()), timeout_s):
+        return []
+    without = (other for other, mark in marks.items() if not store.check([mark]))
+    return list(islice(without, _MAX_NAMED + 1))

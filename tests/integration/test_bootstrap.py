@@ -1,0 +1,375 @@
+"""A program cannot tell that the bootstrap started it.
+
+Each program below is run by plain `python -u` and through the bootstrap, in the same directory, and has to write
+the same to stdout and stderr, byte for byte, and to end with the same status. So it is under the bootstrap's source,
+under its compiled copy, and under other interpreters of this machine.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import py_compile
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from holdfast.process.entry import BOOTSTRAP_PATH
+
+FACTS = r"""
+import os, sys
+names = dict(globals())
+import __main__, signal, subprocess
+print(list(names), __main__.__dict__ is globals(), sys.modules["__main__"] is __main__)
+print([names.get(n) for n in ("__name__", "__doc__", "__package__", "__file__", "__cached__", "__annotations__")])
+print(names["__builtins__"], names["__spec__"] and names["__spec__"].name)
+loader = names["__loader__"]
+print(getattr(loader, "__name__", type(loader).__name__), getattr(loader, "path", None), getattr(loader, "name", None))
+print(sys.argv, getattr(sys, "orig_argv", None), sys.path, sys.flags, sys.warnoptions, sys._xoptions)
+print(sorted(os.environ.items()), os.getcwd())
+print(subprocess.run(["ls", "/proc/self/fd"], close_fds=False, stdout=subprocess.PIPE).stdout)
+print([signal.getsignal(n) == signal.SIG_DFL for n in (1, 2, 15, 17)], sys.stdout.line_buffering, sys.stdin)
+print(sys.getrecursionlimit(), sys.excepthook is sys.__excepthook__, [m for m in sys.modules if "holdfast" in m])
+print([e for e in sys.path_importer_cache if "holdfast" in e], __debug__)
+"""
+
+DEEP = """
+def inner(text):
+    raise ValueError(text)
+def outer(text):
+    try:
+        inner(text)
+    except ValueError as error:
+        {}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program. `args` come after the flags; `{name}` in them is the directory of the case."""
+
+    name: str
+    source: str = ""
+    args: Sequence[str] = ("main.py", "a", "b c", "-m", "--x=é")
+    flags: Sequence[str] = ("-u",)
+    env: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str | bytes] = field(default_factory=dict)
+    stdin: str = ""
+    since: tuple[int, int] = (3, 8)
+    exit: int | None = None
+
+
+def exits(name: str, source: str, exit_: int | None = None, **more: object) -> Case:
+    return Case(name, source, exit=exit_, **more)  # type: ignore[arg-type]
+
+
+FACT_CASES = [
+    Case("script", FACTS, exit=0),
+    Case("script_dot", FACTS, ("./main.py",)),
+    Case("script_dots", FACTS, ("sub/..//main.py",), files={"sub/x": ""}),
+    Case("script_absolute", FACTS, ("{dir}/main.py", "-c", "x")),
+    Case("script_link", FACTS, ("link.py",)),
+    Case("script_below", args=("sub/main.py",), files={"sub/main.py": "import beside", "sub/beside.py": FACTS}),
+    Case("script_stdin", args=("/dev/stdin",), stdin=FACTS),
+    Case("script_no_suffix", args=("program",), files={"program": FACTS}),
+    *(Case(f"script{flag}", FACTS, flags=("-u", flag)) for flag in ("-I", "-E", "-s", "-S", "-B", "-OO", "-q", "-bb")),
+    Case("script-P", FACTS, flags=("-u", "-P"), since=(3, 11)),
+    Case("script_safe_path", FACTS, env={"PYTHONSAFEPATH": "1"}),
+    Case("script-W", FACTS, flags=("-u", "-W", "error")),
+    Case("script-X_dev", FACTS, flags=("-u", "-X", "dev")),
+    Case("script_buffered", FACTS + "print(sys.stdout.write_through)", flags=()),
+    Case("script_double_dash", FACTS, flags=("-u", "--")),
+    Case("module", args=("-m", "main", "a", "-m"), source=FACTS, exit=0),
+    Case("module-I", args=("-m", "json.tool", "--help"), flags=("-u", "-I"), exit=0),
+    Case("module-P", args=("-m", "main"), source=FACTS, flags=("-u", "-P"), since=(3, 11), exit=1),
+    Case(
+        "package", args=("-m", "p", "a"), files={"p/__init__.py": "import sys; print(sys.argv)", "p/__main__.py": FACTS}
+    ),
+    Case("in_package", args=("-m", "p.q"), files={"p/__init__.py": "", "p/q.py": "from . import r", "p/r.py": FACTS}),
+    Case("command", args=("-c", FACTS, "a", "-c"), exit=0),
+    Case("command-I", args=("-c", FACTS), flags=("-u", "-I")),
+    Case("directory", args=("sub", "a"), files={"sub/__main__.py": FACTS}, exit=0),
+    Case("directory_slash", args=("./sub/",), files={"sub/__main__.py": "import beside", "sub/beside.py": FACTS}),
+    Case("directory-I", args=("sub",), flags=("-u", "-I"), files={"sub/__main__.py": FACTS}),
+    Case("zip", FACTS, args=("program.zip", "a"), exit=0),
+    Case("compiled", FACTS, args=("program.pyc", "a"), exit=0),
+    Case("compiled_other_suffix", FACTS, args=("compiled", "a"), exit=0),
+]
+
+ERROR_CASES = [
+    exits("missing_script", "", 2, args=("nope.py",)),
+    exits("missing_script_dir", "", 2, args=("./no/../nope 'x'.py",)),
+    exits("missing_module", "", 1, args=("-m", "nope")),
+    exits("missing_submodule", "", 1, args=("-m", "json.nope")),
+    exits("module_with_suffix", "", 1, args=("-m", "main.py")),
+    exits("namespace_package", "", 1, args=("-m", "sub"), files={"sub/x": ""}),
+    exits("module_fails", "import sys; sys.nope", 1, args=("-m", "main")),
+    exits("package_fails", "", 1, args=("-m", "p.q"), files={"p/__init__.py": "1/0", "p/q.py": ""}),
+    exits("module_interrupted", "raise KeyboardInterrupt", args=("-m", "main")),
+    exits("directory_without_main", "", 1, args=("sub",), files={"sub/x": ""}),
+    exits("directory_fails", "", 1, args=("sub",), files={"sub/__main__.py": "1/0"}),
+    exits("zip_fails", "1/0", 1, args=("program.zip",)),
+    exits("bad_magic", "", 1, args=("bad.pyc",), files={"bad.pyc": b"x" * 40}),
+    exits("empty_pyc", "", 1, args=("bad.pyc",), files={"bad.pyc": b""}),
+    exits("command_fails", "", 1, args=("-c", "def f():\n  1/0\nf()")),
+    exits("command_syntax", "", 1, args=("-c", "print(1")),
+    exits("exception", DEEP.format("raise") + "outer('é')", 1),
+    exits("cause", DEEP.format("raise KeyError(text) from error") + "outer('x')", 1),
+    exits("context", DEEP.format("raise KeyError(text)") + "outer('x')", 1),
+    exits("context_hidden", DEEP.format("raise KeyError(text) from None") + "outer('x')", 1),
+    exits(
+        "group", DEEP.format("return error") + "raise ExceptionGroup('g', [outer('x'), OSError(2)])", 1, since=(3, 11)
+    ),
+    exits("notes", "e = ValueError('x'); e.add_note('a note'); raise e", 1, since=(3, 11)),
+    exits("base_exception", "class Odd(BaseException): pass\nraise Odd(1, 2)", 1),
+    exits("generator_exit", "raise GeneratorExit", 1),
+    exits("bad_str", "class Odd(Exception):\n  def __str__(self): 1/0\nraise Odd", 1),
+    exits("bad_setattr", "class Odd(Exception):\n  def __setattr__(self, *a): 1/0\nraise Odd", 1),
+    exits("surrogate", "raise ValueError('\\udc80')", 1),
+    exits("reraised", "try:\n  1/0\nexcept Exception as error:\n  kept = error\ndef f(): raise kept\nf()", 1),
+    exits("syntax_error", "print(1)\nx = = 2\n", 1),
+    exits("syntax_error_late", "print(1)\ndef f():\n  return 1 +\n", 1),
+    exits("unclosed", "print((1, 2\n\nx = 3", 1),
+    exits("indentation", "if True:\nprint(1)\n", 1),
+    exits("tabs", "if True:\n        x = 1\n\ty = 2\n", 1),
+    exits("return_outside", "return 3", 1),
+    exits("bad_cookie", "# -*- coding: nope -*-\n", 1),
+    exits("import_of_syntax_error", "import broken", 1, files={"broken.py": "a b\n"}),
+    exits("import_error", "import nope_nope", 1),
+    exits("warnings_as_errors", "import warnings; warnings.warn('careful')", 1, flags=("-u", "-W", "error")),
+]
+
+EXIT_CASES = [
+    exits("exit_0", "import sys; sys.exit(0)", 0),
+    exits("exit_none", "import sys; sys.exit()", 0),
+    exits("exit_3", "import sys; sys.exit(3)", 3),
+    exits("exit_true", "import sys; sys.exit(True)", 1),
+    exits("exit_minus_1", "import sys; sys.exit(-1)", 255),
+    exits("exit_text", "import sys; sys.exit('tëxt')", 1),
+    exits("exit_empty_text", "import sys; sys.exit('')", 1),
+    exits("exit_tuple", "raise SystemExit(1, 2)", 1),
+    exits("exit_in_handler", "import sys\ntry:\n  1/0\nfinally:\n  sys.exit(4)", 4),
+    exits("exit_at_once", "import os, atexit; atexit.register(print, 'no'); os._exit(5)", 5),
+    exits("interrupt", "raise KeyboardInterrupt('x')", -2),
+    exits("interrupt_subclass", "class K(KeyboardInterrupt): pass\nraise K", 1),
+    exits("interrupt_by_signal", "import os, time; os.kill(os.getpid(), 2); time.sleep(60)", -2),
+    exits("terminated", "import os, time; os.kill(os.getpid(), 15); time.sleep(60)", -15),
+    exits("killed", "import os; os.kill(os.getpid(), 9)", -9),
+    exits("segfault", "import os; os.kill(os.getpid(), 11)", -11),
+    exits("abort", "import os; os.abort()", -6),
+    exits("output_closed", "import sys, os; os.close(1); sys.stdout.write('x')", 1, flags=()),
+    exits("output_closed_unbuffered", "import sys, os; os.close(1); sys.stdout.write('x')", 1),
+    exits("no_stderr", "import sys; sys.stderr = None; 1/0", 1),
+]
+
+BEHAVIOUR_CASES = [
+    exits("doc", "'''A docstring.'''\nx: int = 1\nprint(__doc__, __annotations__, list(globals()))", 0),
+    exits("cookie", "", args=("x.py",), files={"x.py": "# coding: latin-1\nprint(ascii('é'))".encode("latin-1")}),
+    exits("bom", "", 0, args=("x.py",), files={"x.py": b"\xef\xbb\xbfprint('\xc3\xa9')\r\nprint(2)\r\n"}),
+    exits("own_future", "from __future__ import annotations\ndef f(x: nope): pass\nprint(f.__annotations__)", 0),
+    exits("no_foreign_future", "def f(x: int): pass\nprint(f.__annotations__, compile('1', '', 'eval').co_flags)", 0),
+    exits("future_in_exec", "exec('def f(x: 3): pass'); print(f.__annotations__)", 0),
+    exits("walks_out", "def f(): print(sys._getframe(1).f_code.co_filename)\nimport sys\nf()", 0),
+    exits("hook", "import sys\nsys.excepthook = lambda *a: print('hook', a[1], a[2].tb_frame.f_code.co_filename)\n1/0", 1),
+    exits("hook_fails", "import sys\ndef hook(*a): raise KeyError('in hook')\nsys.excepthook = hook\n1/0", 1, since=(3, 11)),
+    exits("hook_exits", "import sys\nsys.excepthook = lambda *a: sys.exit(7)\n1/0"),
+    exits("hook_missing", "import sys\ndel sys.excepthook\n1/0", 1, since=(3, 11)),
+    exits(
+        "last_traceback",
+        "import atexit, sys, traceback\natexit.register(lambda: traceback.print_tb(sys.last_traceback))\n"
+        "atexit.register(lambda: print(sys.last_value, sys.excepthook is sys.__excepthook__))\n1/0",
+        1,
+    ),
+    exits("atexit", "import atexit\natexit.register(lambda: print(sorted(globals())))\natexit.register(print, 1)\n1/0", 1),
+    exits("atexit_module", "import atexit\natexit.register(lambda: print(__file__))", 0, args=("-m", "main")),
+    exits("atexit_module_fails", "import atexit\natexit.register(lambda: print(__file__))\n1/0", 1, args=("-m", "main")),
+    exits("atexit_fails", "import atexit\natexit.register(lambda: 1/0)\nprint(1)"),
+    exits(
+        "threads",
+        "import threading, time\ngo = threading.Event()\n"
+        "def late():\n  go.wait()\n  print('late', threading.main_thread().is_alive())\n  1/0\n"
+        "threading.Thread(target=late, name='t').start()\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+        "threading.Timer(0.05, go.set).start()\nprint('end')",
+        0,
+    ),
+    exits(
+        "pickle",
+        "import pickle\nclass C:\n  def __eq__(self, o): return type(self) is type(o)\n"
+        "print(C.__module__, pickle.dumps(C()), pickle.loads(pickle.dumps(C())) == C())",
+        0,
+    ),
+    *(
+        exits(
+            f"multiprocessing_{method}",
+            "import multiprocessing as mp, sys\nclass C:\n  pass\ndef work(x, q):\n"
+            "  q.put((type(x).__module__, __name__, sys.argv, __file__))\n"
+            f"if __name__ == '__main__':\n  mp.set_start_method('{method}')\n  q = mp.SimpleQueue()\n"
+            "  p = mp.Process(target=work, args=(C(), q))\n  p.start()\n  print(q.get())\n  p.join()\n  print(p.exitcode)",
+            0,
+        )
+        for method in ("spawn", "fork", "forkserver")
+    ),
+    exits(
+        "multiprocessing_module",
+        "import multiprocessing as mp\ndef work(): print(__name__, __spec__ and __spec__.name)\n"
+        "if __name__ == '__main__':\n  p = mp.get_context('spawn').Process(target=work)\n  p.start()\n  p.join()",
+        0,
+        args=("-m", "main"),
+    ),
+    exits("fork_fails", "import os\nif os.fork():\n  print(os.wait()[1])\nelse:\n  1/0", 0),
+    exits("stdin", "print(repr(input()), input())", 0, stdin="one\ntwo\n"),
+    exits("stdin_short", "input()", 1),
+    exits("source", "import inspect\ndef f():\n  return 1\nprint(inspect.getsource(f), inspect.getfile(f))", 0),
+    exits("warns", "import warnings\ndef f(): warnings.warn('old', DeprecationWarning, 2)\nf()\nwarnings.warn('x')", 0),
+    exits(
+        "shadows",
+        "print('here'); import random; print(random.mine); 1/0",
+        1,
+        files={
+            f"{name}.py": f"mine = print('own {name}')"
+            for name in ("random", "json", "pickle", "errors", "entry", "start", "logs", "faulthandler", "atexit")
+        },
+    ),
+    exits("closes_files", "import os\nos.closerange(3, 200)\n1/0", 1),
+    exits("no_path", "import sys\nsys.path.clear()\nsys.path_importer_cache.clear()\nsys.meta_path.clear()\n1/0", 1, since=(3, 11)),
+    exits("no_main", "import sys\ndel sys.modules['__main__']\n1/0"),
+    exits("no_main_fine", "import sys\nkeep = sys.modules.pop('__main__')\nprint(1)"),
+    exits("no_environ", "import os\nos.environ.clear()\ndel os.environ\nos.getpid = None\n1/0", 1),
+    exits("starts_again", "import os, sys\nif 'z' in sys.argv: print(sys.argv)\nelse: os.execv(sys.executable, [sys.executable, *sys.argv, 'z'])", 0),
+    exits("asyncio", "import asyncio\nasync def f(): raise ValueError\nasyncio.run(f())", 1),
+    exits("recursion", "def f(): f()\ntry: f()\nexcept RecursionError as error: print(error)", 0),
+    exits("memory", "x = 'x' * (1 << 62)", 1),
+]  # fmt: skip
+
+CASES = [*FACT_CASES, *ERROR_CASES, *EXIT_CASES, *BEHAVIOUR_CASES]
+
+
+def lay_out(case: Case, directory: Path, python: str) -> None:
+    for name, content in {"main.py": case.source, **case.files}.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    if "link.py" in case.args:
+        (directory / "elsewhere").mkdir()
+        (directory / "main.py").rename(directory / "elsewhere" / "main.py")
+        (directory / "link.py").symlink_to("elsewhere/main.py")
+    if "program.zip" in case.args:
+        with zipfile.ZipFile(directory / "program.zip", "w") as archive:
+            archive.write(directory / "main.py", "__main__.py")
+    for target in {"program.pyc", "compiled"} & set(case.args):
+        make = f"import py_compile; py_compile.compile('main.py', {target!r}, doraise=True)"
+        subprocess.run([python, "-c", make], cwd=directory, check=True)
+
+
+def run(case: Case, directory: Path, python: str, bootstrap: Sequence[str]) -> tuple[int, str, str]:
+    args = [argument.replace("{dir}", str(directory)) for argument in case.args]
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(directory),
+        "LC_ALL": "C.UTF-8",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        **case.env,
+    }
+    box = os.memfd_create("box", os.MFD_CLOEXEC)
+    try:
+        given = {**environment, "HOLDFAST_BLACKBOX": str(box)} if bootstrap else environment
+        done = subprocess.run(
+            [python, *case.flags, *bootstrap, *args],
+            input=case.stdin.encode(),
+            capture_output=True,
+            cwd=directory,
+            env=given,
+            pass_fds=[box] if bootstrap else [],
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(box)
+    return done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
+
+
+def compare(case: Case, directory: Path, python: str, bootstraps: Sequence[str]) -> None:
+    lay_out(case, directory, python)
+    plain = run(case, directory, python, ())
+    assert plain[1] or plain[2] or plain[0], "the program shows nothing to compare"
+    if case.exit is not None:
+        assert plain[0] == case.exit, plain
+    for bootstrap in bootstraps:
+        assert run(case, directory, python, (bootstrap,)) == plain
+
+
+@pytest.fixture(scope="module")
+def compiled_bootstrap(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = py_compile.compile(BOOTSTRAP_PATH, str(tmp_path_factory.mktemp("c") / "b.pyc"), doraise=True)
+    assert path is not None
+    return path
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_looks_like_plain_python(case: Case, tmp_path: Path, compiled_bootstrap: str) -> None:
+    if sys.version_info < case.since:
+        pytest.skip(f"needs Python {case.since}")
+    compare(case, tmp_path, sys.executable, (BOOTSTRAP_PATH, compiled_bootstrap))
+
+
+def version_of(python: str) -> tuple[int, int]:
+    ask = "import sys; print(*sys.version_info[:2])"
+    done = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=False)
+    major, minor = done.stdout.split() if done.returncode == 0 else ("0", "0")
+    return int(major), int(minor)
+
+
+def other_interpreters() -> list[str]:
+    """Those that HOLDFAST_TEST_PYTHONS names (with colons between), or the oldest and the newest that are found."""
+    if "HOLDFAST_TEST_PYTHONS" in os.environ:
+        return os.environ["HOLDFAST_TEST_PYTHONS"].split(":")
+    root = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
+    found = [
+        *glob.glob(f"{root}/versions/3.*/bin/python3"),
+        *glob.glob("/usr/bin/python3"),
+        *glob.glob("/usr/local/bin/python3"),
+    ]
+    by_version = {version_of(python): python for python in found}
+    usable = [by_version[each] for each in sorted(by_version) if each >= (3, 8) and each != sys.version_info[:2]]
+    return sorted({usable[0], usable[-1]}) if usable else ["/usr/bin/python3"]
+
+
+@pytest.mark.parametrize("python", other_interpreters())
+def test_looks_like_plain_python_under_another_interpreter(python: str, tmp_path: Path) -> None:
+    if shutil.which(python) is None:
+        pytest.skip(f"there is no other interpreter, not even {python}")
+    version = version_of(python)
+    cases = [case for case in CASES if version >= case.since]
+
+    def differs(case: Case) -> str | None:
+        directory = tmp_path / case.name
+        directory.mkdir()
+        try:
+            compare(case, directory, python, (BOOTSTRAP_PATH,))
+        except AssertionError as error:
+            return f"{case.name}: {error}"
+        return None
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [found for found in pool.map(differs, cases) if found] == []
+
+
+def test_runs_where_the_directory_is_gone(tmp_path: Path) -> None:
+    script = tmp_path / "main.py"
+    script.write_text("import sys; print(sys.path[0], sys.argv)")
+    for args in (str(script), "-c 'import sys; print(sys.path[0])'", "-m this", "nope.py"):
+        shown = []
+        for bootstrap in ("", BOOTSTRAP_PATH):
+            gone = tmp_path / "gone"
+            gone.mkdir()
+            line = f"cd {gone} && rmdir {gone} && exec {sys.executable} -u {bootstrap} {args}"
+            done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+            shown.append((done.returncode, done.stdout, done.stderr))
+        assert shown[0] == shown[1]

@@ -1,0 +1,95 @@
+"""The rules of the house that a machine can check: which way imports point, what pure modules may use, and size."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "holdfast"
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+# Who may import whom. A layer may import itself and what stands to its right of the arrow.
+LAYERS = {
+    "cli": {"launcher", "agent", "rendezvous", "process", "diagnosis", "telemetry", "errors"},
+    "launcher": {"agent", "rendezvous", "process", "diagnosis", "telemetry", "errors"},
+    "agent": {"rendezvous", "process", "diagnosis", "telemetry", "errors"},
+    "rendezvous": {"telemetry", "errors"},
+    "process": {"diagnosis", "telemetry", "errors"},
+    "diagnosis": {"telemetry", "errors"},
+    "telemetry": {"errors"},
+    "errors": set(),
+    # The package itself resolves names for its users, and the entry point starts the command line.
+    "__init__": {"launcher", "process"},
+    "__main__": {"cli", "process"},
+}
+
+PURE = {
+    "agent/lifecycle.py": {"holdfast.errors"},
+    "agent/ranks.py": {"holdfast.agent.model"},
+    "agent/environment.py": {"holdfast.agent.model", "holdfast.errors"},
+    "diagnosis/report.py": set(),
+    "process/lines.py": set(),
+}
+DATA_MODULES = {
+    "__future__", "collections", "collections.abc", "dataclasses", "enum", "functools", "itertools", "json", "math",
+    "re", "signal", "string", "types", "typing",
+}  # fmt: skip
+LINE_LIMIT = 520
+
+
+def imports_of(path: Path) -> list[str]:
+    """Every module that a file imports, wherever in the file; type-checking imports included."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.extend(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            if node.module in ("holdfast",) or (SOURCE.parent / node.module.replace(".", "/")).is_dir():
+                found.extend(f"{node.module}.{alias.name}" for alias in node.names)
+            else:
+                found.append(node.module)
+        elif isinstance(node, ast.ImportFrom):
+            found.append(f"relative import in {path}")
+    return found
+
+
+def layer_of(path: Path) -> str:
+    first = path.relative_to(SOURCE).parts[0]
+    return first.removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_one_way(path: Path) -> None:
+    layer = layer_of(path)
+    allowed = LAYERS[layer] | {layer}
+    for name in imports_of(path):
+        if name.startswith("holdfast."):
+            assert name.split(".")[1] in allowed, f"{path.name} ({layer}) imports {name}"
+
+
+@pytest.mark.parametrize("name", sorted(PURE))
+def test_pure_modules_import_only_data(name: str) -> None:
+    for imported in imports_of(SOURCE / name):
+        home = imported.rpartition(".")[0] if imported.startswith("holdfast") else imported
+        allowed = DATA_MODULES | PURE[name]
+        assert imported in allowed or home in allowed, f"{name} is pure but imports {imported}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_modules_stay_readable(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= LINE_LIMIT, "a module that wants to be larger wants to be two"
+    assert ast.get_docstring(ast.parse(text)), "a module opens with what it is for"
+
+
+def test_the_worker_bootstrap_stands_alone() -> None:
+    imported = imports_of(SOURCE / "process" / "bootstrap.py")
+    assert not [name for name in imported if name.startswith("holdfast")]
+
+
+def test_no_framework_is_imported() -> None:
+    for path in MODULES:
+        assert not [name for name in imports_of(path) if name.split(".")[0] in ("torch", "jax", "tensorflow")]

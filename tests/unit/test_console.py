@@ -1,0 +1,212 @@
+"""What holdfast's own lines look like, and that nothing happens if nobody can read them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.cli import console
+
+LOGGER = logging.getLogger("holdfast")
+SPEAKER = logging.getLogger("holdfast.agent.local")
+
+
+@pytest.fixture(autouse=True)
+def _restored_logger() -> Iterator[None]:
+    level, handlers = LOGGER.level, list(LOGGER.handlers)
+    yield
+    LOGGER.setLevel(level)
+    LOGGER.handlers[:] = handlers
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().err.splitlines()
+
+
+ALL = [logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR]
+
+
+@pytest.mark.parametrize(
+    ("quiet", "verbose", "loglevel", "heard"),
+    [
+        (False, False, None, ["info", "warning", "error"]),
+        (True, False, None, ["error"]),
+        (False, True, None, ["debug", "info", "warning", "error"]),
+        (False, False, "debug", ["debug", "info", "warning", "error"]),
+        (False, False, "Warning", ["warning", "error"]),
+        (False, False, " ERROR ", ["error"]),
+        (False, False, "30", ["warning", "error"]),
+        (False, False, "", ["info", "warning", "error"]),
+        (True, False, "debug", ["error"]),
+        (False, True, "error", ["debug", "info", "warning", "error"]),
+    ],
+)
+def test_levels(
+    quiet: bool, verbose: bool, loglevel: str | None, heard: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    console.set_up(quiet=quiet, verbose=verbose, environ={} if loglevel is None else {"LOGLEVEL": loglevel})
+    for level in ALL:
+        SPEAKER.log(level, "%s", logging.getLevelName(level).lower())
+    assert [line.split()[-1] for line in said(capsys)] == heard
+
+
+def test_a_log_level_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    console.set_up(environ={"LOGLEVEL": "loud"})
+    SPEAKER.info("hello")
+    assert said(capsys) == [
+        "holdfast: LOGLEVEL=loud is not a log level; it stays at info",
+        "holdfast: hello",
+    ]
+
+
+def test_every_line_has_the_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    console.set_up(environ={})
+    SPEAKER.warning("first\n\nsecond %d", 2)
+    assert said(capsys) == ["holdfast: first", "holdfast:", "holdfast: second 2"]
+
+
+def test_a_report_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    console.set_up(environ={})
+    SPEAKER.error("=====\n  x.py FAILED", extra={"is_report": True})
+    assert said(capsys) == ["=====", "  x.py FAILED"]
+
+
+def test_verbose_lines_say_when_and_where(capsys: pytest.CaptureFixture[str]) -> None:
+    console.set_up(verbose=True, environ={})
+    SPEAKER.debug("hello")
+    prefix, clock, module, text = said(capsys)[0].split()
+    assert (prefix, module, text) == ("holdfast:", "agent.local:", "hello")
+    assert [len(part) for part in clock.split(":")] == [2, 2, 6]
+
+
+def test_tracebacks_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    console.set_up(environ={})
+    SPEAKER.error("failed", exc_info=KeyError("x"))
+    assert said(capsys) == ["holdfast: failed", "holdfast: KeyError: 'x'"]
+
+
+def test_setting_up_twice_does_not_repeat_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    console.set_up(environ={})
+    console.set_up(environ={})
+    SPEAKER.info("once")
+    assert said(capsys) == ["holdfast: once"]
+
+
+def test_error_line(capsys: pytest.CaptureFixture[str]) -> None:
+    console.write_error("holdfast run", "no", environ={})
+    assert said(capsys) == ["holdfast run: error: no"]
+
+
+SPEAK = """
+import logging, sys
+from holdfast.cli import console
+console.set_up()
+log = logging.getLogger("holdfast.x")
+log.info("calm"); log.warning("careful"); log.error("bad")
+console.write_error("p", "m")
+console.print_out("asked for")
+sys.exit(7)
+"""
+
+
+def on_a_terminal(**environ: str) -> bytes:
+    """What a process says whose stderr is a terminal."""
+    ours, theirs = pty.openpty()
+    clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "LOGLEVEL")}
+    process = subprocess.run(
+        [sys.executable, "-c", SPEAK],
+        stderr=theirs,
+        stdout=subprocess.DEVNULL,
+        env={**clean, "TERM": "xterm", **environ},
+        check=False,
+    )
+    os.close(theirs)
+    assert process.returncode == 7
+    heard = b""
+    try:
+        while chunk := os.read(ours, 4096):
+            heard += chunk
+    except OSError:  # The other end is closed, and this is how a terminal says so.
+        pass
+    os.close(ours)
+    return heard
+
+
+def test_colours_on_a_terminal() -> None:
+    dim, yellow, red, plain = b"\x1b[2m", b"\x1b[33m", b"\x1b[31m", b"\x1b[0m"
+    prefix = dim + b"holdfast:" + plain + b" "
+    assert on_a_terminal().splitlines() == [
+        prefix + b"calm",
+        prefix + yellow + b"careful" + plain,
+        prefix + red + b"bad" + plain,
+        b"p: " + red + b"error:" + plain + b" m",
+    ]
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_colours_not_wanted(name: str, value: str) -> None:
+    assert b"\x1b" not in on_a_terminal(**{name: value})
+
+
+def test_an_empty_no_color_means_nothing() -> None:
+    assert b"\x1b" in on_a_terminal(NO_COLOR="")
+
+
+def test_no_colours_in_a_pipe() -> None:
+    heard = subprocess.run([sys.executable, "-c", SPEAK], capture_output=True, check=False)
+    assert heard.stderr.splitlines()[0] == b"holdfast: calm"
+    assert b"\x1b" not in heard.stderr
+    assert heard.stdout == b"asked for"
+
+
+def closed_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def test_a_broken_pipe_costs_only_the_text() -> None:
+    writer = closed_pipe()
+    process = subprocess.run([sys.executable, "-c", SPEAK], stderr=writer, stdout=writer, check=False)
+    os.close(writer)
+    assert process.returncode == 7
+
+
+@pytest.mark.parametrize("redirection", [">&- 2>&-", "2>/dev/full >/dev/full"])
+def test_output_that_is_closed_or_full(redirection: str) -> None:
+    process = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, SPEAK], check=False)
+    assert process.returncode == 7
+
+
+def test_a_stream_that_somebody_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(os.devnull, "w") as closed:
+        pass
+    monkeypatch.setattr(sys, "stderr", closed)
+    console.set_up()
+    SPEAKER.error("nobody hears this")
+    monkeypatch.setattr(sys, "stderr", None)
+    SPEAKER.error("nor this")
+
+
+def test_characters_that_the_terminal_does_not_know() -> None:
+    code = "from holdfast.cli import console; console.write('\\u2713 \\ud800\\n')"
+    for encoding, expected in (("ascii", b"\\u2713 \\ud800\n"), ("utf-8", "\u2713 \\ud800\n".encode())):
+        heard = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            check=True,
+        )
+        assert heard.stderr == expected
+
+
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("300", 100), ("10", 40)])
+def test_width(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert console.width() == width

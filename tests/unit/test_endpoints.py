@@ -1,0 +1,196 @@
+"""Reading endpoints and settings, and holding ports."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from holdfast.errors import HoldfastError, HostError
+from holdfast.rendezvous import endpoints
+from holdfast.rendezvous.endpoints import (
+    bind_port,
+    parse_rendezvous_config,
+    parse_rendezvous_endpoint,
+    try_parse_port,
+)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [
+        (None, ("localhost", 77)),
+        ("", ("localhost", 77)),
+        ("  \n", ("localhost", 77)),
+        ("host", ("host", 77)),
+        (" host:1\n", ("host", 1)),
+        ("host:0", ("host", 0)),
+        ("host:65535", ("host", 65535)),
+        ("host:00080", ("host", 80)),
+        ("80", ("80", 77)),
+        ("node_1.example-site.org:29400", ("node_1.example-site.org", 29400)),
+        ("1.2.3.4", ("1.2.3.4", 77)),
+        ("1.2.3.4:5", ("1.2.3.4", 5)),
+        ("bücher.example:5", ("bücher.example", 5)),
+        ("[::1]", ("::1", 77)),
+        ("[::1]:80", ("::1", 80)),
+        ("[2001:db8::7348]:1234", ("2001:db8::7348", 1234)),
+        ("[host]", ("host", 77)),
+        ("[host]:5", ("host", 5)),
+        ("fd00::1:29500", ("fd00::1", 29500)),
+        # Without brackets the last colon decides, even where a person would read an address.
+        ("::1", (":", 1)),
+        ("fd00::1", ("fd00:", 1)),
+    ],
+)
+def test_endpoint(endpoint: str | None, expected: tuple[str, int]) -> None:
+    assert parse_rendezvous_endpoint(endpoint, 77) == expected
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [
+        ("host:", ""),
+        (":", ""),
+        ("[::1]:", ""),
+        ("host:65536", "65536"),
+        ("host:99999", "99999"),
+        ("host:000080", "000080"),
+        ("host:+1", "+1"),
+        ("host:-1", "-1"),
+        ("host:1_0", "1_0"),
+        ("host: 1", " 1"),
+        ("host:\u0661", "\u0661"),
+        ("host:name", "name"),
+        ("[::1]80", "1]80"),
+        ("::1]", "1]"),
+        ("[::1]:99999", "99999"),
+    ],
+)
+def test_endpoint_with_a_bad_port(endpoint: str, port: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_rendezvous_endpoint(endpoint, 77)
+    assert str(caught.value) == (f"rendezvous endpoint {endpoint!r}: port {port!r} is not a number from 0 to 65535")
+    assert isinstance(caught.value, HoldfastError)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host"),
+    [
+        (":29500", ""),
+        ("[]", "[]"),
+        ("[]:80", "[]"),
+        ("[::1", "[:"),
+        ("[[::1]]:80", "[[::1]]"),
+        ("x[::1]:80", "x[::1]"),
+        ("[a]b", "[a]b"),
+        ("[a]:1]", "[a]:1]"),
+        ("a b:1", "a b"),
+        ("host :1", "host "),
+        ("host\n:1", "host\n"),
+        ("a/b:1", "a/b"),
+        ("/tmp/file", "/tmp/file"),
+        ("http://host:1", "http://host"),
+        ("[fe80::1%eth0]:80", "[fe80::1%eth0]"),
+    ],
+)
+def test_endpoint_with_a_bad_host(endpoint: str, host: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_rendezvous_endpoint(endpoint, 77)
+    assert str(caught.value) == (f"rendezvous endpoint {endpoint!r}: {host!r} is not a host name or an IP address")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0", 0), ("65535", 65535), ("65536", None), ("123456", None), ("", None), ("-1", None), ("1\n", None)],
+)
+def test_try_parse_port(text: str, expected: int | None) -> None:
+    assert try_parse_port(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {}),
+        ("  ", {}),
+        ("a=1", {"a": "1"}),
+        ("a=1,b=2", {"a": "1", "b": "2"}),
+        (" a = 1 , b = 2 ", {"a": "1", "b": "2"}),
+        ("a=1,a=2", {"a": "2"}),
+        ("a=b=c", {"a": "b=c"}),
+        ("a==", {"a": "="}),
+        ("a b=1", {"a b": "1"}),
+    ],
+)
+def test_settings(text: str, expected: dict[str, str]) -> None:
+    assert parse_rendezvous_config(text) == expected
+    assert endpoints._parse_rendezvous_config(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a", "'a' has no value"),
+        ("a=", "'a' has no value"),
+        ("a= ", "'a' has no value"),
+        ("b=1,a", "'a' has no value"),
+        ("=1", "'=1' has no key"),
+        ("=", "'=' has no key"),
+        (",", "'' has no key"),
+        ("a=1,", "'' has no key"),
+        ("a=1,,b=2", "'' has no key"),
+        ("run_id=x", "'run_id' is not a setting"),
+        ("a=1, backend = x", "'backend' is not a setting"),
+    ],
+)
+def test_settings_refused(text: str, reason: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_rendezvous_config(text)
+    assert str(caught.value).startswith(f"rendezvous settings {text!r}: {reason}")
+    assert isinstance(caught.value, HoldfastError)
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+LOOPBACKS = [
+    pytest.param("127.0.0.1", socket.AF_INET),
+    pytest.param("localhost", socket.AF_INET),
+    pytest.param("::1", socket.AF_INET6, marks=pytest.mark.skipif(not has_ipv6_loopback(), reason="no IPv6 loopback")),
+]
+
+
+@pytest.mark.parametrize(("host", "family"), LOOPBACKS)
+def test_a_worker_can_listen_on_a_held_port(host: str, family: socket.AddressFamily) -> None:
+    with bind_port(host) as held:
+        address = held.getsockname()[:2]
+        assert held.family == family
+        assert held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=30)
+        with socket.socket(family) as worker:
+            worker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            worker.bind(address)
+            worker.listen()
+            with socket.create_connection(address, timeout=30):
+                worker.settimeout(30)
+                worker.accept()[0].close()
+
+
+def test_a_held_port_is_handed_out_to_nobody_else() -> None:
+    held = [bind_port() for _ in range(201)]
+    ports = {one.getsockname()[1] for one in held}
+    for one in held:
+        one.close()
+    assert len(ports) == 201
+
+
+def test_an_address_of_another_machine_cannot_be_bound() -> None:
+    with pytest.raises(HostError, match=r"cannot bind a TCP port on '192\.0\.2\.1': "):
+        bind_port("192.0.2.1")

@@ -1,0 +1,205 @@
+"""What workers find in their environment and arguments, and before their log lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.agent import ranks
+from holdfast.agent.environment import (
+    RoundFacts,
+    log_line_prefixes,
+    macros,
+    worker_environment,
+    worker_environments,
+)
+from holdfast.agent.model import Worker, WorkerGroup, WorkerSpec
+from holdfast.errors import InternalError, UserError
+
+FACTS = RoundFacts(run_id="run-7", round="3", restart_count=1, max_restarts=5, use_agent_store=False)
+
+
+def a_group(**overrides: Any) -> WorkerGroup:
+    """The second node of two, with three workers after the two of the first."""
+    spec = WorkerSpec("trainer", 3, None, entrypoint="echo", **overrides)
+    group = WorkerGroup(spec)
+    group.workers = ranks.assign_ranks([ranks.Member("ps", 2), ranks.Member("trainer", 3)], 1)
+    group.group_rank, group.group_world_size = 1, 2
+    group.master_addr, group.master_port = "10.0.0.1", 29500
+    return group
+
+
+def test_a_worker_is_told_everything() -> None:
+    environments = worker_environments(a_group(), FACTS, {})
+    assert sorted(environments) == [0, 1, 2]
+    assert environments[2] == {
+        "RANK": "4",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "2",
+        "LOCAL_WORLD_SIZE": "3",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_RANK": "2",
+        "ROLE_WORLD_SIZE": "3",
+        "ROLE_NAME": "trainer",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "5",
+        "TORCHELASTIC_RUN_ID": "run-7",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "HOLDFAST_ROUND": "3",
+    }
+
+
+def test_workers_differ_in_their_ranks_only() -> None:
+    environments = worker_environments(a_group(), FACTS, {})
+    differing = {
+        name: [environments[rank][name] for rank in range(3)]
+        for name in environments[0]
+        if len({environments[rank][name] for rank in range(3)}) > 1
+    }
+    assert differing == {
+        "RANK": ["2", "3", "4"],
+        "LOCAL_RANK": ["0", "1", "2"],
+        "ROLE_RANK": ["0", "1", "2"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "value"),
+    [
+        ({"use_agent_store": True}, "TORCHELASTIC_USE_AGENT_STORE", "True"),
+        ({"timer_path": "/tmp/timer"}, "TORCHELASTIC_TIMER_FILE", "/tmp/timer"),
+        ({"timer_path": None}, "TORCHELASTIC_TIMER_FILE", None),
+        ({"timer_path": ""}, "TORCHELASTIC_TIMER_FILE", None),
+        ({"round": "12"}, "HOLDFAST_ROUND", "12"),
+    ],
+)
+def test_what_depends_on_the_round(facts: dict[str, Any], name: str, value: str | None) -> None:
+    told = RoundFacts(
+        **{
+            "run_id": "run",
+            "round": "0",
+            "restart_count": 0,
+            "max_restarts": 0,
+            "use_agent_store": False,
+            **facts,
+        }
+    )
+    assert worker_environment(a_group(), a_group().workers[0], told, {}).get(name) == value
+
+
+@pytest.mark.parametrize(
+    ("agent_environ", "name", "value"),
+    [
+        ({}, "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": ""}, "TORCH_NCCL_ASYNC_ERROR_HANDLING", ""),
+        ({}, "OMP_NUM_THREADS", None),
+        ({"OMP_NUM_THREADS": "4"}, "OMP_NUM_THREADS", "4"),
+        ({}, "CUDA_VISIBLE_DEVICES", None),
+        ({"CUDA_VISIBLE_DEVICES": " 1, 2 "}, "CUDA_VISIBLE_DEVICES", " 1, 2 "),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES", ""),
+        ({"PATH": "/bin"}, "PATH", None),
+    ],
+)
+def test_what_comes_from_the_agents_environment(agent_environ: dict[str, str], name: str, value: str | None) -> None:
+    group = a_group()
+    assert worker_environment(group, group.workers[0], FACTS, agent_environ).get(name) == value
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [
+        (None, ["0", "1", "2"]),
+        ("5,6,7", ["5", "6", "7"]),
+        (" 5 , GPU-abc ,7, 8", ["5", "GPU-abc", "7"]),
+        ("5,6,7,", ["5", "6", "7"]),
+    ],
+)
+def test_with_virtual_local_ranks_each_worker_has_one_device_of_its_own(
+    visible: str | None, devices: list[str]
+) -> None:
+    agent_environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    environments = worker_environments(a_group(virtual_local_rank=True), FACTS, agent_environ)
+    assert [environments[rank]["CUDA_VISIBLE_DEVICES"] for rank in range(3)] == devices
+    assert [environments[rank]["LOCAL_RANK"] for rank in range(3)] == ["0", "0", "0"]
+    assert [environments[rank]["RANK"] for rank in range(3)] == ["2", "3", "4"]
+    assert {environments[rank]["LOCAL_WORLD_SIZE"] for rank in range(3)} == {"3"}
+
+
+@pytest.mark.parametrize(("visible", "count"), [("5,6", 2), ("5,6,", 2), ("", 0), (" ", 0)])
+def test_too_few_devices_for_virtual_local_ranks_are_named(visible: str, count: int) -> None:
+    with pytest.raises(UserError) as caught:
+        worker_environments(a_group(virtual_local_rank=True), FACTS, {"CUDA_VISIBLE_DEVICES": visible})
+    assert f"CUDA_VISIBLE_DEVICES={visible!r} has {count}, local rank {count} needs {count + 1}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["group_rank", "group_world_size", "master_addr", "master_port"])
+def test_a_group_without_a_place_is_refused(name: str) -> None:
+    group = a_group()
+    setattr(group, name, None)
+    with pytest.raises(InternalError, match=name):
+        worker_environments(group, FACTS, {})
+
+
+def test_the_agents_environment_is_left_alone() -> None:
+    agent_environ = {"CUDA_VISIBLE_DEVICES": "0,1,2", "OMP_NUM_THREADS": "1"}
+    worker_environments(a_group(virtual_local_rank=True), FACTS, agent_environ)
+    assert agent_environ == {"CUDA_VISIBLE_DEVICES": "0,1,2", "OMP_NUM_THREADS": "1"}
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(
+    ("arg", "filled"),
+    [
+        ("${local_rank}", "2"),
+        ("--rank=$local_rank", "--rank=2"),
+        ("${local_rank}/${local_rank}", "2/2"),
+        ("${other} $HOME", "${other} $HOME"),
+        ("$$", "$"),
+        ("100$", "100$"),
+        ("${", "${"),
+        ("", ""),
+        (3, 3),
+        (None, None),
+        (b"${local_rank}", b"${local_rank}"),
+        (Path("${local_rank}"), Path("${local_rank}")),
+    ],
+)
+def test_macros_are_filled_in_text_arguments(arg: Any, filled: Any) -> None:
+    assert macros.substitute([arg], "2") == [filled]
+
+
+def test_the_local_rank_macro_fills_itself_in() -> None:
+    assert macros.local_rank == "${local_rank}"
+    assert macros.substitute(("a", macros.local_rank), 7) == ["a", "7"]
+
+
+def test_substitution_leaves_the_callers_list_alone() -> None:
+    args = [macros.local_rank]
+    assert macros.substitute(args, "0") is not args
+    assert args == ["${local_rank}"]
+
+
+# --- log lines
+
+
+@pytest.mark.parametrize(
+    ("template", "prefixes"),
+    [
+        (None, None),
+        ("", None),
+        ("[${role_name}-${rank}-${local_rank}]: ", {0: "[ps-4-0]: ", 1: "[ps-5-1]: "}),
+        ("$rank ${unknown} ", {0: "4 ${unknown} ", 1: "5 ${unknown} "}),
+        ("same", {0: "same", 1: "same"}),
+    ],
+)
+def test_log_line_prefixes(template: str | None, prefixes: dict[int, str] | None) -> None:
+    assert log_line_prefixes(template, "ps", [Worker(0, 4), Worker(1, 5)]) == prefixes

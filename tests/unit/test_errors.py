@@ -1,0 +1,575 @@
+"""Failures of workers, the error that carries them, and `record` with its error files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.diagnosis.report import Evidence
+from holdfast.process.errors import (
+    ChildFailedError,
+    ErrorHandler,
+    ProcessFailure,
+    get_error_handler,
+    record,
+)
+
+HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+CALLSTACK = 'Traceback (most recent call last):\n  File "t.py", line 1, in main\nValueError: boom\n'
+NESTED: dict[str, Any] = {
+    "message": {
+        "message": "ValueError: boom",
+        "extraInfo": {"py_callstack": CALLSTACK, "timestamp": "1700000000"},
+    }
+}
+
+
+def error_file(directory: Path, content: object, name: str = "error.json") -> str:
+    path = directory / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+# ProcessFailure
+
+
+def test_the_nested_layout_is_read(tmp_path: Path) -> None:
+    path = error_file(tmp_path, NESTED)
+    failure = ProcessFailure(local_rank=1, pid=4711, exitcode=1, error_file=path)
+    assert failure.error_file == path
+    assert failure.error_file_data == NESTED
+    assert failure.message == NESTED["message"]
+    assert failure.timestamp == 1700000000
+    assert failure.facts().text == "ValueError: boom"
+
+
+@pytest.mark.parametrize(("stamp", "timestamp"), [({"timestamp": 10}, 10), ({"timestamp": "10"}, 10), ({}, 0)])
+def test_the_flat_layout_is_read(tmp_path: Path, stamp: dict[str, Any], timestamp: int) -> None:
+    path = error_file(tmp_path, {"message": "test error message", **stamp})
+    failure = ProcessFailure(0, 997, 1, path)
+    assert (failure.message, failure.timestamp) == ("test error message", timestamp)
+
+
+@pytest.mark.parametrize("error_file", ["", "/nowhere/error.json", os.devnull])
+def test_a_signal_without_a_file_is_named(error_file: str) -> None:
+    before = int(time.time())
+    failure = ProcessFailure(0, 997, -signal.SIGSEGV, error_file)
+    assert failure.error_file == "<N/A>"
+    assert failure.error_file_data == {"message": "<NONE>"}
+    assert failure.message == "Signal 11 (SIGSEGV) received by PID 997"
+    assert failure.signal_name() == "SIGSEGV"
+    assert before <= failure.timestamp <= int(time.time())
+    assert failure.facts().text == ""
+
+
+def test_an_unknown_signal_has_no_name() -> None:
+    failure = ProcessFailure(0, 997, -64000, "")
+    assert failure.message == "Signal 64000 (<N/A>) received by PID 997"
+    assert failure.signal_name() == "<N/A>"
+
+
+@pytest.mark.parametrize("evidence", [None, Evidence(), Evidence(stderr_tail=" \n"), Evidence(note="x")])
+def test_an_exit_code_without_a_file_or_words_gives_the_hint(evidence: Evidence | None) -> None:
+    failure = ProcessFailure(0, 997, 1, "", evidence)
+    assert failure.message == HINT
+    assert failure.signal_name() == "<N/A>"
+    assert failure.error_file_data == {
+        "message": "<NONE>",
+        "errorTraits": {"category": "system_terminated_error", "retryability": "False"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "evidence", "message"),
+    [
+        (1, Evidence(stderr_tail="a\n  no such file\n"), "no such file"),
+        (137, Evidence(stderr_tail="a\n", memory="the kernel did it"), "the kernel did it"),
+        (
+            -9,
+            Evidence(memory="the kernel did it"),
+            "Signal 9 (SIGKILL) received by PID 997: the kernel did it",
+        ),
+        (-9, Evidence(stderr_tail="epoch 3\n"), "Signal 9 (SIGKILL) received by PID 997"),
+        (1, Evidence(error=NESTED, stderr_tail="x\n"), NESTED["message"]),
+        (1, Evidence(error={"odd": 1}, stderr_tail="x\n"), "x"),
+    ],
+)
+def test_evidence_takes_the_place_of_the_hint(exitcode: int, evidence: Evidence, message: object) -> None:
+    assert ProcessFailure(0, 997, exitcode, "", evidence).message == message
+
+
+JUNK = {
+    "empty": "",
+    "truncated": json.dumps(NESTED)[:40],
+    "list": "[1]",
+    "number": "7",
+    "no message": '{"timestamp": 1}',
+    "odd message": '{"message": ["x"]}',
+    "deep": "[" * 200_000,
+    "binary": "\x00\x01",
+}
+
+
+@pytest.mark.parametrize("name", JUNK)
+def test_a_junk_file_is_no_file_but_noted(tmp_path: Path, name: str) -> None:
+    path = error_file(tmp_path, JUNK[name])
+    failure = ProcessFailure(0, 997, 1, path)
+    assert failure.error_file == "<N/A>"
+    assert failure.message == HINT
+    assert failure.evidence is not None
+    assert failure.evidence.note.startswith(f"its error file {path} is unreadable: ")
+    assert "\n" not in failure.evidence.note
+    assert path in str(ChildFailedError("job", {0: failure}))
+
+
+@pytest.mark.parametrize("name", JUNK)
+def test_a_junk_file_gives_way_to_the_evidence(tmp_path: Path, name: str) -> None:
+    evidence = Evidence(error=NESTED, note="it was slow")
+    failure = ProcessFailure(0, 997, 1, error_file(tmp_path, JUNK[name]), evidence)
+    assert failure.error_file_data == NESTED
+    assert failure.timestamp == 1700000000
+    assert failure.evidence is not None
+    assert failure.evidence.note.startswith("it was slow; its error file ")
+
+
+def test_bytes_that_are_not_text_are_junk(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_bytes(b'{"message": "\xff\xfe"}')
+    assert ProcessFailure(0, 997, 1, str(path)).error_file == "<N/A>"
+
+
+def test_an_oversized_file_is_junk(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    with path.open("wb") as file:
+        file.truncate(17 * 1024 * 1024)
+    failure = ProcessFailure(0, 997, 1, str(path))
+    assert failure.evidence is not None
+    assert "larger than" in failure.evidence.note
+
+
+@pytest.mark.parametrize("stamp", ["soon", None, [], 1e400])
+def test_an_odd_timestamp_becomes_now(tmp_path: Path, stamp: object) -> None:
+    before = int(time.time())
+    data = {"message": {"message": "E: x", "extraInfo": {"timestamp": stamp}}}
+    failure = ProcessFailure(0, 997, 1, error_file(tmp_path, data))
+    assert failure.timestamp >= before
+    assert failure.facts().text == "E: x"
+
+
+def test_failures_share_no_data() -> None:
+    one, other = ProcessFailure(0, 1, 1, ""), ProcessFailure(1, 2, 1, "")
+    one.error_file_data["message"] = "changed"
+    one.error_file_data["errorTraits"]["category"] = "changed"
+    assert other.error_file_data["message"] == "<NONE>"
+    assert other.error_file_data["errorTraits"]["category"] == "system_terminated_error"
+
+
+def test_the_time_is_local_with_an_underscore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    try:
+        failure = ProcessFailure(0, 997, 1, error_file(tmp_path, NESTED))
+        assert failure.timestamp_isoformat() == "2023-11-14_22:13:20"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_an_impossible_time_is_not_available(tmp_path: Path) -> None:
+    failure = ProcessFailure(0, 997, 1, error_file(tmp_path, {"message": "x", "timestamp": 10**30}))
+    assert failure.timestamp_isoformat() == "<N/A>"
+    assert "time      : <N/A>" in str(ChildFailedError("job", {0: failure}))
+
+
+# ChildFailedError
+
+
+def test_the_report_has_the_known_layout(tmp_path: Path) -> None:
+    path = error_file(tmp_path, NESTED)
+    failures = {4: ProcessFailure(0, 11, -signal.SIGTERM, ""), 5: ProcessFailure(1, 12, 1, path)}
+    text = str(ChildFailedError("trainer", failures))
+    text = re.sub(r"\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d", "TIME", text)
+    host = os.uname().nodename
+    lines = text.split("\n")
+    width = len(lines[1])
+    assert 36 <= width <= 60
+    assert lines == [
+        "",
+        "=" * width,
+        "trainer FAILED",
+        "-" * width,
+        "Failures:",
+        "[0]:",
+        "  time      : TIME",
+        f"  host      : {host}",
+        "  rank      : 4 (local_rank: 0)",
+        "  exitcode  : -15 (pid: 11) (SIGTERM)",
+        "  error_file: <N/A>",
+        "  traceback : Signal 15 (SIGTERM) received by PID 11",
+        "-" * width,
+        "Root Cause (first observed failure):",
+        "[1]:",
+        "  time      : TIME",
+        f"  host      : {host}",
+        "  rank      : 5 (local_rank: 1)",
+        "  exitcode  : 1 (pid: 12)",
+        f"  error_file: {path}",
+        "  traceback : Traceback (most recent call last):",
+        '    File "t.py", line 1, in main',
+        "  ValueError: boom",
+        "=" * width,
+        "Cause: rank 5 failed: ValueError: boom (exit code 1, pid 12)",
+    ]
+
+
+def test_a_single_failure_says_that_there_are_no_others() -> None:
+    text = str(ChildFailedError("trainer", {0: ProcessFailure(0, 997, -signal.SIGSEGV, "")}))
+    assert "\n  <NO_OTHER_FAILURES>\n" in text
+    assert "exitcode  : -11 (pid: 997) (SIGSEGV)" in text
+    assert text.endswith("\nCause: rank 0 was killed by SIGSEGV (pid 997)")
+
+
+def test_evidence_and_the_stopped_ranks_are_shown() -> None:
+    evidence = Evidence(stack="Fatal\n  File\n", stderr_tail="last words\n", memory="m", note="n")
+    error = ChildFailedError("job", {0: ProcessFailure(0, 1, -11, "", evidence)}, {1: "SIGTERM", 3: "SIGTERM"})
+    lines = str(error).split("\n")
+    start = lines.index("  stack     :")
+    assert lines[start : start + 7] == [
+        "  stack     :",
+        "    Fatal",
+        "      File",
+        "  stderr    :",
+        "    last words",
+        "  memory    : m",
+        "  note      : n",
+    ]
+    assert lines[-2:] == [
+        "Stopped by holdfast: ranks 1, 3 (SIGTERM)",
+        "Cause: rank 0 was killed by SIGSEGV (pid 1): m",
+    ]
+
+
+def test_many_failures_are_cut_and_counted() -> None:
+    failures = {rank: ProcessFailure(rank, 100 + rank, 1, "", order=rank) for rank in range(30)}
+    text = str(ChildFailedError("job", failures))
+    assert text.count("  exitcode  :") == 17
+    assert "\n  ... and 13 more: ranks 17-29\n" in text
+
+
+@pytest.mark.parametrize(
+    ("failures", "root"),
+    [
+        pytest.param({0: (-15, "", 0), 1: (1, "ValueError: boom", 1)}, 1, id="not our own SIGTERM"),
+        pytest.param({0: (1, "BrokenPipeError: x", 0), 1: (-11, "", 1)}, 1, id="not a consequence"),
+        pytest.param({0: (1, "", 5), 1: (1, "", 3)}, 1, id="the first to be reaped"),
+    ],
+)
+def test_the_root_cause_is_chosen(failures: dict[int, tuple[int, str, int]], root: int) -> None:
+    made = {
+        rank: ProcessFailure(rank, 100, code, "", Evidence(error={"message": text} if text else None), order)
+        for rank, (code, text, order) in failures.items()
+    }
+    error = ChildFailedError("job", made)
+    assert error.get_first_failure() == (root, made[root])
+    assert error.cause().startswith(f"rank {root} ")
+
+
+def test_no_failures_is_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="'job' needs at least one failure"):
+        ChildFailedError("job", {})
+
+
+def test_it_survives_pickling() -> None:
+    evidence = Evidence(error=NESTED, stack="s", note="n")
+    error = ChildFailedError("job", {3: ProcessFailure(0, 1, 1, "", evidence, 7)}, {1: "SIGTERM"})
+    error.add_note("seen on the way")
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(copy, ChildFailedError)
+    assert (copy.name, copy.failures, copy.stopped) == (error.name, error.failures, error.stopped)
+    assert str(copy) == str(error)
+    assert copy.__notes__ == ["seen on the way"]
+
+
+# record and ErrorHandler
+
+
+@pytest.fixture
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "own.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    return path
+
+
+class QuietHandler(ErrorHandler):
+    """As the usual one, but leaves the test process's faulthandler alone."""
+
+    def initialize(self) -> None:
+        pass
+
+
+def raising(exception: BaseException) -> Any:
+    def main(*args: object) -> None:
+        """The main function."""
+        raise exception
+
+    return main
+
+
+def test_the_value_and_the_identity_of_the_function_are_kept(own_file: Path) -> None:
+    @record
+    def main(a: int, b: int = 2) -> int:
+        """The main function."""
+        return a + b
+
+    assert main(1, b=5) == 6
+    assert (main.__name__, main.__doc__) == ("main", "The main function.")
+    assert not own_file.exists()
+
+
+def test_an_exception_is_recorded_and_goes_on(own_file: Path) -> None:
+    boom = ValueError("boom")
+    before = int(time.time())
+    with pytest.raises(ValueError) as caught:
+        record(raising(boom), QuietHandler())()
+    assert caught.value is boom
+    data = json.loads(own_file.read_text())
+    assert data["message"]["message"] == "ValueError: boom"
+    extra = data["message"]["extraInfo"]
+    assert extra["py_callstack"].startswith("Traceback (most recent call last):")
+    assert "raise exception" in extra["py_callstack"]
+    assert before <= int(extra["timestamp"]) <= time.time()
+    assert [path.name for path in own_file.parent.iterdir()] == [own_file.name]
+    assert ProcessFailure(0, 1, 1, str(own_file)).facts().text == "ValueError: boom"
+
+
+@pytest.mark.parametrize("value", [None, "", os.devnull])
+def test_without_an_error_file_nothing_is_written(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    if value is None:
+        monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    else:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", value)
+    with pytest.raises(ValueError, match="boom"):
+        record(raising(ValueError("boom")), QuietHandler())()
+    assert not os.path.isfile(os.devnull)
+
+
+def test_an_unwritable_error_file_does_not_hide_the_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(tmp_path / "missing" / "error.json")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    with pytest.raises(ValueError, match="boom"):
+        record(raising(ValueError("boom")), QuietHandler())()
+    (warning,) = caplog.records
+    assert warning.levelno == logging.WARNING
+    assert path in warning.getMessage()
+
+
+def test_a_handler_that_fails_does_not_hide_the_exception(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(QuietHandler):
+        def record_exception(self, e: BaseException) -> None:
+            raise KeyError("broken handler")
+
+    with pytest.raises(ValueError, match="boom"):
+        record(raising(ValueError("boom")), Broken())()
+    assert "broken handler" in caplog.text
+
+
+def test_a_handler_of_the_users_is_used() -> None:
+    calls: list[object] = []
+
+    class Listening(ErrorHandler):
+        def initialize(self) -> None:
+            calls.append("initialized")
+
+        def record_exception(self, e: BaseException) -> None:
+            calls.append(e)
+
+    boom = ValueError("boom")
+    with pytest.raises(ValueError, match="boom"):
+        record(raising(boom), Listening())()
+    assert calls == ["initialized", boom]
+
+
+@pytest.mark.parametrize("code", [0, None, False])
+def test_a_successful_exit_returns_none(own_file: Path, code: object) -> None:
+    assert record(raising(SystemExit(code)), QuietHandler())() is None
+    assert not own_file.exists()
+
+
+@pytest.mark.parametrize(
+    "exception", [SystemExit(3), SystemExit(""), SystemExit("message"), KeyboardInterrupt(), GeneratorExit()]
+)
+def test_other_ends_pass_untouched(own_file: Path, exception: BaseException) -> None:
+    with pytest.raises(type(exception)) as caught:
+        record(raising(exception), QuietHandler())()
+    assert caught.value is exception
+    assert not own_file.exists()
+
+
+def test_the_root_cause_of_a_launcher_inside_is_passed_on(own_file: Path, tmp_path: Path) -> None:
+    failures = {
+        0: ProcessFailure(0, 11, -15, ""),
+        1: ProcessFailure(1, 12, 7, error_file(tmp_path, NESTED, "child.json")),
+    }
+    with pytest.raises(ChildFailedError):
+        record(raising(ChildFailedError("job", failures)), QuietHandler())()
+    written = json.loads(own_file.read_text())
+    assert written["message"].pop("errorCode") == 7
+    assert written == NESTED
+
+
+def test_a_root_cause_known_by_evidence_is_passed_on(own_file: Path) -> None:
+    failure = ProcessFailure(0, 11, 7, "", Evidence(error=NESTED))
+    with pytest.raises(ChildFailedError):
+        record(raising(ChildFailedError("job", {0: failure})), QuietHandler())()
+    assert json.loads(own_file.read_text())["message"]["errorCode"] == 7
+    assert "errorCode" not in failure.error_file_data["message"]
+
+
+def test_a_root_cause_without_a_file_is_logged(own_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with pytest.raises(ChildFailedError):
+        record(raising(ChildFailedError("job", {5: ProcessFailure(2, 11, 7, "")})), QuietHandler())()
+    assert "Rank 5 (local rank 2, pid 11, exit code 7) left no error file" in caplog.text
+    assert not own_file.exists()
+
+
+def test_dumping_replaces_an_own_file_and_says_so(
+    own_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own_file.write_text("old")
+    get_error_handler().dump_error_file(error_file(tmp_path, NESTED, "child.json"))
+    assert json.loads(own_file.read_text()) == NESTED
+    assert f"{own_file} exists and is replaced" in caplog.text
+
+
+def test_dumping_a_file_onto_itself_keeps_it(own_file: Path) -> None:
+    own_file.write_text(json.dumps(NESTED))
+    get_error_handler().dump_error_file(str(own_file), 3)
+    assert json.loads(own_file.read_text())["message"]["errorCode"] == 3
+
+
+@pytest.mark.parametrize("content", [*JUNK.values(), None])
+def test_dumping_junk_or_nothing_warns(
+    own_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str | None
+) -> None:
+    child = str(tmp_path / "missing") if content is None else error_file(tmp_path, content, "child.json")
+    get_error_handler().dump_error_file(child, 3)
+    assert f"Cannot pass on error file {child}" in caplog.text
+    assert not own_file.exists()
+
+
+def test_dumping_without_an_own_file_is_an_error_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    child = error_file(tmp_path, NESTED)
+    get_error_handler().dump_error_file(child)
+    assert [(entry.levelno, child in entry.getMessage()) for entry in caplog.records] == [(logging.ERROR, True)]
+
+
+def test_dumping_where_it_cannot_be_written_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(tmp_path / "missing" / "own.json")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    get_error_handler().dump_error_file(error_file(tmp_path, NESTED))
+    assert f"Cannot write error file {path}" in caplog.text
+
+
+@pytest.mark.parametrize("data", [{"message": "flat"}, {"odd": 1}])
+def test_an_exit_code_without_room_for_it_is_left_out(data: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    before = dict(data)
+    get_error_handler().override_error_code_in_rootcause_data("child.json", data, 3)
+    assert data == before
+    assert "child.json has no nested message" in caplog.text
+
+
+def run_python(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+
+def test_a_recorded_process_leaves_its_error_file(tmp_path: Path) -> None:
+    done = run_python(
+        """
+        from holdfast import record
+
+        @record
+        def main():
+            {}["missing"]
+
+        main()
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 1
+    assert "KeyError: 'missing'" in done.stderr
+    failure = ProcessFailure(0, 1, done.returncode, str(tmp_path / "error.json"))
+    assert failure.facts().text == "KeyError: 'missing'"
+    assert "in main" in failure.traceback_text()
+
+
+def test_a_recorded_process_prints_its_stack_on_a_fatal_signal(tmp_path: Path) -> None:
+    done = run_python(
+        """
+        import os, signal
+        from holdfast import record
+
+        @record
+        def main():
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+        main()
+        """,
+        tmp_path,
+    )
+    assert done.returncode == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in done.stderr
+    assert "in main" in done.stderr
+
+
+def test_a_stack_that_goes_elsewhere_still_goes_there(tmp_path: Path) -> None:
+    done = run_python(
+        """
+        import faulthandler, os, signal
+        from holdfast import record
+        stack = open("stack.txt", "w")
+        faulthandler.enable(stack)
+        record(lambda: os.kill(os.getpid(), signal.SIGSEGV))()
+        """,
+        tmp_path,
+    )
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in (tmp_path / "stack.txt").read_text()
+    assert "Segmentation fault" not in done.stderr
+
+
+def test_without_a_usable_stderr_initialize_only_warns(tmp_path: Path) -> None:
+    done = run_python(
+        """
+        import logging, sys
+        logging.basicConfig(stream=sys.stdout)
+        from holdfast import record
+        sys.stderr = None
+        record(print)("ran")
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0
+    assert "Cannot enable faulthandler" in done.stdout
+    assert "ran" in done.stdout

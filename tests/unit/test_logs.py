@@ -1,0 +1,398 @@
+"""Log specs: parsing, the layout on disk, and what happens when the disk does not play along."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import UserError
+from holdfast.process.logs import (
+    DefaultLogsSpecs,
+    LogDirNotADirectoryError,
+    LogsDest,
+    LogsSpecs,
+    Std,
+    to_map,
+)
+
+Envs = dict[int, dict[str, str]]
+
+
+def envs_for(nprocs: int, run_id: str = "job") -> Envs:
+    return {rank: {"TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": "0"} for rank in range(nprocs)}
+
+
+def files_under(directory: Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in directory.rglob("*")}
+
+
+@pytest.fixture
+def temp_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory that is the system's temporary directory."""
+    directory = tmp_path / "tmp"
+    directory.mkdir()
+    monkeypatch.setenv("TMPDIR", str(directory))
+    return directory
+
+
+class TestStd:
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("0", Std.NONE),
+            ("1", Std.OUT),
+            ("2", Std.ERR),
+            ("3", Std.ALL),
+            ("0:1", {0: Std.OUT}),
+            ("0:1,1:2,2:3,3:0", {0: Std.OUT, 1: Std.ERR, 2: Std.ALL, 3: Std.NONE}),
+            ("10:1,127:3", {10: Std.OUT, 127: Std.ALL}),
+            ("0:1,0:1", {0: Std.OUT}),
+        ],
+    )
+    def test_reads(self, text: str, expected: Std | dict[int, Std]) -> None:
+        assert Std.from_str(text) == expected
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "4", "11", "-1", "x", "0:1,", "0:1,1", "1,0:1", "0:4", ":1", "0:", "0:1 ", "0:1\n", "3\n", "٣", "0:٣"],
+    )
+    def test_refuses_and_names_the_text(self, text: str) -> None:
+        with pytest.raises(ValueError) as caught:
+            Std.from_str(text)
+        assert isinstance(caught.value, UserError)
+        assert repr(text) in str(caught.value)
+
+    def test_refuses_two_values_for_one_rank(self) -> None:
+        with pytest.raises(ValueError, match="rank 12"):
+            Std.from_str("12:1,0:1,12:2")
+
+    def test_flags_combine(self) -> None:
+        assert Std.OUT | Std.ERR == Std.ALL
+        assert Std.ALL & Std.OUT
+        assert not Std.ERR & Std.OUT
+
+    @pytest.mark.parametrize(
+        ("choice", "nprocs", "expected"),
+        [
+            (Std.OUT, 2, {0: Std.OUT, 1: Std.OUT}),
+            (Std.OUT, 0, {}),
+            ({}, 2, {0: Std.NONE, 1: Std.NONE}),
+            ({1: Std.ERR}, 3, {0: Std.NONE, 1: Std.ERR, 2: Std.NONE}),
+            ({0: Std.ALL, 5: Std.OUT}, 2, {0: Std.ALL, 1: Std.NONE}),
+        ],
+    )
+    def test_to_map(self, choice: Std | dict[int, Std], nprocs: int, expected: dict[int, Std]) -> None:
+        assert to_map(choice, nprocs) == expected
+
+
+class TestLayout:
+    def test_paths(self, tmp_path: Path) -> None:
+        specs = DefaultLogsSpecs(str(tmp_path / "logs"), redirects={0: Std.OUT}, tee={1: Std.ERR})
+        envs = envs_for(2)
+        dest = specs.reify(envs)
+        (run_dir,) = (tmp_path / "logs").iterdir()
+        assert run_dir.name.startswith("job_")
+        attempt = run_dir / "attempt_0"
+        assert dest == LogsDest(
+            stdouts={0: str(attempt / "0/stdout.log"), 1: ""},
+            stderrs={0: "", 1: str(attempt / "1/stderr.log")},
+            tee_stdouts={},
+            tee_stderrs={1: str(attempt / "1/stderr.log")},
+            error_files={0: str(attempt / "0/error.json"), 1: str(attempt / "1/error.json")},
+            filtered_stdout=str(attempt / "filtered_stdout.log"),
+            filtered_stderr=str(attempt / "filtered_stderr.log"),
+        )
+        assert files_under(run_dir) == {"attempt_0", "attempt_0/0", "attempt_0/1"}
+        assert {rank: env["TORCHELASTIC_ERROR_FILE"] for rank, env in envs.items()} == dest.error_files
+
+    # For each case: stdout's entry in stdouts and tee_stdouts, as "file", "null", "console" or None (no entry).
+    @pytest.mark.parametrize(
+        ("redirects", "tee", "ranks_filter", "expected"),
+        [
+            (Std.NONE, Std.NONE, None, ("console", None)),
+            (Std.OUT, Std.NONE, None, ("file", None)),
+            (Std.ERR, Std.NONE, None, ("console", None)),
+            (Std.NONE, Std.OUT, None, ("file", "file")),
+            (Std.OUT, Std.OUT, None, ("file", "file")),
+            (Std.NONE, Std.ERR, None, ("console", None)),
+            (Std.NONE, Std.NONE, {0}, ("console", None)),
+            (Std.NONE, Std.OUT, {0}, ("file", "file")),
+            (Std.NONE, Std.NONE, {1}, ("null", None)),
+            (Std.OUT, Std.NONE, {1}, ("file", None)),
+            (Std.NONE, Std.OUT, {1}, ("file", None)),
+            (Std.NONE, Std.OUT, set(), ("file", "file")),
+            (Std.NONE, Std.NONE, set(), ("console", None)),
+        ],
+    )
+    def test_stdout_of_rank_0(
+        self,
+        tmp_path: Path,
+        redirects: Std,
+        tee: Std,
+        ranks_filter: set[int] | None,
+        expected: tuple[str, str | None],
+    ) -> None:
+        dest = DefaultLogsSpecs(str(tmp_path), redirects, tee, ranks_filter).reify(envs_for(2))
+        names = {
+            str(Path(dest.error_files[0]).parent / "stdout.log"): "file",
+            "/dev/null": "null",
+            "": "console",
+            None: None,
+        }
+        assert (names[dest.stdouts[0]], names[dest.tee_stdouts.get(0)]) == expected
+
+    def test_filter_applies_to_stderr_too(self, tmp_path: Path) -> None:
+        dest = DefaultLogsSpecs(str(tmp_path), tee=Std.ERR, local_ranks_filter={1}).reify(envs_for(2))
+        assert dest.stdouts == {0: "/dev/null", 1: ""}
+        assert set(dest.tee_stderrs) == {1}
+        assert dest.stderrs[0].endswith("/0/stderr.log")
+
+    def test_a_choice_may_name_ranks_beyond_nine(self, tmp_path: Path) -> None:
+        dest = DefaultLogsSpecs(str(tmp_path), redirects=Std.from_str("11:1")).reify(envs_for(12))
+        assert [rank for rank, path in dest.stdouts.items() if path] == [11]
+
+    def test_every_reify_has_its_own_directory_and_none_is_deleted(self, tmp_path: Path) -> None:
+        specs = DefaultLogsSpecs(str(tmp_path), redirects=Std.OUT)
+        seen = []
+        for _ in range(3):
+            path = Path(specs.reify(envs_for(1)).stdouts[0])
+            path.write_text("kept")
+            seen.append(path)
+        assert [path.parts[-3] for path in seen] == ["attempt_0", "attempt_1", "attempt_2"]
+        assert all(path.read_text() == "kept" for path in seen)
+        assert len(list(tmp_path.iterdir())) == 1
+
+    def test_takes_the_next_free_number(self, tmp_path: Path) -> None:
+        specs = DefaultLogsSpecs(str(tmp_path))
+        first = Path(specs.reify(envs_for(1)).error_files[0])
+        (first.parents[2] / "attempt_1").mkdir()
+        (first.parents[2] / "attempt_2").write_text("a file")
+        assert Path(specs.reify(envs_for(1)).error_files[0]).parts[-3] == "attempt_3"
+
+    def test_two_objects_do_not_share_a_directory(self, tmp_path: Path) -> None:
+        for _ in range(2):
+            DefaultLogsSpecs(str(tmp_path)).reify(envs_for(1))
+        assert len(list(tmp_path.iterdir())) == 2
+
+    def test_goes_on_if_somebody_cleaned_up(self, tmp_path: Path) -> None:
+        specs = DefaultLogsSpecs(str(tmp_path / "logs"))
+        first = Path(specs.reify(envs_for(1)).error_files[0])
+        for directory in (first.parent, *first.parents[1:4]):
+            directory.rmdir()
+        second = Path(specs.reify(envs_for(1)).error_files[0])
+        assert second.parent.is_dir()
+        assert second.parts[-3] == "attempt_1"
+
+    def test_relative_log_dir_gives_absolute_paths(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        specs = DefaultLogsSpecs("logs")
+        assert specs.root_log_dir == "logs"
+        monkeypatch.chdir("/")
+        assert specs.reify(envs_for(1))
+        assert (tmp_path / "logs").is_dir()
+        envs = envs_for(1)
+        specs.reify(envs)
+        assert envs[0]["TORCHELASTIC_ERROR_FILE"].startswith(str(tmp_path))
+
+    def test_dev_null_keeps_nothing(self) -> None:
+        specs = DefaultLogsSpecs("/dev/null", Std.ALL, Std.ALL, {0})
+        envs = envs_for(2)
+        null = {0: "/dev/null", 1: "/dev/null"}
+        assert specs.reify(envs) == LogsDest(
+            stdouts={0: "", 1: ""},
+            stderrs={0: "", 1: ""},
+            tee_stdouts=null,
+            tee_stderrs=null,
+            error_files=null,
+            filtered_stdout="/dev/null",
+            filtered_stderr="/dev/null",
+        )
+        assert [env["TORCHELASTIC_ERROR_FILE"] for env in envs.values()] == ["", ""]
+
+    def test_no_environments_is_worth_a_warning(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        dest = DefaultLogsSpecs(str(tmp_path)).reify({})
+        assert dest.error_files == {}
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert next(tmp_path.iterdir()).name.startswith("test_run_id_")
+
+
+class TestRunId:
+    @pytest.mark.parametrize(
+        ("run_id", "start"),
+        [
+            ("job", "job_"),
+            ("a b:c+d=e", "a b:c+d=e_"),
+            ("träning-日本", "träning-日本_"),
+            ("", "_"),
+            ("team/job", "team_job_"),
+            ("/abs", "_abs_"),
+            ("..", "___"),
+            (".hidden", "_hidden_"),
+            ("../../etc", "__"),
+            ("a\0b\nc\x1bd", "a_b_c_d_"),
+            ("bad\udcff\ud800", "bad___"),
+            ("x" * 5000, "x" * 120 + "_"),
+            ("日" * 5000, "日" * 40 + "_"),
+            ("x" + "日" * 5000, "x" + "日" * 39 + "_"),
+        ],
+    )
+    def test_becomes_a_file_name(self, tmp_path: Path, run_id: str, start: str) -> None:
+        dest = DefaultLogsSpecs(str(tmp_path), redirects=Std.OUT).reify(envs_for(1, run_id))
+        (run_dir,) = tmp_path.iterdir()
+        assert run_dir.name.startswith(start)
+        assert len(os.fsencode(run_dir.name)) <= 143
+        Path(dest.stdouts[0]).write_text("it is a real path")
+        assert Path(dest.stdouts[0]).parents[2] == run_dir
+
+    def test_without_one(self, tmp_path: Path) -> None:
+        DefaultLogsSpecs(str(tmp_path)).reify({0: {}})
+        assert next(tmp_path.iterdir()).name.startswith("test_run_id_")
+
+
+class TestLogDir:
+    def test_is_created(self, tmp_path: Path) -> None:
+        specs = DefaultLogsSpecs(str(tmp_path / "a/b"))
+        assert specs.root_log_dir == str(tmp_path / "a/b")
+        assert (tmp_path / "a/b").is_dir()
+        assert files_under(tmp_path / "a/b") == set()
+
+    @pytest.mark.parametrize("below", ["", "sub", "sub/dir"])
+    def test_a_file_is_not_a_directory(self, tmp_path: Path, below: str) -> None:
+        (tmp_path / "file").write_text("")
+        path = str(tmp_path / "file" / below) if below else str(tmp_path / "file")
+        with pytest.raises(NotADirectoryError) as caught:
+            DefaultLogsSpecs(path)
+        assert isinstance(caught.value, LogDirNotADirectoryError)
+        assert isinstance(caught.value, UserError)
+        assert path in str(caught.value)
+        assert "Not a directory" in str(caught.value)
+        assert caught.value.errno == errno.ENOTDIR
+
+    @pytest.mark.parametrize(
+        ("path", "reason"),
+        [
+            ("/proc/holdfast", "No such file"),
+            ("/tmp/nul\0", "null"),
+            ("/tmp/" + "x" * 300, "File name too long"),
+            ("/tmp/\ud800", "surrogates not allowed"),
+        ],
+    )
+    def test_cannot_be_created(self, path: str, reason: str) -> None:
+        with pytest.raises(UserError) as caught:
+            DefaultLogsSpecs(path)
+        assert repr(path) in str(caught.value)
+        assert reason in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_cannot_be_written(self) -> None:
+        """/proc exists, and nobody, not even root, can make a directory in it."""
+        with pytest.raises(UserError, match=r"'/proc' cannot be created or written to: \w"):
+            DefaultLogsSpecs("/proc")
+
+    def test_cannot_be_written_without_permission(self) -> None:
+        """In a child that gives up root's powers, so that the permission bits count."""
+        code = (
+            "import os, sys\n"
+            "from holdfast.process.logs import DefaultLogsSpecs\n"
+            "if os.getuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+            "try: DefaultLogsSpecs(sys.argv[1])\n"
+            "except ValueError as error: print(error)\n"
+        )
+        with tempfile.TemporaryDirectory() as path:
+            os.chmod(path, 0o555)
+            command = [sys.executable, "-c", code, path]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert f"log directory {path!r}" in done.stdout, done.stderr
+        assert "Permission denied" in done.stdout
+
+    def test_reify_says_what_cannot_be_written(self, tmp_path: Path) -> None:
+        specs = DefaultLogsSpecs(str(tmp_path / "logs"))
+        (tmp_path / "logs").rmdir()
+        (tmp_path / "logs").write_text("now a file")
+        with pytest.raises(UserError, match="Not a directory"):
+            specs.reify(envs_for(1))
+
+
+class TestTemporaryDirectory:
+    @pytest.mark.parametrize("log_dir", [None, ""])
+    def test_is_made_when_no_log_dir_is_given(self, temp_dir: Path, log_dir: str | None) -> None:
+        specs = DefaultLogsSpecs(log_dir)
+        (made,) = temp_dir.iterdir()
+        assert specs.root_log_dir == str(made)
+        assert made.name.startswith("torchelastic_")
+        assert made.stat().st_mode & 0o777 == 0o700
+
+    def test_falls_back_if_tmpdir_is_unusable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TMPDIR", "/nonexistent")
+        monkeypatch.setenv("TEMP", "/nonexistent")
+        monkeypatch.setenv("TMP", "/nonexistent")
+        specs = DefaultLogsSpecs()
+        assert Path(specs.root_log_dir).is_dir()
+        specs.remove_if_unused()
+        assert not Path(specs.root_log_dir).exists()
+
+    def test_unused_is_removed(self, temp_dir: Path) -> None:
+        specs = DefaultLogsSpecs(redirects=Std.OUT)
+        specs.reify(envs_for(2))
+        specs.reify(envs_for(2))
+        specs.remove_if_unused()
+        assert list(temp_dir.iterdir()) == []
+        specs.remove_if_unused()
+
+    def test_used_is_kept(self, temp_dir: Path) -> None:
+        specs = DefaultLogsSpecs()
+        dest = specs.reify(envs_for(2))
+        Path(dest.error_files[1]).write_text("{}")
+        for _ in range(2):
+            specs.remove_if_unused()
+        assert [path for path in temp_dir.rglob("*") if path.is_file()] == [Path(dest.error_files[1])]
+        assert not Path(dest.error_files[0]).parent.exists()
+
+    def test_can_be_used_again_after_removal(self, temp_dir: Path) -> None:
+        specs = DefaultLogsSpecs()
+        specs.reify(envs_for(1))
+        specs.remove_if_unused()
+        assert Path(specs.reify(envs_for(1)).error_files[0]).parent.is_dir()
+        assert Path(specs.root_log_dir).stat().st_mode & 0o777 == 0o700
+
+    def test_users_log_dir_is_left_alone(self, tmp_path: Path) -> None:
+        specs = DefaultLogsSpecs(str(tmp_path))
+        dest = specs.reify(envs_for(1))
+        specs.remove_if_unused()
+        assert Path(dest.error_files[0]).parent.is_dir()
+
+
+class TestIdentity:
+    def test_equality(self, tmp_path: Path) -> None:
+        first = DefaultLogsSpecs(str(tmp_path), Std.OUT, {0: Std.ERR}, {0, 1})
+        assert first == DefaultLogsSpecs(str(tmp_path), Std.OUT, {0: Std.ERR}, {1, 0})
+        first.reify(envs_for(1))
+        assert first == DefaultLogsSpecs(str(tmp_path), Std.OUT, {0: Std.ERR}, {0, 1})
+        for other in (
+            DefaultLogsSpecs("/dev/null", Std.OUT, {0: Std.ERR}, {0, 1}),
+            DefaultLogsSpecs(str(tmp_path), Std.ERR, {0: Std.ERR}, {0, 1}),
+            DefaultLogsSpecs(str(tmp_path), Std.OUT, {0: Std.OUT}, {0, 1}),
+            DefaultLogsSpecs(str(tmp_path), Std.OUT, {0: Std.ERR}, None),
+            "something else",
+        ):
+            assert first != other
+
+    def test_repr_shows_what_counts(self, tmp_path: Path) -> None:
+        shown = repr(DefaultLogsSpecs(str(tmp_path), Std.OUT, {0: Std.ERR}, {3}))
+        for part in ("DefaultLogsSpecs(", str(tmp_path), "Std.OUT", "0: <Std.ERR: 2>", "{3}"):
+            assert part in shown
+
+    def test_base_class_is_abstract(self) -> None:
+        with pytest.raises(TypeError):
+            LogsSpecs()  # type: ignore[abstract]
+
+    def test_plug_in_can_fill_a_destination_step_by_step(self) -> None:
+        dest = LogsDest()
+        dest.stdouts[0] = "somewhere"
+        assert LogsDest().stdouts == {}

@@ -1,0 +1,223 @@
+"""Metrics: which handler gets a value, what `prof` measures, and that a bad handler harms nobody."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any, NoReturn
+
+import pytest
+
+from holdfast.telemetry import metrics
+from holdfast.telemetry.metrics import MetricData, MetricHandler
+
+
+class Collector(MetricHandler):
+    def __init__(self) -> None:
+        self.data: list[MetricData] = []
+
+    def emit(self, metric_data: MetricData) -> None:
+        self.data.append(metric_data)
+
+    @property
+    def values(self) -> list[tuple[str, str, float]]:
+        return [(data.group_name, data.name, data.value) for data in self.data]
+
+    @property
+    def names(self) -> list[str]:
+        return [data.name for data in self.data]
+
+
+@pytest.fixture(autouse=True)
+def original_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_default_handler", metrics.NullMetricHandler())
+    monkeypatch.setattr(metrics, "_handlers_by_group", {})
+    monkeypatch.setattr(metrics, "_known_to_fail", {})
+
+
+@pytest.fixture
+def collector() -> Collector:
+    handler = Collector()
+    metrics.configure(handler)
+    return handler
+
+
+def test_values_go_nowhere_by_default(capfd: pytest.CaptureFixture[str]) -> None:
+    assert isinstance(metrics.getStream("any").handler, metrics.NullMetricHandler)
+    metrics.put_metric("name", 1)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_default_handler_gets_what_no_other_does(collector: Collector) -> None:
+    special = Collector()
+    metrics.configure(special, group="special")
+    metrics.put_metric("a", 1)
+    metrics.put_metric("b", 2, "special")
+    metrics.put_metric("c", 3, "other")
+    assert collector.values == [("torchelastic", "a", 1), ("other", "c", 3)]
+    assert special.values == [("special", "b", 2)]
+
+
+def test_configuring_again_takes_effect_at_the_next_value(collector: Collector) -> None:
+    metrics.put_metric("a", 1)
+    successor = Collector()
+    metrics.configure(successor)
+    metrics.put_metric("b", 2)
+    assert (collector.names, successor.names) == (["a"], ["b"])
+
+
+def test_a_value_carries_the_time(collector: Collector) -> None:
+    before = time.time()
+    metrics.put_metric("a", 1)
+    assert before <= collector.data[0].timestamp <= time.time()
+
+
+def test_a_stream_adds_its_group() -> None:
+    handler = Collector()
+    metrics.MetricStream("group", handler).add_value("a", 1.5)
+    assert handler.values == [("group", "a", 1.5)]
+
+
+def test_the_console_handler_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    metrics.ConsoleMetricHandler().emit(MetricData(12.5, "group", "name", 7))
+    assert capsys.readouterr() == ("[12.5][group]: name=7\n", "")
+
+
+def test_a_handler_must_emit() -> None:
+    with pytest.raises(TypeError):
+        MetricHandler()  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize(("params", "kept"), [(None, {}), ({}, {}), ({"a": "b"}, {"a": "b"})])
+def test_metrics_config_keeps_its_params(params: dict[str, str] | None, kept: dict[str, str]) -> None:
+    assert metrics.MetricsConfig(params).params == kept
+
+
+def test_initialize_metrics_leaves_the_handlers_alone(collector: Collector) -> None:
+    metrics.initialize_metrics()
+    metrics.initialize_metrics(metrics.MetricsConfig({"a": "b"}))
+    metrics.put_metric("a", 1)
+    assert collector.names == ["a"]
+
+
+def test_elapsed_time_counts_from_a_wall_clock_moment() -> None:
+    assert 5000 <= metrics.get_elapsed_time_ms(time.time() - 5) < 65_000
+
+
+# --- a handler that fails
+
+
+class Broken(MetricHandler):
+    __hash__ = None  # type: ignore[assignment]
+
+    def emit(self, metric_data: MetricData) -> None:
+        raise RuntimeError("out of order")
+
+
+def test_a_handler_that_raises_costs_one_warning_each(collector: Collector, caplog: pytest.LogCaptureFixture) -> None:
+    metrics.configure(Broken(), "one")
+    metrics.configure(Broken(), "two")
+    for _ in range(2):
+        for group in ("one", "two", "torchelastic"):
+            metrics.put_metric("a", 1, group)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert re.search("Broken failed.*out of order", caplog.text)
+    assert collector.names == ["a", "a"]
+
+
+def test_a_measured_function_works_whatever_its_handler_does() -> None:
+    metrics.configure(Broken())
+    assert metrics.prof(lambda: 3)() == 3
+
+
+# --- prof
+
+
+class Subject:
+    @metrics.prof
+    def succeed(self, a: int, *, b: int) -> int:
+        """Adds."""
+        return a + b
+
+    @metrics.prof(group="mine")
+    def fail(self, error: BaseException) -> NoReturn:
+        raise error
+
+
+@metrics.prof
+def plain_function() -> None: ...
+
+
+def test_prof_measures_a_success(collector: Collector) -> None:
+    assert Subject().succeed(1, b=2) == 3
+    (success, duration) = collector.values
+    assert success == ("torchelastic", "Subject.succeed.success", 1)
+    assert duration[:2] == ("torchelastic", "Subject.succeed.duration.ms")
+    assert isinstance(duration[2], int)
+    assert duration[2] >= 0
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(0), GeneratorExit()])
+def test_prof_counts_every_way_out_but_returning_as_failure(collector: Collector, error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught:
+        Subject().fail(error)
+    assert caught.value is error
+    assert [value[:2] for value in collector.values] == [
+        ("mine", "Subject.fail.failure"),
+        ("mine", "Subject.fail.duration.ms"),
+    ]
+
+
+def test_prof_names_a_function_after_its_module(collector: Collector) -> None:
+    plain_function()
+    assert collector.names == [
+        "test_metrics.plain_function.success",
+        "test_metrics.plain_function.duration.ms",
+    ]
+
+
+def test_prof_keeps_the_name_and_the_text_of_what_it_measures() -> None:
+    assert Subject.succeed.__name__ == "succeed"
+    assert Subject.succeed.__doc__ == "Adds."
+
+
+def _with(module: str | None, qualname: str) -> Any:
+    def fn() -> None: ...
+
+    fn.__module__, fn.__qualname__ = module, qualname  # type: ignore[assignment]
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("module", "qualname", "name"),
+    [
+        ("a.b.c", "run", "c.run"),
+        ("c", "run", "c.run"),
+        ("a.b.c", "Agent.run", "Agent.run"),
+        ("a.b.c", "Outer.Inner.run", "Outer.Inner.run"),
+        ("", "run", "run"),
+        (None, "run", "run"),
+    ],
+)
+def test_metric_names(module: str | None, qualname: str, name: str) -> None:
+    assert metrics._get_metric_name(_with(module, qualname)) == name
+
+
+# --- the deprecated forms
+
+
+@pytest.mark.parametrize(("group", "used"), [("mine", "mine"), (None, "torchelastic")])
+def test_profile_warns_and_measures(collector: Collector, group: str | None, used: str) -> None:
+    with pytest.warns(FutureWarning, match="prof"):
+        decorate = metrics.profile(group)
+    assert decorate(_with("a.b", "step"))() is None
+    assert [value[:2] for value in collector.values] == [
+        (used, "b.step.success"),
+        (used, "b.step.duration.ms"),
+    ]
+
+
+def test_publish_metric_warns_and_publishes(collector: Collector) -> None:
+    with pytest.warns(FutureWarning, match="put_metric"):
+        metrics.publish_metric("mine", "name", 4)
+    assert collector.values == [("mine", "name", 4)]

@@ -1,0 +1,318 @@
+"""How command lines and the environment are read, and what is made from the table of options."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import options
+from holdfast.cli.options import OPTIONS, Option, help_text
+from holdfast.cli.parser import RunParser
+
+ROOT = Path(__file__).parents[2]
+FLAGS = [option for option in OPTIONS if option.is_flag]
+BY_DEST = {option.dest: option for option in OPTIONS}
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for option in OPTIONS:
+        if option.variable:
+            monkeypatch.delenv(option.variable, raising=False)
+
+
+def parse(*tokens: str) -> argparse.Namespace:
+    return RunParser().parse_args(tokens)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *tokens: str) -> str:
+    """The error line of a command line that must be refused."""
+    with pytest.raises(SystemExit) as ended:
+        parse(*tokens)
+    assert ended.value.code == 2
+    usage, line = capsys.readouterr().err.splitlines()
+    assert usage == f"usage: {options.USAGE}"
+    assert line.startswith("holdfast run: error: ")
+    return line.removeprefix("holdfast run: error: ")
+
+
+DEFAULTS = {
+    "nnodes": "1:1",
+    "nproc_per_node": "1",
+    "rdzv_backend": "static",
+    "rdzv_endpoint": "",
+    "rdzv_id": "none",
+    "rdzv_conf": "",
+    "standalone": False,
+    "max_restarts": 0,
+    "monitor_interval": 0.1,
+    "start_method": "spawn",
+    "event_log_handler": "null",
+    "role": "default",
+    "module": False,
+    "no_python": False,
+    "run_path": False,
+    "log_dir": None,
+    "redirects": "0",
+    "tee": "0",
+    "local_ranks_filter": "",
+    "duplicate_stdout_filters": "",
+    "duplicate_stderr_filters": "",
+    "node_rank": 0,
+    "master_addr": "127.0.0.1",
+    "master_port": None,
+    "local_addr": None,
+    "logs_specs": None,
+    "numa_binding": None,
+    "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    "shutdown_timeout": None,
+    "virtual_local_rank": False,
+    "quiet": False,
+    "verbose": False,
+}
+
+
+def test_defaults() -> None:
+    assert vars(parse("x.py")) == {**DEFAULTS, "training_script": "x.py", "training_script_args": []}
+
+
+VALUES = {
+    "nnodes": ("1:4", "1:4"),
+    "max_restarts": ("7", 7),
+    "monitor_interval": ("2.5", 2.5),
+    "start_method": ("fork", "fork"),
+    "node_rank": ("3", 3),
+    "master_port": ("1234", 1234),
+    "shutdown_timeout": ("0", 0),
+    "numa_binding": ("core-complex", "core-complex"),
+}
+
+
+def sample(option: Option) -> tuple[str, object]:
+    return VALUES.get(option.dest, ("some text", "some text"))
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.dest)
+@pytest.mark.parametrize("spelling", ["dashes", "underscores"])
+def test_every_option_in_both_spellings(option: Option, spelling: str) -> None:
+    name = option.flags[-1]
+    if spelling == "underscores":
+        name = "--" + name[2:].replace("-", "_")
+    if option.is_flag:
+        assert getattr(parse(name, "x.py"), option.dest) is True
+        return
+    text, value = sample(option)
+    assert getattr(parse(name, text, "x.py"), option.dest) == value
+    assert getattr(parse(f"{name}={text}", "x.py"), option.dest) == value
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if o.variable], ids=lambda option: option.dest)
+def test_every_variable_and_that_the_command_line_wins(
+    option: Option, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert option.variable is not None
+    if option.is_flag:
+        monkeypatch.setenv(option.variable, "1")
+        assert getattr(parse("x.py"), option.dest) is True
+        monkeypatch.setenv(option.variable, "0")
+        assert getattr(parse(option.flags[-1], "x.py"), option.dest) is True
+        return
+    text, value = sample(option)
+    monkeypatch.setenv(option.variable, text)
+    assert getattr(parse("x.py"), option.dest) == value
+    monkeypatch.setenv(option.variable, "wrong, and not looked at")
+    assert getattr(parse(f"{option.flags[-1]}={text}", "x.py"), option.dest) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable"), [(("-m", "--module"), "PET_MODULE"), (("-r", "--redirects"), "PET_REDIRECTS")]
+)
+def test_the_long_spelling_names_the_variable(flags: tuple[str, ...], variable: str) -> None:
+    assert {option.flags: option.variable for option in OPTIONS}[flags] == variable
+
+
+@pytest.mark.parametrize("dest", ["logs_specs", "numa_binding", "quiet", "verbose"])
+def test_options_without_a_variable(dest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"PET_{dest.upper()}", "1")
+    assert getattr(parse("x.py"), dest) == DEFAULTS[dest]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", True), ("true", True), ("Yes", True), ("0", False), ("FALSE", False), ("no", False), ("", False)],
+)
+def test_words_for_flags(text: str, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for flag in FLAGS:
+        if flag.variable:
+            monkeypatch.setenv(flag.variable, text)
+            assert getattr(parse("x.py"), flag.dest) is value
+
+
+def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_MASTER_PORT", "")
+    assert parse("x.py").master_port is None
+
+
+def test_environment_is_read_when_arguments_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = RunParser()
+    monkeypatch.setenv("PET_ROLE", "late")
+    assert parser.parse_args(["x.py"]).role == "late"
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "line"),
+    [
+        ("PET_STANDALONE", "maybe", "'maybe' is neither yes (1, true, yes) nor no (0, false, no)"),
+        ("PET_STANDALONE", "2", "'2' is neither yes (1, true, yes) nor no (0, false, no)"),
+        ("PET_START_METHOD", "bogus", "'bogus' is not one of spawn, fork, forkserver"),
+        ("PET_MAX_RESTARTS", "x", "'x' is not a whole number"),
+        ("PET_MASTER_PORT", "1.5", "'1.5' is not a whole number"),
+        ("PET_MONITOR_INTERVAL", "soon", "'soon' is not a number of seconds"),
+    ],
+)
+def test_bad_variables(
+    variable: str,
+    text: str,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(variable, text)
+    assert refused(capsys, "x.py") == f"environment variable {variable}: {line}"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "line"),
+    [
+        ([], "a script to run is required"),
+        (["--standalone"], "a script to run is required"),
+        (["--"], "a script to run is required"),
+        (["--max-restarts", "x", "s"], "argument --max-restarts: 'x' is not a whole number"),
+        (["--start-method=x", "s"], "argument --start-method: 'x' is not one of spawn, fork, forkserver"),
+        (
+            ["--numa-binding=x", "s"],
+            "argument --numa-binding: 'x' is not one of node, socket, exclusive, core-complex",
+        ),
+        (["--role"], "--role needs a value"),
+        (
+            ["--role", "--standalone", "s"],
+            "--role needs a value, but --standalone follows (write --role=--standalone if it is meant)",
+        ),
+        (["-r"], "-r needs a value"),
+        (["--standalone=1", "s"], "--standalone is on or off and takes no value, not '1'"),
+        (["--nprocs-per-node", "2", "s"], "unknown option --nprocs-per-node; did you mean --nproc-per-node?"),
+        (["--zzz", "s"], "unknown option --zzz"),
+        (["-x", "s"], "unknown option -x in -x"),
+        (["-mz", "s"], "unknown option -z in -mz"),
+        (["--log", "1", "s"], "--log is short for more than one option: --log-dir or --logs-specs"),
+        (["-q", "-v", "s"], "--quiet and --verbose exclude each other"),
+    ],
+)
+def test_bad_command_lines(tokens: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, *tokens) == line
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dest", "value"),
+    [
+        (["--nproc", "3"], "nproc_per_node", "3"),
+        (["--nproc_per=3"], "nproc_per_node", "3"),
+        (["--nproc-per_node=3"], "nproc_per_node", "3"),
+        (["--redirect=3"], "redirects", "3"),
+        (["--max-r", "1"], "max_restarts", 1),
+        (["-r", "3"], "redirects", "3"),
+        (["-r3"], "redirects", "3"),
+        (["-r=3"], "redirects", "3"),
+        (["-mt", "1"], "tee", "1"),
+        (["-mt1"], "module", True),
+        (["--max-restarts", "-1"], "max_restarts", -1),
+        (["--monitor-interval", "-.5"], "monitor_interval", -0.5),
+        (["--role=-x"], "role", "-x"),
+        (["--role="], "role", ""),
+        (["--rdzv-conf", "a_b=1,c=2"], "rdzv_conf", "a_b=1,c=2"),
+        (["--rdzv-conf=a=1,c=2"], "rdzv_conf", "a=1,c=2"),
+        (["--role", "a", "--role", "b"], "role", "b"),
+    ],
+)
+def test_ways_to_write_an_option(tokens: list[str], dest: str, value: object) -> None:
+    parsed = parse(*tokens, "x.py")
+    assert getattr(parsed, dest) == value
+    assert (parsed.training_script, parsed.training_script_args) == ("x.py", [])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "script", "rest"),
+    [
+        (["x.py", "--nnodes", "2", "--bogus_thing"], "x.py", ["--nnodes", "2", "--bogus_thing"]),
+        (["x.py", "--help"], "x.py", ["--help"]),
+        (["x.py", "--", "a", "--"], "x.py", ["--", "a", "--"]),
+        (["--", "x.py", "--", "a"], "x.py", ["--", "a"]),
+        (["--", "-odd.py", "a"], "-odd.py", ["a"]),
+        (["--standalone", "x.py", "--standalone"], "x.py", ["--standalone"]),
+        (["-m", "pkg.mod", "-m"], "pkg.mod", ["-m"]),
+        (["--role", "x.py", "y.py", ""], "y.py", [""]),
+        (["-", "a"], "-", ["a"]),
+    ],
+)
+def test_all_after_the_script_is_its_own(tokens: list[str], script: str, rest: list[str]) -> None:
+    parsed = parse(*tokens)
+    assert (parsed.training_script, parsed.training_script_args) == (script, rest)
+    assert parsed.nnodes == "1:1"
+
+
+def test_an_option_that_a_caller_adds() -> None:
+    parser = RunParser()
+    parser.add_argument("--use_env", action="store_true")
+    assert parser.parse_args(["--use-env", "x.py", "--use_env"]).use_env is True
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_help(width: int) -> None:
+    text = help_text(width)
+    assert max(map(len, text.splitlines())) <= width
+    assert [group for group in options.GROUPS if f"\n{group}:\n" in text] == list(options.GROUPS)
+    for option in OPTIONS:
+        assert f"\n  {option.invocation}" in text
+        assert "_" not in option.flags[-1]
+    assert text.rstrip().endswith("train.py")
+    joined = " ".join(text.split())
+    assert "watched by events" in joined
+    assert "(default: 0.1)" in joined
+
+
+def test_help_names_every_choice() -> None:
+    for option in OPTIONS:
+        assert [choice for choice in option.choices if choice not in option.help] == []
+
+
+def test_names_are_unique() -> None:
+    flags = [flag for option in OPTIONS for flag in option.flags]
+    assert len(flags) == len(set(flags))
+    assert set(BY_DEST) == set(DEFAULTS)
+    assert all(option.group in options.GROUPS for option in OPTIONS)
+
+
+def test_help_goes_to_stdout_even_if_the_environment_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PET_STANDALONE", "maybe")
+    with pytest.raises(SystemExit) as ended:
+        parse("--help")
+    assert ended.value.code == 0
+    out = capsys.readouterr()
+    assert out.out.startswith("usage: holdfast run")
+    assert out.err == ""
+
+
+def test_docs_are_up_to_date() -> None:
+    made = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli.options"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert made.stderr == ""
+    assert (ROOT / "docs" / "cli.md").read_text() == made.stdout, (
+        "run: python -m holdfast.cli.options > docs/cli.md"
+    )

@@ -1,0 +1,252 @@
+"""The contract between backends and agents: parameters, store addresses, the registry."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import FrozenInstanceError
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast.rendezvous
+from holdfast.errors import HoldfastError
+from holdfast.rendezvous import api
+from holdfast.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousHandlerRegistry,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from holdfast.rendezvous.store import InProcessStore
+
+
+def parameters(backend: str = "own", **kwargs: Any) -> RendezvousParameters:
+    return RendezvousParameters(backend, "host:1", "run", 1, 2, **kwargs)
+
+
+class OwnHandler(RendezvousHandler):
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+
+    def get_backend(self) -> str:
+        return self._backend
+
+    def get_run_id(self) -> str:
+        return "run"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(InProcessStore(), 0, 1, RendezvousStoreInfo("h", 1))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def create_own(params: RendezvousParameters) -> RendezvousHandler:
+    return OwnHandler("own")
+
+
+def test_package_exports_every_public_name() -> None:
+    for name in holdfast.rendezvous.__all__:
+        assert getattr(holdfast.rendezvous, name) is getattr(api, name)
+        assert name in dir(holdfast.rendezvous)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = holdfast.rendezvous.nonsense
+
+
+def test_importing_the_package_imports_none_of_its_modules() -> None:
+    code = (
+        "import sys, holdfast.rendezvous as r\n"
+        "assert [m for m in sys.modules if m.startswith('holdfast.rendezvous.')] == []\n"
+        "assert {'static', 'standalone'} <= set(r.rendezvous_handler_registry.names())\n"
+        "assert 'holdfast.rendezvous.static' not in sys.modules\n"
+        "assert 'importlib.metadata' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-S", "-c", code], check=True, env={"PYTHONPATH": _source_root()})
+
+
+def _source_root() -> str:
+    return holdfast.rendezvous.__path__[0].removesuffix("/holdfast/rendezvous")
+
+
+@pytest.mark.parametrize("name", [name for name in api.__all__ if name.endswith("Error")])
+def test_errors_are_rendezvous_errors(name: str) -> None:
+    assert issubclass(getattr(api, name), api.RendezvousError)
+
+
+def test_parameters_keep_what_they_are_given() -> None:
+    params = RendezvousParameters("b", "h:1", "run", 1, 3, "me", extra="x", none=None)
+    assert (params.backend, params.endpoint, params.run_id) == ("b", "h:1", "run")
+    assert (params.min_nodes, params.max_nodes, params.local_addr) == (1, 3, "me")
+    assert params.config == {"extra": "x", "none": None}
+    assert RendezvousParameters("b", "", "", 1, 1).local_addr is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "min_nodes", "max_nodes", "text"),
+    [
+        ("", 1, 1, "no name: ''"),
+        (None, 1, 1, "no name: None"),
+        ("b", 0, 1, "min_nodes is 0"),
+        ("b", -1, 1, "min_nodes is -1"),
+        ("b", 3, 2, "max_nodes is 2, .* min_nodes, which is 3"),
+    ],
+)
+def test_parameters_refuse(backend: Any, min_nodes: int, max_nodes: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text) as caught:
+        RendezvousParameters(backend, "", "run", min_nodes, max_nodes)
+    assert isinstance(caught.value, HoldfastError)
+
+
+def test_get() -> None:
+    params = parameters(a="1", n=None)
+    assert (params.get("a"), params.get("n", 5), params.get("x"), params.get("x", 5)) == ("1", None, None, 5)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, None), (True, True), (False, False), (1, True), (0, False)]
+    + [(text, True) for text in ("1", "true", "TRUE", "t", "Yes", "y")]
+    + [(text, False) for text in ("0", "false", "False", "F", "no", "N")],
+)
+def test_get_as_bool(value: Any, expected: bool | None) -> None:
+    assert parameters(flag=value).get_as_bool("flag") is expected
+
+
+def test_get_as_bool_of_a_missing_key_is_the_default() -> None:
+    assert parameters().get_as_bool("flag") is None
+    assert parameters().get_as_bool("flag", True) is True
+
+
+@pytest.mark.parametrize("value", [2, -1, "2", "", "on", " true", 1.0, [], b"1"])
+def test_get_as_bool_refuses(value: Any) -> None:
+    with pytest.raises(ValueError, match="'flag' is"):
+        parameters(flag=value).get_as_bool("flag")
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, None), (3, 3), ("3", 3), (" -3 ", -3), (2.9, 2)])
+def test_get_as_int(value: Any, expected: int | None) -> None:
+    assert parameters(number=value).get_as_int("number") == expected
+
+
+def test_get_as_int_of_a_missing_key_is_the_default() -> None:
+    assert parameters().get_as_int("number") is None
+    assert parameters().get_as_int("number", 7) == 7
+
+
+def test_get_as_int_refuses() -> None:
+    with pytest.raises(ValueError, match="'number' is 'many'"):
+        parameters(number="many").get_as_int("number")
+    with pytest.raises(TypeError):
+        parameters(number=[]).get_as_int("number")
+
+
+def test_store_address_is_published_by_rank_0_and_read_by_all() -> None:
+    store = InProcessStore(timedelta(seconds=30))
+    found: list[RendezvousStoreInfo] = []
+    reader = threading.Thread(target=lambda: found.append(RendezvousStoreInfo.build(1, store, "mine")))
+    reader.start()
+    built = RendezvousStoreInfo.build(0, store, "node0", 1234)
+    reader.join(30)
+    assert found == [built] == [RendezvousStoreInfo("node0", 1234)]
+    assert store.get(RendezvousStoreInfo.MASTER_ADDR_KEY) == b"node0"
+    assert store.get(RendezvousStoreInfo.MASTER_PORT_KEY) == b"1234"
+
+
+def ports_of_this_process() -> set[int]:
+    """The local ports of all sockets that are open here; another process cannot disturb this."""
+    ports = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(fd).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(fd.name))) as one:
+                    ports.add(one.getsockname()[1] if one.family != socket.AF_UNIX else 0)
+    return ports
+
+
+def test_store_address_defaults_to_the_host_name_and_a_port_that_is_held() -> None:
+    built = RendezvousStoreInfo.build(0, InProcessStore(), None)
+    assert built.master_addr == socket.getfqdn()
+    port = built.master_port
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    with socket.socket() as worker:
+        worker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        worker.bind(("127.0.0.1", port))
+        worker.listen()
+    assert port in ports_of_this_process()
+    del built
+    gc.collect()
+    assert port not in ports_of_this_process()
+
+
+def test_rendezvous_info_is_read_only() -> None:
+    store, address = InProcessStore(), RendezvousStoreInfo("h", 1)
+    info = RendezvousInfo(store, 1, 2, address)
+    assert (info.store, info.rank, info.world_size, info.bootstrap_store_info) == (store, 1, 2, address)
+    with pytest.raises(FrozenInstanceError):
+        info.rank = 5  # type: ignore[misc]
+
+
+def test_handler_contract_is_abstract() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        RendezvousHandler()  # type: ignore[abstract]
+    assert OwnHandler("own").use_agent_store is False
+
+
+def test_registry_creates_the_handler_that_was_asked_for() -> None:
+    registry = RendezvousHandlerRegistry()
+    registry.register("own", create_own)
+    registry.register("own", create_own)
+    assert registry.names() == ["own"]
+    assert "own" in registry
+    assert "other" not in registry
+    assert registry.create_handler(parameters("own")).get_backend() == "own"
+
+
+@pytest.mark.parametrize("name", ["", None])
+def test_registry_refuses_a_nameless_backend(name: Any) -> None:
+    with pytest.raises(ValueError, match=repr(name)):
+        RendezvousHandlerRegistry().register(name, create_own)
+
+
+def test_registry_gives_a_name_to_one_creator_only() -> None:
+    registry = RendezvousHandlerRegistry()
+    registry.register("own", create_own)
+    with pytest.raises(ValueError, match="'own' is taken by"):
+        registry.register("own", lambda params: OwnHandler("own"))
+    assert registry.create_handler(parameters("own")).get_backend() == "own"
+
+
+def test_registry_names_the_unknown_backend_and_the_known_ones() -> None:
+    registry = RendezvousHandlerRegistry()
+    with pytest.raises(ValueError, match=r"unknown rendezvous backend 'c10d'; available: none$"):
+        registry.create_handler(parameters("c10d"))
+    registry.register("own", create_own)
+    registry.register("another", create_own)
+    with pytest.raises(ValueError, match=r"unknown rendezvous backend 'c10d'; available: another, own$"):
+        registry.create_handler(parameters("c10d"))
+
+
+def test_registry_refuses_a_handler_of_another_backend() -> None:
+    registry = RendezvousHandlerRegistry()
+    registry.register("alias", create_own)
+    with pytest.raises(RuntimeError, match=r"'alias' .* calls itself 'own'"):
+        registry.create_handler(parameters("alias"))

@@ -1,0 +1,278 @@
+"""Worlds that are known from the start: standalone and static."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.errors import UserError
+from holdfast.rendezvous import static
+from holdfast.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from holdfast.rendezvous.store import barrier
+
+
+def standalone(nodes: int = 1, endpoint: str = "", **config: Any) -> RendezvousHandler:
+    params = RendezvousParameters("standalone", endpoint, "run", 1, nodes, **config)
+    return static.create_standalone_handler(params)
+
+
+def fixed(nodes: int = 1, endpoint: str = "host:29500", **config: Any) -> RendezvousHandler:
+    config = {"rank": 0, "timeout": 900, **config}
+    return static.create_rdzv_handler(RendezvousParameters("static", endpoint, "run", 1, nodes, **config))
+
+
+either = pytest.mark.parametrize("create", [standalone, fixed])
+
+
+def ports_of_this_process() -> set[int]:
+    """The local ports of all sockets that are open here; another process cannot disturb this."""
+    ports = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(fd).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(fd.name))) as one:
+                    ports.add(one.getsockname()[1] if one.family != socket.AF_UNIX else 0)
+    return ports
+
+
+@either
+def test_handler_facts(create: Any) -> None:
+    handler = create()
+    assert handler.get_backend() == ("static" if create is fixed else "standalone")
+    assert handler.get_run_id() == "run"
+    assert handler.use_agent_store is False
+    assert handler.num_nodes_waiting() == 0
+    assert handler.is_closed() is False
+
+
+@either
+def test_every_round_has_an_empty_store(create: Any) -> None:
+    handler = create(timeout="7")
+    assert handler.round == 0
+    rounds = []
+    for number in (1, 2, 3):
+        info = handler.next_rendezvous()
+        assert handler.round == number
+        assert (info.rank, info.world_size) == (0, 1)
+        assert info.store.timeout == timedelta(seconds=7)
+        assert not info.store.check(["left-over"])
+        info.store.set("left-over", str(number))
+        barrier(info.store, 1, "end", 5)
+        rounds.append(info)
+    assert [info.store.get("left-over") for info in rounds] == [b"1", b"2", b"3"]
+    handler.shutdown()
+
+
+@either
+@pytest.mark.parametrize("close", ["set_closed", "shutdown"])
+def test_no_rounds_after_the_end(create: Any, close: str) -> None:
+    handler = create()
+    handler.next_rendezvous()
+    assert getattr(handler, close)() is (True if close == "shutdown" else None)
+    assert handler.is_closed()
+    with pytest.raises(RendezvousClosedError, match=r"rendezvous 'run' \(.*\) is closed after round 1"):
+        handler.next_rendezvous()
+    assert handler.shutdown() is True
+
+
+def test_standalone_holds_a_fresh_port_in_each_round() -> None:
+    handler = standalone()
+    ports = []
+    for _ in range(5):
+        master = handler.next_rendezvous().bootstrap_store_info
+        assert master.master_addr == "127.0.0.1"
+        assert master.master_port in ports_of_this_process()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", master.master_port))
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", master.master_port), timeout=30)
+        ports.append(master.master_port)
+    assert all(one != following for one, following in pairwise(ports))
+    assert ports_of_this_process() & {*ports} == {ports[-1]}
+    handler.set_closed()
+    assert ports_of_this_process() & {*ports} == {ports[-1]}
+    handler.shutdown()
+    assert ports_of_this_process() & {*ports} == set()
+
+
+def test_standalone_worker_can_listen_on_the_master_port() -> None:
+    handler = standalone()
+    port = handler.next_rendezvous().bootstrap_store_info.master_port
+    with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port), timeout=30):
+        pass
+    handler.shutdown()
+
+
+@pytest.mark.parametrize("endpoint", ["", "localhost:0", "host:29500"])
+def test_standalone_needs_no_endpoint(endpoint: str) -> None:
+    assert standalone(endpoint=endpoint).get_backend() == "standalone"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "config", "text"),
+    [
+        (2, {}, "backend 'standalone' is for one node, not for max_nodes 2"),
+        (1, {"rank": 1}, "rank 1 is out of range"),
+        (1, {"coordinator_port": "maybe"}, "'coordinator_port' is 'maybe'"),
+        (1, {"timeout": 0}, "'timeout' is 0 s"),
+    ],
+)
+def test_standalone_refuses(nodes: int, config: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        standalone(nodes, **config)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [
+        ("host:29500", ("host", 29500)),
+        (" 10.0.0.1:1 ", ("10.0.0.1", 1)),
+        ("[fd00::1]:65535", ("fd00::1", 65535)),
+        ("no.such.host.invalid:80", ("no.such.host.invalid", 80)),
+    ],
+)
+def test_static_master_is_what_the_user_wrote(endpoint: str, expected: tuple[str, int]) -> None:
+    handler = fixed(endpoint=endpoint)
+    for _ in range(2):
+        assert handler.next_rendezvous().bootstrap_store_info == RendezvousStoreInfo(*expected)
+
+
+def test_static_leaves_the_master_port_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as worker:
+        port = worker.getsockname()[1]
+        worker.settimeout(0)
+        before = os.listdir("/proc/self/fd")
+        handler = fixed(endpoint=f"127.0.0.1:{port}")
+        assert handler.next_rendezvous().bootstrap_store_info.master_port == port
+        assert os.listdir("/proc/self/fd") == before
+        with pytest.raises(BlockingIOError):
+            worker.accept()
+
+
+@pytest.mark.parametrize("rank", [0, 2, "2"])
+def test_static_nodes_without_coordinator(rank: Any) -> None:
+    info = fixed(3, rank=rank, coordinator_port="off").next_rendezvous()
+    assert (info.rank, info.world_size) == (int(rank), 3)
+    assert info.bootstrap_store_info == RendezvousStoreInfo("host", 29500)
+
+
+@pytest.mark.parametrize("value", ["off", "1", 65535, "29501", None])
+def test_coordinator_port_of_one_node(value: Any) -> None:
+    assert fixed(coordinator_port=value).next_rendezvous().world_size == 1
+    assert standalone(coordinator_port=value).get_backend() == "standalone"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "config", "text"),
+    [
+        (1, {"rank": None}, "backend 'static' needs the rank of this node"),
+        (1, {"rank": "first"}, "'rank' is 'first'"),
+        (1, {"rank": 1}, "rank 1 is out of range: with max_nodes 1 it must be from 0 to 0"),
+        (3, {"rank": 3, "coordinator_port": "off"}, "rank 3 is out of range: .* from 0 to 2"),
+        (3, {"rank": -1, "coordinator_port": "off"}, "rank -1 is out of range"),
+        (1, {"endpoint": ""}, "needs an endpoint host:port, but it is empty"),
+        (1, {"endpoint": "  "}, "needs an endpoint host:port, but it is empty"),
+        (1, {"endpoint": "host"}, "endpoint 'host' has no port"),
+        (1, {"endpoint": "[::1]"}, r"endpoint '\[::1\]' has no port"),
+        (1, {"endpoint": "host:0"}, "endpoint 'host:0': workers cannot meet at port 0"),
+        (1, {"endpoint": "host:port"}, "endpoint 'host:port': port 'port'"),
+        (
+            1,
+            {"coordinator_port": "0"},
+            "'coordinator_port' is '0', but must be a port from 1 to 65535, or off",
+        ),
+        (1, {"coordinator_port": 65536}, "'coordinator_port' is 65536"),
+        (1, {"coordinator_port": "on"}, "'coordinator_port' is 'on'"),
+        (2, {"coordinator_port": "on"}, "'coordinator_port' is 'on'"),
+        (2, {}, "'static' with 2 nodes needs a coordinator, which this version does not have: .*=off"),
+        (2, {"coordinator_port": 29501}, "'static' with 2 nodes needs a coordinator"),
+        (1, {"timeout": -1}, "'timeout' is -1 s, but must be above 0"),
+        (1, {"timeout": "soon"}, "'timeout' is 'soon'"),
+    ],
+)
+def test_static_refuses(nodes: int, config: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=text) as caught:
+        fixed(nodes, **config)
+    assert "\n" not in str(caught.value)
+
+
+@either
+def test_unknown_settings_are_refused_with_the_known_ones(create: Any) -> None:
+    with pytest.raises(UserError, match=r"has no setting 'typo', 'zeal'; known: .*'join_timeout'.*'timeout'"):
+        create(typo=1, zeal=2, join_timeout=5)
+
+
+@either
+def test_settings_of_other_backends_are_accepted_and_said_to_do_nothing(
+    create: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    create(timeout=900)
+    assert caplog.messages == []
+    create(timeout=900, join_timeout="600", last_call_timeout=30)
+    (message,) = caplog.messages
+    assert message.endswith("makes no use of setting 'join_timeout', 'last_call_timeout'")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "join_timeout",
+        "last_call_timeout",
+        "close_timeout",
+        "heartbeat_timeout",
+        "keep_alive_interval",
+        "keep_alive_max_attempt",
+        "store_type",
+        "is_host",
+        "read_timeout",
+        "protocol",
+        "ssl_cert",
+        "ssl_cert_key",
+        "ca_cert",
+        "etcd_prefix",
+        "cert",
+        "key",
+        "cacert",
+    ],
+)
+def test_settings_that_torchrun_users_pass_are_known(key: str) -> None:
+    assert fixed(**{key: "x"}).get_backend() == "static"
+
+
+@either
+def test_shutdown_in_another_thread(create: Any) -> None:
+    """Rounds are asked for until the end comes from elsewhere; then the last port is free."""
+    handler = create()
+    rounds: list[RendezvousInfo] = []
+    several = threading.Event()
+
+    def ask_for_rounds() -> None:
+        while True:
+            rounds.append(handler.next_rendezvous())
+            if len(rounds) == 3:
+                several.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask_for_rounds)
+        assert several.wait(60)
+        assert handler.shutdown() is True
+        with pytest.raises(RendezvousClosedError):
+            asking.result(60)
+    assert handler.round == len(rounds)
+    if create is standalone:
+        assert rounds[-1].bootstrap_store_info.master_port not in ports_of_this_process()
