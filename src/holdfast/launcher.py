@@ -10,7 +10,6 @@ import functools
 import logging
 import os
 import sys
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,7 +114,7 @@ def launch_agent(
     health_check_server: Any = None,
 ) -> dict[int, Any]:
     """Run one agent to its end. See `elastic_launch`."""
-    run_id = config.run_id or str(uuid.uuid4().int)
+    run_id = config.run_id or str(int.from_bytes(os.urandom(16), "big"))
     name = _get_entrypoint_name(entrypoint, args)
     logger.debug("run %s of %r with %s", run_id, name, config)
     parameters = RendezvousParameters(
@@ -164,9 +163,7 @@ def launch_agent(
     return result.return_values
 
 
-def _run_to_outcome(
-    agent: LocalElasticAgent, handler: RendezvousHandler | None, event_log_handler: str
-) -> RunResult:
+def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None, event_log_handler: str) -> RunResult:
     """Run the agent, record exactly one event, and shut the rendezvous down unless a signal came."""
     is_leaving = False
     try:

@@ -111,9 +111,7 @@ def test_every_option_in_both_spellings(option: Option, spelling: str) -> None:
 
 
 @pytest.mark.parametrize("option", [o for o in OPTIONS if o.variable], ids=lambda option: option.dest)
-def test_every_variable_and_that_the_command_line_wins(
-    option: Option, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_variable_and_that_the_command_line_wins(option: Option, monkeypatch: pytest.MonkeyPatch) -> None:
     assert option.variable is not None
     if option.is_flag:
         monkeypatch.setenv(option.variable, "1")
@@ -313,6 +311,4 @@ def test_docs_are_up_to_date() -> None:
         [sys.executable, "-m", "holdfast.cli.options"], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert made.stderr == ""
-    assert (ROOT / "docs" / "cli.md").read_text() == made.stdout, (
-        "run: python -m holdfast.cli.options > docs/cli.md"
-    )
+    assert (ROOT / "docs" / "cli.md").read_text() == made.stdout, "run: python -m holdfast.cli.options > docs/cli.md"

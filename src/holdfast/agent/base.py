@@ -61,9 +61,7 @@ class ElasticAgent(abc.ABC):
 class SimpleElasticAgent(ElasticAgent):
     """An agent for workers of one role."""
 
-    def __init__(
-        self, spec: WorkerSpec, exit_barrier_timeout: float = 300, shutdown_timeout: float = 30
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, exit_barrier_timeout: float = 300, shutdown_timeout: float = 30) -> None:
         self._worker_group = WorkerGroup(spec)
         self._machine = Lifecycle(spec.max_restarts, exit_barrier_timeout)
         self._shutdown_timeout = shutdown_timeout
@@ -211,6 +209,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _final_result(self, outcome: lifecycle.Outcome) -> RunResult:
         if outcome is lifecycle.Outcome.SUCCEEDED:
+            self._tell_success()
             return self._result
         if self._machine.unkillable:
             pids = ", ".join(map(str, self._machine.unkillable))
@@ -219,16 +218,18 @@ class SimpleElasticAgent(ElasticAgent):
         settled = self._settle(self._result)
         return RunResult(WorkerState.FAILED, failures=settled.failures, stopped=settled.stopped)
 
+    def _tell_success(self) -> None:
+        count, restarts = len(self._worker_group.workers), self._machine.restarts_used
+        who = f"all {count} workers" if count > 1 else "the worker"
+        after = {0: "", 1: " after 1 restart"}.get(restarts, f" after {restarts} restarts")
+        logger.info("%s finished%s", who, after)
+
     def _tell_why(self, will_restart: bool) -> None:
         machine, result = self._machine, self._result
         if result.state is WorkerState.HEALTHY:
             logger.warning("other nodes are waiting to join: stopping the workers to form a new round")
             return
-        then = (
-            f"restart {machine.restarts_used} of {machine.max_restarts}"
-            if will_restart
-            else "no restarts left"
-        )
+        then = f"restart {machine.restarts_used} of {machine.max_restarts}" if will_restart else "no restarts left"
         if will_restart or machine.max_restarts:
             logger.warning("%s; %s", _cause(result), then)
 
@@ -286,11 +287,7 @@ class SimpleElasticAgent(ElasticAgent):
         count = len(group.workers)
         who = f"{count} workers" if count > 1 else "1 worker"
         ids = ", ".join(str(worker.id) for worker in group.workers[:8]) + (", ..." if count > 8 else "")
-        place = (
-            f", node {group.group_rank} of {group.group_world_size}"
-            if (group.group_world_size or 1) > 1
-            else ""
-        )
+        place = f", node {group.group_rank} of {group.group_world_size}" if (group.group_world_size or 1) > 1 else ""
         logger.info("started %s of %s (pids %s)%s", who, recording.entry_name(group.spec), ids, place)
         logger.debug(
             "round %d: global ranks %d..%d of %d, master %s:%s, restarts used %d",

@@ -196,9 +196,7 @@ class Lifecycle:
         if event.round < self.round:
             return []  # It speaks of a round that is over.
         if event.round > self.round or (self.phase, type(event)) not in TRANSITIONS:
-            raise InvalidTransition(
-                f"{event} in phase {self.phase}, round {self.round}; before: {self.story()}"
-            )
+            raise InvalidTransition(f"{event} in phase {self.phase}, round {self.round}; before: {self.story()}")
         before = self.phase
         commands = self._decide(event, now)
         self._story.append((before, event, tuple(commands)))

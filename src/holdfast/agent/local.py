@@ -192,7 +192,5 @@ def _stuck_timeout_s(explicit: float | None) -> float:
     try:
         return float(os.environ.get(_STUCK_VARIABLE) or 0)
     except ValueError:
-        logger.warning(
-            "%s=%r is not a number of seconds and is not used", _STUCK_VARIABLE, os.environ[_STUCK_VARIABLE]
-        )
+        logger.warning("%s=%r is not a number of seconds and is not used", _STUCK_VARIABLE, os.environ[_STUCK_VARIABLE])
         return 0.0

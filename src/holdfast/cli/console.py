@@ -118,9 +118,7 @@ class StderrHandler(logging.Handler):
             write(text + "\n")
 
 
-def set_up(
-    *, quiet: bool = False, verbose: bool = False, environ: Mapping[str, str] | None = None
-) -> logging.Handler:
+def set_up(*, quiet: bool = False, verbose: bool = False, environ: Mapping[str, str] | None = None) -> logging.Handler:
     """Let the `holdfast` logger speak on stderr. A second call replaces the first."""
     environ = os.environ if environ is None else environ
     level, complaint = _chosen_level(quiet, verbose, environ.get("LOGLEVEL", ""))

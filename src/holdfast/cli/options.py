@@ -113,14 +113,11 @@ OPTIONS: tuple[Option, ...] = (
         default="1",
     ),
     _flag("-m", "--module", group=WORKERS, text="The script is a module, to be run as `python -m` would."),
-    _flag(
-        "--no-python", group=WORKERS, text="The script is a program of its own; do not run it with Python."
-    ),
+    _flag("--no-python", group=WORKERS, text="The script is a program of its own; do not run it with Python."),
     _flag(
         "--run-path",
         group=WORKERS,
-        text="Start the workers as function calls that run the script with runpy, not as new Python "
-        "commands.",
+        text="Start the workers as function calls that run the script with runpy, not as new Python commands.",
     ),
     Option(
         ("--start-method",),
@@ -185,8 +182,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--rdzv-id",),
         NODES,
-        "The name of the run, the same on all of its nodes. A run on one machine gets a fresh one if none "
-        "is given.",
+        "The name of the run, the same on all of its nodes. A run on one machine gets a fresh one if none is given.",
         metavar="ID",
         default="none",
     ),
@@ -208,8 +204,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--master-addr",),
         NODES,
-        "The address of the node of rank 0, as the workers shall use it; only for static without an "
-        "endpoint.",
+        "The address of the node of rank 0, as the workers shall use it; only for static without an endpoint.",
         metavar="ADDRESS",
         default="127.0.0.1",
     ),

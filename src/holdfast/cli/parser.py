@@ -85,9 +85,7 @@ class _Scanner:
         else:
             yield action, None
 
-    def _short_options(
-        self, token: str, queue: Iterator[str]
-    ) -> Iterator[tuple[argparse.Action, str | None]]:
+    def _short_options(self, token: str, queue: Iterator[str]) -> Iterator[tuple[argparse.Action, str | None]]:
         """`-m`, `-mv`, `-r3` and `-r 3`."""
         letters = token[1:]
         while letters:
@@ -106,9 +104,7 @@ class _Scanner:
         if value is None:
             raise _UsageError(f"{name} needs a value")
         if _looks_like_option(value):
-            raise _UsageError(
-                f"{name} needs a value, but {value} follows (write {name}={value} if it is meant)"
-            )
+            raise _UsageError(f"{name} needs a value, but {value} follows (write {name}={value} if it is meant)")
         return value
 
     def _resolve(self, name: str) -> argparse.Action:
@@ -125,7 +121,7 @@ class _Scanner:
     def _suggestion(self, name: str) -> str:
         from difflib import get_close_matches
 
-        close = get_close_matches(name, list(self._long), n=1)
+        close = get_close_matches(name, list(self._long), n=1, cutoff=0.7)
         return f"; did you mean {close[0]}?" if close else ""
 
 

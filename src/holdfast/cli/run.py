@@ -144,9 +144,7 @@ def _is_standalone(args: argparse.Namespace, max_nodes: int) -> bool:
     """One machine that was told of no place to meet needs none."""
     if args.standalone:
         if max_nodes > 1:
-            raise UserError(
-                f"--standalone is for this machine alone, but --nnodes {args.nnodes} asks for more"
-            )
+            raise UserError(f"--standalone is for this machine alone, but --nnodes {args.nnodes} asks for more")
         return True
     has_place = args.rdzv_endpoint or args.master_port is not None
     return args.rdzv_backend == "static" and not has_place and max_nodes == 1
@@ -158,9 +156,7 @@ def _check_node_rank(args: argparse.Namespace, standalone: bool, max_nodes: int)
     if rank != 0 and standalone:
         raise UserError(f"--node-rank {rank}: a run on one machine has node rank 0 only")
     if rank != 0 and args.rdzv_backend != "static":
-        raise UserError(
-            f"--node-rank {rank}: rendezvous backend {args.rdzv_backend!r} gives out the ranks itself"
-        )
+        raise UserError(f"--node-rank {rank}: rendezvous backend {args.rdzv_backend!r} gives out the ranks itself")
     if not 0 <= rank < max_nodes:
         raise UserError(f"--node-rank {rank} is not between 0 and {max_nodes - 1} (--nnodes {args.nnodes})")
 
@@ -284,13 +280,9 @@ def _unused_filters(args: argparse.Namespace, tee: Any) -> list[str]:
     choices = tee.values() if isinstance(tee, dict) else [tee]
     unused = []
     if args.duplicate_stdout_filters and not any(choice & 1 for choice in choices):
-        unused.append(
-            f"--duplicate-stdout-filters {args.duplicate_stdout_filters} (stdout is not tee'd; see --tee)"
-        )
+        unused.append(f"--duplicate-stdout-filters {args.duplicate_stdout_filters} (stdout is not tee'd; see --tee)")
     if args.duplicate_stderr_filters and not any(choice & 2 for choice in choices):
-        unused.append(
-            f"--duplicate-stderr-filters {args.duplicate_stderr_filters} (stderr is not tee'd; see --tee)"
-        )
+        unused.append(f"--duplicate-stderr-filters {args.duplicate_stderr_filters} (stderr is not tee'd; see --tee)")
     return unused
 
 
@@ -444,9 +436,7 @@ def _own_up(error: BaseException) -> int:
     import traceback
 
     console.write("".join(traceback.format_exception(error)))
-    console.write(
-        f"{console.PREFIX} this is a fault in holdfast itself; please report it with the lines above\n"
-    )
+    console.write(f"{console.PREFIX} this is a fault in holdfast itself; please report it with the lines above\n")
     return 1
 
 

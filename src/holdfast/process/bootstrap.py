@@ -258,6 +258,8 @@ def prepare(evidence: Evidence) -> "Program":
     is_path_safe = bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
     if not is_path_safe:
         del sys.path[0]  # Our own directory.
+    for own in (evidence.main_names["__file__"], os.path.dirname(evidence.main_names["__file__"])):
+        sys.path_importer_cache.pop(own, None)
     library_path[:] = sys.path
     mode, *rest = sys.argv[1:] or sys.exit("bootstrap.py: there is nothing to run")
     if mode == "--holdfast-function":
@@ -322,10 +324,19 @@ def prepare_script(script: str, rest: "list[str]", is_path_safe: bool, evidence:
     loader = importing.SourcelessFileLoader if is_compiled else importing.SourceFileLoader
     reset_main(loader("__main__", path), path)
     if is_compiled:
-        code = compiled_code(content, importing.MAGIC_NUMBER)
-    else:
-        code = compile(content, path, "exec", dont_inherit=True)
-    return bound(exec, code, sys.modules["__main__"].__dict__)
+        return bound(exec, compiled_code(content, importing.MAGIC_NUMBER), evidence.main_names)
+    try:
+        return bound(exec, compile(content, path, "exec", dont_inherit=True), evidence.main_names)
+    except (SyntaxError, ValueError) as error:
+        leave_to_python(path, error, evidence)
+        raise
+
+
+def leave_to_python(path: str, error: Exception, evidence: Evidence) -> None:
+    """`compile` says other things than the interpreter of a file's encoding, and may refuse what that accepts."""
+    if sys.version_info >= (3, 10) and sys.executable and os.path.isfile(path):
+        evidence.record(error)
+        os.execv(sys.executable, sys.orig_argv)
 
 
 def absolute(path: str) -> str:

@@ -90,9 +90,7 @@ class SpawnerLink:
     def launch(cls, *, with_site_packages: bool = False) -> SpawnerLink:
         """A spawner in a fresh interpreter. Only one that calls functions itself needs the site's packages."""
         if not sys.executable:
-            raise HostError(
-                "cannot start workers: this Python does not know its own executable (sys.executable)"
-            )
+            raise HostError("cannot start workers: this Python does not know its own executable (sys.executable)")
         _ensure_standard_descriptors()
         ours, theirs = channel_pair()
         token = os.urandom(8).hex()

@@ -50,9 +50,7 @@ def _parse_signal(name: str) -> signal.Signals:
     except KeyError:
         raise UserError(f"unknown signal {name!r} in the list of signals to handle") from None
     if number in (signal.SIGKILL, signal.SIGSTOP):
-        raise UserError(
-            f"{name} cannot be handled by any program; take it out of the list of signals to handle"
-        )
+        raise UserError(f"{name} cannot be handled by any program; take it out of the list of signals to handle")
     return number
 
 

@@ -214,9 +214,7 @@ class Spawner:
         for number in (*_DEAF_TO, *also):
             signal.signal(number, signal.SIG_IGN if number in self._ignored else signal.SIG_DFL)
 
-    def _call_function(
-        self, kind: str, id_: int, environment: dict[bytes, bytes], fds: dict[str, int]
-    ) -> NoReturn:
+    def _call_function(self, kind: str, id_: int, environment: dict[bytes, bytes], fds: dict[str, int]) -> NoReturn:
         from holdfast.process import bootstrap
 
         self._reset_signals()
@@ -337,4 +335,4 @@ def main() -> None:
     sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, int(sys.argv[1]))
     os.set_inheritable(sock.fileno(), False)
     Spawner(Channel(sock), sys.argv[2]).serve()
-    sys.stderr = None  # type: ignore[assignment]  # nothing that the interpreter says while it ends concerns a user
+    sys.stderr = None  # Nothing that the interpreter says while it ends concerns a user.

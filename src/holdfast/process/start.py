@@ -50,9 +50,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_GRACE_S = 30.0
 # A worker that ends so after it was told to stop still failed by itself.
-_CRASHES = frozenset(
-    {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS}
-)
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS})
 
 
 @dataclass(slots=True)
@@ -269,9 +267,7 @@ class PContext(abc.ABC):
 
     def failures(self) -> dict[int, ProcessFailure]:
         """What failed by itself so far, with the evidence there is at this moment."""
-        return {
-            rank: self._failure(slot) for rank, slot in self._slots.items() if self._failed_by_itself(slot)
-        }
+        return {rank: self._failure(slot) for rank, slot in self._slots.items() if self._failed_by_itself(slot)}
 
     def stopped(self) -> dict[int, str]:
         """Local rank -> how holdfast ended it, for those that did not end by themselves."""
@@ -378,9 +374,7 @@ class PContext(abc.ABC):
         while not self._is_swept and (left_s := deadline - time.monotonic()) > 0:
             self._take_reports(left_s, new_signals_only=True)
         if not self._is_swept:
-            logger.error(
-                "the spawner of %s does not answer; it is given up with everything below it", self.name
-            )
+            logger.error("the spawner of %s does not answer; it is given up with everything below it", self.name)
             self._link.close()
             self._lose_everything("did not answer")
         for pid, state in self.survivors:
@@ -421,9 +415,7 @@ class MultiprocessContext(PContext):
         self.start_method = start_method
         if start_method != "spawn":  # Neither a cold spawner nor one that is older than this call will do.
             self._link, self._owns_link = None, True
-        self._payloads = (
-            {} if start_method == "fork" else {rank: self._payload(rank) for rank in range(self.nprocs)}
-        )
+        self._payloads = {} if start_method == "fork" else {rank: self._payload(rank) for rank in range(self.nprocs)}
 
     def _payload(self, rank: int) -> bytes:
         import cloudpickle
@@ -432,9 +424,7 @@ class MultiprocessContext(PContext):
             call = cloudpickle.dumps((self.entrypoint, self.args[rank]))
         except Exception as error:
             culprit = self._unpicklable_part(rank)
-            raise UserError(
-                f"{culprit} cannot be sent to a worker: {type(error).__name__}: {error}"
-            ) from None
+            raise UserError(f"{culprit} cannot be sent to a worker: {type(error).__name__}: {error}") from None
         return pickle.dumps((list(sys.path), list(sys.argv), call))
 
     def _unpicklable_part(self, rank: int) -> str:
@@ -505,9 +495,7 @@ class _UnreadableValue(Exception):  # noqa: N818
 def _check_ranks(what: str, mapping: Mapping[int, Any], count: int) -> None:
     expected = set(range(count))
     if set(mapping) != expected:
-        raise RuntimeError(
-            f"{what} must have the local ranks {sorted(expected)} as keys, not {sorted(mapping)}"
-        )
+        raise RuntimeError(f"{what} must have the local ranks {sorted(expected)} as keys, not {sorted(mapping)}")
 
 
 def _text(value: Any) -> str:

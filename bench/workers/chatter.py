@@ -1,0 +1,22 @@
+"""Writes as many short lines as the second argument says, as fast as the reader takes them.
+
+The text is made before the first line is written, and goes out in large pieces, so that the worker is not what
+is measured. All workers begin together. The mark is the wall-clock time, because it is compared with the time at
+which a file was last written.
+"""
+
+import os
+import sys
+import time
+
+import marks
+
+PIECE_BYTES = 256 * 1024
+
+text = b"".join(b"worker %d line %09d of the talk\n" % (marks.RANK, i) for i in range(int(sys.argv[2])))
+marks.leave("ready", 0)
+marks.await_everybody("ready")
+marks.leave("began", time.time_ns())
+rest = memoryview(text)
+while rest:
+    rest = rest[os.write(1, rest[:PIECE_BYTES]) :]

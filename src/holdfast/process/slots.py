@@ -1,0 +1,116 @@
+"""One worker process as whoever started it sees it: what was reported of it, and what that means.
+
+What a worker did by itself and what was done to it are kept apart: an end that comes after the kill ladder began
+counts as ours, unless the worker left evidence of a failure of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.process.bootstrap import BlackBox, read_blackbox
+
+# A worker that ends so after it was told to stop still failed by itself.
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS})
+
+
+class UnreadableValue(Exception):  # noqa: N818
+    """A return value came that this process cannot unpickle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """How the group is being stopped."""
+
+    signal: signal.Signals
+    grace_s: float
+
+
+@dataclass(slots=True)
+class Slot:
+    """What is known of one worker."""
+
+    local_rank: int
+    blackbox_fd: int
+    pid: int | None = None
+    pidfd: int | None = None
+    exitcode: int | None = None
+    order: int | None = None
+    refusal: int | None = None
+    """The number of the error for which it could not be started."""
+    stop: Stop | None = None
+    """Set if it ended while the group was being stopped."""
+    note: str = ""
+    """Why it counts as failed, whatever its exit code says."""
+    _box: BlackBox | None = None
+
+    @property
+    def is_underway(self) -> bool:
+        """Whether it was ordered, and nothing was heard of it yet."""
+        return self.pid is None and self.exitcode is None and self.refusal is None
+
+    @property
+    def is_running(self) -> bool:
+        return self.pid is not None and self.exitcode is None
+
+    def end(self, exitcode: int, order: int | None, stop: Stop | None) -> None:
+        self.exitcode, self.order, self.stop = exitcode, order, stop
+
+    def failed_by_itself(self) -> bool:
+        if self.exitcode is None:
+            return False
+        if self.note:
+            return True
+        if self.exitcode == 0:
+            return False
+        if self.stop is None or -self.exitcode in _CRASHES:
+            return True
+        return self.exitcode > 0 and self.box().error is not None
+
+    def how_stopped(self) -> str:
+        """For a worker that did not end by itself."""
+        if self.stop is None:
+            return f"SIGKILL, but process {self.pid} cannot be killed"
+        name = self.stop.signal.name
+        if self.exitcode in (0, -self.stop.signal):
+            return name
+        if self.exitcode == -signal.SIGKILL:
+            return f"SIGKILL, {self.stop.grace_s:g} s after {name}"
+        return f"{name}, exit code {self.exitcode}"
+
+    def box(self) -> BlackBox:
+        """What it left in its black box. Read once, after the worker's end: nothing is added to it then."""
+        if self._box is None:
+            self._box = read_blackbox(_read_all(self.blackbox_fd))
+        return self._box
+
+    def return_value(self) -> Any:
+        data = self.box().value
+        if data is None:
+            return None
+        try:
+            return pickle.loads(data)
+        except Exception as error:
+            self.note = f"its return value cannot be read back: {type(error).__name__}: {error}"
+            raise UnreadableValue from None
+
+    def close(self) -> None:
+        """Let go of the descriptors, and keep what was in the black box."""
+        if self.exitcode is not None:
+            self.box()
+        os.close(self.blackbox_fd)
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+def _read_all(fd: int) -> bytes:
+    """The whole of a memory file, from its beginning; the kernel reads at most 2 GiB at once."""
+    data = bytearray()
+    while piece := os.pread(fd, min(os.fstat(fd).st_size - len(data), 1 << 30), len(data)):
+        data += piece
+    return bytes(data)

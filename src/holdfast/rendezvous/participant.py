@@ -1,0 +1,306 @@
+"""What one node says to its coordinator and makes of the answers. Pure.
+
+The participant holds the node's place in the protocol: whether it wants in, waits, is a member, or goes away. It
+wraps a `Session` (connection and lease) and adds the messages. Connections come and go underneath it: whatever
+the coordinator may have missed is said again after each reconnect, and saying it twice does no harm.
+
+    OUTSIDE --join--> WAITING --Sealed--> MEMBER --stopped, join--> WAITING ...
+                                             |
+                                             +--place lost--> OUTSIDE (the next join is a new incarnation)
+
+A handler feeds it what the agent does (`JoinRequested`, `FailureReported`, ...) and passes on what it delivers
+(`WorldSealed`, `RoundStopped`, ...). In the simulator the same object stands between the fake network and the
+agent's lifecycle machine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import assert_never
+
+from holdfast.rendezvous import messages, session
+from holdfast.rendezvous.membership import Outcome, Settings, Stage
+from holdfast.rendezvous.restart import Failure
+from holdfast.rendezvous.session import Line, Session
+from holdfast.rendezvous.world import NodeFacts, World
+
+
+class Standing(StrEnum):
+    OUTSIDE = "OUTSIDE"
+    WAITING = "WAITING"
+    MEMBER = "MEMBER"
+    LEAVING = "LEAVING"
+    DONE = "DONE"
+
+
+# Events: what the agent does.
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequested:
+    """The node has no workers and wants a place in the next round. `port` is a fresh one that the agent holds."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReported:
+    round: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class SuccessReported:
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRequested:
+    """The node goes away; its workers are being stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveCompleted:
+    """Its workers are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseWanted:
+    """The user ends the run for everybody."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MessageCame:
+    message: messages.FromCoordinator
+
+
+AgentEvent = (
+    JoinRequested
+    | FailureReported
+    | SuccessReported
+    | LeaveRequested
+    | LeaveCompleted
+    | CloseWanted
+    | MessageCame
+)
+Event = AgentEvent | session.Event
+
+
+# Commands: what the shell does. Those of the session (`Connect`, `SetLease`) are passed through.
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    message: messages.ToCoordinator
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSealed:
+    world: World
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStopped:
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceLost:
+    """The node's workers have been or must be killed at once; it is nobody to the run until it joins again."""
+
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRefused:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressSeen:
+    joined: int
+    wanted: int
+    max_nodes: int
+    seconds_left: float
+
+
+Delivery = WorldSealed | RoundStopped | PlaceLost | RunEnded | JoinRefused | ProgressSeen
+Command = Send | Delivery | session.Connect | session.SetLease
+
+
+class Participant:
+    """One node's part in one run."""
+
+    def __init__(self, facts: NodeFacts, settings: Settings, link: Session) -> None:
+        self.facts = facts
+        self.settings = settings
+        self.standing = Standing.OUTSIDE
+        self.world: World | None = None
+        self.last_round = 0
+        self._session = link
+        self._replaces = ""
+        self._stage = Stage.RUNNING
+        self._failure: FailureReported | None = None
+        self._close_reason = ""
+        self._has_left = False
+        self._outbox: deque[messages.ToCoordinator] = deque()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._session.line is Line.OPEN
+
+    def next_deadline(self) -> float | None:
+        return None if self.standing is Standing.DONE else self._session.next_deadline()
+
+    def step(self, event: Event, now: float) -> list[Command]:
+        match event:
+            case JoinRequested(port):
+                commands = self._join(port, now)
+            case FailureReported():
+                commands = self._report_failure(event)
+            case SuccessReported(round):
+                commands = self._report_success(round)
+            case LeaveRequested():
+                commands = self._leave()
+            case LeaveCompleted():
+                commands = self._complete_leave(now)
+            case CloseWanted(reason):
+                self._close_reason = reason
+                commands = self._say(messages.Close(reason))
+            case MessageCame(message):
+                commands = self._take(message, now)
+            case _:
+                return self._step_session(event, now)
+        return commands
+
+    def _step_session(self, event: session.Event, now: float) -> list[Command]:
+        commands: list[Command] = []
+        for command in self._session.step(event, now):
+            match command:
+                case session.SendHeartbeat(number):
+                    commands.append(Send(messages.Heartbeat(number)))
+                case session.LosePlace():
+                    commands += self._lose_place("the coordinator was out of reach for too long", now)
+                case session.Connect() | session.SetLease():
+                    commands.append(command)
+                case _:
+                    assert_never(command)
+        if isinstance(event, session.Connected):
+            commands = [*self._introduce(), *commands]
+        return commands
+
+    # What the agent does.
+
+    def _join(self, port: int, now: float) -> list[Command]:
+        commands = self._step_session(session.PlaceGivenUp(), now)
+        self.facts = replace(self.facts, port=port)
+        self.standing = Standing.WAITING
+        self.world, self._failure, self._stage = None, None, Stage.RUNNING
+        return commands + self._say(self._join_message())
+
+    def _join_message(self) -> messages.Join:
+        return messages.Join(self.facts, self.settings, self.last_round, self._replaces)
+
+    def _report_failure(self, report: FailureReported) -> list[Command]:
+        if not self._is_in(report.round):
+            return []
+        self._failure = report
+        return self._say(messages.Failed(report.round, report.failure))
+
+    def _report_success(self, round: int) -> list[Command]:
+        if not self._is_in(round):
+            return []
+        self._stage = Stage.FINISHED
+        return self._say(messages.Succeeded(round))
+
+    def _is_in(self, round: int) -> bool:
+        return self.standing is Standing.MEMBER and self.world is not None and self.world.round == round
+
+    def _leave(self) -> list[Command]:
+        if self.standing is Standing.DONE:
+            return []
+        self.standing = Standing.LEAVING
+        return self._say(messages.Leaving())
+
+    def _complete_leave(self, now: float) -> list[Command]:
+        if self.standing is not Standing.LEAVING:
+            return []
+        self._has_left = True
+        commands = self._step_session(session.PlaceGivenUp(), now)
+        return commands + self._say(messages.Left())
+
+    # What the coordinator says.
+
+    def _take(self, message: messages.FromCoordinator, now: float) -> list[Command]:
+        match message:
+            case messages.HeartbeatAnswer(number):
+                return self._step_session(session.HeartbeatAnswered(number), now)
+            case messages.Sealed(world):
+                return self._sealed(world, now)
+            case messages.Stop(round, reason):
+                return [RoundStopped(round, reason)] if self._is_in(round) else []
+            case messages.Expelled(reason):
+                return self._lose_place(reason, now)
+            case messages.Refused(reason):
+                self.standing = Standing.DONE
+                return [JoinRefused(reason)]
+            case messages.Ended(outcome):
+                self.standing = Standing.DONE
+                return [RunEnded(outcome)]
+            case messages.Progress(joined, wanted, max_nodes, seconds_left):
+                is_waiting = self.standing is Standing.WAITING
+                return [ProgressSeen(joined, wanted, max_nodes, seconds_left)] if is_waiting else []
+        assert_never(message)
+
+    def _sealed(self, world: World, now: float) -> list[Command]:
+        """A world that came too late, for a join that was taken back or a round that is over, is not ours."""
+        if self.standing is not Standing.WAITING or world.round <= self.last_round:
+            return []
+        if self.facts not in world.members:
+            return []
+        self.standing = Standing.MEMBER
+        self.world, self.last_round = world, world.round
+        self._replaces = ""
+        return [*self._step_session(session.PlaceTaken(), now), WorldSealed(world)]
+
+    def _lose_place(self, reason: str, now: float) -> list[Command]:
+        """Become somebody new: what the coordinator still knows of us is a ghost, and we say so when we join."""
+        if self.standing not in (Standing.MEMBER, Standing.WAITING):
+            return []
+        round = self.world.round if self.world else self.last_round
+        self._replaces = self.facts.key
+        self.facts = replace(self.facts, incarnation=self.facts.incarnation + 1)
+        self.standing, self.world, self._failure = Standing.OUTSIDE, None, None
+        return [*self._step_session(session.PlaceGivenUp(), now), PlaceLost(round, reason)]
+
+    # Saying things.
+
+    def _say(self, message: messages.ToCoordinator) -> list[Command]:
+        return [Send(message)] if self.is_connected else []
+
+    def _introduce(self) -> list[Command]:
+        """On a fresh connection: say where we stand, and everything that may have got lost."""
+        said: list[messages.ToCoordinator] = []
+        match self.standing:
+            case Standing.WAITING:
+                said.append(self._join_message())
+            case Standing.MEMBER | Standing.LEAVING if self.world is not None:
+                said.append(messages.Return(self.facts, self.settings, self.world, self._stage))
+                if self._failure is not None:
+                    said.append(messages.Failed(self._failure.round, self._failure.failure))
+                if self.standing is Standing.LEAVING:
+                    said.append(messages.Left() if self._has_left else messages.Leaving())
+        if self._close_reason:
+            said.append(messages.Close(self._close_reason))
+        return [Send(message) for message in said]

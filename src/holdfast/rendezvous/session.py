@@ -1,0 +1,248 @@
+"""An agent's side of its place in the run: the connection, the lease, and when to give the place up. Pure.
+
+The coordinator gives a node's place away only when its workers must be gone. This machine is the other half of
+that promise. It knows until when the workers may live (`workers_may_live_until`), and the shell hands that time to
+the spawner, which kills them when it passes, whatever the agent is doing then. Three things move it:
+
+* An answered heartbeat: 0.9 of the lease, counted from when the heartbeat was *sent*. The coordinator counts the
+  whole lease from when it received it, so clocks that differ by a tenth do no harm.
+* A connection that is found closed: the agent has `reconnect_grace_s` to be back. It notices at the latest with
+  its next heartbeat, and the coordinator waits `drop_timeout_s`, which is longer than both together.
+* A refused connection: nobody listens, so the coordinator process is down and nobody can have been given
+  anything. The one that is started next waits a whole lease before it seals a world. So the lease counts anew from
+  when the refused attempt was made, and the workers go on.
+
+When the time passes the place is lost (`LosePlace`): the node comes back as a new incarnation, a stranger.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import assert_never
+
+_LEASE_SHARE = 0.9
+_STORY_LENGTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    heartbeat_s: float = 1.0
+    lease_s: float = 5.0
+    reconnect_grace_s: float = 0.5
+    backoff_first_s: float = 0.05
+    backoff_cap_s: float = 1.0
+
+
+class Line(StrEnum):
+    """How the connection stands."""
+
+    CLOSED = "CLOSED"
+    CONNECTING = "CONNECTING"
+    OPEN = "OPEN"
+
+
+# Events.
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectFailed:
+    """`was_refused`: a machine answered that nobody listens there. `jitter` is a random number from 0 to 1."""
+
+    was_refused: bool
+    jitter: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    jitter: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAnswered:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceTaken:
+    """The node is a member of a round now, and has workers to lose."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceGivenUp:
+    """The node has no workers any more: it is between rounds, or was told that its place is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    pass
+
+
+Event = Connected | ConnectFailed | Disconnected | HeartbeatAnswered | PlaceTaken | PlaceGivenUp | TimePassed
+
+
+# Commands.
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class SendHeartbeat:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetLease:
+    """The workers may live until then; None: they may live for as long as they like."""
+
+    until: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LosePlace:
+    """The workers are killed, and the node is nobody to the run."""
+
+
+Command = Connect | SendHeartbeat | SetLease | LosePlace
+
+
+class Session:
+    """One agent and its coordinator. `now` is the agent's own clock throughout."""
+
+    def __init__(self, settings: SessionSettings, *, may_outlive_lease: bool = False) -> None:
+        """`may_outlive_lease` is for users who prefer running on to being safe."""
+        self.settings = settings
+        self.line = Line.CLOSED
+        self.has_place = False
+        self._may_outlive_lease = may_outlive_lease
+        self._number = 0
+        self._sent_at: dict[int, float] = {}
+        self._next_heartbeat_at: float | None = None
+        self._connect_at: float | None = 0.0
+        self._attempted_at = 0.0
+        self._failures = 0
+        self._lease_from = 0.0
+        self._closed_at: float | None = None
+        self._told: float | None = None
+        self._story: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
+
+    def step(self, event: Event, now: float) -> list[Command]:
+        commands = self._react(event, now)
+        commands += self._lose_place_if_due(now)
+        commands += self._tell_lease()
+        self._story.append((now, event, tuple(commands)))
+        return commands
+
+    def next_deadline(self) -> float | None:
+        candidates = [self.workers_may_live_until()]
+        if self.line is Line.OPEN:
+            candidates.append(self._next_heartbeat_at)
+        if self.line is Line.CLOSED:
+            candidates.append(self._connect_at)
+        return min((each for each in candidates if each is not None), default=None)
+
+    def workers_may_live_until(self) -> float | None:
+        if not self.has_place or self._may_outlive_lease:
+            return None
+        until = self._lease_from + _LEASE_SHARE * self.settings.lease_s
+        if self._closed_at is not None:
+            until = min(until, self._closed_at + self.settings.reconnect_grace_s)
+        return until
+
+    def story(self) -> str:
+        return "\n".join(f"{at:.3f} {event} -> {list(commands)}" for at, event, commands in self._story)
+
+    def _react(self, event: Event, now: float) -> list[Command]:
+        match event:
+            case Connected():
+                return self._connected(now)
+            case ConnectFailed(was_refused, jitter):
+                return self._connect_failed(was_refused, jitter, now)
+            case Disconnected(jitter):
+                return self._disconnected(jitter, now)
+            case HeartbeatAnswered(number):
+                self._answered(number)
+                return []
+            case PlaceTaken():
+                self.has_place = True
+                return []
+            case PlaceGivenUp():
+                self.has_place = False
+                return []
+            case TimePassed():
+                return self._due(now)
+        assert_never(event)
+
+    def _connected(self, now: float) -> list[Command]:
+        """The first heartbeat goes out at once: only its answer proves that the lease is alive."""
+        self.line = Line.OPEN
+        self._failures = 0
+        self._sent_at.clear()
+        return self._heartbeat(now)
+
+    def _heartbeat(self, now: float) -> list[Command]:
+        self._number += 1
+        self._sent_at[self._number] = now
+        self._next_heartbeat_at = now + self.settings.heartbeat_s
+        return [SendHeartbeat(self._number)]
+
+    def _answered(self, number: int) -> None:
+        sent_at = self._sent_at.pop(number, None)
+        if sent_at is None:
+            return  # It belongs to a connection before this one.
+        self._lease_from = max(self._lease_from, sent_at)
+        self._closed_at = None
+        self._sent_at = {each: at for each, at in self._sent_at.items() if each > number}
+
+    def _connect_failed(self, was_refused: bool, jitter: float, now: float) -> list[Command]:
+        if was_refused:
+            self._lease_from = max(self._lease_from, self._attempted_at)
+            self._closed_at = None
+        self._retreat(jitter, now)
+        return []
+
+    def _disconnected(self, jitter: float, now: float) -> list[Command]:
+        if self._closed_at is None:
+            self._closed_at = now
+        self._sent_at.clear()
+        self._retreat(jitter, now)
+        return []
+
+    def _retreat(self, jitter: float, now: float) -> None:
+        """Try again soon, then less and less often; never all nodes at the same moment."""
+        self.line = Line.CLOSED
+        wait_s = min(self.settings.backoff_cap_s, self.settings.backoff_first_s * 2.0 ** min(self._failures, 16))
+        self._connect_at = now + wait_s * (0.5 + 0.5 * jitter)
+        self._failures += 1
+
+    def _due(self, now: float) -> list[Command]:
+        if self.line is Line.CLOSED and self._connect_at is not None and now >= self._connect_at:
+            self.line = Line.CONNECTING
+            self._attempted_at = now
+            return [Connect()]
+        if self.line is Line.OPEN and self._next_heartbeat_at is not None and now >= self._next_heartbeat_at:
+            return self._heartbeat(now)
+        return []
+
+    def _lose_place_if_due(self, now: float) -> list[Command]:
+        until = self.workers_may_live_until()
+        if until is None or now < until:
+            return []
+        self.has_place = False
+        return [LosePlace()]
+
+    def _tell_lease(self) -> list[Command]:
+        until = self.workers_may_live_until()
+        if until == self._told:
+            return []
+        self._told = until
+        return [SetLease(until)]

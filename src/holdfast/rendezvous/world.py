@@ -1,0 +1,102 @@
+"""The world: the sealed, ordered list of members of a round, and how the order is found. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What a node brings when it joins.
+
+    `node_id` stays the same for as long as the agent lives, `incarnation` rises each time it has lost its place
+    and comes back as a stranger. `port` is bound and held by the agent on `address`: the master port of the
+    round, should the node get rank 0. It is a new one for every join.
+    """
+
+    node_id: str
+    incarnation: int = 0
+    address: str = ""
+    port: int = 0
+    role: str = "default"
+    local_world_size: int = 1
+    requested_rank: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Who this is, to the coordinator: an incarnation of a node is somebody new."""
+        return f"{self.node_id}/{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One agreed membership. The position of a member is its group rank.
+
+    Everything that a worker is told about its round comes from here, so all nodes tell the same.
+    """
+
+    round: int
+    members: tuple[NodeFacts, ...]
+    restarts_used: int = 0
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(member.key for member in self.members)
+
+    @property
+    def master_address(self) -> str:
+        return self.members[0].address
+
+    @property
+    def master_port(self) -> int:
+        return self.members[0].port
+
+    def rank_of(self, key: str) -> int:
+        return self.keys.index(key)
+
+
+def arrange(previous: Sequence[str], candidates: Iterable[NodeFacts], max_nodes: int) -> tuple[NodeFacts, ...]:
+    """The members of the next round, in order.
+
+    `previous` are the keys of the last world in rank order, `candidates` the nodes that are there, in the order in
+    which they arrived. Survivors come first when there are more candidates than places; then whoever has waited
+    longest. Requested ranks are honoured. Survivors keep their order, newcomers fill the holes that the lost have
+    left, and the rest is appended.
+    """
+    chosen = _choose(previous, list(candidates), max_nodes)
+    return _place(_line_up(previous, chosen))
+
+
+def _choose(previous: Sequence[str], candidates: list[NodeFacts], max_nodes: int) -> list[NodeFacts]:
+    ranked = sorted(candidates, key=lambda node: node.key not in previous)
+    return ranked[:max_nodes]
+
+
+def _line_up(previous: Sequence[str], chosen: list[NodeFacts]) -> list[NodeFacts]:
+    """Survivors in their old order with newcomers in the holes between them."""
+    by_key = {node.key: node for node in chosen}
+    newcomers = [node for node in chosen if node.key not in previous]
+    line = []
+    for key in previous:
+        if key in by_key:
+            line.append(by_key[key])
+        elif newcomers:
+            line.append(newcomers.pop(0))
+    return line + newcomers
+
+
+def _place(line: list[NodeFacts]) -> tuple[NodeFacts, ...]:
+    """Put those who asked for a rank at it; the others take the remaining places in their order."""
+    places: dict[int, NodeFacts] = {}
+    rest = []
+    for node in line:
+        rank = node.requested_rank
+        if rank is not None and rank < len(line) and rank not in places:
+            places[rank] = node
+        else:
+            rest.append(node)
+    # One that asked for a rank beyond this world's end goes as far back as it can, in the order of what was asked.
+    rest.sort(key=lambda node: -1 if node.requested_rank is None else node.requested_rank)
+    queue = iter(rest)
+    return tuple(places[rank] if rank in places else next(queue) for rank in range(len(line)))

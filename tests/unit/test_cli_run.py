@@ -1,0 +1,722 @@
+"""From a command line to a launch, every way to get it wrong, and how each end is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import launcher
+from holdfast.cli import program
+from holdfast.cli import run as cli
+from holdfast.cli.options import OPTIONS
+from holdfast.errors import HostError, InternalError, UserError
+from holdfast.process.errors import ChildFailedError, ProcessFailure
+from holdfast.process.logs import DefaultLogsSpecs, Std
+from holdfast.process.numa import AffinityMode, NumaOptions
+from holdfast.process.signals import SignalException
+from holdfast.rendezvous.api import RendezvousTimeoutError
+
+HOLDFAST = [sys.executable, "-m", "holdfast"]
+UUID4 = re.compile(r"[0-9a-f]{12}4[0-9a-f]{3}[89ab][0-9a-f]{15}")
+OTHER_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "LOGLEVEL",
+    "OMP_NUM_THREADS",
+    "PYTHON_EXEC",
+    "TORCHELASTIC_ENABLE_FILE_TIMER",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_HEALTH_CHECK_PORT",
+    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No variable of the caller, an empty working directory with a script, and the logger left as it was."""
+    for name in (*(option.variable for option in OPTIONS), *OTHER_VARIABLES):
+        if name:
+            monkeypatch.delenv(name, raising=False)
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "x.py").write_text("")
+    monkeypatch.chdir(here)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    logger = logging.getLogger("holdfast")
+    level, handlers = logger.level, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+
+
+def config(*tokens: str, script: str = "x.py") -> launcher.LaunchConfig:
+    return cli.config_from_args(cli.parse_args([*tokens, script]))[0]
+
+
+def entry(*tokens: str) -> tuple[Callable[..., Any] | str, list[str]]:
+    return cli.config_from_args(cli.parse_args(tokens))[1:]
+
+
+# --- what a command line means --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "bounds"), [("1", (1, 1)), ("3", (3, 3)), ("1:4", (1, 4)), ("2:2", (2, 2))])
+def test_nnodes(text: str, bounds: tuple[int, int]) -> None:
+    assert cli.parse_min_max_nnodes(text) == bounds
+
+
+def test_local_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli.determine_local_world_size("3") == 3
+    assert cli.determine_local_world_size("cpu") == len(os.sched_getaffinity(0))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
+    assert cli.determine_local_world_size("gpu") == 5
+    assert cli.determine_local_world_size("auto") == 5
+
+
+def test_defaults() -> None:
+    made = config()
+    assert (made.min_nodes, made.max_nodes, made.nproc_per_node) == (1, 1, 1)
+    assert (made.role, made.max_restarts, made.monitor_interval) == ("default", 0, 0.1)
+    assert (made.rdzv_backend, made.rdzv_endpoint) == ("standalone", "")
+    assert UUID4.fullmatch(made.run_id)
+    assert (made.start_method, made.local_addr, made.event_log_handler) == ("spawn", None, "null")
+    assert (made.numa_options, made.virtual_local_rank, made.shutdown_timeout) == (None, False, 30)
+    assert (made.duplicate_stdout_filters, made.duplicate_stderr_filters) == (None, None)
+    assert made.signals_to_handle == "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    assert made.log_line_prefix_template is None
+    assert made.logs_specs is not None
+    assert made.logs_specs == DefaultLogsSpecs(made.logs_specs.root_log_dir)
+
+
+def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}]")
+    logs = str(tmp_path / "logs")
+    made = config(
+        *("--nnodes=2", "--nproc-per-node=4", "--role=trainer", "--max-restarts=5", "--monitor-interval=2"),
+        *("--start-method=fork", "--local-addr=10.0.0.9", "--event-log-handler=console", "--virtual-local-rank"),
+        *("--numa-binding=core-complex", "--signals-to-handle=SIGTERM, SIGUSR1", "--shutdown-timeout=0"),
+        *("--duplicate-stdout-filters=a,b,,c", "--duplicate-stderr-filters=z", "--rdzv-id=job", "--log-dir", logs),
+        *("-r", "0:1,11:2", "-t", "3", "--local-ranks-filter=0,2", "--rdzv-conf=timeout=7", "--logs-specs=default"),
+    )
+    expected = launcher.LaunchConfig(
+        min_nodes=2,
+        max_nodes=2,
+        nproc_per_node=4,
+        logs_specs=DefaultLogsSpecs(logs, {0: Std.OUT, 11: Std.ERR}, Std.ALL, {0, 2}),
+        run_id="job",
+        role="trainer",
+        rdzv_endpoint="127.0.0.1:29500",
+        rdzv_backend="static",
+        rdzv_configs={"timeout": "7", "rank": 0},
+        max_restarts=5,
+        monitor_interval=2.0,
+        start_method="fork",
+        log_line_prefix_template="[${rank}]",
+        local_addr="10.0.0.9",
+        event_log_handler="console",
+        numa_options=NumaOptions(AffinityMode.CORE_COMPLEX),
+        signals_to_handle="SIGTERM, SIGUSR1",
+        duplicate_stdout_filters=["a", "b,c"],
+        duplicate_stderr_filters=["z"],
+        virtual_local_rank=True,
+        shutdown_timeout=0,
+    )
+    assert made == expected
+
+
+STATIC, STANDALONE = "static", "standalone"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "backend", "endpoint", "rank"),
+    [
+        ("", STANDALONE, "", None),
+        ("--standalone", STANDALONE, "", None),
+        ("--standalone --rdzv-backend c10d --rdzv-endpoint h:1 --master-port 3", STANDALONE, "", None),
+        ("--master-addr 10.0.0.1", STANDALONE, "", None),
+        ("--master-port 5", STATIC, "127.0.0.1:5", 0),
+        ("--rdzv-endpoint h:7", STATIC, "h:7", 0),
+        ("--nnodes 2", STATIC, "127.0.0.1:29500", 0),
+        ("--nnodes 2 --node-rank 1 --master-addr h", STATIC, "h:29500", 1),
+        ("--nnodes 2 --node-rank 1 --master-addr h --master-port 6", STATIC, "h:6", 1),
+        ("--nnodes 2 --node-rank 1 --rdzv-endpoint h:7", STATIC, "h:7", 1),
+        ("--nnodes 2 --master-addr [::1]", STATIC, "[::1]:29500", 0),
+        ("--nnodes 2 --master-addr ::1", STATIC, "[::1]:29500", 0),
+        ("--rdzv-backend mine", "mine", "", None),
+        ("--rdzv-backend mine --rdzv-endpoint h:7 --nnodes 1:3", "mine", "h:7", None),
+    ],
+)
+def test_which_rendezvous(tokens: str, backend: str, endpoint: str, rank: int | None) -> None:
+    made = config(*tokens.split())
+    assert (made.rdzv_backend, made.rdzv_endpoint, made.rdzv_configs.get("rank")) == (backend, endpoint, rank)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "run_id"),
+    [
+        ("--rdzv-id job", "job"),
+        ("--standalone --rdzv-id job", "job"),
+        ("--nnodes 2 --rdzv-id job", "job"),
+        ("--nnodes 2", "none"),
+        ("--rdzv-backend mine", "none"),
+    ],
+)
+def test_run_ids_are_kept(tokens: str, run_id: str) -> None:
+    assert config(*tokens.split()).run_id == run_id
+
+
+def test_run_ids_are_fresh() -> None:
+    assert config("--standalone").run_id != config("--standalone", "--rdzv-id=none").run_id
+
+
+PYTHON = sys.executable
+
+
+@pytest.mark.parametrize(
+    ("tokens", "command", "args"),
+    [
+        (["x.py"], PYTHON, ["-u", "x.py"]),
+        (["x.py", "-m", "--nnodes=2", "--"], PYTHON, ["-u", "x.py", "-m", "--nnodes=2", "--"]),
+        (["-m", "pkg.mod", "a"], PYTHON, ["-u", "-m", "pkg.mod", "a"]),
+        (["--no-python", "/bin/echo", "a"], "/bin/echo", ["a"]),
+        (["--run-path", "x.py", "a"], cli.run_script_path, ["x.py", "a"]),
+    ],
+)
+def test_what_is_executed(tokens: list[str], command: object, args: list[str]) -> None:
+    assert entry(*tokens) == (command, args)
+
+
+def test_python_exec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHON_EXEC", "/opt/python")
+    assert entry("-m", "mod") == ("/opt/python", ["-u", "-m", "mod"])
+    assert entry("--no-python", "prog") == ("prog", [])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "args"),
+    [
+        (["x.py", "a"], ["-u", "x.py", "--local-rank=${local_rank}", "a"]),
+        (["-m", "mod", "a"], ["-u", "-m", "mod", "--local-rank=${local_rank}", "a"]),
+        (["--use-env", "x.py", "a"], ["-u", "x.py", "a"]),
+    ],
+)
+def test_the_older_way_to_pass_the_local_rank(tokens: list[str], args: list[str]) -> None:
+    parser = cli.get_args_parser()
+    parser.add_argument("--use-env", action="store_true")
+    assert cli.config_from_args(parser.parse_args(tokens))[2] == args
+
+
+def test_the_older_way_does_not_fit_programs() -> None:
+    parser = cli.get_args_parser()
+    parser.add_argument("--use-env", action="store_true")
+    with pytest.raises(UserError, match="--no-python needs --use-env"):
+        cli.config_from_args(parser.parse_args(["--no-python", "prog"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "filters"),
+    [
+        ("", None),
+        (" , ", None),
+        ("a", ["a"]),
+        ("a, b", ["a", "b"]),
+        ("a,,b", ["a,b"]),
+        ("a,,b,c", ["a,b", "c"]),
+        (",,", [","]),
+        ("loss=1,,2,step 3", ["loss=1,2", "step 3"]),
+    ],
+)
+def test_filters(text: str, filters: list[str] | None) -> None:
+    assert cli.parse_filters(text) == filters
+
+
+def install_logs_specs(directory: Path, monkeypatch: pytest.MonkeyPatch, group: str, source: str) -> None:
+    (directory / "fake_logs.py").write_text(source)
+    meta = directory / "fake_logs-1.dist-info"
+    meta.mkdir()
+    (meta / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-logs\nVersion: 1\n")
+    (meta / "entry_points.txt").write_text(f"[{group}]\nmine = fake_logs:Specs\n")
+    monkeypatch.syspath_prepend(str(directory))
+    monkeypatch.delitem(sys.modules, "fake_logs", raising=False)
+
+
+RECORDER = """
+class Specs:
+    def __init__(self, log_dir, redirects, tee, local_ranks_filter):
+        self.given = (log_dir, redirects, tee, local_ranks_filter)
+"""
+
+
+@pytest.mark.parametrize("group", ["torchrun.logs_specs", "holdfast.logs_specs"])
+def test_logs_specs_of_others(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_logs_specs(tmp_path, monkeypatch, group, RECORDER)
+    made: Any = config("--logs-specs=mine", "-r", "1", "--log-dir=d", "--local-ranks-filter", "1").logs_specs
+    assert made.given == ("d", Std.OUT, Std.NONE, {1})
+
+
+def test_logs_specs_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_logs_specs(tmp_path, monkeypatch, "torchrun.logs_specs", "import there_is_no_such_module\n")
+    with pytest.raises(UserError, match="'mine' cannot be loaded: ModuleNotFoundError"):
+        config("--logs-specs=mine")
+    with pytest.raises(UserError, match=r"'other' is not installed; there are: .*\bdefault\b.*\bmine\b"):
+        config("--logs-specs=other")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "warnings"),
+    [
+        ("", []),
+        ("--nnodes 2 --master-addr h --master-port 5", []),
+        ("--standalone --rdzv-backend c10d --rdzv-endpoint h:1", ["--rdzv-backend c10d", "--rdzv-endpoint h:1"]),
+        ("--standalone --master-port 5", ["--master-port 5"]),
+        ("--master-addr h", ["--master-addr h"]),
+        ("--rdzv-endpoint h:1 --master-port 5", ["--master-port 5"]),
+        ("--rdzv-backend mine --master-addr h", ["--master-addr h"]),
+        ("-t 1 --duplicate-stdout-filters a", []),
+        ("-t 0:1,1:2 --duplicate-stdout-filters a --duplicate-stderr-filters b", []),
+        ("-t 2 --duplicate-stdout-filters a", ["--duplicate-stdout-filters a (stdout is not tee'd; see --tee)"]),
+        ("-r 3 --duplicate-stderr-filters a", ["--duplicate-stderr-filters a (stderr is not tee'd; see --tee)"]),
+        (
+            "--log-dir /dev/null -r 1 -t 3 --duplicate-stdout-filters a",
+            ["--redirects 1", "--tee 3", "--duplicate-stdout-filters a"],
+        ),
+    ],
+)
+def test_what_has_no_effect_is_said(tokens: str, warnings: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        config(*tokens.split())
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"{text} has no effect in this run" for text in warnings]
+
+
+# --- wrong input ------------------------------------------------------------------------------------------------
+
+
+# Where a text is another module's, only what must be in it is told here.
+def about(option: str, value: str) -> re.Pattern[str]:
+    return re.compile(rf"{option}: [^\n]*{re.escape(value)}[^\n]*")
+
+
+BAD_INPUT = [
+    ("--nnodes=3:2", "--nnodes '3:2': the minimum is above the maximum"),
+    ("--nnodes=a", "--nnodes 'a' is neither a number nor MIN:MAX"),
+    ("--nnodes=1:2:3", "--nnodes '1:2:3' is neither a number nor MIN:MAX"),
+    ("--nnodes=1:", "--nnodes '1:' is neither a number nor MIN:MAX"),
+    ("--nnodes=-1", "--nnodes '-1' is neither a number nor MIN:MAX"),
+    ("--nnodes=0", "--nnodes '0': at least one node is needed"),
+    ("--nproc-per-node=0", "--nproc-per-node 0: at least one worker is needed"),
+    ("--nproc-per-node=-2", "--nproc-per-node -2: at least one worker is needed"),
+    (
+        "--nproc-per-node=many",
+        "--nproc-per-node: 'many' is neither a number nor a kind of device; those are: cpu, gpu, xpu, auto",
+    ),
+    ("--max-restarts=-1", "--max-restarts -1 is negative"),
+    ("--monitor-interval=0", "--monitor-interval 0 is not a time above 0"),
+    ("--monitor-interval=-0.5", "--monitor-interval -0.5 is not a time above 0"),
+    ("--monitor-interval=nan", "--monitor-interval nan is not a time above 0"),
+    ("--shutdown-timeout=-1", "--shutdown-timeout -1 is negative"),
+    ("--master-port=0", "--master-port 0 is not a port (1 to 65535)"),
+    ("--master-port=65536", "--master-port 65536 is not a port (1 to 65535)"),
+    ("--redirects=4", about("--redirects", "'4'")),
+    ("--redirects=0:1,", about("--redirects", "'0:1,'")),
+    ("--tee=out", about("--tee", "'out'")),
+    ("--tee=0:1,0:2", about("--tee", "'0:1,0:2'")),
+    ("--local-ranks-filter=0,a", "--local-ranks-filter '0,a' is not a list of ranks such as 0,1"),
+    ("--local-ranks-filter=-1", "--local-ranks-filter '-1' is not a list of ranks such as 0,1"),
+    ("--local-ranks-filter=0,", "--local-ranks-filter '0,' is not a list of ranks such as 0,1"),
+    ("--module --no-python", "--module and --no-python exclude each other"),
+    ("--module --run-path", "--module and --run-path exclude each other"),
+    ("--no-python --run-path", "--no-python and --run-path exclude each other"),
+    ("--signals-to-handle=SIGTERM,SIGTREM", about("--signals-to-handle", "'SIGTREM'")),
+    ("--signals-to-handle=SIGKILL", about("--signals-to-handle", "SIGKILL")),
+    ("--signals-to-handle=SIGINT,SIGSTOP", about("--signals-to-handle", "SIGSTOP")),
+    ("--signals-to-handle=,", "--signals-to-handle names no signal"),
+    ("--event-log-handler=nowhere", about("--event-log-handler", "'nowhere'")),
+    ("--standalone --nnodes=2", "--standalone is for this machine alone, but --nnodes 2 asks for more"),
+    ("--standalone --nnodes=1:2", "--standalone is for this machine alone, but --nnodes 1:2 asks for more"),
+    ("--node-rank=1", "--node-rank 1: a run on one machine has node rank 0 only"),
+    ("--standalone --node-rank=1", "--node-rank 1: a run on one machine has node rank 0 only"),
+    (
+        "--rdzv-backend=mine --nnodes=2 --node-rank=1",
+        "--node-rank 1: rendezvous backend 'mine' gives out the ranks itself",
+    ),
+    ("--nnodes=2 --node-rank=2", "--node-rank 2 is not between 0 and 1 (--nnodes 2)"),
+    ("--nnodes=2 --node-rank=-1", "--node-rank -1 is not between 0 and 1 (--nnodes 2)"),
+    ("--rdzv-conf=a", about("--rdzv-conf", "'a'")),
+    ("--rdzv-conf=backend=x", about("--rdzv-conf", "'backend'")),
+    ("--nnodes=2 --rdzv-conf=rank=1", "--rdzv-conf cannot set 'rank' for static; use --node-rank"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "line"), BAD_INPUT, ids=[tokens for tokens, _ in BAD_INPUT])
+def test_bad_input(
+    tokens: str, line: str | re.Pattern[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as refused:
+        config(*tokens.split())
+    text = str(refused.value)
+    assert text == line if isinstance(line, str) else line.fullmatch(text)
+    # With --no-python among the tokens `x.py` would have to be executable before they are looked at.
+    Path("x.py").chmod(0o755)
+    script = "./x.py"
+    assert cli.main([*tokens.split(), script]) == 2
+    assert capsys.readouterr().err == f"holdfast run: error: {text}\n"
+    assert os.listdir(tmp_path / "tmp") == [], "nothing is left behind"
+
+
+def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cli.main(["--nproc-per-node=gpu", "x.py"]) == 2
+    line = "--nproc-per-node: this machine has no gpu device that is visible here"
+    assert capsys.readouterr().err == f"holdfast run: error: {line}\n"
+
+
+def test_a_logs_specs_that_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--logs-specs=nope", "x.py"]) == 2
+    line = r"holdfast run: error: --logs-specs 'nope' is not installed; there are: .*\bdefault\b.*\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+
+
+def test_a_log_dir_that_is_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--log-dir=x.py", "x.py"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("holdfast run: error: log directory ")
+    assert line.endswith("x.py' cannot be used: Not a directory")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "line"),
+    [
+        (
+            "TORCHELASTIC_ENABLE_FILE_TIMER",
+            "1",
+            "TORCHELASTIC_ENABLE_FILE_TIMER=1: this version has no watchdog for hanging workers",
+        ),
+        (
+            "TORCHELASTIC_HEALTH_CHECK_PORT",
+            "8080",
+            "TORCHELASTIC_HEALTH_CHECK_PORT=8080: this version has no health check server",
+        ),
+        (
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+            "soon",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a number of seconds, not 'soon'",
+        ),
+        ("PYTHON_EXEC", "/no/python", "PYTHON_EXEC: program '/no/python' does not exist"),
+        ("PYTHON_EXEC", "no-such-python", "PYTHON_EXEC: program 'no-such-python' was not found on PATH"),
+    ],
+)
+def test_variables_that_ask_for_what_is_not_there(
+    variable: str,
+    value: str,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert cli.main(["x.py"]) == 2
+    assert capsys.readouterr().err == f"holdfast run: error: {line}\n"
+    assert os.listdir(tmp_path / "tmp") == []
+
+
+def check(*tokens: str, nproc: int = 1) -> None:
+    program.check_program(cli.parse_args(tokens), nproc)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "line"),
+    [
+        (["none.py"], "script 'none.py' does not exist"),
+        (["--run-path", "none.py"], "script 'none.py' does not exist"),
+        (["plain"], "script 'plain' is a directory without __main__.py"),
+        (["--no-python", "no-such-program"], "program 'no-such-program' was not found on PATH"),
+        (["--no-python", "x.py"], "program 'x.py' was not found on PATH"),
+        (["--no-python", "./none"], "program './none' does not exist"),
+        (["--no-python", "./plain"], "program './plain' is a directory"),
+        (["--no-python", "./x.py"], "program './x.py' is not executable"),
+        (["rank$local_rank.py"], "script 'rank1.py' does not exist"),
+    ],
+)
+def test_programs_that_are_not_there(tokens: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("plain").mkdir()
+    Path("rank0.py").touch()
+    with pytest.raises(UserError) as refused:
+        check(*tokens, nproc=2)
+    assert str(refused.value) == line
+    assert cli.main(["--nproc-per-node=2", "--log-dir=logs", *tokens]) == 2
+    assert capsys.readouterr().err == f"holdfast run: error: {line}\n"
+    assert not Path("logs").exists(), "nothing is made before the check"
+
+
+def test_programs_that_are_there() -> None:
+    Path("app").mkdir()
+    Path("app/__main__.py").touch()
+    Path("run").touch(mode=0o755)
+    for name in ("rank0.py", "rank1.py", "cash$.py"):
+        Path(name).touch()
+    check("x.py")
+    check("app")
+    check("cash$$.py")
+    check("rank${local_rank}.py", nproc=2)
+    check("-m", "no.such.module")
+    check("--no-python", "./run")
+    check("--no-python", "sh")
+    check("--run-path", "x.py")
+
+
+def test_a_script_that_is_not_readable() -> None:
+    secret = "/etc/shadow"
+    if not os.path.exists(secret):
+        pytest.skip("no file here that is known to be unreadable")
+    if os.getuid() != 0:
+        with pytest.raises(UserError, match="script '/etc/shadow' is not readable"):
+            check(secret)
+        return
+    # The superuser may read everything, so somebody else has to try.
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setuid(65534)
+            check(secret)
+        except UserError as refused:
+            code = 0 if str(refused) == f"script {secret!r} is not readable" else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# --- how it ends --------------------------------------------------------------------------------------------------
+
+
+def ending(error: BaseException, monkeypatch: pytest.MonkeyPatch, *tokens: str) -> int:
+    """The exit code if the launch raises this error."""
+
+    def launch(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(launcher, "launch_agent", launch)
+    return cli.main([*tokens, "x.py"])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("no such thing"), 2, "holdfast run: error: no such thing"),
+        (AssertionError("must be 1"), 2, "holdfast run: error: must be 1"),
+        (ValueError("bad endpoint"), 2, "holdfast run: error: bad endpoint"),
+        (HostError("no memory"), 1, "holdfast run: error: no memory"),
+        (RendezvousTimeoutError("2 of 3 came"), 1, "holdfast run: error: 2 of 3 came"),
+        (RendezvousTimeoutError(), 1, "holdfast run: error: RendezvousTimeoutError"),
+        (SignalException("got it", signal.SIGTERM), 143, "holdfast: stopped by SIGTERM"),
+        (SignalException("got it", signal.SIGINT), 130, "holdfast: stopped by SIGINT"),
+        (KeyboardInterrupt(), 130, "holdfast: stopped by SIGINT"),
+    ],
+)
+@pytest.mark.parametrize("quiet", [[], ["-q"]])
+def test_endings_in_one_line(
+    error: BaseException,
+    code: int,
+    line: str,
+    quiet: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert ending(error, monkeypatch, *quiet) == code
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+def test_verbose_adds_where_an_error_comes_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ending(HostError("no memory"), monkeypatch, "-v") == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert said.endswith("\nholdfast run: error: no memory\n")
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), InternalError("impossible"), AssertionError(), OSError(5, "Input/output error")]
+)
+def test_our_own_faults(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ending(error, monkeypatch) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == "holdfast: this is a fault in holdfast itself; please report it with the lines above"
+
+
+def test_a_value_error_of_a_running_agent_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from holdfast.agent import local
+
+    def explode(*_: object, **__: object) -> None:
+        raise ValueError("deep inside")
+
+    monkeypatch.setattr(local.LocalElasticAgent, "_invoke_run", explode)
+    assert cli.main(["x.py"]) == 1
+    assert "this is a fault in holdfast itself" in capsys.readouterr().err
+
+
+def test_the_failure_report_comes_last_and_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = ChildFailedError("x.py", {0: ProcessFailure(0, 123, -11, "none")})
+    assert ending(error, monkeypatch) == 1
+    said = capsys.readouterr().err
+    assert error.format_msg().strip("\n") in said
+    assert said.splitlines()[-1] == error.format_msg().splitlines()[-1]
+    assert "(SIGSEGV)" in said
+    assert "Traceback (most" not in said
+
+
+def test_threads_are_limited_for_several_workers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launcher, "launch_agent", lambda *_: {})
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert cli.main(["--nproc-per-node=2", "x.py"]) == 0
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert cli.main(["x.py"]) == 0
+    assert "OMP_NUM_THREADS" not in os.environ
+    assert cli.main(["--nproc-per-node=2", "x.py"]) == 0
+    assert os.environ.pop("OMP_NUM_THREADS") == "1"
+    assert capsys.readouterr().err == ""
+    assert cli.main(["-v", "--nproc-per-node=2", "x.py"]) == 0
+    assert "OMP_NUM_THREADS is not set; the workers get 1" in capsys.readouterr().err
+
+
+def test_run_script_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("x.py").write_text("import sys\nopen('out', 'w').write(repr((__name__, sys.argv)))\n")
+    monkeypatch.setattr(sys, "argv", ["before"])
+    cli.run_script_path("x.py", "a", "b")
+    assert Path("out").read_text() == repr(("__main__", ["x.py", "a", "b"]))
+
+
+# --- for real -----------------------------------------------------------------------------------------------------
+
+
+def holdfast(*tokens: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*HOLDFAST, *tokens], capture_output=True, text=True, env={**os.environ, **environ}, timeout=100, check=False
+    )
+
+
+def test_a_run_that_succeeds() -> None:
+    Path("x.py").write_text("import os, sys\nprint(os.environ['RANK'], *sys.argv[1:], flush=True)\n")
+    ended = holdfast("run", "-q", "--nproc-per-node=2", "x.py", "--local=${local_rank}", "--")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert sorted(ended.stdout.splitlines()) == ["0 --local=0 --", "1 --local=1 --"]
+
+
+def test_a_run_that_fails(tmp_path: Path) -> None:
+    Path("x.py").write_text("raise KeyError('the cause')\n")
+    error_file = tmp_path / "error.json"
+    ended = holdfast("run", "x.py", TORCHELASTIC_ERROR_FILE=str(error_file))
+    assert ended.returncode == 1
+    assert "the cause" in ended.stderr.splitlines()[-1]
+    assert "holdfast/cli" not in ended.stderr, "no traceback of ours"
+    assert "the cause" in json.dumps(json.loads(error_file.read_text()))
+
+
+def test_a_run_that_is_stopped(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    os.mkfifo(ready)
+    Path("x.py").write_text(f"import time\nopen({str(ready)!r}, 'w').write('x')\ntime.sleep(600)\n")
+    with subprocess.Popen([*HOLDFAST, "run", "x.py"], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert ready.read_text() == "x"
+            process.send_signal(signal.SIGTERM)
+            said = process.communicate(timeout=100)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 143
+    assert said.splitlines()[-1] == "holdfast: stopped by SIGTERM"
+
+
+def test_a_run_with_run_path() -> None:
+    Path("x.py").write_text("import sys\nprint(__name__, sys.argv, flush=True)\nsys.exit()\n")
+    ended = holdfast("run", "-q", "--run-path", "x.py", "a")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == "__main__ ['x.py', 'a']\n"
+
+
+def test_a_backend_that_this_version_does_not_have() -> None:
+    ended = holdfast("run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "x.py")
+    assert ended.returncode == 2
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("holdfast run: error: ")
+    assert "c10d" in line
+
+
+def test_usage_errors_for_real() -> None:
+    ended = holdfast("run", "--nnodes=3:2", "x.py")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "holdfast run: error: --nnodes '3:2': the minimum is above the maximum\n"
+    ended = holdfast("run", "--nonsense")
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1] == "holdfast run: error: unknown option --nonsense"
+
+
+def test_a_run_without_standard_streams() -> None:
+    """No pipe of ours may take the place of a closed stream: a worker would read or write it."""
+    Path("x.py").write_text(
+        "import os, sys\n"
+        "print('lost', flush=True)\n"
+        "print('lost', file=sys.stderr)\n"
+        "open('out', 'w').write(' '.join(os.readlink(f'/proc/self/fd/{fd}') for fd in (0, 1)))\n"
+    )
+    command = 'exec "$@" <&- >&- 2>&-'
+    ended = subprocess.run(["sh", "-c", command, "sh", *HOLDFAST, "run", "x.py"], timeout=100, check=False)
+    assert ended.returncode == 0
+    assert Path("out").read_text() == "/dev/null /dev/null"
+
+
+def test_the_command_itself() -> None:
+    version = holdfast("--version")
+    assert (version.returncode, version.stderr) == (0, "")
+    assert re.fullmatch(r"holdfast \d+\.\d+\.\d+\n", version.stdout)
+    for word in ("--help", "-h", "help"):
+        asked = holdfast(word)
+        assert (asked.returncode, asked.stderr) == (0, "")
+        assert asked.stdout.startswith("usage: holdfast COMMAND")
+    nothing = holdfast()
+    assert (nothing.returncode, nothing.stdout) == (2, "")
+    assert nothing.stderr == asked.stdout
+
+
+@pytest.mark.parametrize(
+    ("tokens", "line"),
+    [
+        (["rum", "x.py"], "holdfast: error: unknown command 'rum'; did you mean `holdfast run`?"),
+        (["x.py"], "holdfast: error: unknown command 'x.py'; did you mean `holdfast run x.py`?"),
+        (["--nnodes", "2"], "holdfast: error: unknown option '--nnodes'; did you mean `holdfast run --nnodes`?"),
+        (["zzzz"], "holdfast: error: unknown command 'zzzz'; the commands are: run"),
+    ],
+)
+def test_unknown_commands(tokens: list[str], line: str) -> None:
+    ended = holdfast(*tokens)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.splitlines() == ["usage: holdfast COMMAND [options]", line]
+
+
+def test_only_what_a_command_needs_is_imported() -> None:
+    code = (
+        "import sys; from holdfast.__main__ import main; sys.argv[1:] = ['--version']; main(); "
+        "print(*[name for name in ('argparse', 'holdfast.cli.run', 'holdfast.launcher') if name in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[1] == ""

@@ -1,0 +1,919 @@
+"""The tee pump with real pipes, terminals and processes; and the line classes as tables."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import InternalError
+from holdfast.process import pump as pump_module
+from holdfast.process.lines import LineAssembler, LineFilter
+from holdfast.process.pump import Pump, Stream, Tail, open_channel
+
+DEADLINE_S = 60.0
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.002)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def write_and_close(fd: int, data: bytes) -> None:
+    write_all(fd, data)
+    os.close(fd)
+
+
+def open_fds() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+class Rig:
+    """A pump, its warnings, and files that stand for the consoles."""
+
+    def __init__(self, directory: Path, warn: Callable[[str], None] | None = None) -> None:
+        self.directory = directory
+        self.warnings: list[str] = []
+        self.pump = Pump(warn or self.warnings.append)
+        self.console_path = directory / "console"
+        self.console_fd = self.create("console")
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def create(self, name: str) -> int:
+        return os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+
+    def add(
+        self,
+        name: str,
+        prefix: bytes | None = None,
+        console_fd: int | None = -1,
+        file_fd: int | None = -1,
+        filters: tuple[bytes, ...] = (),
+        filtered_fd: int | None = None,
+        tail: Tail | None = None,
+        tty_fd: int | None = None,
+    ) -> int:
+        """Add a stream with a log file called `name` and the console as its outlets; returns the write end."""
+        read_fd, write_fd = open_channel(tty_fd)
+        if file_fd == -1:
+            file_fd = self.create(name)
+        if console_fd == -1:
+            console_fd = self.console_fd
+        self.pump.add(Stream(read_fd, name, file_fd, console_fd, prefix, tail, filters, filtered_fd))
+        return write_fd
+
+    def spawn(self, write_fd: int, code: str, *args: str) -> subprocess.Popen[bytes]:
+        """Start a writer that owns the write end."""
+        command = [sys.executable, "-S", "-E", "-c", code, *args]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=write_fd)
+        os.close(write_fd)
+        self.processes.append(process)
+        return process
+
+    def file(self, name: str) -> bytes:
+        return (self.directory / name).read_bytes()
+
+    def console(self) -> bytes:
+        return self.console_path.read_bytes()
+
+    def tear_down(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self.pump.close()
+        os.close(self.console_fd)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    rig.pump.start()
+    yield rig
+    rig.tear_down()
+
+
+class TestLineAssembler:
+    # Each step is a piece and what must come out at once; the last column is what the flush brings.
+    @pytest.mark.parametrize(
+        ("steps", "rest"),
+        [
+            ([], b""),
+            ([(b"", b"")], b""),
+            ([(b"one\n", b">one\n")], b""),
+            ([(b"one\ntwo\n", b">one\n>two\n")], b""),
+            ([(b"\n\n", b">\n>\n")], b""),
+            ([(b"on", b""), (b"e\ntw", b">one\n"), (b"o", b"")], b">two\n"),
+            ([(b"a\r\nb\r\n", b">a\r\n>b\r\n")], b""),
+            ([(b"a\r", b""), (b"\nb\n", b">a\r\n>b\n")], b""),
+            ([(b"10%\r20%\r", b">10%\r"), (b"30%\r", b">20%\r"), (b"done\n", b">30%\r>done\n")], b""),
+            ([(b"\r10%", b">\r"), (b"\r20%", b">10%\r"), (b"\n", b">20%\n")], b""),
+            ([(b"last state\r", b"")], b">last state\r\n"),
+            ([(b"\r", b"")], b">\r\n"),
+            ([(b"\r", b""), (b"\r", b">\r"), (b"\r\n", b">\r>\r\n")], b""),
+            ([(b"\r\r\n\n\r", b">\r>\r\n>\n")], b">\r\n"),
+            ([(b"\xff\x00\xfe\n", b">\xff\x00\xfe\n")], b""),
+            ([(b"\x0b\x0c\x1c\x85\n", b">\x0b\x0c\x1c\x85\n")], b""),
+        ],
+    )
+    def test_lines(self, steps: list[tuple[bytes, bytes]], rest: bytes) -> None:
+        assembler = LineAssembler(b">")
+        assert [assembler.feed(piece) for piece, _ in steps] == [expected for _, expected in steps]
+        assert assembler.flush() == rest
+        assert assembler.flush() == b""
+
+    @pytest.mark.parametrize(
+        ("steps", "rest"),
+        [
+            ([(b"1234", b""), (b"5", b">12345"), (b"67\n8", b"67\n")], b">8\n"),
+            ([(b"12345", b">12345"), (b"678901", b"678901"), (b"\n", b"\n"), (b"x\n", b">x\n")], b""),
+            ([(b"12345", b">12345")], b"\n"),
+            ([(b"12345", b">12345"), (b"6", b"")], b"6\n"),
+            ([(b"12345\r", b">12345"), (b"\nx", b"\r\n")], b">x\n"),
+            ([(b"12345\r", b">12345"), (b"x\n", b"\r>x\n")], b""),
+            ([(b"123456789\n", b">123456789\n")], b""),
+        ],
+    )
+    def test_a_line_beyond_the_bound_goes_on_without_a_second_prefix(
+        self, steps: list[tuple[bytes, bytes]], rest: bytes
+    ) -> None:
+        assembler = LineAssembler(b">", max_held_bytes=4)
+        assert [assembler.feed(piece) for piece, _ in steps] == [expected for _, expected in steps]
+        assert assembler.flush() == rest
+
+    def test_many_small_pieces_of_a_long_line(self) -> None:
+        """Quadratic copying would take hours here."""
+        assembler = LineAssembler(b">")
+        for _ in range(1_000_000):
+            assert not assembler.feed(b"0123456789")
+        assert assembler.feed(b"\n") == b">" + b"0123456789" * 1_000_000 + b"\n"
+
+
+class TestLineFilter:
+    @pytest.mark.parametrize(
+        ("needles", "pieces", "expected"),
+        [
+            ((b"loss",), [b"loss 1\nother\nloss 2\n"], b">loss 1\n>loss 2\n"),
+            ((b"loss",), [b"lo", b"ss 1", b"\nx"], b">loss 1\n"),
+            ((b"a", b"b"), [b"a\nb\nc\nab\n"], b">a\n>b\n>ab\n"),
+            ((b"loss",), [b"nothing\n"], b""),
+            ((b"loss",), [b"\rloss 1\rloss 2\r\nloss 3"], b">loss 1\n>loss 2\r\n>loss 3\n"),
+            ((b"loss",), [b"loss\r"], b">loss\n"),
+            ((b"",), [b"a\n\n"], b">a\n>\n"),
+            ((b"end",), [b"the end"], b">the end\n"),
+        ],
+    )
+    def test_picks(self, needles: tuple[bytes, ...], pieces: list[bytes], expected: bytes) -> None:
+        line_filter = LineFilter(needles, b">")
+        assert b"".join([*map(line_filter.feed, pieces), line_filter.flush()]) == expected
+
+    def test_bounds_what_it_holds(self) -> None:
+        line_filter = LineFilter((b"x",), b">", max_held_bytes=4)
+        assert line_filter.feed(b"xxxxxx") == b">xxxxxx\n"
+        assert line_filter.feed(b"yyyyyy") == b""
+
+
+class TestTail:
+    @pytest.mark.parametrize(
+        ("pieces", "expected"),
+        [
+            ([], ""),
+            ([b"one\ntwo\n"], "one\ntwo"),
+            ([b"one\ntw", b"o"], "one\ntwo"),
+            ([b"one\n\n\n \n"], "one"),
+            ([b"one\n\ntwo\n"], "one\n\ntwo"),
+            ([b"10%\r20%\r30%\ndone\n"], "30%\ndone"),
+            ([b"\r10%\r20%\r    \r"], "20%"),
+            ([b"windows\r\nlines\r\n"], "windows\nlines"),
+            ([b"bad \xff byte\n"], "bad \ufffd byte"),
+        ],
+    )
+    def test_text(self, pieces: list[bytes], expected: str) -> None:
+        tail = Tail()
+        for piece in pieces:
+            tail.feed(piece)
+        assert tail.text() == expected
+
+    @pytest.mark.parametrize(
+        ("pieces", "expected"),
+        [
+            ([b"01234567"], "01234567"),
+            ([b"0123456789\nabc\n"], "abc"),
+            ([b"0123456789", b"\nabc\n"], "abc"),
+            ([b"0123456789abcdef"], "89abcdef"),
+            ([b"0123456789abcdef\n"], "9abcdef"),
+            (["äöü€".encode()], "\ufffdöü€"),
+        ],
+    )
+    def test_text_of_a_tail_of_eight_bytes(self, pieces: list[bytes], expected: str) -> None:
+        tail = Tail(max_bytes=8)
+        for piece in pieces:
+            tail.feed(piece)
+        assert tail.text() == expected
+
+    @pytest.mark.parametrize(("max_lines", "expected"), [(0, ""), (1, "three"), (2, "two\nthree")])
+    def test_number_of_lines(self, max_lines: int, expected: str) -> None:
+        tail = Tail()
+        tail.feed(b"one\ntwo\nthree\n")
+        assert tail.text(max_lines) == expected
+
+    def test_memory_is_bounded(self) -> None:
+        tail = Tail()
+        for number in range(20_000):
+            tail.feed(b"line %d\n" % number)
+        assert tail.text().split("\n") == [f"line {number}" for number in range(19_980, 20_000)]
+        tail.feed(b"x" * 1_000_000 + b"\nend\n")
+        assert tail.text() == "end"
+        assert len(tail._kept) == 16 * 1024
+
+
+class TestCopying:
+    def test_file_gets_the_bytes_and_console_the_lines(self, rig: Rig) -> None:
+        tail = Tail()
+        write_fd = rig.add("log", b"[w0]:", tail=tail)
+        write_all(write_fd, b"one\ntwo\n")
+        wait_until(lambda: rig.console() == b"[w0]:one\n[w0]:two\n", "the lines are on the console")
+        os.close(write_fd)
+        assert rig.pump.drain(DEADLINE_S)
+        assert rig.file("log") == b"one\ntwo\n"
+        assert tail.text() == "one\ntwo"
+
+    def test_partial_line_is_held_but_reaches_the_file_at_once(self, rig: Rig) -> None:
+        write_fd, other_fd = rig.add("log", b"[w0]:"), rig.add("other", b"[w1]:")
+        write_all(write_fd, b"par")
+        wait_until(lambda: rig.file("log") == b"par", "the piece is in the file")
+        write_all(other_fd, b"whole\n")
+        wait_until(lambda: rig.console() == b"[w1]:whole\n", "the other stream's line is on the console")
+        write_all(write_fd, b"tial\n")
+        wait_until(lambda: rig.console() == b"[w1]:whole\n[w0]:partial\n", "the line is on the console")
+        os.close(write_fd)
+        os.close(other_fd)
+
+    def test_last_line_without_newline(self, rig: Rig) -> None:
+        write_fd = rig.add("log", b"[w0]:")
+        write_all(write_fd, b"one\nlast")
+        os.close(write_fd)
+        assert rig.pump.drain(DEADLINE_S)
+        assert rig.file("log") == b"one\nlast"
+        assert rig.console() == b"[w0]:one\n[w0]:last\n"
+
+    def test_without_prefix_the_console_gets_the_bytes_as_they_come(self, rig: Rig) -> None:
+        write_fd = rig.add("log", None)
+        write_all(write_fd, b"enter a number: ")
+        wait_until(lambda: rig.console() == b"enter a number: ", "the prompt is on the console")
+        os.close(write_fd)
+        assert rig.pump.drain(DEADLINE_S)
+        assert rig.console() == rig.file("log") == b"enter a number: "
+
+    @pytest.mark.parametrize("has_console", [False, True])
+    @pytest.mark.parametrize("has_file", [False, True])
+    def test_any_outlet_may_be_missing(self, rig: Rig, has_file: bool, has_console: bool) -> None:
+        tail = Tail()
+        write_fd = rig.add("log", b"", -1 if has_console else None, -1 if has_file else None, tail=tail)
+        write_all(write_fd, b"text\n")
+        os.close(write_fd)
+        assert rig.pump.drain(DEADLINE_S)
+        assert tail.text() == "text"
+        assert rig.console() == (b"text\n" if has_console else b"")
+        assert (rig.directory / "log").exists() == has_file
+
+    def test_streams_may_be_added_before_the_start(self, tmp_path: Path) -> None:
+        rig = Rig(tmp_path)
+        try:
+            write_fd = rig.add("log", b"[w0]:")
+            write_all(write_fd, b"early\n")
+            os.close(write_fd)
+            assert not rig.pump.drain(0.01)
+            rig.pump.start()
+            assert rig.pump.drain(DEADLINE_S)
+            assert rig.console() == b"[w0]:early\n"
+        finally:
+            rig.tear_down()
+
+    def test_torn_at_every_byte(self, rig: Rig) -> None:
+        """Every way of cutting a text in two, with another stream's line in between, gives the same lines."""
+        text = b"one\r\n\r10%\r20%\n\xff\xfe\n\nlast"
+        for cut in range(len(text) + 1):
+            name = f"log{cut}"
+            torn_fd, other_fd = rig.add(name, b"[t]:"), rig.add("other", b"[o]:")
+            write_all(torn_fd, text[:cut])
+            wait_until(lambda name=name, cut=cut: len(rig.file(name)) == cut, "the first part has arrived")  # type: ignore[misc]
+            write_all(other_fd, b"x\n")
+            os.close(other_fd)
+            wait_until(lambda cut=cut: rig.console().count(b"[o]:x\n") == cut + 1, "the other line is out")  # type: ignore[misc]
+            write_all(torn_fd, text[cut:])
+            os.close(torn_fd)
+            assert rig.pump.drain(DEADLINE_S)
+            assert rig.file(name) == text
+        torn = rig.console().replace(b"[o]:x\n", b"")
+        assert torn == b"[t]:one\r\n[t]:\r[t]:10%\r[t]:20%\n[t]:\xff\xfe\n[t]:\n[t]:last\n" * (len(text) + 1)
+
+    def test_many_writers(self, rig: Rig) -> None:
+        """Six processes that tear their lines at random: each line arrives once, whole, and in order."""
+        code = (
+            "import os, random, sys\n"
+            "rank = int(sys.argv[1]); rng = random.Random(rank)\n"
+            "text = b''.join(b'rank %d line %d %s\\n' % (rank, i, b'.' * rng.randrange(80)) for i in range(20000))\n"
+            "at = 0\n"
+            "while at < len(text): at += os.write(1, text[at:at + rng.choice((1, 7, 100, 5000))])\n"
+        )
+        for rank in range(6):
+            rig.spawn(rig.add(f"log{rank}", b"[w%d]:" % rank), code, str(rank))
+        assert rig.pump.drain(DEADLINE_S)
+        lines = rig.console().splitlines()
+        assert len(lines) == 6 * 20_000
+        for rank in range(6):
+            prefix = b"[w%d]:" % rank
+            mine = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+            assert b"\n".join(mine) + b"\n" == rig.file(f"log{rank}")
+            pattern = re.compile(rb"rank %d line (\d+) \.*" % rank)
+            numbers = [int(match[1]) for match in map(pattern.fullmatch, mine) if match]
+            assert numbers == list(range(20_000))
+
+    def test_killed_writer(self, rig: Rig) -> None:
+        code = "import os, time; os.write(1, b'whole\\nthe last wor'); time.sleep(600)"
+        writer = rig.spawn(rig.add("log", b"[w0]:"), code)
+        wait_until(lambda: rig.file("log").endswith(b"wor"), "the writer has written")
+        writer.send_signal(signal.SIGKILL)
+        assert rig.pump.drain(DEADLINE_S)
+        assert rig.file("log") == b"whole\nthe last wor"
+        assert rig.console() == b"[w0]:whole\n[w0]:the last wor\n"
+
+    def test_line_of_ten_megabytes_is_not_torn(self, rig: Rig) -> None:
+        """While it comes in, another stream writes lines all the time."""
+        long_line = b"".join(b"%d," % number for number in range(1_400_000)) + b"\n"
+        assert len(long_line) > 10_000_000
+        long_fd, short_fd = rig.add("long", b"[long]:"), rig.add("short", b"[short]:")
+        half = len(long_line) // 2
+        for start, end in ((0, half), (half, len(long_line))):
+            write_all(long_fd, long_line[start:end])
+            write_all(short_fd, b"short\n")
+        os.close(long_fd)
+        os.close(short_fd)
+        assert rig.pump.drain(DEADLINE_S)
+        assert rig.file("long") == long_line
+        console = rig.console()
+        assert console.count(b"[long]:") == 1
+        assert b"[long]:" + long_line in console
+        assert console.replace(b"[long]:" + long_line, b"") == b"[short]:short\n" * 2
+
+    @pytest.mark.parametrize("prefix", [None, b"", b"[w0]:"])
+    def test_binary_junk(self, rig: Rig, prefix: bytes | None) -> None:
+        junk = random.Random(1).randbytes(3_000_000)
+        write_fd = rig.add("log", prefix)
+        write_all(write_fd, junk)
+        os.close(write_fd)
+        assert rig.pump.drain(DEADLINE_S)
+        assert rig.file("log") == junk
+        if prefix is None:
+            assert rig.console() == junk
+        else:
+            lines = junk.splitlines(keepends=True)
+            assert rig.console() == b"".join(prefix + line for line in lines) + b"\n"
+
+    def test_filters(self, rig: Rig) -> None:
+        filtered_fd = rig.create("filtered")
+        writers = [
+            rig.add(f"log{rank}", b"[w%d]:" % rank, filters=(b"loss", b"Error"), filtered_fd=filtered_fd)
+            for rank in range(2)
+        ]
+        for write_fd in writers:
+            write_all(write_fd, b"start\nloss 0.1\n" + b"noise\n" * 1000 + b"ValueErr")
+        for rank, write_fd in enumerate(writers):
+            write_all(write_fd, b"or: %d" % rank)
+            os.close(write_fd)
+        assert rig.pump.drain(DEADLINE_S)
+        os.close(filtered_fd)
+        for rank in range(2):
+            mine = [line for line in rig.file("filtered").splitlines() if line.startswith(b"[w%d]:" % rank)]
+            assert mine == [b"[w%d]:loss 0.1" % rank, b"[w%d]:ValueError: %d" % (rank, rank)]
+            assert rig.file(f"log{rank}").count(b"noise") == 1000
+        assert len(rig.file("filtered").splitlines()) == 4
+
+    def test_filters_without_prefix_or_console(self, rig: Rig) -> None:
+        filtered_fd = rig.create("filtered")
+        write_fd = rig.add("log", None, None, filters=(b"a",), filtered_fd=filtered_fd)
+        write_all(write_fd, b"a\nb\nab")
+        os.close(write_fd)
+        assert rig.pump.drain(DEADLINE_S)
+        os.close(filtered_fd)
+        assert rig.file("filtered") == b"a\nab\n"
+
+    def test_two_hundred_streams(self, rig: Rig) -> None:
+        count = 200
+        writers = [rig.add(f"log{number}", b"[%d]:" % number) for number in range(count)]
+        for turn in range(20):
+            for number, write_fd in enumerate(writers):
+                write_all(write_fd, b"turn %d of %d, t" % (turn, number))
+            for write_fd in writers:
+                write_all(write_fd, b"orn\n")
+        for write_fd in writers:
+            os.close(write_fd)
+        assert rig.pump.drain(DEADLINE_S)
+        expected = {b"[%d]:turn %d of %d, torn" % (n, turn, n) for n in range(count) for turn in range(20)}
+        lines = rig.console().splitlines()
+        assert len(lines) == len(expected)
+        assert set(lines) == expected
+        for number in range(count):
+            assert rig.file(f"log{number}") == b"".join(b"turn %d of %d, torn\n" % (t, number) for t in range(20))
+
+
+class TestTrouble:
+    def test_full_disk_costs_that_file_and_one_warning(self, rig: Rig) -> None:
+        full_fd = os.open("/dev/full", os.O_WRONLY)
+        broken_fd, sound_fd = rig.add("rank 0 stdout", b"[w0]:", file_fd=full_fd), rig.add("log", b"[w1]:")
+        for _ in range(3):
+            write_all(broken_fd, b"text\n")
+            write_all(sound_fd, b"text\n")
+        wait_until(lambda: rig.console().count(b"\n") == 6, "all is on the console")
+        os.close(broken_fd)
+        os.close(sound_fd)
+        assert rig.pump.drain(DEADLINE_S)
+        assert rig.file("log") == b"text\n" * 3
+        (warning,) = rig.warnings
+        assert "rank 0 stdout" in warning
+        assert "/dev/full" in warning
+        assert os.strerror(errno.ENOSPC) in warning
+
+    def test_small_file_system_keeps_what_fits(self, rig: Rig, tmp_path: Path) -> None:
+        mount_point = tmp_path / "small"
+        mount_point.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount_point)]
+        if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+            pytest.skip("mounting a small tmpfs is not allowed here")
+        try:
+            write_fd = rig.add("rank 1 stderr", None, file_fd=rig.create("small/log"))
+            data = random.Random(2).randbytes(200_000)
+            write_all(write_fd, data)
+            os.close(write_fd)
+            assert rig.pump.drain(DEADLINE_S)
+            kept = rig.file("small/log")
+            assert len(kept) > 30_000
+            assert data.startswith(kept)
+            assert rig.console() == data
+            (warning,) = rig.warnings
+            assert str(mount_point / "log") in warning
+        finally:
+            subprocess.run(["umount", str(mount_point)], check=True)
+
+    def test_full_filtered_file_is_dropped_for_all_streams(self, rig: Rig) -> None:
+        full_fd = os.open("/dev/full", os.O_WRONLY)
+        writers = [rig.add(f"log{rank}", b"", filters=(b"x",), filtered_fd=full_fd) for rank in range(2)]
+        for write_fd in writers:
+            write_all(write_fd, b"x\n" * 3)
+            os.close(write_fd)
+        assert rig.pump.drain(DEADLINE_S)
+        os.close(full_fd)
+        assert rig.console() == b"x\n" * 6
+        (warning,) = rig.warnings
+        assert "filtered" in warning
+
+    def test_console_without_reader_is_dropped_quietly(self, rig: Rig) -> None:
+        gone_fd, console_fd = os.pipe()
+        os.close(gone_fd)
+        write_fd, other_fd = rig.add("log", b"[w0]:", console_fd), rig.add("other", b"[w1]:")
+        for _ in range(3):
+            write_all(write_fd, b"text\n" * 1000)
+        write_all(other_fd, b"text\n")
+        os.close(write_fd)
+        os.close(other_fd)
+        assert rig.pump.drain(DEADLINE_S)
+        os.close(console_fd)
+        assert rig.file("log") == b"text\n" * 3000
+        assert rig.console() == b"[w1]:text\n"
+        assert rig.warnings == []
+
+    def test_full_console_is_dropped_with_a_warning(self, rig: Rig) -> None:
+        full_fd = os.open("/dev/full", os.O_WRONLY)
+        write_fd = rig.add("log", b"[w0]:", full_fd)
+        write_all(write_fd, b"text\n")
+        os.close(write_fd)
+        assert rig.pump.drain(DEADLINE_S)
+        os.close(full_fd)
+        assert rig.file("log") == b"text\n"
+        assert len(rig.warnings) == 1
+        assert "console" in rig.warnings[0]
+
+    def test_signals_of_failing_writes_do_not_kill(self, tmp_path: Path) -> None:
+        """SIGPIPE and SIGXFSZ at their defaults, as a user's program may have set them."""
+        code = (
+            "import os, resource, signal, sys\n"
+            "from holdfast.process.pump import Pump, Stream, open_channel\n"
+            "signal.signal(signal.SIGPIPE, signal.SIG_DFL); signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+            "gone, console = os.pipe(); os.close(gone)\n"
+            "warnings = []; pump = Pump(warnings.append); pump.start()\n"
+            "read_fd, write_fd = open_channel(None)\n"
+            "log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)\n"
+            "pump.add(Stream(read_fd, 'rank 0', log, console, b'', None))\n"
+            "os.write(write_fd, b'x' * 5000 + b'\\n'); os.close(write_fd)\n"
+            "print(pump.drain(60), len(warnings), warnings)\n"
+            "pump.close()\n"
+        )
+        log = tmp_path / "log"
+        done = subprocess.run([sys.executable, "-c", code, str(log)], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("True 1 ")
+        assert "File too large" in done.stdout
+        assert log.read_bytes() == b"x" * 1000
+
+    def test_unexpected_error_costs_one_stream_its_extras(self, rig: Rig) -> None:
+        class BrokenTail(Tail):
+            def feed(self, data: bytes) -> None:
+                raise ZeroDivisionError("a bug")
+
+        broken_fd, sound_fd = rig.add("rank 0 stderr", b"[w0]:", tail=BrokenTail()), rig.add("log", b"[w1]:")
+        for number in range(3):
+            write_all(broken_fd, b"%d\n" % number)
+            wait_until(lambda size=2 * number + 2: len(rig.file("rank 0 stderr")) == size, "it arrived")  # type: ignore[misc]
+        write_all(sound_fd, b"text\n")
+        os.close(broken_fd)
+        os.close(sound_fd)
+        assert rig.pump.drain(DEADLINE_S)
+        assert rig.file("rank 0 stderr") == b"0\n1\n2\n"
+        assert rig.console() == b"[w1]:text\n"
+        (warning,) = rig.warnings
+        assert "rank 0 stderr" in warning
+        assert "ZeroDivisionError: a bug" in warning
+
+    def test_writer_never_blocks_on_a_stream_that_has_lost_every_outlet(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(fd: int, data: bytes) -> None:
+            raise ZeroDivisionError("a bug")
+
+        monkeypatch.setattr(pump_module, "_write_all", fail)
+        write_fd = rig.add("log", b"[w0]:")
+        # Far more than the pipe holds: this returns only because somebody reads.
+        for _ in range(5):
+            write_all(write_fd, b"x" * 1_000_000)
+        os.close(write_fd)
+        assert rig.pump.drain(DEADLINE_S)
+        assert len(rig.warnings) == 1
+
+    def test_failing_poll_is_reported_and_tried_again(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        serve, failures = Pump._serve_ready_lanes, [MemoryError("none left")]
+
+        def flaky(self: Pump) -> None:
+            serve(self)
+            if failures:
+                raise failures.pop()
+
+        monkeypatch.setattr(Pump, "_serve_ready_lanes", flaky)
+        write_fd = rig.add("log")
+        os.close(write_fd)
+        write_fd = rig.add("log")
+        write_all(write_fd, b"after all")
+        os.close(write_fd)
+        assert rig.pump.drain(DEADLINE_S)
+        assert rig.file("log") == b"after all"
+        wait_until(lambda: bool(rig.warnings), "the failure is reported")
+        assert len(rig.warnings) == 1
+        assert "MemoryError: none left" in rig.warnings[0]
+
+    def test_failing_warning_callback_does_not_stop_the_pump(self, tmp_path: Path) -> None:
+        def warn(text: str) -> None:
+            raise SystemExit(text)
+
+        rig = Rig(tmp_path, warn)
+        rig.pump.start()
+        try:
+            write_fd = rig.add("log", b"[w0]:", file_fd=os.open("/dev/full", os.O_WRONLY))
+            write_all(write_fd, b"text\n")
+            os.close(write_fd)
+            assert rig.pump.drain(DEADLINE_S)
+            assert rig.console() == b"[w0]:text\n"
+        finally:
+            rig.tear_down()
+
+    def test_read_end_closed_by_somebody_else(self, rig: Rig) -> None:
+        read_fd, write_fd = open_channel(None)
+        spare_fd = os.dup(read_fd)
+        rig.pump.add(Stream(read_fd, "rank 0 stdout", None, None, None, None))
+        # Not os.close: the number must stay taken, or another test's descriptor could get it.
+        directory_fd = os.open("/", os.O_RDONLY)
+        os.dup2(directory_fd, read_fd)
+        os.close(directory_fd)
+        rig.pump._wake()
+        assert rig.pump.drain(DEADLINE_S)
+        assert len(rig.warnings) == 1
+        assert "rank 0 stdout" in rig.warnings[0]
+        os.close(spare_fd)
+        os.close(write_fd)
+
+
+class BlockedConsole:
+    """A pipe that is full and that nobody reads, until `read_all`."""
+
+    def __init__(self, is_blocking: bool = True) -> None:
+        self.read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self.write_fd, False)
+        self.filler = 0
+        try:
+            while True:
+                self.filler += os.write(self.write_fd, b"#" * 65536)
+        except BlockingIOError:
+            pass
+        os.set_blocking(self.write_fd, is_blocking)
+
+    def read_until(self, end: bytes) -> bytes:
+        """What comes after the filler, up to `end`."""
+        received = b""
+        deadline = time.monotonic() + DEADLINE_S
+        while not received.endswith(end) or len(received) < self.filler:
+            readable, _, _ = select.select([self.read_fd], [], [], deadline - time.monotonic())
+            assert readable, f"waited in vain for {end!r}"
+            received += os.read(self.read_fd, 65536)
+        return received[self.filler :]
+
+    def close(self) -> None:
+        os.close(self.read_fd)
+        os.close(self.write_fd)
+
+
+@pytest.mark.parametrize("is_blocking", [True, False])
+class TestBlockedConsole:
+    def test_drain_gives_up_and_nothing_is_lost(self, rig: Rig, is_blocking: bool) -> None:
+        console = BlockedConsole(is_blocking)
+        text = b"".join(b"line %d\n" % number for number in range(100_000)) + b"the end\n"
+        write_fd = rig.add("log", b"[w0]:", console.write_fd)
+        writer = threading.Thread(target=write_and_close, args=(write_fd, text))
+        writer.start()
+        wait_until(lambda: rig.file("log") != b"", "the first piece has arrived")
+        assert not rig.pump.drain(0.2)
+        received = console.read_until(b"[w0]:the end\n")
+        assert rig.pump.drain(DEADLINE_S)
+        writer.join()
+        assert received == b"".join(b"[w0]:" + line for line in text.splitlines(keepends=True))
+        assert rig.file("log") == text
+        console.close()
+
+    def test_close_returns_though_the_console_is_blocked(
+        self, rig: Rig, is_blocking: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The files are completed, and so is the console that is not blocked."""
+        monkeypatch.setattr(pump_module, "_CLOSE_PATIENCE_S", 0.2)
+        console = BlockedConsole(is_blocking)
+        stdout_fd, stderr_fd = rig.add("stdout", b"[out]:", console.write_fd), rig.add("stderr", b"[err]:")
+        write_all(stdout_fd, b"first\n")
+        wait_until(lambda: rig.pump._busy_with == console.write_fd, "the pump writes to the console")
+        stuck = rig.pump._thread
+        write_all(stdout_fd, b"second\nthi")
+        write_all(stderr_fd, b"the reason\nof it")
+        os.close(stderr_fd)
+        rig.pump.close()
+        assert rig.file("stdout") == b"first\nsecond\nthi"
+        assert rig.file("stderr") == b"the reason\nof it"
+        assert rig.console() == b"[err]:the reason\n[err]:of it\n"
+        assert rig.warnings == []
+        rig.pump.close()
+        # The thread that was left behind ends as soon as its write returns, and has done no harm.
+        assert stuck is not None
+        assert stuck.is_alive()
+        console.read_until(b"")
+        stuck.join(DEADLINE_S)
+        assert not stuck.is_alive()
+        with pytest.raises(BrokenPipeError):
+            os.write(stdout_fd, b"nobody reads")
+        os.close(stdout_fd)
+        console.close()
+
+
+class TestBlockedOutlets:
+    def test_close_returns_though_everything_is_blocked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Both consoles and the warning callback hang; the files are still completed."""
+        monkeypatch.setattr(pump_module, "_CLOSE_PATIENCE_S", 0.2)
+        release = threading.Event()
+
+        def warn(text: str) -> None:
+            release.wait()
+
+        rig = Rig(tmp_path, warn)
+        rig.pump.start()
+        stdout, stderr = BlockedConsole(), BlockedConsole()
+        full_fd = os.open("/dev/full", os.O_WRONLY)
+        writers = [
+            rig.add("out", b"", stdout.write_fd),
+            rig.add("err", b"", stderr.write_fd),
+            rig.add("full", b"", file_fd=full_fd),
+        ]
+        for write_fd in writers:
+            write_all(write_fd, b"text\n")
+            os.close(write_fd)
+        rig.pump.close()
+        assert rig.file("out") == rig.file("err") == b"text\n"
+        release.set()
+        stdout.close()
+        stderr.close()
+        os.close(rig.console_fd)
+
+    def test_slow_console_that_turned_non_blocking(self, rig: Rig) -> None:
+        read_fd, console_fd = os.pipe()
+        fcntl.fcntl(console_fd, fcntl.F_SETPIPE_SZ, 4096)
+        os.set_blocking(console_fd, False)
+        write_fd = rig.add("log", b"[w0]:", console_fd)
+        text = b"".join(b"line %d\n" % number for number in range(30_000))
+        writer = threading.Thread(target=write_and_close, args=(write_fd, text))
+        writer.start()
+        expected = text.replace(b"line", b"[w0]:line")
+        received = b""
+        while len(received) < len(expected):
+            received += os.read(read_fd, 1000)
+        writer.join()
+        assert received == expected
+        assert rig.pump.drain(DEADLINE_S)
+        os.close(read_fd)
+        os.close(console_fd)
+
+
+class TestDrainAndClose:
+    def test_drain_waits_only_for_streams_added_so_far(self, rig: Rig) -> None:
+        first_fd = rig.add("first")
+        drained: list[bool] = []
+        waiting = threading.Thread(target=lambda: drained.append(rig.pump.drain(DEADLINE_S)))
+        waiting.start()
+        wait_until(lambda: bool(rig.pump._changed._waiters), "drain is waiting")  # type: ignore[attr-defined]
+        second_fd = rig.add("second")
+        os.close(first_fd)
+        waiting.join(DEADLINE_S)
+        assert drained == [True]
+        assert not rig.pump.drain(0.01)
+        os.close(second_fd)
+        assert rig.pump.drain(DEADLINE_S)
+
+    def test_drain_waits_as_long_as_bytes_move(self, rig: Rig) -> None:
+        write_fd = rig.add("log")
+
+        def trickle() -> None:
+            for _ in range(15):
+                time.sleep(0.1)
+                write_all(write_fd, b".")
+            os.close(write_fd)
+
+        writer = threading.Thread(target=trickle)
+        writer.start()
+        assert rig.pump.drain(1.0)
+        writer.join()
+        assert rig.file("log") == b"." * 15
+
+    def test_drain_of_nothing(self, rig: Rig) -> None:
+        assert rig.pump.drain(0)
+
+    def test_close_takes_what_is_there_from_a_stream_without_end(self, rig: Rig) -> None:
+        """As when a process that outlived its worker still holds the stream."""
+        write_fd = rig.add("log", b"[w0]:")
+        write_all(write_fd, b"x" * 700_000 + b"\npartial")
+        rig.pump.close()
+        assert rig.file("log") == b"x" * 700_000 + b"\npartial"
+        assert rig.console() == b"[w0]:" + b"x" * 700_000 + b"\n[w0]:partial\n"
+        assert not rig.pump.drain(DEADLINE_S)
+        os.close(write_fd)
+
+    def test_close_is_not_kept_busy_by_an_endless_writer(self, rig: Rig) -> None:
+        writer = rig.spawn(rig.add("log", b"[w0]:"), "import os\nwhile True: os.write(1, b'again and again\\n')")
+        wait_until(lambda: rig.file("log") != b"", "the writer is at work")
+        rig.pump.close()
+        thread = rig.pump._thread
+        assert thread is not None
+        assert not thread.is_alive()
+        # Its pipe is closed. Python ignores SIGPIPE, so it dies of the exception.
+        assert writer.wait(DEADLINE_S) == 1
+
+    def test_close_without_start_still_copies(self, tmp_path: Path) -> None:
+        rig = Rig(tmp_path)
+        write_fd = rig.add("log")
+        write_all(write_fd, b"text")
+        os.close(write_fd)
+        rig.tear_down()
+        assert rig.file("log") == b"text"
+        assert rig.pump.drain(0)
+
+    def test_close_leaves_no_descriptor_and_no_thread(self, tmp_path: Path) -> None:
+        before = open_fds()
+        rig = Rig(tmp_path)
+        rig.pump.start()
+        ended_fd, open_fd = rig.add("ended"), rig.add("open")
+        os.close(ended_fd)
+        thread = rig.pump._thread
+        rig.pump.close()
+        rig.pump.close()
+        os.close(open_fd)
+        os.close(rig.console_fd)
+        assert open_fds() == before
+        assert thread is not None
+        assert not thread.is_alive()
+
+    def test_add_after_close_leaves_the_descriptors_to_the_caller(self, rig: Rig) -> None:
+        rig.pump.close()
+        read_fd, write_fd = open_channel(None)
+        with pytest.raises(InternalError, match="rank 7 stdout"):
+            rig.pump.add(Stream(read_fd, "rank 7 stdout", None, None, None, None))
+        os.close(read_fd)
+        os.close(write_fd)
+
+    def test_interpreter_and_forked_child_end_while_the_pump_runs(self) -> None:
+        """Neither the child of a fork nor the process itself waits for the thread at its end."""
+        code = (
+            "import os, sys\n"
+            "from holdfast.process.pump import Pump, Stream, open_channel\n"
+            "pump = Pump(print); pump.start()\n"
+            "read_fd, write_fd = open_channel(None)\n"
+            "pump.add(Stream(read_fd, 'rank 0', None, 1, b'[w0]:', None))\n"
+            "pid = os.fork()\n"
+            "if pid == 0: sys.exit(7)\n"
+            "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
+        )
+        command = [sys.executable, "-W", "ignore", "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
+
+
+class TestChannel:
+    @pytest.fixture
+    def terminal(self) -> Iterator[int]:
+        """A terminal of 33 by 77 characters that nobody looks at."""
+        master_fd, terminal_fd = os.openpty()
+        fcntl.ioctl(terminal_fd, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 77, 0, 0))
+        yield terminal_fd
+        os.close(master_fd)
+        os.close(terminal_fd)
+
+    def test_pipe(self, tmp_path: Path) -> None:
+        with open(tmp_path / "file", "wb") as file:
+            for console_fd in (None, file.fileno()):
+                read_fd, write_fd = open_channel(console_fd)
+                assert not os.isatty(write_fd)
+                assert not os.get_inheritable(read_fd)
+                assert not os.get_inheritable(write_fd)
+                assert fcntl.fcntl(write_fd, fcntl.F_GETPIPE_SZ) >= 4096
+                os.close(read_fd)
+                os.close(write_fd)
+
+    def test_closed_console_gives_a_pipe(self) -> None:
+        read_fd, write_fd = open_channel(1_000_000)
+        assert not os.isatty(write_fd)
+        os.close(read_fd)
+        os.close(write_fd)
+
+    def test_terminal(self, terminal: int) -> None:
+        read_fd, write_fd = open_channel(terminal)
+        assert os.isatty(write_fd)
+        assert os.get_terminal_size(write_fd) == (77, 33)
+        assert not os.get_inheritable(read_fd)
+        assert not os.get_inheritable(write_fd)
+        os.close(read_fd)
+        os.close(write_fd)
+
+    def test_no_pty_to_be_had(self, terminal: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse() -> tuple[int, int]:
+            raise OSError(errno.ENOSPC, "no ptys left")
+
+        monkeypatch.setattr(os, "openpty", refuse)
+        read_fd, write_fd = open_channel(terminal)
+        assert not os.isatty(write_fd)
+        os.close(read_fd)
+        os.close(write_fd)
+
+    def test_worker_on_a_terminal(self, rig: Rig, terminal: int) -> None:
+        """It sees a terminal; its bytes arrive unchanged; its end is the end of the stream, not an error."""
+        code = (
+            "import os, sys\n"
+            "print(sys.stdout.isatty(), *os.get_terminal_size(1))\n"
+            "print('\\x1b[31mred\\x1b[0m\\r\\n\\x03\\x04\\x11', end='')\n"
+        )
+        rig.spawn(rig.add("log", None, tty_fd=terminal), code)
+        assert rig.pump.drain(DEADLINE_S)
+        assert rig.file("log") == rig.console() == b"True 77 33\n\x1b[31mred\x1b[0m\r\n\x03\x04\x11"
+        assert rig.warnings == []
+
+    def test_nothing_is_lost_at_the_end_of_a_terminal(self, rig: Rig, terminal: int) -> None:
+        code = (
+            "import os, signal\n"
+            "data = b''.join(b'line %d\\n' % i for i in range(100000)); at = 0\n"
+            "while at < len(data): at += os.write(1, data[at:at + 4096])\n"
+            "os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+        rig.spawn(rig.add("log", b"[w0]:", tty_fd=terminal), code)
+        assert rig.pump.drain(DEADLINE_S)
+        assert rig.file("log") == b"".join(b"line %d\n" % number for number in range(100_000))
