@@ -13,7 +13,9 @@ import marks
 
 PIECE_BYTES = 256 * 1024
 
-text = b"".join(b"worker %d line %09d of the talk\n" % (marks.RANK, i) for i in range(int(sys.argv[2])))
+text = bytearray()
+for number in range(int(sys.argv[2])):
+    text += b"worker %d line %09d of the talk\n" % (marks.RANK, number)
 marks.leave("ready", 0)
 marks.await_everybody("ready")
 marks.leave("began", time.time_ns())

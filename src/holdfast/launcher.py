@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import RunResult, WorkerSpec
 from holdfast.errors import UserError
+from holdfast.process import entry
 from holdfast.process.errors import ChildFailedError
 from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, SignalException, parse_signals
@@ -147,7 +147,8 @@ def launch_agent(
         duplicate_stderr_filters=config.duplicate_stderr_filters,
         virtual_local_rank=config.virtual_local_rank,
     )
-    assert config.logs_specs is not None and config.shutdown_timeout is not None
+    assert config.logs_specs is not None
+    assert config.shutdown_timeout is not None
     agent = LocalElasticAgent(
         spec=spec,
         logs_specs=config.logs_specs,
@@ -156,17 +157,18 @@ def launch_agent(
         shutdown_timeout=config.shutdown_timeout,
         health_check_server=health_check_server,
     )
-    metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
-    result = _run_to_outcome(agent, spec.rdzv_handler, config.event_log_handler)
+    result = _run_to_outcome(agent, spec.rdzv_handler, config)
     if result.is_failed():
         raise ChildFailedError(name, result.failures, result.stopped)
     return result.return_values
 
 
-def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None, event_log_handler: str) -> RunResult:
+def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None, config: LaunchConfig) -> RunResult:
     """Run the agent, record exactly one event, and shut the rendezvous down unless a signal came."""
     is_leaving = False
+    event_log_handler = config.event_log_handler
     try:
+        metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
         result = agent.run()
         events.record(agent.get_event_succeeded(), event_log_handler)
         return result
@@ -192,13 +194,12 @@ def _shut_down(handler: RendezvousHandler) -> None:
 
 def _get_entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]) -> str:
     """What the run is called in the failure report."""
-    if isinstance(entrypoint, str):
-        if entrypoint != sys.executable:
-            return entrypoint
-        return next((arg for arg in args if isinstance(arg, str) and arg and not arg.startswith("-")), "")
+    name = entry.program_name(entrypoint, args)
+    if name or not callable(entrypoint):
+        return name
     while isinstance(entrypoint, functools.partial):
         entrypoint = entrypoint.func
-    return str(getattr(entrypoint, "__name__", "")) if callable(entrypoint) else ""
+    return str(getattr(entrypoint, "__name__", ""))
 
 
 def _get_addr_and_port(parameters: RendezvousParameters) -> tuple[str | None, int | None]:

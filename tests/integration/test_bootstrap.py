@@ -329,7 +329,6 @@ BEHAVIOUR_CASES = [
         sys.meta_path.clear()
         1/0
         """,
-        since=(3, 9),
     ),
     block(
         "starts_again",

@@ -440,7 +440,7 @@ def test_a_root_cause_known_by_evidence_is_passed_on(own_file: Path) -> None:
 
 
 def test_a_root_cause_without_a_file_is_logged(own_file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     with pytest.raises(ChildFailedError):
         record(raising(ChildFailedError("job", {5: ProcessFailure(2, 11, 7, "")})), QuietHandler())()
     assert "Rank 5 (local rank 2, pid 11, exit code 7) left no error file" in caplog.text
@@ -472,13 +472,14 @@ def test_dumping_junk_or_nothing_warns(
     assert not own_file.exists()
 
 
-def test_dumping_without_an_own_file_is_an_error_in_the_log(
+def test_dumping_without_an_own_file_is_a_detail_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.DEBUG)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     child = error_file(tmp_path, NESTED)
     get_error_handler().dump_error_file(child)
-    assert [(entry.levelno, child in entry.getMessage()) for entry in caplog.records] == [(logging.ERROR, True)]
+    assert [(entry.levelno, child in entry.getMessage()) for entry in caplog.records] == [(logging.DEBUG, True)]
 
 
 def test_dumping_where_it_cannot_be_written_warns(

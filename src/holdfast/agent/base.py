@@ -29,14 +29,13 @@ from holdfast.agent.blocking import call_interruptibly
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.diagnosis import report
-from holdfast.errors import HoldfastError, UserError
+from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.process import signals
 from holdfast.process.signals import SignalException
 from holdfast.rendezvous import store as stores
 from holdfast.rendezvous.api import RendezvousGracefulExitError, RendezvousHandler
-from holdfast.telemetry import events
-from holdfast.telemetry.events import Event
-from holdfast.telemetry.metrics import get_elapsed_time_ms, prof, put_metric
+from holdfast.telemetry.events import Event, record
+from holdfast.telemetry.metrics import prof, put_metric
 
 __all__ = ["DEFAULT_ROLE", "ElasticAgent", "SimpleElasticAgent"]
 
@@ -68,7 +67,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._result = RunResult(WorkerState.INIT)
         self._total_execution_time = 0
         self._restart_began: float | None = None
-        self._joined_at = 0.0
+        self._complaint = ""
 
     # Hooks.
 
@@ -151,7 +150,7 @@ class SimpleElasticAgent(ElasticAgent):
         group = self._worker_group
         match command:
             case lifecycle.Join(round):
-                self._joined_at = time.monotonic()
+                signals.inbox().raise_pending()  # One that came while the workers were being stopped.
                 self._rendezvous(group)
                 # Nodes that share nothing cannot wait for each other either.
                 node_count = 1 if self._has_fixed_world() else group.group_world_size or 1
@@ -183,22 +182,30 @@ class SimpleElasticAgent(ElasticAgent):
         return self._as_event(result)
 
     def _as_event(self, result: RunResult) -> lifecycle.Event | None:
-        round = self._machine.round
+        current = self._machine.round
         match result.state:
             case WorkerState.SUCCEEDED:
                 self._result = result
-                return lifecycle.WorkersSucceeded(round)
+                return lifecycle.WorkersSucceeded(current)
             case WorkerState.FAILED | WorkerState.UNHEALTHY:
                 self._result = result
-                return lifecycle.WorkersFailed(round)
+                return lifecycle.WorkersFailed(current)
             case WorkerState.HEALTHY:
-                return lifecycle.NodesWaiting(round) if self._nodes_wait() else None
+                return lifecycle.NodesWaiting(current) if self._nodes_wait() else None
         role = self._worker_group.spec.role
         raise HoldfastError(f"[{role}] the worker group is in state {result.state.name}, which should not be")
 
     def _nodes_wait(self) -> bool:
+        """Workers that are well are not stopped because nobody can be asked."""
         self._result = RunResult(WorkerState.HEALTHY)
-        return self._handler.num_nodes_waiting() > 0
+        try:
+            return self._handler.num_nodes_waiting() > 0
+        except Exception as error:
+            complaint = f"{type(error).__name__}: {error}"
+            if complaint != self._complaint:
+                logger.warning("cannot ask whether other nodes are waiting; the workers go on: %s", complaint)
+            self._complaint = complaint
+            return False
 
     @property
     def _handler(self) -> RendezvousHandler:
@@ -211,11 +218,14 @@ class SimpleElasticAgent(ElasticAgent):
         if outcome is lifecycle.Outcome.SUCCEEDED:
             self._tell_success()
             return self._result
-        if self._machine.unkillable:
-            pids = ", ".join(map(str, self._machine.unkillable))
-            logger.error("processes that cannot be killed are left on this node: %s", pids)
         self._worker_group.state = WorkerState.FAILED
         settled = self._settle(self._result)
+        if self._machine.unkillable:
+            pids = ", ".join(map(str, self._machine.unkillable))
+            trouble = f"processes that cannot be killed are left on this node: {pids}"
+            if not settled.failures:
+                raise HostError(trouble)
+            logger.error(trouble)
         return RunResult(WorkerState.FAILED, failures=settled.failures, stopped=settled.stopped)
 
     def _tell_success(self) -> None:
@@ -278,8 +288,7 @@ class SimpleElasticAgent(ElasticAgent):
         if self._restart_began is not None:
             # A restart spans two commands of the machine, so its time is put together here.
             put_metric("SimpleElasticAgent._restart_workers.success", 1)
-            elapsed_ms = get_elapsed_time_ms(self._restart_began)
-            put_metric("SimpleElasticAgent._restart_workers.duration.ms", elapsed_ms)
+            put_metric("SimpleElasticAgent._restart_workers.duration.ms", _elapsed_ms(self._restart_began))
             self._restart_began = None
 
     def _tell_start(self, group: WorkerGroup) -> None:
@@ -337,7 +346,7 @@ class SimpleElasticAgent(ElasticAgent):
         return recording.status_event(self._worker_group, state, restarts, run_time_s, worker, **facts)
 
     def _record(self, event: Event) -> None:
-        events.record(event, self._worker_group.spec.event_log_handler)
+        record(event, self._worker_group.spec.event_log_handler)
 
     def _record_worker_events(self, result: RunResult) -> None:
         for worker in self._worker_group.workers:
@@ -357,7 +366,11 @@ class SimpleElasticAgent(ElasticAgent):
             raw_error = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self._record(self._event(state, raw_error=raw_error, duration_ms=get_elapsed_time_ms(began)))
+            self._record(self._event(state, raw_error=raw_error, duration_ms=_elapsed_ms(began)))
+
+
+def _elapsed_ms(began: float) -> int:
+    return int((time.monotonic() - began) * 1000)
 
 
 def _exchange_ranks(store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Worker]:

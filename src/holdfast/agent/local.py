@@ -19,6 +19,7 @@ from holdfast.process import signals, stop
 from holdfast.process.link import SpawnerLink
 from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.start import PContext, start_processes
+from holdfast.telemetry.metrics import prof
 
 __all__ = ["LocalElasticAgent"]
 
@@ -54,6 +55,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._context: PContext | None = None
         self._link: SpawnerLink | None = None
 
+    @prof
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
         args = {w.local_rank: tuple(macros.substitute(spec.args, w.local_rank)) for w in worker_group.workers}
@@ -76,9 +78,14 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._health_check_server.start()
         return dict(self._context.pids())
 
-    def _spawner(self) -> SpawnerLink:
-        """The one spawner of this agent; another one if somebody killed it."""
-        if self._link is None or self._link.is_lost:
+    def _spawner(self) -> SpawnerLink | None:
+        """The one spawner of this agent, or another one if somebody killed it. Forked functions bring their own."""
+        if callable(self._worker_group.spec.entrypoint) and self._start_method != "spawn":
+            return None
+        if self._link is not None and not self._link.is_idle():
+            self._link.close()
+            self._link = None
+        if self._link is None:
             self._link = SpawnerLink.launch()
         return self._link
 
@@ -89,15 +96,19 @@ class LocalElasticAgent(SimpleElasticAgent):
             round=str(self._machine.round),
             restart_count=self._machine.restarts_used,
             max_restarts=self._machine.max_restarts,
-            use_agent_store=handler.use_agent_store,
+            # A handler that was written for another launcher may not know the question.
+            use_agent_store=getattr(handler, "use_agent_store", False),
         )
 
     def _wait_for_change(self, worker_group: WorkerGroup) -> None:
         assert self._context is not None
+        if self._context.has_ended():
+            return  # While the last workers were being started; nothing will come to wake us.
         interval_s = worker_group.spec.monitor_interval
         must_ask = not self._has_fixed_world() or self._stuck.is_on
         signals.wait_readable([self._context.fileno()], interval_s if must_ask else None)
 
+    @prof
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         context = self._context
         assert context is not None
@@ -138,8 +149,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         pid = self._stuck.find(context.pids().values())
         if pid is not None:
             logger.error("worker %d has been in uninterruptible sleep for %g s", pid, self._stuck.timeout_s)
+            context.blame(pid, f"it had been in uninterruptible sleep for {self._stuck.timeout_s:g} s")
         return pid is not None
 
+    @prof
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if self._context is not None:
             self._context.close(signal.SIGTERM, self._shutdown_timeout)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 import time
 from typing import Any
 
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from holdfast.process import entry
 from holdfast.telemetry.events import Event, EventSource
 from holdfast.telemetry.metrics import put_metric
 
@@ -63,10 +63,8 @@ def _details(group: WorkerGroup, worker: Worker | None, exit_code: int | None) -
 
 def entry_name(spec: WorkerSpec) -> str:
     """The script if there is one, else the program or the function."""
-    if spec.entrypoint == sys.executable:
-        texts = (arg for arg in spec.args if isinstance(arg, str) and not arg.startswith("-"))
-        return next((os.path.basename(text) or text for text in texts), spec.get_entrypoint_name())
-    return spec.get_entrypoint_name()
+    name = entry.program_name(spec.entrypoint, spec.args)
+    return os.path.basename(name.rstrip("/")) or spec.get_entrypoint_name()
 
 
 def final_state(worker: Worker, result: RunResult) -> str:

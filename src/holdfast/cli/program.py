@@ -14,6 +14,7 @@ from holdfast.errors import UserError
 
 if TYPE_CHECKING:
     import argparse
+    from types import TracebackType
 
 
 def run_script_path(training_script: str, *training_script_args: str) -> None:
@@ -21,7 +22,26 @@ def run_script_path(training_script: str, *training_script_args: str) -> None:
     import runpy
 
     sys.argv = [training_script, *training_script_args]
-    runpy.run_path(training_script, run_name="__main__")
+    if not os.path.isdir(training_script):  # A directory is put there by runpy, and is the place itself.
+        sys.path.insert(0, os.path.dirname(os.path.realpath(training_script)))
+    try:
+        runpy.run_path(training_script, run_name="__main__")
+    except BaseException as error:
+        error.with_traceback(_part_of_script(error.__traceback__))
+        raise
+
+
+def _part_of_script(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's first frame on; all of it if it does not get there."""
+    own = (__file__, "<frozen runpy>")
+    part = traceback
+    while part is not None and part.tb_frame.f_code.co_filename in own:
+        part = part.tb_next
+    return part or traceback
+
+
+# The run is called after the script, and not after this function.
+run_script_path.runs_script = True  # type: ignore[attr-defined]  # a note on the function, for `entry.program_name`
 
 
 def get_use_env(args: argparse.Namespace) -> bool:

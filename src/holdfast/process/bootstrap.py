@@ -354,7 +354,7 @@ def read_script(path: str, evidence: Evidence) -> bytes:
         with io.open_code(path) as file:
             return file.read()
     except OSError as error:
-        name = repr(path) if sys.version_info >= (3, 9) else f"'{path}'"
+        name = repr(path) if sys.version_info >= (3, 10) else f"'{path}'"
         program = getattr(sys, "orig_argv", [sys.executable])[0]
         message = f"{program}: can't open file {name}: [Errno {error.errno}] {error.strerror}"
         evidence.record(SystemExit(message))

@@ -12,6 +12,7 @@ starts faster without it.
 from __future__ import annotations
 
 import _socket
+import errno
 import marshal
 import os
 import struct
@@ -85,15 +86,17 @@ class Channel:
 
     def _read_some(self) -> bool:
         try:
-            data, ancillary, _, _ = self._sock.recvmsg(
+            data, ancillary, flags, _ = self._sock.recvmsg(
                 _READ_BYTES, _socket.CMSG_SPACE(4 * _MOST_DESCRIPTORS), _socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return False
         except ConnectionResetError:
-            data, ancillary = b"", []
+            data, ancillary, flags = b"", [], 0
         for _, _, payload in ancillary:
             self._descriptors.extend(struct.unpack(f"{len(payload) // 4}i", payload))
+        if flags & _socket.MSG_CTRUNC:  # The kernel dropped descriptors that found no place here.
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if not data:
             self.is_open = False
             return False

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from holdfast.errors import HostError
 from holdfast.process import bootstrap
@@ -41,6 +42,20 @@ def command(entrypoint: str, args: Sequence[str]) -> Command:
         return Command((entrypoint, *args), is_python=False)
     options, program = split
     return Command((entrypoint, *options, _bootstrap_for(entrypoint), *program), is_python=True)
+
+
+def program_name(entrypoint: Callable[..., Any] | str | None, args: Sequence[Any]) -> str:
+    """What a user calls that which is run: the script or module that Python runs, or the program.
+
+    Empty for a function, which has a name of its own, unless it is there to run the script in its first argument.
+    """
+    if not isinstance(entrypoint, str):
+        return str(args[0]) if getattr(entrypoint, "runs_script", False) and args else ""
+    if not _is_interpreter(entrypoint):
+        return entrypoint
+    _, program = _split([arg if isinstance(arg, str) else str(arg) for arg in args]) or ([], [])
+    named = program[1:] if program[:1] == ["-m"] else [each for each in program[:1] if each != "-c"]
+    return named[0] if named else "" if entrypoint == sys.executable else entrypoint
 
 
 def function_command() -> Command:

@@ -267,7 +267,7 @@ class ErrorHandler:
             self.override_error_code_in_rootcause_data(source, data, error_code)
         path = self._own_error_file()
         if path is None:
-            logger.error("%s is not set; the root cause is in %s", ERROR_FILE_VARIABLE, source)
+            logger.debug("%s is not set; the root cause is in %s", ERROR_FILE_VARIABLE, source)
             return
         if os.path.isfile(path):
             logger.warning("Error file %s exists and is replaced by the root cause from %s", path, source)
@@ -335,7 +335,7 @@ def _pass_on_root_cause(handler: ErrorHandler, error: ChildFailedError) -> None:
         source = f"the evidence of rank {rank}"
         handler.dump_error_data(source, copy.deepcopy(failure.error_file_data), failure.exitcode)
     else:
-        logger.info(
+        logger.debug(
             "Rank %d (local rank %d, pid %d, exit code %d) left no error file; %s",
             rank,
             failure.local_rank,

@@ -84,6 +84,7 @@ class SpawnerLink:
         self._pid = pid
         self._token = token
         self._sessions: set[int] = set()
+        self._has_survivors = False
         self._is_lost = False
 
     @classmethod
@@ -97,11 +98,13 @@ class SpawnerLink:
         flags = [] if with_site_packages else ["-I", "-S"]
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         code = f"import sys; sys.path.insert(0, {root!r}); from holdfast.process.spawner import main; main()"
+        # The mark is for what is forked from the spawner and never executes anything: it shows this environment.
+        environment = {**os.environb, stop.MARK_VARIABLE.encode(): f"{token}.spawner".encode()}
         target = theirs.fileno()
         pid = os.posix_spawn(
             sys.executable,
             [sys.executable, *flags, "-c", code, str(target), token],
-            os.environ,
+            environment,
             file_actions=[(os.POSIX_SPAWN_DUP2, target, target)],
             setsid=True,
         )
@@ -132,6 +135,10 @@ class SpawnerLink:
     @property
     def is_lost(self) -> bool:
         return self._is_lost
+
+    def is_idle(self) -> bool:
+        """Whether the spawner is there and has nothing to say, as it should be between two lives of a group."""
+        return not self.reports(0.0) and not self._is_lost
 
     def prepare(self) -> None:
         """Workers inherit this process's environment, directory and ignored signals as they are now."""
@@ -185,27 +192,48 @@ class SpawnerLink:
                 return Exited(id_, exitcode, order)
             case ("swept", survivors):
                 self._sessions.clear()
+                self._has_survivors = bool(survivors)
                 return Swept(tuple((pid, state) for pid, state in survivors))
         raise HostError(f"the spawner said something unknown: {message[0]!r}")
 
     def _lose(self) -> SpawnerLost:
         """The spawner died. Its workers were killed by the kernel; find and kill what they had started."""
         self._is_lost = True
-        how = _describe_end(_reap(self._pid, _GOODBYE_PATIENCE_S))
         self._channel.close()
-        deadline = time.monotonic() + stop.KILL_PATIENCE_S
+        how = _describe_end(_reap(self._pid, _GOODBYE_PATIENCE_S))
+        self._sweep_orphans()
+        return SpawnerLost(how)
+
+    def _sweep_orphans(self) -> None:
+        deadline = time.monotonic() + (0.0 if self._has_survivors else stop.KILL_PATIENCE_S)
         while found := stop.sweep_marked(self._token.encode() + b".", frozenset(self._sessions)):
             if time.monotonic() > deadline:
                 break
             _wait_until_gone(found, deadline)
-        return SpawnerLost(how)
 
     def close(self) -> None:
-        """Hang up: the spawner kills whatever is left and ends."""
+        """Hang up: the spawner kills whatever is left and ends. If it does not, it is killed itself."""
+        if self._is_lost:
+            return
+        self._is_lost = True
+        self._channel.close()
+        patience_s = 0.0 if self._has_survivors else _GOODBYE_PATIENCE_S
+        if _wait_until_gone([self._pid], time.monotonic() + patience_s):
+            _reap(self._pid, 0.0)
+        else:
+            self._kill()
+
+    def kill_spawner(self) -> None:
+        """For a spawner that does not answer: end it, and what it owned with it."""
         if not self._is_lost:
             self._is_lost = True
             self._channel.close()
-            _reap(self._pid, _GOODBYE_PATIENCE_S)
+            self._kill()
+
+    def _kill(self) -> None:
+        stop.kill(self._pid)
+        _reap(self._pid, _GOODBYE_PATIENCE_S)
+        self._sweep_orphans()
 
 
 def _is_ignored(number: int) -> bool:
@@ -261,8 +289,8 @@ def _wait_until_gone(pids: list[int], deadline: float) -> bool:
             continue
         poller.register(watched[-1], select.POLLIN)
     waiting = set(watched)
-    while waiting and (left_s := deadline - time.monotonic()) > 0:
-        for fd, _ in poller.poll(left_s * 1000):
+    while waiting and (ended := poller.poll(max(0.0, deadline - time.monotonic()) * 1000)):
+        for fd, _ in ended:
             poller.unregister(fd)
             waiting.discard(fd)
     for fd in watched:

@@ -66,6 +66,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._pending: deque[signal.Signals] = deque()
+        self._has_surfaced = False
         self._interrupts = 0
         self._previous: dict[signal.Signals, Any] = {}
         self._holders = 0
@@ -104,6 +105,7 @@ class Inbox:
 
     def take(self) -> signal.Signals | None:
         """The oldest signal that nobody has taken yet."""
+        self._has_surfaced |= self.has_pending
         return self._pending.popleft() if self._pending else None
 
     def clear_wakeups(self) -> None:
@@ -133,11 +135,17 @@ class Inbox:
         self.handle(signals)
 
     def release(self) -> None:
+        """The last holder gives the program its handlers back. A signal that came too late to surface is theirs."""
         self._holders -= 1
         if self._holders == 0:
             self.handle(())
+            unseen = [] if self._has_surfaced else list(self._pending)
             self._pending.clear()
+            self._has_surfaced = False
             self._interrupts = 0
+            self.clear_wakeups()
+            for number in unseen:
+                signal.raise_signal(number)
 
 
 _inbox: Inbox | None = None
@@ -194,12 +202,13 @@ def wait_readable(fds: Iterable[int], timeout_s: float | None, *, new_signals_on
     Whoever is already stopping everything passes `new_signals_only`: a signal that was noted before stays
     noted for later and does not cut the wait short.
     """
-    box = inbox()
-    if box.has_pending and not new_signals_only and in_main_thread():
+    # Other threads leave the inbox alone: a wake-up that they took would be missing in the main thread.
+    box = inbox() if in_main_thread() else None
+    if box is not None and box.has_pending and not new_signals_only:
         return
     poller = select.poll()
-    for fd in fds:
+    for fd in (*fds, *([box.fileno()] if box else [])):
         poller.register(fd, select.POLLIN)
-    poller.register(box.fileno(), select.POLLIN)
     poller.poll(None if timeout_s is None else max(0.0, timeout_s * 1000))
-    box.clear_wakeups()
+    if box is not None:
+        box.clear_wakeups()

@@ -29,12 +29,13 @@ import select
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
 from holdfast.process import stop
-from holdfast.process.channel import Channel
+from holdfast.process.channel import Channel, Message
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -72,6 +73,7 @@ class Spawner:
         self._calls = calls or {}
         self._handlers = handlers
         self._pid = os.getpid()
+        self._orders: deque[tuple[Message, list[int]]] = deque()
         self._workers: dict[int, _Worker] = {}
         self._unburied: list[_Worker] = []
         self._reaped = 0
@@ -79,21 +81,29 @@ class Spawner:
         self._environment: dict[bytes, bytes] = {}
         self._directory: bytes | None = None
         self._ignored: tuple[int, ...] = ()
+        self._agent: tuple[int, ...] = ()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self) -> None:
         self._become_owner()
         poller = select.poll()
         poller.register(self._wake_read, select.POLLIN)
+        # The socket stays open if the agent's program had forked a child that holds it too, so that the agent
+        # itself is watched as well.
+        self._agent = _pidfd(os.getppid())
+        for fd in self._agent:
+            poller.register(fd, select.POLLIN)
         while self._channel.is_open:
             wanted = select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0)
             poller.register(self._channel.fileno(), wanted)
-            poller.poll(self._poll_timeout_ms())
+            if any(fd in self._agent for fd, _ in poller.poll(self._poll_timeout_ms())):
+                break
             self._drain_wakeups()
             self._channel.flush()
             self._reap()
-            for message, fds in self._channel.receive():
-                self._obey(message, fds)
+            self._orders.extend(self._channel.receive())
+            while self._orders:
+                self._obey(*self._orders.popleft())
             self._reap()
             self._go_on_sweeping()
         self._kill_everything()
@@ -102,6 +112,7 @@ class Spawner:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         for number in _DEAF_TO:
             signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Whatever the thread that started us had blocked.
         signal.signal(signal.SIGCHLD, _do_nothing)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
@@ -119,7 +130,7 @@ class Spawner:
 
     # What the agent says.
 
-    def _obey(self, message: tuple[Any, ...], fds: list[int]) -> None:
+    def _obey(self, message: Message, fds: list[int]) -> None:
         match message:
             case ("prepare", environment, directory, ignored):
                 self._environment, self._directory, self._ignored = environment, directory, ignored
@@ -183,7 +194,8 @@ class Spawner:
         try:
             self._leave_home(cpus)
             for target, name in enumerate(("stdin", "stdout", "stderr")):
-                os.dup2(fds.pop(name), target)
+                os.dup2(fds[name], target)
+                os.close(fds.pop(name))
             if kind == "exec":
                 for name, fd in fds.items():
                     os.set_inheritable(fd, True)
@@ -225,7 +237,8 @@ class Spawner:
         os.environb.clear()
         os.environb.update(environment)
         self._channel.close()
-        for fd in (self._wake_read, self._wake_write):
+        others = [fd for _, fds_of_another in self._orders for fd in fds_of_another]
+        for fd in (self._wake_read, self._wake_write, *self._agent, *others):
             os.close(fd)
         call = self._calls[id_] if kind == "memory" else bootstrap.payload_call(fds["HOLDFAST_PAYLOAD"])
         bootstrap.finish_forked(bootstrap.run_function(call, fds["HOLDFAST_BLACKBOX"]))

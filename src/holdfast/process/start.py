@@ -4,10 +4,8 @@ A `PContext` is one life of a worker group. Its parts: the spawner, which owns t
 each worker (memory that outlives it, in which the bootstrap leaves the return value, the traceback or the stack
 at the moment of a fatal signal); and the pump, which carries what workers write to files and the console.
 
-Events come from the spawner through `SpawnerLink` and are kept in one `_Slot` a worker. `wait` only looks and
-waits; it stops nothing. `close` is the kill ladder (see `stop`). What a worker did by itself and what was done
-to it are kept apart: an end that comes after the ladder began counts as ours unless the worker left evidence of
-a failure of its own.
+Events come from the spawner through `SpawnerLink` and are kept in one `Slot` a worker (see `slots`). `wait` only
+looks and waits; it stops nothing. `close` is the kill ladder (see `stop`).
 
 stderr always passes through the pump unless it is redirected to a file, so that the last lines of a worker that
 fails are known; on a terminal the worker is given a terminal.
@@ -29,9 +27,8 @@ from typing import Any
 
 from holdfast.diagnosis import oom
 from holdfast.diagnosis.report import Evidence
-from holdfast.errors import UserError
+from holdfast.errors import HostError, UserError
 from holdfast.process import entry, signals, stop
-from holdfast.process.bootstrap import BlackBox, read_blackbox
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.link import (
     Exited,
@@ -45,12 +42,13 @@ from holdfast.process.link import (
 )
 from holdfast.process.logs import LogsDest, LogsSpecs
 from holdfast.process.outlets import Outlets, dup_or_null
+from holdfast.process.slots import Slot, Stop, UnreadableValue
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_GRACE_S = 30.0
-# A worker that ends so after it was told to stop still failed by itself.
-_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS})
+# Each order has about five descriptors in flight. More at once would not start anything sooner.
+_MOST_UNDERWAY = 16
 
 
 @dataclass(slots=True)
@@ -64,25 +62,6 @@ class RunProcsResult:
 
     def is_failed(self) -> bool:
         return bool(self.failures)
-
-
-@dataclass(slots=True)
-class _Slot:
-    """What is known of one worker."""
-
-    local_rank: int
-    blackbox_fd: int
-    pid: int | None = None
-    pidfd: int | None = None
-    exitcode: int | None = None
-    order: int | None = None
-    ended_during_stop: bool = False
-    note: str = ""
-    box: BlackBox | None = None
-
-    @property
-    def is_running(self) -> bool:
-        return self.pid is not None and self.exitcode is None
 
 
 class PContext(abc.ABC):
@@ -125,12 +104,11 @@ class PContext(abc.ABC):
         self._numa_options = numa_options
         self._link = link
         self._owns_link = link is None
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Slot] = {}
         self._resources = ExitStack()
         self._kills_before: oom.MemoryKills | None = None
-        self._stop_signal: signal.Signals | None = None
-        self._stop_grace_s = 0.0
-        self._was_killed = False
+        self._stop: Stop | None = None
+        self._lost_how = ""
         self._is_swept = False
         self._is_closed = False
 
@@ -149,17 +127,27 @@ class PContext(abc.ABC):
 
     def _start(self) -> None:
         self._kills_before = oom.memory_killer_counter()
-        if self._link is None or self._link.is_lost:
+        if self._link is None:
             self._link = self._make_link()
         self._link.prepare()
         for rank in range(self.nprocs):
             self._start_one(self._link, rank)
+            self._await_starts(_MOST_UNDERWAY)
         self._outlets.start()
-        while any(slot.pid is None and slot.exitcode is None for slot in self._slots.values()):
+        self._await_starts(0)
+
+    def _await_starts(self, most_underway: int) -> None:
+        """Wait until no more than that many are on their way; an order that cannot be carried out raises."""
+        while sum(slot.is_underway for slot in self._slots.values()) > most_underway:
             self._take_reports(None, new_signals_only=True)
+        for rank, slot in self._slots.items():
+            if slot.refusal is not None:
+                raise OSError(slot.refusal, os.strerror(slot.refusal), self._display_name(rank))
+        if any(slot.pid is None and slot.exitcode is not None for slot in self._slots.values()):
+            raise HostError(f"the processes of {self.name} were not all started: the spawner {self._lost_how}")
 
     def _start_one(self, link: SpawnerLink, rank: int) -> None:
-        self._slots[rank] = _Slot(rank, os.memfd_create(f"holdfast-{rank}", os.MFD_CLOEXEC))
+        self._slots[rank] = Slot(rank, os.memfd_create(f"holdfast-{rank}", os.MFD_CLOEXEC))
         with ExitStack() as unsent:
             fds = {
                 "stdin": _keep(unsent, dup_or_null(0)),
@@ -167,8 +155,8 @@ class PContext(abc.ABC):
                 "stderr": _keep(unsent, self._outlets.open_stderr(rank)),
             }
             kind, argv = self._describe(rank, fds, unsent)
+            link.start(StartOrder(rank, kind, argv, self.envs[rank], self._cpus(rank), fds))
             unsent.pop_all()
-        link.start(StartOrder(rank, kind, argv, self.envs[rank], self._cpus(rank), fds))
 
     @abc.abstractmethod
     def _describe(self, rank: int, fds: dict[str, int], unsent: ExitStack) -> tuple[str, tuple[str, ...]]:
@@ -199,6 +187,17 @@ class PContext(abc.ABC):
             raise ValueError(f"the processes of {self.name!r} have not been started")
         return self._link.fileno()
 
+    def has_ended(self) -> bool:
+        """Whether `wait` would return a result at once, of what was heard so far."""
+        codes = [slot.exitcode for slot in self._slots.values()]
+        return None not in codes or any(codes)
+
+    def blame(self, pid: int, note: str) -> None:
+        """Whatever its end, this process counts as failed, for the reason in the note."""
+        for slot in self._slots.values():
+            if slot.pid == pid:
+                slot.note = note
+
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """The result once every process succeeded or any failed; None while they run.
 
@@ -227,26 +226,22 @@ class PContext(abc.ABC):
             case Started(rank, pid, pidfd):
                 self._slots[rank].pid, self._slots[rank].pidfd = pid, pidfd
             case Refused(rank, number):
-                raise OSError(number, os.strerror(number), self._display_name(rank))
+                self._slots[rank].refusal = number
             case Exited(rank, exitcode, order):
-                self._end(self._slots[rank], exitcode, order)
+                self._slots[rank].end(exitcode, order, self._stop)
             case Swept(survivors):
                 self._is_swept = True
                 self.survivors = survivors
             case SpawnerLost(how):
                 self._lose_everything(how)
 
-    def _end(self, slot: _Slot, exitcode: int, order: int | None) -> None:
-        slot.exitcode = exitcode
-        slot.order = order
-        slot.ended_during_stop = self._stop_signal is not None
-
     def _lose_everything(self, how: str) -> None:
         self._is_swept = True
+        self._lost_how = how
         for slot in self._slots.values():
             if slot.exitcode is None:
                 slot.note = f"the spawner that owned it {how}"
-                self._end(slot, -signal.SIGKILL, None)
+                slot.end(-signal.SIGKILL, None, self._stop)
 
     def _display_name(self, rank: int) -> str:
         return self.entrypoint if isinstance(self.entrypoint, str) else _name_of(self.entrypoint)
@@ -260,44 +255,27 @@ class PContext(abc.ABC):
         if any(slot.exitcode is None for slot in self._slots.values()):
             return None
         try:
-            values = {rank: self._return_value(slot) for rank, slot in self._slots.items()}
-        except _UnreadableValue:
+            values = {rank: slot.return_value() for rank, slot in self._slots.items()}
+        except UnreadableValue:
             return self._result()  # The slot now carries the failure.
         return RunProcsResult(return_values=values, stdouts=self.stdouts, stderrs=self.stderrs)
 
     def failures(self) -> dict[int, ProcessFailure]:
         """What failed by itself so far, with the evidence there is at this moment."""
-        return {rank: self._failure(slot) for rank, slot in self._slots.items() if self._failed_by_itself(slot)}
+        return {rank: self._failure(slot) for rank, slot in self._slots.items() if slot.failed_by_itself()}
 
     def stopped(self) -> dict[int, str]:
         """Local rank -> how holdfast ended it, for those that did not end by themselves."""
         return {
-            rank: self._how_stopped(slot)
+            rank: slot.how_stopped()
             for rank, slot in self._slots.items()
-            if slot.ended_during_stop and not self._failed_by_itself(slot)
+            if not slot.failed_by_itself() and (slot.stop or (slot.is_running and self._is_closed))
         }
 
-    def _failed_by_itself(self, slot: _Slot) -> bool:
-        if slot.note and slot.exitcode is not None:
-            return True
-        if slot.exitcode is None or slot.exitcode == 0:
-            return False
-        if not slot.ended_during_stop:
-            return True
-        box = self._box(slot)
-        return -slot.exitcode in _CRASHES or (slot.exitcode > 0 and box.error is not None)
-
-    def _how_stopped(self, slot: _Slot) -> str:
-        assert self._stop_signal is not None
-        if slot.exitcode == -self._stop_signal or slot.exitcode == 0:
-            return self._stop_signal.name
-        if slot.exitcode == -signal.SIGKILL:
-            return f"SIGKILL, {self._stop_grace_s:g} s after {self._stop_signal.name}"
-        return f"{self._stop_signal.name}, exit code {slot.exitcode}"
-
-    def _failure(self, slot: _Slot) -> ProcessFailure:
-        assert slot.pid is not None and slot.exitcode is not None
-        box = self._box(slot)
+    def _failure(self, slot: Slot) -> ProcessFailure:
+        assert slot.pid is not None
+        assert slot.exitcode is not None
+        box = slot.box()
         evidence = Evidence(
             error=box.error,
             stack=box.text,
@@ -308,24 +286,9 @@ class PContext(abc.ABC):
         error_file = self.error_files.get(slot.local_rank, "")
         return ProcessFailure(slot.local_rank, slot.pid, slot.exitcode, error_file, evidence, slot.order)
 
-    def _box(self, slot: _Slot) -> BlackBox:
-        """Read once, after the worker's end: nothing is added to it then."""
-        if slot.box is None:
-            slot.box = read_blackbox(_read_all(slot.blackbox_fd))
-        return slot.box
-
-    def _return_value(self, slot: _Slot) -> Any:
-        data = self._box(slot).value
-        if data is None:
-            return None
-        try:
-            return pickle.loads(data)
-        except Exception as error:
-            slot.note = f"its return value cannot be read back: {type(error).__name__}: {error}"
-            raise _UnreadableValue from None
-
-    def _memory_evidence(self, slot: _Slot) -> str:
-        if slot.exitcode != -signal.SIGKILL or slot.ended_during_stop:
+    def _memory_evidence(self, slot: Slot) -> str:
+        # A shell whose child was killed says so with its own exit code.
+        if slot.exitcode not in (-signal.SIGKILL, 128 + signal.SIGKILL) or slot.stop is not None:
             return ""
         return oom.evidence(self._kills_before, oom.memory_killer_counter())
 
@@ -342,10 +305,10 @@ class PContext(abc.ABC):
             self._release()
 
     def _climb_ladder(self, number: signal.Signals, grace_s: float) -> None:
-        if self._link is None:
+        if self._link is None or not self._slots:
             return
         self._take_reports(0.0)
-        self._stop_signal, self._stop_grace_s = number, grace_s
+        self._stop = Stop(number, grace_s)
         self._signal_leaders(number)
         deadline = time.monotonic() + grace_s
         while any(slot.is_running for slot in self._slots.values()):
@@ -374,9 +337,9 @@ class PContext(abc.ABC):
         while not self._is_swept and (left_s := deadline - time.monotonic()) > 0:
             self._take_reports(left_s, new_signals_only=True)
         if not self._is_swept:
-            logger.error("the spawner of %s does not answer; it is given up with everything below it", self.name)
-            self._link.close()
-            self._lose_everything("did not answer")
+            logger.error("the spawner of %s does not answer and is killed with everything below it", self.name)
+            self._link.kill_spawner()
+            self._lose_everything("did not answer and was killed")
         for pid, state in self.survivors:
             logger.error("process %d (state %s) of %s cannot be killed", pid, state, self.name)
 
@@ -385,12 +348,7 @@ class PContext(abc.ABC):
         if self._owns_link and self._link is not None:
             self._link.close()
         for slot in self._slots.values():
-            if slot.pid is not None and slot.exitcode is not None:
-                self._box(slot)
-            for fd in (slot.blackbox_fd, slot.pidfd):
-                if fd is not None:
-                    os.close(fd)
-            slot.pidfd = None
+            slot.close()
         self._resources.close()
 
 
@@ -408,34 +366,23 @@ class SubprocessContext(PContext):
 class MultiprocessContext(PContext):
     """Processes that call a function and hand back what it returns."""
 
-    def __init__(self, *args: Any, start_method: str = "spawn", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any],
+        args: dict[int, tuple[Any, ...]],
+        *others: Any,
+        start_method: str = "spawn",
+        **more: Any,
+    ) -> None:
         if start_method not in ("spawn", "fork", "forkserver"):
             raise UserError(f"unknown start method {start_method!r}; there are spawn, fork and forkserver")
         self.start_method = start_method
+        is_sent = start_method != "fork"
+        self._payloads = {rank: _payload(entrypoint, values) for rank, values in args.items()} if is_sent else {}
+        super().__init__(name, entrypoint, args, *others, **more)
         if start_method != "spawn":  # Neither a cold spawner nor one that is older than this call will do.
             self._link, self._owns_link = None, True
-        self._payloads = {} if start_method == "fork" else {rank: self._payload(rank) for rank in range(self.nprocs)}
-
-    def _payload(self, rank: int) -> bytes:
-        import cloudpickle
-
-        try:
-            call = cloudpickle.dumps((self.entrypoint, self.args[rank]))
-        except Exception as error:
-            culprit = self._unpicklable_part(rank)
-            raise UserError(f"{culprit} cannot be sent to a worker: {type(error).__name__}: {error}") from None
-        return pickle.dumps((list(sys.path), list(sys.argv), call))
-
-    def _unpicklable_part(self, rank: int) -> str:
-        import cloudpickle
-
-        for index, value in enumerate(self.args[rank]):
-            try:
-                cloudpickle.dumps(value)
-            except Exception:
-                return f"argument {index} of {self._display_name(rank)}"
-        return f"the function {self._display_name(rank)}"
 
     def _make_link(self) -> SpawnerLink:
         if self.start_method == "fork":
@@ -476,20 +423,38 @@ def start_processes(
     `args` and `envs` map each local rank 0..n-1 to its arguments and its additional environment. A `link` to a
     spawner that is already there saves starting another one.
     """
+    others = (envs, logs_specs, log_line_prefixes, duplicate_stdout_filters, duplicate_stderr_filters)
     common: dict[str, Any] = {"numa_options": numa_options, "link": link}
-    positional = (name, entrypoint, args, envs, logs_specs, log_line_prefixes)
-    filters = (duplicate_stdout_filters, duplicate_stderr_filters)
     context: PContext
     if isinstance(entrypoint, str):
-        context = SubprocessContext(*positional, *filters, **common)
+        context = SubprocessContext(name, entrypoint, args, *others, **common)
     else:
-        context = MultiprocessContext(*positional, *filters, start_method=start_method, **common)
+        context = MultiprocessContext(name, entrypoint, args, *others, start_method=start_method, **common)
     context.start()
     return context
 
 
-class _UnreadableValue(Exception):  # noqa: N818
-    """A return value came that this process cannot unpickle."""
+def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """What a worker needs to make the call, pickled."""
+    import cloudpickle
+
+    try:
+        call = cloudpickle.dumps((function, args))
+    except Exception as error:
+        culprit = _unpicklable_part(function, args)
+        raise UserError(f"{culprit} cannot be sent to a worker: {type(error).__name__}: {error}") from None
+    return pickle.dumps((list(sys.path), list(sys.argv), call))
+
+
+def _unpicklable_part(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    import cloudpickle
+
+    for index, value in enumerate(args):
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return f"argument {index} of {_name_of(function)}"
+    return f"the function {_name_of(function)}"
 
 
 def _check_ranks(what: str, mapping: Mapping[int, Any], count: int) -> None:
@@ -519,11 +484,3 @@ def _memory_file(data: bytes) -> int:
         view = view[os.write(fd, view) :]
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
-
-
-def _read_all(fd: int) -> bytes:
-    """The whole of a memory file, from its beginning; one read brings at most 2 GiB."""
-    data = bytearray()
-    while piece := os.pread(fd, 1 << 30, len(data)):
-        data += piece
-    return bytes(data)

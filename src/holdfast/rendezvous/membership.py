@@ -16,7 +16,7 @@ commands into messages; in the simulator a fake world does the same.
 Nodes. A node is WAITING when it has joined and none of its workers are alive; RUNNING, FINISHED or LEAVING when
 it is a member of the current round. A connection that closes makes it suspect: it may return within
 `drop_timeout_s`. A node that is not heard of for `lease_s`, or does not return, is lost; by then its own side
-has killed its workers (`client.Session`), which is what makes it safe to give its place away.
+has killed its workers (`session`), which is what makes it safe to give its place away.
 
 First stop, then judge. The first word of a failure stops the round at once. What it means is decided when every
 member of the round is accounted for: it has joined again, left, or is lost. If one was lost, the failures around
@@ -36,42 +36,46 @@ to return. If all do, nobody notices anything.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import assert_never
 
-from holdfast.errors import InternalError
 from holdfast.rendezvous import restart
-from holdfast.rendezvous.restart import Failure, RestartPolicy
+from holdfast.rendezvous.restart import Failure
+from holdfast.rendezvous.vocabulary import (
+    Admit,
+    CloseRequested,
+    Command,
+    ConnectionClosed,
+    End,
+    Event,
+    Expel,
+    ForgetRun,
+    Memory,
+    NodeHeard,
+    NodeJoined,
+    NodeLeaving,
+    NodeLeft,
+    NodeReturned,
+    Outcome,
+    Refuse,
+    Remember,
+    SealWorld,
+    Settings,
+    ShowProgress,
+    Stage,
+    StopRound,
+    TellOutcome,
+    TimePassed,
+    WorkersFailed,
+    WorkersSucceeded,
+)
 from holdfast.rendezvous.world import NodeFacts, World, arrange
 
 _STORY_LENGTH = 40
 _NAMED_AT_MOST = 8
+_PROGRESS_EVERY_S = 1.0
 _SILENT_HEARTBEATS = 2.5  # This many heartbeats without a word make a node suspect.
-
-
-class Admit(StrEnum):
-    """What a newcomer below max does to a round that runs."""
-
-    NOW = "now"
-    ON_RESTART = "on-restart"
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What all nodes of a run must agree on; the first to join fixes it."""
-
-    min_nodes: int = 1
-    max_nodes: int = 1
-    join_timeout_s: float = 600.0
-    last_call_s: float = 5.0
-    heartbeat_s: float = 1.0
-    lease_s: float = 5.0
-    drop_timeout_s: float = 2.0
-    close_linger_s: float = 10.0
-    admit: Admit = Admit.NOW
-    policy: RestartPolicy = field(default_factory=RestartPolicy)
 
 
 class Phase(StrEnum):
@@ -81,215 +85,29 @@ class Phase(StrEnum):
     ENDED = "ENDED"
 
 
-class Stage(StrEnum):
-    WAITING = "WAITING"
-    RUNNING = "RUNNING"
-    FINISHED = "FINISHED"
-    LEAVING = "LEAVING"
-
-
-class End(StrEnum):
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-    CLOSED = "CLOSED"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended, the same on every node. `cause` is the failure that it ended of, if one did."""
-
-    end: End
-    reason: str
-    cause: Failure | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What survives the coordinator process. `last_round` is 0 if no round was ever sealed."""
-
-    last_round: int = 0
-    restarts_used: int = 0
-    outcome: Outcome | None = None
-
-
-# Events.
-
-
-@dataclass(frozen=True, slots=True)
-class NodeJoined:
-    """A node asks for a place in the next round; none of its workers are alive.
-
-    `last_round` is the highest round that it has seen. `replaces` is the incarnation that it gave up, or empty.
-    """
-
-    facts: NodeFacts
-    settings: Settings
-    last_round: int = 0
-    replaces: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeReturned:
-    """A node is connected again and has not given up its place."""
-
-    facts: NodeFacts
-    settings: Settings
-    world: World
-    stage: Stage
-
-
-@dataclass(frozen=True, slots=True)
-class NodeHeard:
-    """A heartbeat."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionClosed:
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersFailed:
-    key: str
-    round: int
-    failure: Failure
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersSucceeded:
-    key: str
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class NodeLeaving:
-    """A member is going away and stopping its workers."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class NodeLeft:
-    """It is gone, and so are its workers."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class CloseRequested:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class TimePassed:
-    """The deadline that `next_deadline` named has come."""
-
-
-Event = (
-    NodeJoined
-    | NodeReturned
-    | NodeHeard
-    | ConnectionClosed
-    | WorkersFailed
-    | WorkersSucceeded
-    | NodeLeaving
-    | NodeLeft
-    | CloseRequested
-    | TimePassed
-)
-
-
-# Commands.
-
-
-@dataclass(frozen=True, slots=True)
-class SealWorld:
-    """Tell every member of the world."""
-
-    world: World
-
-
-@dataclass(frozen=True, slots=True)
-class StopRound:
-    """Tell these nodes to stop their workers of this round and join again."""
-
-    keys: tuple[str, ...]
-    round: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Tell this node that it cannot join, and why. Nothing else will change that."""
-
-    key: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Expel:
-    """Tell this node that its place was given up: it kills its workers and joins as a stranger."""
-
-    key: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class TellOutcome:
-    keys: tuple[str, ...]
-    outcome: Outcome
-
-
-@dataclass(frozen=True, slots=True)
-class ShowProgress:
-    """Tell those who wait how far the round is. `seconds_left` is until the join timeout."""
-
-    keys: tuple[str, ...]
-    joined: int
-    wanted: int
-    max_nodes: int
-    seconds_left: float
-
-
-@dataclass(frozen=True, slots=True)
-class Remember:
-    """Write this down before any command that follows is carried out."""
-
-    memory: Memory
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetRun:
-    """The run is over and everybody has heard, or nobody is left to hear."""
-
-
-Command = SealWorld | StopRound | Refuse | Expel | TellOutcome | ShowProgress | Remember | ForgetRun
-
-
-class InvalidEvent(InternalError):  # noqa: N818
-    """Something happened that cannot."""
-
-
 @dataclass(slots=True)
 class _Node:
     facts: NodeFacts
     stage: Stage
     arrival: int
     heard_at: float
-    closed_at: float | None = None
-    """Since when its connection is closed."""
     drop_at: float | None = None
-    """When it is lost unless it returns."""
+    """Its connection is closed, and it is lost at this time unless it returns."""
 
     @property
     def key(self) -> str:
         return self.facts.key
 
+    @property
+    def is_open(self) -> bool:
+        return self.drop_at is None
+
 
 class Membership:
-    """One run. `step` takes what happened and returns what is to be done."""
+    """One run. `step` takes what happened and returns what is to be done.
+
+    The cost of an event does not depend on the number of nodes, except where it decides something for all of them.
+    """
 
     def __init__(self, now: float, memory: Memory | None = None) -> None:
         """`memory` is what an earlier coordinator process of this run has written down, if one did."""
@@ -300,21 +118,24 @@ class Membership:
         self.restarts_used = memory.restarts_used if memory else 0
         self.outcome: Outcome | None = None
         self._is_recovering = memory is not None
-        self._started_at = now
+        self._has_seen_no_round = True
+        self._started_at = self._now = now
         # In the order in which they were last heard of: the first is the next whose lease may end.
         self._nodes: OrderedDict[str, _Node] = OrderedDict()
+        self._dropping: set[str] = set()
+        self._waiting: set[str] = set()  # Joined, connected, and without workers.
+        self._owing: set[str] = set()  # Members of this round whose workers may be alive.
+        self._unfinished: set[str] = set()  # Members of this round whose workers have not succeeded.
         self._arrivals = 0
         self._charged_at: list[float] = [now] * self.restarts_used
         self._failures: list[Failure] = []
         self._departed: list[str] = []
-        self._is_planned_change = False
-        self._finished_and_gone: set[str] = set()
         self._previous: tuple[str, ...] = ()
         self._not_before = now
         self._forming_since: float | None = None
         self._enough_since: float | None = None
         self._progress_due: float | None = None
-        self._progress_shown: tuple[int, int] | None = None
+        self._progress_shown = -1
         self._forget_at: float | None = None
         self._story: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
         if memory and memory.outcome:
@@ -323,10 +144,12 @@ class Membership:
     # What the shell calls.
 
     def step(self, event: Event, now: float) -> list[Command]:
-        commands = self._react(event, now)
-        commands += self._advance(now)
-        if not isinstance(event, NodeHeard) or commands:
-            self._story.append((now, event, tuple(commands)))
+        self._now = now
+        if isinstance(event, NodeHeard) and not self._was_silent(event.key, now):
+            self._hear(event.key, now)
+            return []
+        commands = self._react(event, now) + self._advance(now)
+        self._story.append((now, event, tuple(commands)))
         return commands
 
     def next_deadline(self) -> float | None:
@@ -334,8 +157,8 @@ class Membership:
         if self.phase is Phase.ENDED:
             return self._forget_at
         candidates = [self._next_loss_at(), self._progress_due]
-        if self.phase is Phase.FORMING and self._nodes:
-            candidates.append(self._next_forming_deadline())
+        if self.phase is Phase.FORMING:
+            candidates += self._forming_deadlines()
         return min((each for each in candidates if each is not None), default=None)
 
     def story(self) -> str:
@@ -359,19 +182,22 @@ class Membership:
                 self._hear(key, now)
                 return []
             case ConnectionClosed(key):
-                return self._closed(key, now)
+                self._closed(key, now)
+                return []
             case WorkersFailed(key, round, failure):
                 return self._failed(key, round, failure)
             case WorkersSucceeded(key, round):
-                return self._succeeded(key, round)
+                if self._is_current(key, round):
+                    self._finish(self._nodes[key])
+                return []
             case NodeLeaving(key):
                 return self._leaving(key)
             case NodeLeft(key):
                 return self._gone(key, "left")
             case CloseRequested(reason):
-                return self._end(Outcome(End.CLOSED, reason), now)
+                return self._end(Outcome(End.CLOSED, reason))
             case TimePassed():
-                return self._lose_silent(now)
+                return self._lose_overdue(now)
         assert_never(event)
 
     def _react_after_end(self, event: Event, now: float) -> list[Command]:
@@ -382,7 +208,7 @@ class Membership:
                 self._add(facts, Stage.WAITING, now)
                 return [TellOutcome((facts.key,), self.outcome)]
             case ConnectionClosed(key) | NodeLeft(key):
-                self._nodes.pop(key, None)
+                self._remove(key)
         return []
 
     def _joined(self, event: NodeJoined, now: float) -> list[Command]:
@@ -392,13 +218,10 @@ class Membership:
             return [Refuse(facts.key, problem)]
         self.settings = self.settings or event.settings
         self.round = max(self.round, event.last_round)
-        commands: list[Command] = []
-        if event.replaces:
-            commands += self._gone(event.replaces, "lost its place")
-        known = self._nodes.get(facts.key)
-        if known is not None and known.stage is not Stage.WAITING and self.phase is Phase.RUNNING:
-            # A member whose workers are gone although nobody stopped the round.
-            commands += self._stop(f"{facts.node_id} has left the round", departed=facts.key)
+        commands = self._gone(event.replaces, "has lost its place") if event.replaces else []
+        if facts.key in self._owing and self.phase is Phase.RUNNING:
+            commands += self._stop(f"{facts.node_id} has left the round", departed=facts)
+        self._owing.discard(facts.key)
         self._add(facts, Stage.WAITING, now)
         return commands + self._maybe_admit(facts)
 
@@ -414,66 +237,49 @@ class Membership:
             return ""
         if not 0 <= rank < ours.max_nodes:
             return f"rank {rank} was asked for, but the run has at most {ours.max_nodes} nodes"
-        taken_by = [
-            node.facts.node_id
-            for node in self._nodes.values()
-            if node.facts.requested_rank == rank and node.key != facts.key and node.closed_at is None
-        ]
-        return f"rank {rank} was asked for, but {taken_by[0]} has asked for it before" if taken_by else ""
+        rivals = (node for node in self._nodes.values() if node.facts.requested_rank == rank and node.is_open)
+        taken_by = next((node.facts.node_id for node in rivals if node.facts.node_id != facts.node_id), None)
+        return f"rank {rank} was asked for, but {taken_by} has asked for it before" if taken_by else ""
 
     def _maybe_admit(self, facts: NodeFacts) -> list[Command]:
         assert self.settings is not None
-        has_room = self.world is not None and len(self.world.members) < self.settings.max_nodes
-        if self.phase is not Phase.RUNNING or self.settings.admit is not Admit.NOW or not has_room:
+        if self.phase is not Phase.RUNNING or self.settings.admit is not Admit.NOW:
             return []
-        self._is_planned_change = True
-        return self._stop(f"{facts.node_id} joins")
+        assert self.world is not None
+        has_room = len(self.world.members) < self.settings.max_nodes
+        return self._stop(f"{facts.node_id} joins") if has_room else []
 
     def _returned(self, event: NodeReturned, now: float) -> list[Command]:
-        key, world = event.facts.key, event.world
+        facts, world = event.facts, event.world
         self.settings = self.settings or event.settings
-        known = self._nodes.get(key)
-        if known is not None and known.stage is Stage.WAITING:
-            return [Expel(key, "it had joined the next round")]
-        if known is not None and self.world is not None and world.round == self.world.round:
-            self._connect(known, event.stage, now)
-            return self._catch_up(known)
-        if known is None and world.round > self.round or (world.round == self.round and self.world is None):
-            if self.world is None and self._may_adopt():
-                self._adopt(world, now)
-                self._connect(self._nodes[key], event.stage, now)
-                return []
-        self.round = max(self.round, world.round)
-        return [Expel(key, f"round {world.round} is over")]
-
-    def _may_adopt(self) -> bool:
-        return self.phase is Phase.FORMING
+        if self._has_seen_no_round and world.round >= self.round:
+            self._adopt(world, now)
+        node = self._nodes.get(facts.key)
+        is_ours = self.world is not None and self.world.round == world.round
+        if node is None or not is_ours or node.stage is Stage.WAITING:
+            self.round = max(self.round, world.round)
+            return [Expel(facts.key, f"its place in round {world.round} was given up")]
+        self._reconnect(node, event.stage, now)
+        if self.phase is Phase.STOPPING:  # It may have missed that.
+            return [StopRound((node.key,), world.round, "the round was stopped meanwhile")]
+        return []
 
     def _adopt(self, world: World, now: float) -> None:
-        """Go on with a round that another coordinator process has sealed."""
+        """Go on with a round that another coordinator process has sealed; its members have a lease to return."""
         assert self.settings is not None
-        self.phase = Phase.RUNNING
-        self.world, self.round = world, world.round
         self.restarts_used = max(self.restarts_used, world.restarts_used)
         self._charged_at = [now] * self.restarts_used
-        self._begin_round()
+        self._begin(world)
         for facts in world.members:
             node = self._add(facts, Stage.RUNNING, now)
-            node.closed_at = now
-            node.drop_at = now + self.settings.lease_s
+            self._drop(node, now + self.settings.lease_s)
 
-    def _connect(self, node: _Node, stage: Stage, now: float) -> None:
-        node.closed_at = node.drop_at = None
-        if node.stage is Stage.RUNNING:
-            node.stage = stage
+    def _reconnect(self, node: _Node, stage: Stage, now: float) -> None:
+        node.drop_at = None
+        self._dropping.discard(node.key)
         self._hear(node.key, now)
-
-    def _catch_up(self, node: _Node) -> list[Command]:
-        """It may have missed that the round was stopped."""
-        if self.phase is Phase.STOPPING:
-            assert self.world is not None
-            return [StopRound((node.key,), self.world.round, "the round was stopped meanwhile")]
-        return []
+        if stage is Stage.FINISHED:
+            self._finish(node)
 
     def _hear(self, key: str, now: float) -> None:
         node = self._nodes.get(key)
@@ -481,116 +287,120 @@ class Membership:
             node.heard_at = now
             self._nodes.move_to_end(key)
 
-    def _closed(self, key: str, now: float) -> list[Command]:
+    def _was_silent(self, key: str, now: float) -> bool:
         node = self._nodes.get(key)
-        if node is None:
-            return []
+        return node is not None and node.stage is Stage.WAITING and self._is_silent(node, now)
+
+    def _is_silent(self, node: _Node, now: float) -> bool:
         assert self.settings is not None
-        if node.stage is Stage.WAITING and key not in self._owed():
-            return self._gone(key, "closed its connection")
-        node.closed_at = now
-        node.drop_at = now + self.settings.drop_timeout_s
-        return []
+        return now - node.heard_at > _SILENT_HEARTBEATS * self.settings.heartbeat_s
+
+    def _closed(self, key: str, now: float) -> None:
+        node = self._nodes.get(key)
+        if node is not None and node.is_open:
+            assert self.settings is not None
+            self._drop(node, now + self.settings.drop_timeout_s)
+
+    def _drop(self, node: _Node, at: float) -> None:
+        node.drop_at = at
+        self._dropping.add(node.key)
+        self._waiting.discard(node.key)
 
     def _failed(self, key: str, round: int, failure: Failure) -> list[Command]:
         if not self._is_current(key, round):
             return []
         self._failures.append(failure)
-        return self._stop(failure.text) if self.phase is Phase.RUNNING else []
+        return self._stop(failure.text)
 
-    def _succeeded(self, key: str, round: int) -> list[Command]:
-        if self._is_current(key, round) and self._nodes[key].stage is Stage.RUNNING:
-            self._nodes[key].stage = Stage.FINISHED
-        return []
+    def _finish(self, node: _Node) -> None:
+        if node.stage is Stage.RUNNING:
+            node.stage = Stage.FINISHED
+            self._owing.discard(node.key)
+            self._unfinished.discard(node.key)
 
     def _leaving(self, key: str) -> list[Command]:
         node = self._nodes.get(key)
-        if node is None or node.stage is Stage.WAITING:
+        if node is None or node.stage is not Stage.RUNNING:
             return []
-        was_running = node.stage is Stage.RUNNING
         node.stage = Stage.LEAVING
-        if not was_running:
-            self._finished_and_gone.add(key)
-            return []
-        return self._stop(f"{node.facts.node_id} leaves", departed=key)
+        return self._stop(f"{node.facts.node_id} leaves", departed=node.facts)
 
     def _is_current(self, key: str, round: int) -> bool:
-        """Whether somebody speaks of the present round and is a member of it. The only place that drops the stale."""
-        node = self._nodes.get(key)
-        is_member = node is not None and node.stage is not Stage.WAITING
-        return is_member and self.world is not None and round == self.world.round
+        """Whether a member speaks of the present round. The one place where what is stale is dropped."""
+        return key in self._owing and self.world is not None and round == self.world.round
 
     # Losing nodes.
 
-    def _lose_silent(self, now: float) -> list[Command]:
+    def _lose_overdue(self, now: float) -> list[Command]:
         commands: list[Command] = []
-        for node in list(self._nodes.values()):
-            lost_at = self._lost_at(node)
-            if lost_at <= now:
-                reason = "did not come back" if node.closed_at is not None else "was not heard of"
-                commands += self._gone(node.key, f"is lost: it {reason}")
+        dropped = [key for key in self._dropping if (self._nodes[key].drop_at or 0.0) <= now]
+        for key in sorted(dropped):
+            commands += self._gone(key, "is lost: it did not come back")
+        while self._nodes and self._lease_ends(node := next(iter(self._nodes.values()))) <= now:
+            if node.is_open:
+                commands += self._gone(node.key, "is lost: it was not heard of")
+                commands.append(Expel(node.key, "it was not heard of for too long"))
+            else:
+                self._nodes.move_to_end(node.key)  # It has its own deadline.
+                node.heard_at = now
         return commands
 
-    def _lost_at(self, node: _Node) -> float:
+    def _lease_ends(self, node: _Node) -> float:
         assert self.settings is not None
-        return node.drop_at if node.drop_at is not None else node.heard_at + self.settings.lease_s
+        return node.heard_at + self.settings.lease_s
 
     def _next_loss_at(self) -> float | None:
         """The next time at which somebody may be lost. All leases are equally long, so the first in line tells."""
-        if not self._nodes:
-            return None
-        oldest = next(iter(self._nodes.values()))
-        dropped = [node.drop_at for node in self._nodes.values() if node.drop_at is not None] if self._any_closed() else []
-        return min([self._lost_at(oldest), *dropped])
-
-    def _any_closed(self) -> bool:
-        return any(node.closed_at is not None for node in self._nodes.values())
+        drops = (self._nodes[key].drop_at for key in self._dropping)
+        oldest = [self._lease_ends(next(iter(self._nodes.values())))] if self._nodes else []
+        return min([*(at for at in drops if at is not None), *oldest], default=None)
 
     def _gone(self, key: str, how: str) -> list[Command]:
         """A node is out, and none of its workers can be alive."""
-        node = self._nodes.pop(key, None)
-        if node is None or self.world is None or key not in self.world.keys or node.stage is Stage.WAITING:
+        node = self._nodes.get(key)
+        if node is None:
             return []
-        if node.stage is Stage.FINISHED or key in self._finished_and_gone:
-            self._finished_and_gone.add(key)
+        is_missed = key in self._owing
+        self._remove(key)
+        if not is_missed:
             return []
-        if self.phase is Phase.RUNNING:
-            return self._stop(f"{node.facts.node_id} {how}", departed=key)
-        self._departed.append(node.facts.node_id)
-        return []
+        self._owing.discard(key)
+        return self._stop(f"{node.facts.node_id} {how}", departed=node.facts)
+
+    def _remove(self, key: str) -> None:
+        self._nodes.pop(key, None)
+        self._waiting.discard(key)
+        self._dropping.discard(key)
 
     # Rounds.
 
-    def _begin_round(self) -> None:
+    def _begin(self, world: World) -> None:
+        self.phase = Phase.RUNNING
+        self._has_seen_no_round = False
+        self.world, self.round = world, world.round
+        self._owing, self._unfinished = set(world.keys), set(world.keys)
         self._failures, self._departed = [], []
-        self._is_planned_change = False
-        self._finished_and_gone = set()
         self._forming_since = self._enough_since = self._progress_due = None
-        self._progress_shown = None
+        self._progress_shown = -1
 
-    def _stop(self, reason: str, departed: str = "") -> list[Command]:
+    def _stop(self, reason: str, departed: NodeFacts | None = None) -> list[Command]:
         """Stop the round for everybody. Whether the run goes on is decided when all are accounted for."""
         assert self.world is not None
-        if departed:
-            self._departed.append(departed.rpartition("/")[0])
+        if departed is not None:
+            self._departed.append(departed.node_id)
         if self.phase is not Phase.RUNNING:
             return []
         self.phase = Phase.STOPPING
-        keys = tuple(key for key in self.world.keys if key in self._nodes and key != departed)
+        gone = departed.key if departed else ""
+        keys = tuple(key for key in self.world.keys if key in self._nodes and key != gone)
         return [StopRound(keys, self.world.round, reason)]
-
-    def _owed(self) -> list[str]:
-        """Members of the stopped round whose workers may still be alive."""
-        if self.world is None:
-            return []
-        return [key for key in self.world.keys if key in self._nodes and self._nodes[key].stage is not Stage.WAITING]
 
     def _advance(self, now: float) -> list[Command]:
         """Whatever is due now that the event has been taken in."""
         commands: list[Command] = []
-        if self.phase is Phase.RUNNING and self._have_all_succeeded():
-            return self._end(Outcome(End.SUCCEEDED, "all workers have succeeded"), now)
-        if self.phase is Phase.STOPPING and not self._owed():
+        if self.phase is Phase.RUNNING and not self._unfinished:
+            commands += self._end(Outcome(End.SUCCEEDED, "all workers have succeeded"))
+        if self.phase is Phase.STOPPING and not self._owing:
             commands += self._judge(now)
         if self.phase is Phase.FORMING:
             commands += self._form(now)
@@ -598,24 +408,17 @@ class Membership:
             commands += self._maybe_forget(now)
         return commands
 
-    def _have_all_succeeded(self) -> bool:
-        assert self.world is not None
-        return all(self._has_succeeded(key) for key in self.world.keys)
-
-    def _has_succeeded(self, key: str) -> bool:
-        node = self._nodes.get(key)
-        return key in self._finished_and_gone or (node is not None and node.stage is Stage.FINISHED)
-
     def _judge(self, now: float) -> list[Command]:
         """Everybody of the stopped round is accounted for: what was it, and does the run go on?"""
-        assert self.settings is not None and self.world is not None
-        commands: list[Command] = []
+        assert self.settings is not None
+        assert self.world is not None
         self._not_before = now
+        commands: list[Command] = []
         if self._failures and not self._departed:
             cause = restart.root_cause(self._failures)
             decision = restart.decide(self.settings.policy, self._charged_at, cause, now)
             if isinstance(decision, restart.GiveUp):
-                return self._end(Outcome(End.FAILED, decision.reason, cause), now)
+                return self._end(Outcome(End.FAILED, decision.reason, cause))
             self._not_before = now + decision.delay_s
             if decision.is_charged:
                 self._charged_at.append(now)
@@ -624,117 +427,104 @@ class Membership:
         self._previous = self.world.keys
         self.world = None
         self.phase = Phase.FORMING
-        self._begin_round()
         return commands
 
     def _form(self, now: float) -> list[Command]:
         if not self._nodes or self.settings is None:
             self._forming_since = self._enough_since = None
             return []
-        if self._forming_since is None:
-            self._forming_since = now
-        ready = self._ready(now)
-        if len(ready) < self.settings.min_nodes:
+        self._forming_since = now if self._forming_since is None else self._forming_since
+        if len(self._waiting) < self.settings.min_nodes:
             self._enough_since = None
+            if now >= self._forming_since + self.settings.join_timeout_s:
+                return self._end(Outcome(End.FAILED, self._too_few()))
         elif self._enough_since is None:
             self._enough_since = now
-        if self._is_time_to_seal(ready, now):
-            return self._seal(ready)
-        if len(ready) < self.settings.min_nodes and now >= self._forming_since + self.settings.join_timeout_s:
-            return self._end(Outcome(End.FAILED, self._too_few(ready)), now)
-        return self._maybe_show_progress(ready, now)
+        if self._is_time_to_seal(len(self._waiting), now):
+            ready = self._ready(now)
+            if self._is_time_to_seal(len(ready), now):
+                return self._seal(ready)
+        return self._maybe_show_progress(now)
 
-    def _ready(self, now: float) -> list[_Node]:
-        """Who can be sealed into a world, in order of arrival."""
-        waiting = [node for node in self._nodes.values() if node.stage is Stage.WAITING]
-        return sorted((node for node in waiting if not self._is_suspect(node, now)), key=lambda node: node.arrival)
-
-    def _is_suspect(self, node: _Node, now: float) -> bool:
+    def _is_time_to_seal(self, ready_count: int, now: float) -> bool:
         assert self.settings is not None
-        silent_s = now - node.heard_at
-        return node.closed_at is not None or silent_s > _SILENT_HEARTBEATS * self.settings.heartbeat_s
-
-    def _is_time_to_seal(self, ready: list[_Node], now: float) -> bool:
-        assert self.settings is not None
-        if now < self._sealing_allowed_at() or len(ready) < self.settings.min_nodes:
+        if now < self._sealing_allowed_at() or ready_count < self.settings.min_nodes:
             return False
-        if len(ready) >= self.settings.max_nodes:
+        is_everybody_there = self.round > 0 and ready_count == len(self._nodes)
+        if ready_count >= self.settings.max_nodes or is_everybody_there:
             return True
-        is_first = self.round == 0
-        if not is_first and len(ready) == len(self._nodes):
-            return True
-        assert self._enough_since is not None
-        return now >= self._enough_since + self.settings.last_call_s
+        return self._enough_since is not None and now >= self._enough_since + self.settings.last_call_s
 
     def _sealing_allowed_at(self) -> float:
-        """After a restart of the coordinator members of a round that it never saw may run for another lease."""
+        """After a restart of the coordinator, members of a round that it never saw may run for another lease."""
         assert self.settings is not None
         quiet_until = self._started_at + self.settings.lease_s if self._is_recovering else self._started_at
         return max(quiet_until, self._not_before)
 
-    def _seal(self, ready: list[_Node]) -> list[Command]:
-        assert self.settings is not None
-        members = arrange(self._previous, (node.facts for node in ready), self.settings.max_nodes)
-        self.round += 1
-        self.world = World(self.round, members, self.restarts_used)
-        self.phase = Phase.RUNNING
-        self._begin_round()
-        for facts in members:
-            self._nodes[facts.key].stage = Stage.RUNNING
-        return [Remember(self._memory()), SealWorld(self.world)]
+    def _ready(self, now: float) -> list[NodeFacts]:
+        """Who can be sealed into a world, in order of arrival."""
+        nodes = sorted((self._nodes[key] for key in self._waiting), key=lambda node: node.arrival)
+        return [node.facts for node in nodes if not self._is_silent(node, now)]
 
-    def _next_forming_deadline(self) -> float | None:
+    def _seal(self, ready: list[NodeFacts]) -> list[Command]:
         assert self.settings is not None
-        if self._forming_since is None:
-            return None
+        members = arrange(self._previous, ready, self.settings.max_nodes)
+        world = World(self.round + 1, members, self.restarts_used)
+        self._begin(world)
+        for key in world.keys:
+            self._nodes[key].stage = Stage.RUNNING
+            self._waiting.discard(key)
+        return [Remember(self._memory()), SealWorld(world)]
+
+    def _forming_deadlines(self) -> list[float]:
+        """Those of the future; one that has passed without effect needs something else to happen."""
+        if self.settings is None or self._forming_since is None:
+            return []
+        deadlines = [self._sealing_allowed_at()]
         if self._enough_since is None:
-            return self._forming_since + self.settings.join_timeout_s
-        last_call_ends = self._enough_since + self.settings.last_call_s
-        allowed_at = self._sealing_allowed_at()
-        # A round that could be sealed but for the backoff or the quiet time after a restart is due then.
-        return max(allowed_at, min(last_call_ends, allowed_at) if allowed_at > self._enough_since else last_call_ends)
+            deadlines.append(self._forming_since + self.settings.join_timeout_s)
+        else:
+            deadlines.append(self._enough_since + self.settings.last_call_s)
+        return [each for each in deadlines if each > self._now]
 
-    def _too_few(self, ready: list[_Node]) -> str:
+    def _too_few(self) -> str:
         assert self.settings is not None
-        missing = self.settings.min_nodes - len(ready)
-        names = [node.facts.node_id for node in ready]
+        names = sorted(self._nodes[key].facts.node_id for key in self._waiting)
+        missing = self.settings.min_nodes - len(names)
         who = ", ".join(names[:_NAMED_AT_MOST]) + (", ..." if len(names) > _NAMED_AT_MOST else "") or "nobody"
         return (
-            f"only {len(ready)} of at least {self.settings.min_nodes} nodes joined within "
+            f"only {len(names)} of at least {self.settings.min_nodes} nodes joined within "
             f"{self.settings.join_timeout_s:g} s ({missing} missing); joined: {who}"
         )
 
-    def _maybe_show_progress(self, ready: list[_Node], now: float) -> list[Command]:
+    def _maybe_show_progress(self, now: float) -> list[Command]:
         """At most once a second, so that a large world costs each node a few messages and not one for each other."""
-        assert self.settings is not None and self._forming_since is not None
-        shown = (len(ready), self.round)
-        if shown == self._progress_shown:
+        assert self.settings is not None
+        assert self._forming_since is not None
+        if len(self._waiting) == self._progress_shown:
             self._progress_due = None
             return []
         if self._progress_due is None:
-            self._progress_due = now + 1.0
+            self._progress_due = now + _PROGRESS_EVERY_S
         if now < self._progress_due:
             return []
-        self._progress_shown, self._progress_due = shown, None
-        left_s = self._forming_since + self.settings.join_timeout_s - now
-        keys = tuple(node.key for node in ready)
-        return [ShowProgress(keys, len(ready), self.settings.min_nodes, self.settings.max_nodes, max(0.0, left_s))]
+        self._progress_shown, self._progress_due = len(self._waiting), None
+        left_s = max(0.0, self._forming_since + self.settings.join_timeout_s - now)
+        wanted, most = self.settings.min_nodes, self.settings.max_nodes
+        return [ShowProgress(tuple(sorted(self._waiting)), len(self._waiting), wanted, most, left_s)]
 
     # The end.
 
-    def _end(self, outcome: Outcome, now: float) -> list[Command]:
+    def _end(self, outcome: Outcome) -> list[Command]:
         self.phase = Phase.ENDED
         self.outcome = outcome
-        keys = tuple(key for key, node in self._nodes.items() if node.closed_at is None)
-        commands: list[Command] = [Remember(self._memory())]
-        if keys:
-            commands.append(TellOutcome(keys, outcome))
-        return commands
+        keys = tuple(key for key, node in self._nodes.items() if node.is_open)
+        told: list[Command] = [TellOutcome(keys, outcome)] if keys else []
+        return [Remember(self._memory()), *told]
 
     def _maybe_forget(self, now: float) -> list[Command]:
         if self._forget_at is None:
-            linger_s = self.settings.close_linger_s if self.settings else 0.0
-            self._forget_at = now + linger_s
+            self._forget_at = now + (self.settings.close_linger_s if self.settings else 0.0)
         return [ForgetRun()] if now >= self._forget_at else []
 
     def _memory(self) -> Memory:
@@ -742,9 +532,11 @@ class Membership:
 
     def _add(self, facts: NodeFacts, stage: Stage, now: float) -> _Node:
         known = self._nodes.pop(facts.key, None)
-        arrival = known.arrival if known else self._arrivals
+        self._remove(facts.key)
         self._arrivals += 1
-        node = self._nodes[facts.key] = _Node(facts, stage, arrival, now)
+        node = self._nodes[facts.key] = _Node(facts, stage, known.arrival if known else self._arrivals, now)
+        if stage is Stage.WAITING:
+            self._waiting.add(facts.key)
         return node
 
     def check(self) -> None:
@@ -753,18 +545,16 @@ class Membership:
         assert len(set(keys)) == len(keys)
         assert (self.phase in (Phase.RUNNING, Phase.STOPPING)) <= (self.world is not None)
         assert (self.phase is Phase.ENDED) == (self.outcome is not None)
-        assert self.world is None or self.world.round == self.round or self.phase is Phase.ENDED
+        assert self._waiting <= self._nodes.keys()
+        assert self._dropping <= self._nodes.keys()
+        if self.phase is not Phase.ENDED:
+            assert self._owing <= set(keys) & self._nodes.keys()
+            assert self._waiting == {k for k, n in self._nodes.items() if n.stage is Stage.WAITING and n.is_open}
         if self.settings and self.world:
             assert self.settings.min_nodes <= len(keys) <= self.settings.max_nodes
-            assert self.settings.policy.window_s or self.restarts_used <= self.settings.policy.max_restarts
-        if self.phase is Phase.RUNNING:
-            for key in keys:
-                assert key in self._finished_and_gone or self._nodes[key].stage is not Stage.WAITING
+            policy = self.settings.policy
+            assert policy.window_s is not None or self.restarts_used <= policy.max_restarts
 
 
 def _plain(value: object) -> str:
     return str(value.value) if isinstance(value, StrEnum) else repr(value)
-
-
-def describe_nodes(nodes: Iterable[NodeFacts]) -> str:
-    return ", ".join(node.node_id for node in nodes)

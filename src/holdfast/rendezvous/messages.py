@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.rendezvous.membership import Outcome, Settings, Stage
 from holdfast.rendezvous.restart import Failure
+from holdfast.rendezvous.vocabulary import Outcome, Settings, Stage
 from holdfast.rendezvous.world import NodeFacts, World
 
 PROTOCOL_VERSION = 1

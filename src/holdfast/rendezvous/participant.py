@@ -21,9 +21,9 @@ from enum import StrEnum
 from typing import assert_never
 
 from holdfast.rendezvous import messages, session
-from holdfast.rendezvous.membership import Outcome, Settings, Stage
 from holdfast.rendezvous.restart import Failure
 from holdfast.rendezvous.session import Line, Session
+from holdfast.rendezvous.vocabulary import Outcome, Settings, Stage
 from holdfast.rendezvous.world import NodeFacts, World
 
 
@@ -79,13 +79,7 @@ class MessageCame:
 
 
 AgentEvent = (
-    JoinRequested
-    | FailureReported
-    | SuccessReported
-    | LeaveRequested
-    | LeaveCompleted
-    | CloseWanted
-    | MessageCame
+    JoinRequested | FailureReported | SuccessReported | LeaveRequested | LeaveCompleted | CloseWanted | MessageCame
 )
 Event = AgentEvent | session.Event
 

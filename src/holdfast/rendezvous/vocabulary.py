@@ -1,0 +1,222 @@
+"""The words of a run: what its nodes agree on, what can happen to it, and what can be done about it. Data only.
+
+`membership` is the machine that takes the events and gives the commands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from holdfast.rendezvous.restart import Failure, RestartPolicy
+from holdfast.rendezvous.world import NodeFacts, World
+
+
+class Admit(StrEnum):
+    """What a newcomer below max does to a round that runs."""
+
+    NOW = "now"
+    ON_RESTART = "on-restart"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all nodes of a run must agree on; the first to join fixes it."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    join_timeout_s: float = 600.0
+    last_call_s: float = 5.0
+    heartbeat_s: float = 1.0
+    lease_s: float = 5.0
+    drop_timeout_s: float = 2.0
+    close_linger_s: float = 10.0
+    admit: Admit = Admit.NOW
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
+
+
+class Stage(StrEnum):
+    WAITING = "WAITING"
+    RUNNING = "RUNNING"
+    FINISHED = "FINISHED"
+    LEAVING = "LEAVING"
+
+
+class End(StrEnum):
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CLOSED = "CLOSED"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended, the same on every node. `cause` is the failure that it ended of, if one did."""
+
+    end: End
+    reason: str
+    cause: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What survives the coordinator process. `last_round` is 0 if no round was ever sealed."""
+
+    last_round: int = 0
+    restarts_used: int = 0
+    outcome: Outcome | None = None
+
+
+# Events.
+
+
+@dataclass(frozen=True, slots=True)
+class NodeJoined:
+    """A node asks for a place in the next round; none of its workers are alive.
+
+    `last_round` is the highest round that it has seen. `replaces` is the incarnation that it gave up, or empty.
+    """
+
+    facts: NodeFacts
+    settings: Settings
+    last_round: int = 0
+    replaces: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReturned:
+    """A node is connected again and has not given up its place."""
+
+    facts: NodeFacts
+    settings: Settings
+    world: World
+    stage: Stage
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHeard:
+    """A heartbeat."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionClosed:
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersFailed:
+    key: str
+    round: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersSucceeded:
+    key: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLeaving:
+    """A member is going away and stopping its workers."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLeft:
+    """It is gone, and so are its workers."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseRequested:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """The deadline that `next_deadline` named has come."""
+
+
+Event = (
+    NodeJoined
+    | NodeReturned
+    | NodeHeard
+    | ConnectionClosed
+    | WorkersFailed
+    | WorkersSucceeded
+    | NodeLeaving
+    | NodeLeft
+    | CloseRequested
+    | TimePassed
+)
+
+
+# Commands.
+
+
+@dataclass(frozen=True, slots=True)
+class SealWorld:
+    """Tell every member of the world."""
+
+    world: World
+
+
+@dataclass(frozen=True, slots=True)
+class StopRound:
+    """Tell these nodes to stop their workers of this round and join again."""
+
+    keys: tuple[str, ...]
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell this node that it cannot join, and why. Nothing else will change that."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expel:
+    """Tell this node that its place was given up: it kills its workers and joins as a stranger."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellOutcome:
+    keys: tuple[str, ...]
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class ShowProgress:
+    """Tell those who wait how far the round is. `seconds_left` is until the join timeout."""
+
+    keys: tuple[str, ...]
+    joined: int
+    wanted: int
+    max_nodes: int
+    seconds_left: float
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Write this down before any command that follows is carried out."""
+
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetRun:
+    """The run is over and everybody has heard, or nobody is left to hear."""
+
+
+Command = SealWorld | StopRound | Refuse | Expel | TellOutcome | ShowProgress | Remember | ForgetRun

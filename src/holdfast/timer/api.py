@@ -1,0 +1,237 @@
+"""What every kind of timer has in common: the request, its two ends, and `expires`, which most people use.
+
+A client in the worker sends requests: "scope S ends by time T", or that S has ended. A server in another process
+takes them from a queue, turn by turn, and reaps the workers whose deadlines have passed. Times in requests are
+seconds since the epoch; a negative one is a release.
+
+A turn waits for requests, for the earliest deadline if the server knows it, or for `max_interval`, whichever
+comes first.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+# A stream of single requests is taken in turns that begin at least this far apart: nobody is in a hurry to have a
+# timer registered, and a turn has its price.
+TURN_GAP_S = 0.005
+# How long a worker that could not be reaped, or a turn that failed, waits for the next attempt.
+RETRY_DELAY_S = 0.1
+# What stopping may take beyond the longest wait for requests.
+_STOP_MARGIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TimerRequest:
+    """Arms the timer of a scope, or releases it if the expiration time is negative."""
+
+    worker_id: Any
+    scope_id: str
+    expiration_time: float
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TimerRequest):
+            return False
+        mine = (self.worker_id, self.scope_id, self.expiration_time)
+        return mine == (other.worker_id, other.scope_id, other.expiration_time)
+
+    def __hash__(self) -> int:
+        return hash((self.worker_id, self.scope_id, self.expiration_time))
+
+
+class TimerClient(abc.ABC):
+    """The worker's end."""
+
+    @abc.abstractmethod
+    def acquire(self, scope_id: str, expiration_time: float) -> None:
+        """Arm the timer of `scope_id`; if it is armed already, move its deadline."""
+
+    @abc.abstractmethod
+    def release(self, scope_id: str) -> None:
+        """Disarm the timer of `scope_id`; harmless if it is not armed."""
+
+
+class RequestQueue(abc.ABC):
+    """Where a server takes requests from."""
+
+    @abc.abstractmethod
+    def size(self) -> int:
+        """About how many requests are waiting."""
+
+    @abc.abstractmethod
+    def get(self, size: int, timeout: float) -> list[TimerRequest]:
+        """Up to `size` requests; waits `timeout` seconds at most for them to come."""
+
+    def wake(self) -> None:  # noqa: B027
+        """End a `get` that is waiting, if the queue can: called when the server is to stop."""
+
+
+class TimerServer(abc.ABC):
+    """Runs the turns in a thread of its own; what a worker is and how it is reaped is up to the subclass."""
+
+    def __init__(self, request_queue: RequestQueue, max_interval: float, daemon: bool = True) -> None:
+        check_interval(max_interval)
+        self._request_queue = request_queue
+        self._max_interval = max_interval
+        self._daemon = daemon
+        self._watchdog_thread: threading.Thread | None = None
+        self._stop_signaled = threading.Event()
+        self._has_unreaped = False
+
+    @abc.abstractmethod
+    def register_timers(self, timer_requests: list[TimerRequest]) -> None:
+        """Arm and release timers as the requests say, in their order."""
+
+    @abc.abstractmethod
+    def clear_timers(self, worker_ids: set[Any]) -> None:
+        """Forget every timer of these workers. Called once a turn, often with an empty set."""
+
+    @abc.abstractmethod
+    def get_expired_timers(self, deadline: float) -> dict[Any, list[TimerRequest]]:
+        """By worker, the timers whose expiration time is not after `deadline`."""
+
+    @abc.abstractmethod
+    def _reap_worker(self, worker_id: Any) -> bool:
+        """End a worker. False means that it should be tried again."""
+
+    def start(self) -> None:
+        if self._stop_signaled.is_set():
+            raise UserError("this timer server has been stopped; make a new one")
+        if self._watchdog_thread is not None:
+            raise UserError("this timer server has already been started")
+        logger.info("starting %s, max interval %s s, daemon %s", type(self).__name__, self._max_interval, self._daemon)
+        self._watchdog_thread = threading.Thread(
+            target=self._watchdog_loop, name="holdfast-timer", daemon=self._daemon
+        )
+        self._watchdog_thread.start()
+
+    def stop(self) -> None:
+        """Let the thread finish its turn and wait for it; the server cannot be started again."""
+        self._stop_signaled.set()
+        self._request_queue.wake()
+        thread, self._watchdog_thread = self._watchdog_thread, None
+        join_or_warn(thread, self._max_interval + _STOP_MARGIN_S)
+
+    def _watchdog_loop(self) -> None:
+        while not self._stop_signaled.is_set():
+            begun_s = time.monotonic()
+            try:
+                self._run_watchdog()
+                pause_s = min(TURN_GAP_S, self._max_interval)
+            except Exception:
+                logger.exception("a turn of the timer server failed; it goes on")
+                pause_s = RETRY_DELAY_S
+            self._stop_signaled.wait(max(0.0, begun_s + pause_s - time.monotonic()))
+
+    def _run_watchdog(self) -> None:
+        """One turn."""
+        self.register_timers(self._fetch(self._wait_s()))
+        reaped, unreaped = set(), False
+        for worker_id, expired in self.get_expired_timers(time.time()).items():
+            if self._is_reaped(worker_id, expired):
+                reaped.add(worker_id)
+            else:
+                logger.error("worker %s could not be reaped; the next turn will try again", worker_id)
+                unreaped = True
+        self._has_unreaped = unreaped
+        self.clear_timers(reaped)
+
+    def _fetch(self, wait_s: float) -> list[TimerRequest]:
+        return self._request_queue.get(max(1, self._request_queue.size()), wait_s)
+
+    def _is_reaped(self, worker_id: Any, expired: list[TimerRequest]) -> bool:
+        """A reaper that raises would raise again at every turn, so its worker is not given to it twice."""
+        logger.warning("worker %s has overrun %s", worker_id, ", ".join(timer.scope_id for timer in expired))
+        try:
+            return self._reap_worker(worker_id)
+        except Exception:
+            logger.exception("reaping worker %s failed", worker_id)
+            return True
+
+    def _next_deadline_s(self) -> float | None:
+        """When the earliest timer runs out, by the monotonic clock; None if the server cannot tell."""
+        return None
+
+    def _wait_s(self) -> float:
+        floor_s = RETRY_DELAY_S if self._has_unreaped else 0.0
+        return wait_s(self._next_deadline_s(), time.monotonic(), self._max_interval, floor_s)
+
+
+def wait_s(deadline_s: float | None, now_s: float, longest_s: float, shortest_s: float = 0.0) -> float:
+    """How long a turn may wait for requests. `shortest_s` gives way to `longest_s`."""
+    if deadline_s is None:
+        return longest_s
+    return min(longest_s, max(shortest_s, deadline_s - now_s))
+
+
+def check_interval(max_interval: float) -> None:
+    if not 0 < max_interval < threading.TIMEOUT_MAX:
+        raise UserError(f"max_interval must be a positive number of seconds, not {max_interval!r}")
+
+
+def join_or_warn(thread: threading.Thread | None, timeout_s: float) -> bool:
+    """Wait for a server's thread, unless it is that thread that asks. Whether it has ended."""
+    if thread is None:
+        return True
+    if thread is threading.current_thread():
+        return False
+    thread.join(timeout_s)
+    if thread.is_alive():
+        logger.warning("the timer server's thread has not ended within %.1f s; it is left to itself", timeout_s)
+    return not thread.is_alive()
+
+
+_timer_client: TimerClient | None = None
+
+
+def configure(timer_client: TimerClient | None) -> None:
+    """Set the client that `expires` uses when it is given none; None takes it away again."""
+    global _timer_client
+    _timer_client = timer_client
+    logger.info("timer client configured: %s", type(timer_client).__name__)
+
+
+def expires(
+    after: float, scope: str | None = None, client: TimerClient | None = None
+) -> AbstractContextManager[None]:
+    """A block (or, as a decorator, a function) that must be left within `after` seconds.
+
+    The scope is named after the line that calls `expires`, unless a name is given. Entering a scope that is
+    already entered, as recursion does, moves its deadline, and leaving it disarms it.
+    """
+    if scope is None:
+        caller = sys._getframe(1)
+        scope = f"{caller.f_code.co_filename}#{caller.f_lineno}"
+    return _expires(after, scope, client)
+
+
+@contextmanager
+def _expires(after: float, scope: str, client: TimerClient | None) -> Iterator[None]:
+    client = client or _timer_client
+    if client is None:
+        raise RuntimeError("no timer client: call holdfast.timer.configure() first, or pass client= to expires()")
+    client.acquire(scope, time.time() + after)
+    try:
+        yield
+    finally:
+        _release(client, scope)
+
+
+def _release(client: TimerClient, scope: str) -> None:
+    """Nobody watches a timer whose server is gone, so that is no reason to lose what the block has done."""
+    try:
+        client.release(scope)
+    except BrokenPipeError as error:
+        logger.warning("could not release the timer of %s: %s", scope, error)

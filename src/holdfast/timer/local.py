@@ -1,0 +1,172 @@
+"""Timers over a multiprocessing queue: for workers that were started from the process that watches them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from queue import Empty
+from typing import TYPE_CHECKING, Any
+
+from holdfast.timer import liveness, stacks
+from holdfast.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer
+from holdfast.timer.clock import WallClock
+from holdfast.timer.table import TimerTable
+from holdfast.timer.wakeup import Wakeup
+
+if TYPE_CHECKING:
+    from multiprocessing import queues
+
+logger = logging.getLogger(__name__)
+
+
+class LocalTimerClient(TimerClient):
+    """Sends requests in the name of the process that it is used in."""
+
+    def __init__(self, mp_queue: queues.Queue[TimerRequest]) -> None:
+        self._mp_queue = mp_queue
+
+    def acquire(self, scope_id: str, expiration_time: float) -> None:
+        self._mp_queue.put(TimerRequest(os.getpid(), scope_id, expiration_time))
+
+    def release(self, scope_id: str) -> None:
+        self._mp_queue.put(TimerRequest(os.getpid(), scope_id, -1))
+
+
+class MultiprocessingRequestQueue(RequestQueue):
+    """A multiprocessing queue as a source of requests.
+
+    A plain `get` on such a queue cannot be interrupted, so the pipe behind it is polled together with a bell.
+    A queue that has no pipe (a manager's proxy) is simply waited for.
+    """
+
+    def __init__(self, mp_queue: queues.Queue[TimerRequest]) -> None:
+        self._mp_queue = mp_queue
+        self._wakeup = Wakeup()
+
+    def size(self) -> int:
+        return self._mp_queue.qsize()
+
+    def get(self, size: int, timeout: float) -> list[TimerRequest]:
+        until_s = time.monotonic() + timeout
+        requests: list[TimerRequest] = []
+        for _ in range(size):
+            left_s = max(0.0, until_s - time.monotonic())
+            reader = getattr(self._mp_queue, "_reader", None)
+            if reader is not None and not self._is_ready(reader.fileno(), left_s):
+                break
+            try:
+                requests.append(self._mp_queue.get(timeout=left_s))
+            except Empty:
+                break
+            except Exception as error:
+                # Something that cannot be unpickled is off the queue now, and no reason to lose the others.
+                logger.warning("skipped a timer request that cannot be read: %s", error)
+        return requests
+
+    def wake(self) -> None:
+        self._wakeup.ring()
+
+    def _is_ready(self, reader_fd: int, timeout_s: float) -> bool:
+        poller = select.poll()
+        poller.register(reader_fd, select.POLLIN)
+        poller.register(self._wakeup.fileno(), select.POLLIN)
+        ready = {fd for fd, _ in poller.poll(timeout_s * 1000)}
+        if self._wakeup.fileno() in ready:
+            self._wakeup.hush()
+        return reader_fd in ready
+
+
+class LocalTimerServer(TimerServer):
+    """Kills the processes that overrun a timer, after it has logged where they were.
+
+    `dump_stacks` is given a pid and answers with text for the log; by default py-spy is asked.
+    """
+
+    def __init__(
+        self,
+        mp_queue: queues.Queue[TimerRequest],
+        max_interval: float = 60,
+        daemon: bool = True,
+        *,
+        dump_stacks: Callable[[int], str] | None = None,
+    ) -> None:
+        super().__init__(MultiprocessingRequestQueue(mp_queue), max_interval, daemon)
+        self._timers: TimerTable[TimerRequest] = TimerTable()
+        self._clock = WallClock()
+        self._dump_stacks = dump_stacks or stacks.dump_with_py_spy
+
+    def register_timers(self, timer_requests: list[TimerRequest]) -> None:
+        distance_s = self._clock.distance_s()
+        for request in timer_requests:
+            if not _is_request(request):
+                logger.warning("skipped %.80r, which is not a timer request", request)
+            elif request.expiration_time < 0:
+                self._timers.release(request.worker_id, request.scope_id)
+            else:
+                pid, deadline_s = request.worker_id, request.expiration_time - distance_s
+                self._timers.register(pid, request.scope_id, deadline_s, request, liveness.start_time(pid))
+
+    def clear_timers(self, worker_ids: set[int]) -> None:
+        """Forget the timers of these processes and of all that have gone away."""
+        for pid in self._timers.pids():
+            if pid in worker_ids or not self._is_same_process(pid):
+                self._timers.forget(pid)
+
+    def get_expired_timers(self, deadline: float) -> dict[int, list[TimerRequest]]:
+        return self._timers.expired(self._clock.to_monotonic(deadline))
+
+    @staticmethod
+    def is_process_running(pid: int) -> bool:
+        return liveness.is_running(pid)
+
+    def _reap_worker(self, worker_id: int) -> bool:
+        if not self._is_same_process(worker_id):
+            return True
+        if liveness.is_own(worker_id):
+            logger.error("process %d has overrun a timer, but it is the watchdog's own and is not killed", worker_id)
+            return True
+        logger.warning("killing process %d\n%s", worker_id, stacks.text_for(worker_id, self._dump_stacks))
+        return self._is_killed(worker_id)
+
+    def _is_killed(self, pid: int) -> bool:
+        try:
+            liveness.send_signal(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            logger.info("process %d is already gone", pid)
+        except OSError as error:
+            logger.error("cannot kill process %d: %s", pid, error)
+            return False
+        return True
+
+    def _is_same_process(self, pid: int) -> bool:
+        return liveness.is_same_process(pid, self._timers.started(pid), self.is_process_running)
+
+    def _fetch(self, wait_s: float) -> list[TimerRequest]:
+        """Wait for one request, then take what else is there.
+
+        The queue's size may promise more: a client that is killed between announcing a request and sending it
+        leaves the count too high for good, and waiting for that request would hold back the others.
+        """
+        requests = self._request_queue.get(1, wait_s)
+        if requests:
+            requests += self._request_queue.get(self._request_queue.size(), 0.0)
+        return requests
+
+    def _next_deadline_s(self) -> float | None:
+        return self._timers.next_deadline()
+
+
+def _is_request(candidate: Any) -> bool:
+    """Whether it looks like a request of ours, or of another library that uses the same three names."""
+    expiration_time = getattr(candidate, "expiration_time", None)
+    return (
+        type(getattr(candidate, "worker_id", None)) is int
+        and isinstance(getattr(candidate, "scope_id", None), str)
+        and type(expiration_time) in (int, float)
+        and not math.isnan(expiration_time)
+    )

@@ -1,0 +1,513 @@
+"""What a worker leaves behind: the black box, the error file, and the value of a function."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from holdfast.process.bootstrap import (
+    CALLSTACK_LIMIT,
+    MESSAGE_LIMIT,
+    BlackBox,
+    error_data,
+    read_blackbox,
+    write_json_atomically,
+)
+from holdfast.process.entry import BOOTSTRAP_PATH, function_command
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: int
+    stdout: str
+    stderr: str
+    box: BlackBox
+    error_file: Any
+
+    @property
+    def message(self) -> str:
+        assert self.box.error is not None
+        return str(self.box.error["message"]["message"])
+
+    @property
+    def extra(self) -> dict[str, str]:
+        assert self.box.error is not None
+        return dict(self.box.error["message"]["extraInfo"])
+
+
+def launch(argv: list[str], directory: Path, payload: bytes = b"", **environment: str) -> Outcome:
+    box, payload_file = (os.memfd_create(name, os.MFD_CLOEXEC) for name in ("box", "payload"))
+    error_file = directory / "error.json"
+    variables = {
+        "TORCHELASTIC_ERROR_FILE": str(error_file),
+        "HOLDFAST_BLACKBOX": str(box),
+        "HOLDFAST_PAYLOAD": str(payload_file),
+    }
+    try:
+        os.write(payload_file, payload)
+        done = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            cwd=directory,
+            env={**os.environ, **variables, **environment},
+            pass_fds=[box, payload_file],
+            timeout=60,
+            check=False,
+        )
+        found = read_blackbox(os.pread(box, os.fstat(box).st_size, 0))
+    finally:
+        os.close(box)
+        os.close(payload_file)
+    data = json.loads(error_file.read_text()) if error_file.exists() else None
+    return Outcome(done.returncode, done.stdout, done.stderr, found, data)
+
+
+def run(source: str, directory: Path, *flags: str, **environment: str) -> Outcome:
+    (directory / "main.py").write_text(textwrap.dedent(source))
+    return launch([sys.executable, "-u", *flags, BOOTSTRAP_PATH, "main.py"], directory, b"", **environment)
+
+
+# Exceptions.
+
+EXCEPTIONS = {
+    "plain": ("def f(): raise ValueError('bad')\nf()", "ValueError: bad"),
+    "chained": ("try:\n  {}['k']\nexcept KeyError as e:\n  raise OSError('no') from e", "OSError: no"),
+    "group": ("raise ExceptionGroup('two', [ValueError(1), KeyError(2)])", "ExceptionGroup: two (2 sub-exceptions)"),
+    "notes": ("e = ValueError('x'); e.add_note('a note'); raise e", "ValueError: x"),
+    "base": ("class Odd(BaseException): pass\nraise Odd('x')", "Odd: x"),
+    "no text": ("raise ValueError", "ValueError: "),
+    "syntax": ("x = = 1", "SyntaxError: invalid syntax (main.py, line 1)"),
+    "import": ("import nope_nope", "ModuleNotFoundError: No module named 'nope_nope'"),
+    "surrogate": ("raise ValueError('\\udc80é')", "ValueError: \udc80é"),
+    "hook": ("import sys, traceback as t\nsys.excepthook = t.print_exception\nraise OSError('x')", "OSError: x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXCEPTIONS)
+def test_exception_is_in_the_box_and_in_the_error_file(name: str, tmp_path: Path) -> None:
+    source, message = EXCEPTIONS[name]
+    outcome = run(source, tmp_path)
+    assert outcome.status == 1
+    assert outcome.message == message
+    assert outcome.extra["py_callstack"].encode(errors="backslashreplace").decode() == outcome.stderr
+    assert "main.py" in outcome.extra["py_callstack"]
+    assert outcome.extra["timestamp"].isdigit()
+    assert outcome.error_file == outcome.box.error
+    assert (outcome.box.text, outcome.box.torn) == ("", False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["error.json", "main.py"]
+
+
+def test_exception_that_cannot_be_told(tmp_path: Path) -> None:
+    outcome = run("class Odd(Exception):\n  def __str__(self): raise SystemExit(9)\nraise Odd", tmp_path)
+    assert outcome.status == 1
+    assert outcome.message == "Odd: <Odd whose str() fails>"
+    assert "main.py" in outcome.extra["py_callstack"]
+
+
+def test_script_that_cannot_be_decoded(tmp_path: Path) -> None:
+    """The interpreter itself takes over, and the evidence is there already."""
+    outcome = run("# coding: nope", tmp_path)
+    assert (outcome.status, outcome.stderr) == (1, "SyntaxError: encoding problem: nope\n")
+    assert outcome.message.startswith("SyntaxError: unknown encoding: nope")
+    assert outcome.error_file == outcome.box.error
+
+
+def test_long_texts_keep_their_end(tmp_path: Path) -> None:
+    outcome = run("raise ValueError('x' * (3 << 20) + 'the end')", tmp_path)
+    assert outcome.message.startswith("ValueError: xx")
+    assert outcome.message.endswith("xxthe end")
+    assert len(outcome.message) == len("ValueError: ") + MESSAGE_LIMIT
+    assert len(outcome.extra["py_callstack"]) == CALLSTACK_LIMIT
+    assert outcome.extra["py_callstack"].endswith("xxthe end\n")
+
+
+def test_broken_traceback_module_does_not_matter(tmp_path: Path) -> None:
+    outcome = run("import sys\nsys.modules['traceback'] = None\nraise ValueError('bad')", tmp_path)
+    assert outcome.status == 1
+    assert outcome.message == outcome.extra["py_callstack"] == "ValueError: bad"
+    assert outcome.stderr.endswith("ValueError: bad\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-m", "nope_nope"], "{python}: No module named nope_nope"),
+        (["-c", "import sys; sys.exit('told so')"], "told so"),
+        (["nope.py"], "{python}: can't open file '{dir}/nope.py': [Errno 2] No such file or directory"),
+    ],
+)
+def test_message_of_an_exit_is_in_the_box_alone(arguments: list[str], message: str, tmp_path: Path) -> None:
+    outcome = launch([sys.executable, "-u", BOOTSTRAP_PATH, *arguments], tmp_path)
+    assert outcome.message == message.format(python=sys.executable, dir=tmp_path)
+    assert outcome.stderr == outcome.message + "\n"
+    assert "py_callstack" not in outcome.extra
+    assert outcome.error_file is None
+
+
+@pytest.mark.parametrize(
+    ("source", "status"),
+    [
+        ("pass", 0),
+        ("import sys; sys.exit()", 0),
+        ("import sys; sys.exit(3)", 3),
+        ("raise KeyboardInterrupt", -2),
+        ("import os; os._exit(4)", 4),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("import threading; t = threading.Thread(target=lambda: 1/0); t.start(); t.join()", 0),
+    ],
+)
+def test_nothing_is_said_of_other_ends(source: str, status: int, tmp_path: Path) -> None:
+    outcome = run(source, tmp_path)
+    assert outcome.status == status
+    assert (outcome.box.error, outcome.box.value, outcome.box.text, outcome.error_file) == (None, None, "", None)
+
+
+def test_fork_of_the_program_leaves_nothing(tmp_path: Path) -> None:
+    outcome = run("import os\nif os.fork() == 0: 1/0\nos.wait()", tmp_path)
+    assert "ZeroDivisionError" in outcome.stderr
+    assert (outcome.status, outcome.box.error, outcome.error_file) == (0, None, None)
+
+
+# Fatal signals.
+
+CRASHES = {
+    "segfault": ("import ctypes\ndef crash(): ctypes.string_at(0)", -11),
+    "killed": ("import os, signal\ndef crash(): os.kill(os.getpid(), signal.SIGSEGV)", -11),
+    "abort": ("import os\ndef crash(): os.abort()", -6),
+    "bus error": ("import os, signal\ndef crash(): os.kill(os.getpid(), signal.SIGBUS)", -7),
+}
+
+
+@pytest.mark.parametrize("name", CRASHES)
+def test_fatal_signal_leaves_the_stacks(name: str, tmp_path: Path) -> None:
+    definition, status = CRASHES[name]
+    beside = (
+        "import threading\nstarted = threading.Event()\ndef beside():\n  started.set()\n  threading.Event().wait()\n"
+    )
+    start = "\nthreading.Thread(target=beside, daemon=True).start()\nstarted.wait()\ncrash()"
+    outcome = run(beside + definition + start, tmp_path)
+    assert outcome.status == status
+    assert outcome.stderr == ""
+    assert "Fatal Python error" in outcome.box.text
+    assert f'File "{tmp_path}/main.py"' in outcome.box.text
+    assert " in crash\n" in outcome.box.text
+    assert " in beside\n" in outcome.box.text
+    assert "bootstrap.py" not in outcome.box.text
+
+
+def test_users_own_faulthandler_is_left_alone(tmp_path: Path) -> None:
+    outcome = run("import os; os.abort()", tmp_path, "-X", "faulthandler")
+    assert "Fatal Python error" in outcome.stderr
+    assert outcome.box.text == ""
+
+
+# The error file.
+
+
+def test_error_file_of_the_program_stands(tmp_path: Path) -> None:
+    outcome = run("import os\nopen(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('[1]')\n1/0", tmp_path)
+    assert outcome.error_file == [1]
+    assert outcome.message == "ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize("path", ["", "no/such/directory/error.json", "main.py/error.json", "/dev/full/x", "a" * 300])
+def test_error_file_that_cannot_be_written(path: str, tmp_path: Path) -> None:
+    outcome = run("1/0", tmp_path, TORCHELASTIC_ERROR_FILE=path)
+    assert outcome.status == 1
+    assert outcome.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert outcome.message == "ZeroDivisionError: division by zero"
+    assert [each.name for each in tmp_path.iterdir()] == ["main.py"]
+
+
+def test_full_disk_hides_nothing(tmp_path: Path) -> None:
+    outcome = run("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n1/0", tmp_path)
+    assert outcome.status == 1
+    assert outcome.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert (outcome.box.error, outcome.box.torn, outcome.box.text, outcome.error_file) == (None, False, "", None)
+    assert [each.name for each in tmp_path.iterdir()] == ["main.py"]
+
+
+def test_descriptor_that_now_is_a_file_of_the_program(tmp_path: Path) -> None:
+    outcome = run("import os\nos.closerange(3, 200)\nfiles = [open('data', 'a') for _ in range(100)]\n1/0", tmp_path)
+    assert outcome.status == 1
+    assert (tmp_path / "data").read_text() == ""
+    assert outcome.error_file is not None
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "77", "9" * 30])
+def test_black_box_that_is_none(text: str, tmp_path: Path) -> None:
+    outcome = run("import os\nprint([n for n in os.environ if 'HOLDFAST' in n])\n1/0", tmp_path, HOLDFAST_BLACKBOX=text)
+    assert (outcome.status, outcome.stdout) == (1, "[]\n")
+    assert outcome.box.error is None
+    assert outcome.error_file is not None
+
+
+def test_json_goes_through_links_and_into_devices(tmp_path: Path) -> None:
+    (tmp_path / "real.json").write_text("old and longer than the new")
+    (tmp_path / "link").symlink_to("real.json")
+    write_json_atomically(str(tmp_path / "link"), {"a": "\udc80"})
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "real.json").read_text()) == {"a": "\udc80"}
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_json_atomically(str(tmp_path / "pipe"), [1])
+    assert os.read(reader, 100) == b"[1]"
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_json_that_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("{}")
+    with pytest.raises(TypeError):
+        write_json_atomically(str(path), object())
+    with pytest.raises(OSError):
+        write_json_atomically(str(tmp_path / "no" / "x.json"), 1)
+    assert path.read_text() == "{}"
+
+
+def test_error_data_as_record_uses_it() -> None:
+    try:
+        raise ValueError("bad")
+    except ValueError as error:
+        data = error_data(error, 1234)
+    assert data["message"]["message"] == "ValueError: bad"
+    assert data["message"]["extraInfo"]["timestamp"] == "1234"
+    assert "in test_error_data_as_record_uses_it" in data["message"]["extraInfo"]["py_callstack"]
+
+
+# Functions in a fresh interpreter.
+
+
+def call(function: Callable[..., Any], directory: Path, *args: Any) -> Outcome:
+    payload = pickle.dumps((sys.path, ["train.py", "--lr"], cloudpickle.dumps((function, args))))
+    return launch(list(function_command().argv), directory, payload)
+
+
+def value(outcome: Outcome) -> Any:
+    assert outcome.box.value is not None
+    return pickle.loads(outcome.box.value)
+
+
+def facts(*args: object) -> object:
+    main = sys.modules["__main__"]
+    usual = {f"__{name}__" for name in ("name", "doc", "package", "loader", "spec", "annotations", "builtins")}
+    return args, sys.argv, main.__name__, vars(main).keys() - usual, [n for n in os.environ if "HOLDFAST" in n]
+
+
+def test_function_runs_and_returns(tmp_path: Path) -> None:
+    outcome = call(lambda *args: (print("out"), facts(*args))[1], tmp_path, 1, "two")
+    assert outcome.status == 0
+    assert (outcome.stdout, outcome.stderr) == ("out\n", "")
+    assert value(outcome) == ((1, "two"), ["train.py", "--lr"], "__main__", set(), [])
+
+
+def test_function_has_the_callers_path(tmp_path: Path) -> None:
+    assert value(call(lambda: list(sys.path), tmp_path)) == sys.path
+
+
+def test_value_that_only_cloudpickle_can_send(tmp_path: Path) -> None:
+    assert value(call(lambda: lambda x: x + 1, tmp_path))(1) == 2
+
+
+def test_large_value(tmp_path: Path) -> None:
+    assert value(call(lambda: b"x" * (5 << 20), tmp_path)) == b"x" * (5 << 20)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "stderr"),
+    [(None, 0, ""), (0, 0, ""), (3, 3, ""), (-1, 255, ""), ("why", 1, "why\n"), ("", 1, "\n")],
+)
+def test_function_exits(code: object, status: int, stderr: str, tmp_path: Path) -> None:
+    outcome = call(lambda: sys.exit(code), tmp_path)  # type: ignore[arg-type]
+    assert (outcome.status, outcome.stderr) == (status, stderr)
+    if status == 0:
+        assert value(outcome) is None
+    else:
+        assert outcome.box.value is None
+    assert (outcome.box.error is not None) == isinstance(code, str)
+    assert outcome.error_file is None
+
+
+def test_function_that_exits_at_once(tmp_path: Path) -> None:
+    outcome = call(lambda: os._exit(0), tmp_path)
+    assert (outcome.status, outcome.box.value, outcome.box.error) == (0, None, None)
+
+
+def fail() -> None:
+    raise ValueError("bad")
+
+
+def test_function_fails(tmp_path: Path) -> None:
+    outcome = call(fail, tmp_path)
+    assert outcome.status == 1
+    assert outcome.message == "ValueError: bad"
+    assert outcome.extra["py_callstack"] == outcome.stderr
+    assert outcome.stderr.count("File ") == 1
+    assert f'File "{__file__}"' in outcome.stderr
+    assert outcome.error_file == outcome.box.error
+    assert outcome.box.value is None
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def test_function_is_interrupted(tmp_path: Path) -> None:
+    outcome = call(interrupted, tmp_path)
+    assert outcome.status == 130
+    assert outcome.stderr.endswith("KeyboardInterrupt\n")
+    assert outcome.box.error is None
+
+
+def hooked() -> None:
+    def hook(*args: object) -> None:
+        print("hook", args[1])
+        raise KeyError
+
+    sys.excepthook = hook
+    fail()
+
+
+def test_hook_of_the_function_is_called(tmp_path: Path) -> None:
+    outcome = call(hooked, tmp_path)
+    assert (outcome.status, outcome.stdout) == (1, "hook bad\n")
+    assert outcome.stderr.endswith("ValueError: bad\n")
+
+
+def returns_lock() -> object:
+    return threading.Lock()
+
+
+def test_value_that_cannot_be_pickled(tmp_path: Path) -> None:
+    outcome = call(returns_lock, tmp_path)
+    assert outcome.status == 1
+    message = "TypeError: return value of returns_lock cannot be pickled: cannot pickle '_thread.lock' object"
+    assert outcome.message == message
+    assert outcome.stderr == message + "\n"
+    assert outcome.box.value is None
+    assert outcome.error_file is not None
+
+
+def test_value_that_does_not_fit(tmp_path: Path) -> None:
+    def huge() -> bytes:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+        return b"x" * 10_000
+
+    outcome = call(huge, tmp_path)
+    assert outcome.status == 1
+    assert outcome.message.startswith("OSError: [Errno 27]")
+    assert (outcome.box.value, outcome.box.torn) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        (pickle.dumps((sys.path, [], b"cnope_module\nf\n.")), "ModuleNotFoundError: No module named 'nope_module'"),
+        (pickle.dumps((sys.path, [], b"")), "EOFError: Ran out of input"),
+        (b"", "EOFError: Ran out of input"),
+        (b"junk", "UnpicklingError: "),
+    ],
+)
+def test_payload_that_cannot_be_read(payload: bytes, message: str, tmp_path: Path) -> None:
+    outcome = launch(list(function_command().argv), tmp_path, payload)
+    assert outcome.status == 1
+    assert outcome.message.startswith(message)
+    assert message in outcome.stderr
+    assert outcome.error_file == outcome.box.error
+
+
+def test_function_crashes(tmp_path: Path) -> None:
+    outcome = call(lambda: os.abort(), tmp_path)
+    assert outcome.status == -6
+    assert f'File "{__file__}"' in outcome.box.text
+    assert "bootstrap.py" not in outcome.box.text
+
+
+def test_function_in_a_fresh_interpreter_ends_as_usual(tmp_path: Path) -> None:
+    def late() -> None:
+        import atexit
+
+        atexit.register(print, "exit handler")
+        threading.Timer(0.05, print, ["thread"]).start()
+
+    outcome = call(late, tmp_path)
+    assert (outcome.status, outcome.stdout) == (0, "thread\nexit handler\n")
+
+
+# Forked workers.
+
+FORKED = """
+    import atexit, multiprocessing, os, signal, sys, threading, time
+    from holdfast.process import bootstrap
+    from multiprocessing import Process
+
+    def work():
+        atexit.register(print, "exit handler of the worker")
+        threading.Timer(0.05, print, ["thread"]).start()
+        multiprocessing.get_context("fork").Process(target=print, args=["grandchild"]).start()
+        print("buffered")
+        return [1]
+
+    def fail():
+        raise ValueError("bad")
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    atexit.register(print, "exit handler of the parent")
+    sibling = multiprocessing.get_context("fork").Process(target=time.sleep, args=[60], daemon=True)
+    sibling.start()
+    box = os.memfd_create("box")
+    function = globals()[sys.argv[1]]
+    pid = os.fork()
+    if pid == 0:
+        bootstrap.finish_forked(bootstrap.run_function(lambda: (function, ()), box))
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    found = bootstrap.read_blackbox(os.pread(box, 1 << 20, 0))
+    import pickle
+    value = found.value and pickle.loads(found.value)
+    print(status, value, found.error and found.error["message"]["message"], sibling.is_alive(), file=sys.stderr)
+    os.kill(sibling.pid, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "printed", "last"),
+    [
+        ("work", ["buffered", "grandchild", "thread"], "0 [1] None True"),
+        ("fail", [], "1 None ValueError: bad True"),
+        ("interrupt", [], "130 None None True"),
+    ],
+)
+def test_forked_worker(function: str, printed: list[str], last: str, tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(textwrap.dedent(FORKED))
+    environment = {key: text for key, text in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "main.py", function],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted([*printed, "exit handler of the parent"])
+    assert done.stderr.splitlines()[-1] == last
+    assert "bootstrap.py" not in done.stderr
