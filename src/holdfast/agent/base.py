@@ -1,8 +1,9 @@
 """Agents: the contract, and the one that drives `lifecycle` through four hooks.
 
-`SimpleElasticAgent` turns commands of the machine into calls of its hooks and what they return into events. A
-subclass that implements `_start_workers`, `_stop_workers`, `_monitor_workers` and `_shutdown` is a whole agent:
-it is asked for the state of its workers every `monitor_interval`. One that can do better overrides
+`SimpleElasticAgent` turns commands of the machine into calls of its hooks, and what they return into events. The
+other source of events is the run's `Coordination`, which says which round comes next and pushes what the run has
+decided. A subclass that implements `_start_workers`, `_stop_workers`, `_monitor_workers` and `_shutdown` is a whole
+agent: it is asked for the state of its workers every `monitor_interval`. One that can do better overrides
 `_wait_for_change` to return the moment something happened.
 
 Signals are noted from the beginning of `run` to its end and surface where nothing is half done: while waiting
@@ -29,11 +30,22 @@ from holdfast.agent.blocking import call_interruptibly
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.diagnosis import report
-from holdfast.errors import HoldfastError, HostError, UserError
+from holdfast.errors import HoldfastError, UserError
 from holdfast.process import signals
 from holdfast.process.signals import SignalException
-from holdfast.rendezvous import store as stores
 from holdfast.rendezvous.api import RendezvousGracefulExitError, RendezvousHandler
+from holdfast.rendezvous.coordination import (
+    Coordination,
+    PlaceLost,
+    Push,
+    Round,
+    RoundStopped,
+    RunEnded,
+    RunOver,
+    SoloCoordination,
+)
+from holdfast.rendezvous.restart import Failure, RestartPolicy
+from holdfast.rendezvous.vocabulary import End, Outcome
 from holdfast.telemetry.events import Event, record
 from holdfast.telemetry.metrics import prof, put_metric
 
@@ -42,7 +54,6 @@ __all__ = ["DEFAULT_ROLE", "ElasticAgent", "SimpleElasticAgent"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_ROLE = "default"
-_TERMINAL_STATE_SYNC = "torchelastic/agent/terminal_state"
 
 
 class ElasticAgent(abc.ABC):
@@ -62,12 +73,14 @@ class SimpleElasticAgent(ElasticAgent):
 
     def __init__(self, spec: WorkerSpec, exit_barrier_timeout: float = 300, shutdown_timeout: float = 30) -> None:
         self._worker_group = WorkerGroup(spec)
-        self._machine = Lifecycle(spec.max_restarts, exit_barrier_timeout)
+        self._machine = Lifecycle(exit_barrier_timeout)
         self._shutdown_timeout = shutdown_timeout
+        self._coordination: Coordination | None = None
+        self._round: Round | None = None
+        self._run_outcome: Outcome | None = None
         self._result = RunResult(WorkerState.INIT)
         self._total_execution_time = 0
         self._restart_began: float | None = None
-        self._complaint = ""
 
     # Hooks.
 
@@ -87,9 +100,11 @@ class SimpleElasticAgent(ElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         """Stop the workers with that signal and release everything. Called once at the end, may find nothing."""
 
-    def _wait_for_change(self, worker_group: WorkerGroup) -> None:
-        """Return when it may be worth asking for the state of the workers. A signal must cut it short."""
-        signals.wait_readable([], worker_group.spec.monitor_interval)
+    def _wait_for_change(self, worker_group: WorkerGroup, pushes_fd: int, timeout_s: float | None) -> None:
+        """Return when it may be worth asking for the state of the workers, when the descriptor of the pushes can
+        be read, or when the time is up. A signal must cut it short."""
+        interval_s = worker_group.spec.monitor_interval
+        signals.wait_readable([pushes_fd], interval_s if timeout_s is None else min(interval_s, timeout_s))
 
     def _unkillable(self) -> tuple[int, ...]:
         """After a stop: the pids that even SIGKILL did not end."""
@@ -105,8 +120,17 @@ class SimpleElasticAgent(ElasticAgent):
         return self._worker_group
 
     @property
+    def _policy(self) -> RestartPolicy:
+        spec = self._worker_group.spec
+        return spec.restart_policy or RestartPolicy(spec.max_restarts)
+
+    @property
+    def _restarts_used(self) -> int:
+        return self._round.restarts_used if self._round else 0
+
+    @property
     def _remaining_restarts(self) -> int:
-        return self._machine.remaining_restarts
+        return max(0, self._policy.max_restarts - self._restarts_used)
 
     @prof
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -116,7 +140,9 @@ class SimpleElasticAgent(ElasticAgent):
             try:
                 result = self._invoke_run(role)
                 self._total_execution_time = int(time.monotonic() - began)
-                recording.put_run_metrics(self._worker_group.spec.role, result, self._machine)
+                recording.put_run_metrics(
+                    self._worker_group.spec.role, result, self._restarts_used, self._policy.max_restarts
+                )
                 self._record_worker_events(result)
                 return result
             except RendezvousGracefulExitError as reason:
@@ -124,7 +150,7 @@ class SimpleElasticAgent(ElasticAgent):
                 return RunResult(WorkerState.SUCCEEDED)
             except SignalException as received:
                 logger.warning("got %s, stopping the workers", received.sigval.name)
-                self._shutdown(received.sigval, timeout=self._shutdown_timeout)
+                self._leave(received.sigval)
                 is_shut_down = True
                 raise
             finally:
@@ -132,80 +158,114 @@ class SimpleElasticAgent(ElasticAgent):
                 if not is_shut_down:
                     self._shutdown(timeout=self._shutdown_timeout)
 
+    def _leave(self, death_sig: signal.Signals) -> None:
+        """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
+        if self._coordination is not None:
+            self._coordination.leaving()
+        self._shutdown(death_sig, timeout=self._shutdown_timeout)
+        if self._coordination is not None and not self._unkillable():
+            self._coordination.left()
+
     # The shell around the machine.
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        if self._machine.phase is not lifecycle.Phase.IDLE:
-            spec = self._worker_group.spec
-            self._machine = Lifecycle(spec.max_restarts, self._machine.peers_timeout_s)
+        spec = self._worker_group.spec
+        self._machine = Lifecycle(self._machine.peers_timeout_s)
+        self._coordination = self._coordinate()
+        self._coordination.introduce(spec.role, spec.local_world_size, self._policy)
         pending: deque[lifecycle.Event] = deque([lifecycle.RunRequested()])
         while self._machine.outcome is None:
-            event = pending.popleft() if pending else self._next_event()
-            if event is not None:
+            for event in [pending.popleft()] if pending else self._next_events(self._coordination):
                 for command in self._machine.step(event, time.monotonic()):
-                    pending.extend(self._execute(command))
+                    pending.extend(self._execute(command, self._coordination))
         return self._final_result(self._machine.outcome)
 
-    def _execute(self, command: lifecycle.Command) -> list[lifecycle.Event]:
+    def _coordinate(self) -> Coordination:
+        handler = self._handler
+        if isinstance(handler, Coordination):
+            return handler
+        return SoloCoordination(handler, self._worker_group.spec.monitor_interval)
+
+    def _execute(self, command: lifecycle.Command, run: Coordination) -> list[lifecycle.Event]:
         group = self._worker_group
         match command:
-            case lifecycle.Join(round):
-                signals.inbox().raise_pending()  # One that came while the workers were being stopped.
-                self._rendezvous(group)
-                # Nodes that share nothing cannot wait for each other either.
-                node_count = 1 if self._has_fixed_world() else group.group_world_size or 1
-                return [lifecycle.WorldSealed(round, node_count)]
+            case lifecycle.Join():
+                return [self._join(group)]
             case lifecycle.StartWorkers(round):
                 self._initialize_workers(group)
                 return [lifecycle.WorkersStarted(round)]
-            case lifecycle.StopWorkers(round, will_restart):
-                self._tell_why(will_restart)
-                self._restart_began = time.monotonic() if will_restart else None
-                self._stop_workers(group)
+            case lifecycle.StopWorkers(round, at_once):
+                self._restart_began = time.monotonic()
+                self._stop_group(group, at_once)
                 group.state = WorkerState.STOPPED
                 return [lifecycle.WorkersStopped(round, self._unkillable())]
-            case lifecycle.AwaitPeers(round):
-                self._exit_barrier()
-                return [lifecycle.PeersFinished(round)]
+            case lifecycle.ReportFailure(round):
+                logger.warning("%s", _cause(self._result))
+                run.report_failure(round, _failure(self._result))
+            case lifecycle.ReportSuccess(round):
+                run.report_success(round, self._machine.peers_timeout_s)
             case lifecycle.EndRun():
-                return []
-        assert_never(command)
+                pass
+            case _:
+                assert_never(command)
+        return []
 
-    def _next_event(self) -> lifecycle.Event | None:
+    def _stop_group(self, group: WorkerGroup, at_once: bool) -> None:
+        """A hook cannot be told to hurry; whoever has lost its place has its workers killed by the spawner."""
+        self._stop_workers(group)
+
+    def _next_events(self, run: Coordination) -> list[lifecycle.Event]:
+        """Wait until something happens; then say what."""
         group = self._worker_group
         signals.inbox().raise_pending()
-        self._wait_for_change(group)
+        deadline = self._machine.next_deadline()
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if self._machine.phase is lifecycle.Phase.WAITING:
+            signals.wait_readable([run.fileno()], left_s)
+        else:
+            self._wait_for_change(group, run.fileno(), run.ask_every_s)
         signals.inbox().raise_pending()
+        if deadline is not None and time.monotonic() >= deadline:
+            return [lifecycle.TimePassed(self._machine.round)]
+        events: list[lifecycle.Event] = []
+        if self._machine.phase is lifecycle.Phase.RUNNING:
+            events += self._look_at_workers(group)
+        return events or [self._as_event(push) for push in run.take()]
+
+    def _look_at_workers(self, group: WorkerGroup) -> list[lifecycle.Event]:
         result = self._monitor_workers(group)
         group.state = result.state
         self._publish_state(group)
-        return self._as_event(result)
-
-    def _as_event(self, result: RunResult) -> lifecycle.Event | None:
-        current = self._machine.round
+        round = self._machine.round
         match result.state:
             case WorkerState.SUCCEEDED:
                 self._result = result
-                return lifecycle.WorkersSucceeded(current)
+                return [lifecycle.WorkersSucceeded(round)]
             case WorkerState.FAILED | WorkerState.UNHEALTHY:
                 self._result = result
-                return lifecycle.WorkersFailed(current)
+                return [lifecycle.WorkersFailed(round)]
             case WorkerState.HEALTHY:
-                return lifecycle.NodesWaiting(current) if self._nodes_wait() else None
-        role = self._worker_group.spec.role
-        raise HoldfastError(f"[{role}] the worker group is in state {result.state.name}, which should not be")
+                return []
+        raise HoldfastError(
+            f"[{group.spec.role}] the worker group is in state {result.state.name}, which should not be"
+        )
 
-    def _nodes_wait(self) -> bool:
-        """Workers that are well are not stopped because nobody can be asked."""
-        self._result = RunResult(WorkerState.HEALTHY)
-        try:
-            return self._handler.num_nodes_waiting() > 0
-        except Exception as error:
-            complaint = f"{type(error).__name__}: {error}"
-            if complaint != self._complaint:
-                logger.warning("cannot ask whether other nodes are waiting; the workers go on: %s", complaint)
-            self._complaint = complaint
-            return False
+    def _as_event(self, push: Push) -> lifecycle.Event:
+        match push:
+            case RoundStopped(round, reason):
+                logger.warning("the round is stopped: %s", reason)
+                return lifecycle.RoundStopped(round)
+            case PlaceLost(round, reason):
+                logger.warning("this node has lost its place, its workers are killed: %s", reason)
+                return lifecycle.PlaceLost(round)
+            case RunEnded(outcome):
+                return self._ended(outcome)
+        assert_never(push)
+
+    def _ended(self, outcome: Outcome) -> lifecycle.RunEnded:
+        self._run_outcome = outcome
+        is_success = outcome.end is End.SUCCEEDED
+        return lifecycle.RunEnded(lifecycle.Outcome.SUCCEEDED if is_success else lifecycle.Outcome.FAILED)
 
     @property
     def _handler(self) -> RendezvousHandler:
@@ -218,39 +278,38 @@ class SimpleElasticAgent(ElasticAgent):
         if outcome is lifecycle.Outcome.SUCCEEDED:
             self._tell_success()
             return self._result
-        self._worker_group.state = WorkerState.FAILED
-        settled = self._settle(self._result)
         if self._machine.unkillable:
             pids = ", ".join(map(str, self._machine.unkillable))
-            trouble = f"processes that cannot be killed are left on this node: {pids}"
-            if not settled.failures:
-                raise HostError(trouble)
-            logger.error(trouble)
+            logger.error("processes that cannot be killed are left on this node: %s", pids)
+        self._worker_group.state = WorkerState.FAILED
+        settled = self._settle(self._result)
         return RunResult(WorkerState.FAILED, failures=settled.failures, stopped=settled.stopped)
 
     def _tell_success(self) -> None:
-        count, restarts = len(self._worker_group.workers), self._machine.restarts_used
+        count, restarts = len(self._worker_group.workers), self._restarts_used
         who = f"all {count} workers" if count > 1 else "the worker"
         after = {0: "", 1: " after 1 restart"}.get(restarts, f" after {restarts} restarts")
         logger.info("%s finished%s", who, after)
 
-    def _tell_why(self, will_restart: bool) -> None:
-        machine, result = self._machine, self._result
-        if result.state is WorkerState.HEALTHY:
-            logger.warning("other nodes are waiting to join: stopping the workers to form a new round")
-            return
-        then = f"restart {machine.restarts_used} of {machine.max_restarts}" if will_restart else "no restarts left"
-        if will_restart or machine.max_restarts:
-            logger.warning("%s; %s", _cause(result), then)
-
     # Start of a round.
 
+    def _join(self, group: WorkerGroup) -> lifecycle.Event:
+        restarts_before = self._restarts_used
+        try:
+            found = self._rendezvous(group)
+        except RunOver as over:
+            return self._ended(over.outcome)
+        if found.restarts_used > restarts_before:
+            logger.warning("restart %d of %d", found.restarts_used, self._policy.max_restarts)
+        return lifecycle.WorldSealed(found.number)
+
     @prof
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+    def _rendezvous(self, worker_group: WorkerGroup) -> Round:
         spec = worker_group.spec
-        handler = self._handler
+        assert self._coordination is not None
         with self._timed_event("RENDEZVOUS"):
-            found = call_interruptibly(handler.next_rendezvous)
+            self._round = call_interruptibly(self._coordination.next_round)
+        found = self._round.found
         worker_group.store = found.store
         worker_group.group_rank = found.rank
         worker_group.group_world_size = found.world_size
@@ -258,11 +317,15 @@ class SimpleElasticAgent(ElasticAgent):
         worker_group.master_port = spec.master_port or found.bootstrap_store_info.master_port
         with self._timed_event("ASSIGN_WORKER_RANKS"):
             worker_group.workers = self._assign_worker_ranks(found.store, found.rank, found.world_size, spec)
+        return self._round
 
     @prof
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
+        if self._round is not None and self._round.place is not None:
+            members = [ranks.Member(role, size) for role, size in self._round.place.shapes()]
+            return ranks.assign_ranks(members, group_rank)
         if group_world_size == 1 or self._are_nodes_alike():
             world = ranks.identical_world(spec.role, spec.local_world_size, group_world_size)
             return ranks.assign_ranks(world, group_rank)
@@ -270,11 +333,9 @@ class SimpleElasticAgent(ElasticAgent):
         return call_interruptibly(exchange)
 
     def _are_nodes_alike(self) -> bool:
-        return os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1" or self._has_fixed_world()
-
-    def _has_fixed_world(self) -> bool:
-        """A handler that was written for another launcher does not know the question."""
-        return getattr(self._handler, "has_fixed_world", False)
+        return os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1" or getattr(
+            self._handler, "has_fixed_world", False
+        )
 
     @prof
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
@@ -306,29 +367,13 @@ class SimpleElasticAgent(ElasticAgent):
             first.world_size,
             group.master_addr,
             group.master_port,
-            self._machine.restarts_used,
+            self._restarts_used,
         )
 
-    # End of a run.
-
-    def _exit_barrier(self) -> None:
-        """Wait until the workers of every node have ended. A barrier that fails is no reason to fail a run."""
-        group = self._worker_group
-        deadline = self._machine.next_deadline()
-        timeout_s = max(0.0, (deadline or 0.0) - time.monotonic())
-        logger.info("this node's workers are done, waiting for the other nodes (at most %.0f s)", timeout_s)
-        wait = functools.partial(
-            stores.barrier, group.store, group.group_world_size or 1, _TERMINAL_STATE_SYNC, timeout_s
-        )
-        try:
-            call_interruptibly(wait, timeout_s=timeout_s)
-        except SignalException:
-            raise
-        except Exception as error:
-            logger.warning("did not hear of the end of every other node: %s: %s", type(error).__name__, error)
+    # What is told to others.
 
     def _publish_state(self, group: WorkerGroup) -> None:
-        put_metric(f"workers.{group.spec.role}.remaining_restarts", self._machine.remaining_restarts)
+        put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
         put_metric(f"workers.{group.spec.role}.{group.state.name.lower()}", 1)
 
     # Events.
@@ -342,7 +387,7 @@ class SimpleElasticAgent(ElasticAgent):
         return self._event("FAILED", raw_error=traceback.format_exc())
 
     def _event(self, state: str, worker: Worker | None = None, **facts: Any) -> Event:
-        restarts, run_time_s = self._machine.restarts_used, self._total_execution_time
+        restarts, run_time_s = self._restarts_used, self._total_execution_time
         return recording.status_event(self._worker_group, state, restarts, run_time_s, worker, **facts)
 
     def _record(self, event: Event) -> None:
@@ -386,8 +431,30 @@ def _exchange_ranks(store: Any, group_rank: int, group_world_size: int, spec: Wo
     return ranks.place_workers(place, spec.local_world_size)
 
 
-def _cause(result: RunResult) -> str:
+def _root(result: RunResult) -> tuple[int, report.FailureFacts] | None:
     if not result.failures:
-        return f"the worker group is {result.state.name.lower()}"
-    rank = report.root_cause({rank: failure.facts() for rank, failure in result.failures.items()})
-    return report.cause_line(rank, result.failures[rank].facts())
+        return None
+    facts = {rank: failure.facts() for rank, failure in result.failures.items()}
+    rank = report.root_cause(facts)
+    return rank, facts[rank]
+
+
+def _cause(result: RunResult) -> str:
+    root = _root(result)
+    return report.cause_line(*root) if root else f"the worker group is {result.state.name.lower()}"
+
+
+def _failure(result: RunResult) -> Failure:
+    """What the rest of the run is told of this node's failure."""
+    root = _root(result)
+    if root is None:
+        return Failure(os.uname().nodename, text=_cause(result))
+    rank, facts = root
+    return Failure(
+        node=os.uname().nodename,
+        rank=rank,
+        exitcode=facts.exitcode,
+        exception=report.exception_name(facts.text),
+        text=_cause(result),
+        is_consequence=report.is_consequence(facts.exitcode, facts.text, facts.evidence.stderr_tail),
+    )

@@ -1,26 +1,29 @@
-"""One agent's machine: join, start, run, stop, restart, end. Pure.
+"""One agent's machine: join, start, run, stop, join again, end. Pure.
 
             RunRequested          WorldSealed            WorkersStarted
     IDLE ---------------> JOINING ------------> STARTING --------------> RUNNING
-                             ^                                            |  |
-                             |   WorkersStopped (and the run goes on)     |  | WorkersSucceeded
-                             +------------------- STOPPING <--------------+  v
-                                                     |      failed,       WAITING (for the other nodes)
-                                                     |      unhealthy,       |
-                                     WorkersStopped  v      nodes waiting    | PeersFinished, or the deadline
-                                  (it does not)    ENDED <-------------------+
+                          ^  ^ |                     |                    |  |
+                          |  | | RunEnded            |    RoundStopped,   |  | WorkersSucceeded
+                          |  | v                     v    failed, lost    |  v
+                          |  | ENDED <---------- STOPPING <---------------+ WAITING (for the other nodes)
+                          |  |       RunEnded        |                       |
+                          |  +-----------------------+                       | RoundStopped
+                          +--------------------------------------------------+
 
-`TRANSITIONS` below is that picture as data. The decisions:
+`TRANSITIONS` below is that picture as data.
 
-* A group that failed or is unhealthy is stopped at once. Whether the run goes on is a matter of the budget:
-  `max_restarts` restarts after failures, counted here because nobody else counts for a node without a
-  coordinator.
-* Nodes that wait to join make the group stop and join again. That is free.
+The machine owns no policy about the run: it reports what its workers did, and is told whether the round was
+stopped, which world comes next, or how the run ended, by whoever coordinates (`coordination`): the run's
+coordinator, or the agent itself for a run of one node. What it decides:
+
+* Workers that failed are reported and stopped at once; then the node asks for a place in the next round.
+* A place that is lost leaves no time for grace: the workers are killed.
 * A process that cannot be killed ends the run on this node: its successor could not own what it holds.
 * Workers that all succeeded wait for the other nodes, at most `peers_timeout_s`.
 
-Every event carries the round it speaks of. An event of a round that is over is dropped, in `step`, and nowhere
-else. An event that cannot happen in the state raises `InvalidTransition` with the recent story.
+Every event but the first and the last carries the round it speaks of. An event of a round that is over is dropped,
+in `step`, and nowhere else. An event that cannot happen in the phase raises `InvalidTransition` with the recent
+story.
 """
 
 from __future__ import annotations
@@ -55,13 +58,12 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunRequested:
-    round: int = 0
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class WorldSealed:
     round: int
-    node_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +84,6 @@ class WorkersFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class NodesWaiting:
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
 class WorkersStopped:
     """Nothing of the group is left but the `unkillable` pids."""
 
@@ -95,8 +92,22 @@ class WorkersStopped:
 
 
 @dataclass(frozen=True, slots=True)
-class PeersFinished:
+class RoundStopped:
+    """Somebody else stopped the round: a failure elsewhere, or a change of membership."""
+
     round: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceLost:
+    """The run has given this node up."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +123,10 @@ Event = (
     | WorkersStarted
     | WorkersSucceeded
     | WorkersFailed
-    | NodesWaiting
     | WorkersStopped
-    | PeersFinished
+    | RoundStopped
+    | PlaceLost
+    | RunEnded
     | TimePassed
 )
 
@@ -124,7 +136,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    round: int
+    """Ask for a place in the next round; the answer is `WorldSealed` or `RunEnded`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +146,19 @@ class StartWorkers:
 
 @dataclass(frozen=True, slots=True)
 class StopWorkers:
-    """`will_restart` is for whoever tells the user; the shell stops in the same way for every reason."""
+    """`at_once`: without grace. May come a second time, to cut the grace of the first short."""
 
     round: int
-    will_restart: bool
+    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class AwaitPeers:
+class ReportFailure:
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSuccess:
     round: int
 
 
@@ -150,18 +167,40 @@ class EndRun:
     outcome: Outcome
 
 
-Command = Join | StartWorkers | StopWorkers | AwaitPeers | EndRun
+Command = Join | StartWorkers | StopWorkers | ReportFailure | ReportSuccess | EndRun
+
+
+def _to(*phases: Phase) -> frozenset[Phase]:
+    return frozenset(phases)
+
 
 TRANSITIONS: dict[tuple[Phase, type[Event]], frozenset[Phase]] = {
-    (Phase.IDLE, RunRequested): frozenset({Phase.JOINING}),
-    (Phase.JOINING, WorldSealed): frozenset({Phase.STARTING}),
-    (Phase.STARTING, WorkersStarted): frozenset({Phase.RUNNING}),
-    (Phase.RUNNING, WorkersSucceeded): frozenset({Phase.WAITING, Phase.ENDED}),
-    (Phase.RUNNING, WorkersFailed): frozenset({Phase.STOPPING}),
-    (Phase.RUNNING, NodesWaiting): frozenset({Phase.STOPPING}),
-    (Phase.STOPPING, WorkersStopped): frozenset({Phase.JOINING, Phase.ENDED}),
-    (Phase.WAITING, PeersFinished): frozenset({Phase.ENDED}),
-    (Phase.WAITING, TimePassed): frozenset({Phase.ENDED}),
+    (Phase.IDLE, RunRequested): _to(Phase.JOINING),
+    (Phase.JOINING, WorldSealed): _to(Phase.STARTING),
+    (Phase.JOINING, PlaceLost): _to(Phase.JOINING),
+    (Phase.JOINING, RoundStopped): _to(Phase.JOINING),
+    (Phase.JOINING, RunEnded): _to(Phase.ENDED),
+    (Phase.STARTING, WorkersStarted): _to(Phase.RUNNING),
+    (Phase.STARTING, RoundStopped): _to(Phase.STOPPING),
+    (Phase.STARTING, PlaceLost): _to(Phase.STOPPING),
+    (Phase.STARTING, RunEnded): _to(Phase.STOPPING),
+    (Phase.RUNNING, WorkersSucceeded): _to(Phase.WAITING),
+    (Phase.RUNNING, WorkersFailed): _to(Phase.STOPPING),
+    (Phase.RUNNING, RoundStopped): _to(Phase.STOPPING),
+    (Phase.RUNNING, PlaceLost): _to(Phase.STOPPING),
+    (Phase.RUNNING, RunEnded): _to(Phase.STOPPING),
+    (Phase.STOPPING, WorkersStopped): _to(Phase.JOINING, Phase.ENDED),
+    (Phase.STOPPING, PlaceLost): _to(Phase.STOPPING),
+    (Phase.STOPPING, RunEnded): _to(Phase.STOPPING),
+    # What was on its way when the stop began changes nothing any more.
+    (Phase.STOPPING, WorkersStarted): _to(Phase.STOPPING),
+    (Phase.STOPPING, WorkersSucceeded): _to(Phase.STOPPING),
+    (Phase.STOPPING, WorkersFailed): _to(Phase.STOPPING),
+    (Phase.STOPPING, RoundStopped): _to(Phase.STOPPING),
+    (Phase.WAITING, RoundStopped): _to(Phase.JOINING),
+    (Phase.WAITING, PlaceLost): _to(Phase.JOINING),
+    (Phase.WAITING, RunEnded): _to(Phase.ENDED),
+    (Phase.WAITING, TimePassed): _to(Phase.ENDED),
 }
 
 
@@ -170,80 +209,115 @@ class InvalidTransition(InternalError):  # noqa: N818
 
 
 class Lifecycle:
-    """The machine. `restarts_used` counts restarts after failures; `round` rises with every join."""
+    """The machine. `round` is the round of the last world; it only rises."""
 
-    def __init__(self, max_restarts: int, peers_timeout_s: float) -> None:
-        self.max_restarts = max_restarts
+    def __init__(self, peers_timeout_s: float) -> None:
         self.peers_timeout_s = peers_timeout_s
         self.phase = Phase.IDLE
         self.round = 0
-        self.restarts_used = 0
         self.outcome: Outcome | None = None
         self.unkillable: tuple[int, ...] = ()
-        self._node_count = 0
-        self._will_restart = False
+        self._verdict: Outcome | None = None
         self._deadline: float | None = None
         self._story: deque[tuple[Phase, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
-
-    @property
-    def remaining_restarts(self) -> int:
-        return self.max_restarts - self.restarts_used
 
     def next_deadline(self) -> float | None:
         return self._deadline
 
     def step(self, event: Event, now: float) -> list[Command]:
-        if event.round < self.round:
-            return []  # It speaks of a round that is over.
-        if event.round > self.round or (self.phase, type(event)) not in TRANSITIONS:
+        if self.phase is Phase.ENDED or self._is_stale(event):
+            return []
+        if not self._is_possible(event):
             raise InvalidTransition(f"{event} in phase {self.phase}, round {self.round}; before: {self.story()}")
         before = self.phase
         commands = self._decide(event, now)
         self._story.append((before, event, tuple(commands)))
         return commands
 
+    def _is_stale(self, event: Event) -> bool:
+        match event:
+            case RunRequested() | RunEnded():
+                return False
+            case WorldSealed(round):
+                return round <= self.round
+        return event.round < self.round
+
+    def _is_possible(self, event: Event) -> bool:
+        is_of_this_round = isinstance(event, (RunRequested, RunEnded, WorldSealed)) or event.round == self.round
+        return is_of_this_round and (self.phase, type(event)) in TRANSITIONS
+
     def _decide(self, event: Event, now: float) -> list[Command]:
         match event:
             case RunRequested():
                 return self._join()
-            case WorldSealed(_, node_count):
-                self._node_count = node_count
-                self.phase = Phase.STARTING
-                return [StartWorkers(self.round)]
+            case WorldSealed(round):
+                self.phase, self.round = Phase.STARTING, round
+                return [StartWorkers(round)]
             case WorkersStarted():
-                self.phase = Phase.RUNNING
-                return []
+                return self._started()
             case WorkersSucceeded():
-                return self._finish(now)
+                return self._succeeded(now)
             case WorkersFailed():
-                return self._stop(will_restart=self.remaining_restarts > 0, charged=True)
-            case NodesWaiting():
-                return self._stop(will_restart=True, charged=False)
+                return self._failed()
             case WorkersStopped(_, unkillable):
-                self.unkillable = unkillable
-                return self._join() if self._will_restart and not unkillable else self._end(Outcome.FAILED)
-            case PeersFinished() | TimePassed():
+                return self._stopped(unkillable)
+            case RoundStopped():
+                return self._interrupted(at_once=False)
+            case PlaceLost():
+                return self._interrupted(at_once=True)
+            case RunEnded(outcome):
+                return self._told_outcome(outcome)
+            case TimePassed():
                 return self._end(Outcome.SUCCEEDED)
         assert_never(event)
 
     def _join(self) -> list[Command]:
         self.phase = Phase.JOINING
-        self.round += 1
-        return [Join(self.round)]
+        self._deadline = None
+        return [Join()]
 
-    def _stop(self, *, will_restart: bool, charged: bool) -> list[Command]:
-        self.phase = Phase.STOPPING
-        self._will_restart = will_restart
-        if will_restart and charged:
-            self.restarts_used += 1
-        return [StopWorkers(self.round, will_restart)]
+    def _started(self) -> list[Command]:
+        if self.phase is Phase.STARTING:
+            self.phase = Phase.RUNNING
+        return []
 
-    def _finish(self, now: float) -> list[Command]:
-        if self._node_count == 1:
-            return self._end(Outcome.SUCCEEDED)
+    def _succeeded(self, now: float) -> list[Command]:
+        if self.phase is not Phase.RUNNING:
+            return []
         self.phase = Phase.WAITING
         self._deadline = now + self.peers_timeout_s
-        return [AwaitPeers(self.round)]
+        return [ReportSuccess(self.round)]
+
+    def _failed(self) -> list[Command]:
+        if self.phase is not Phase.RUNNING:
+            return []
+        return [ReportFailure(self.round), *self._stop(at_once=False)]
+
+    def _interrupted(self, *, at_once: bool) -> list[Command]:
+        match self.phase:
+            case Phase.STARTING | Phase.RUNNING:
+                return self._stop(at_once=at_once)
+            case Phase.STOPPING:
+                return [StopWorkers(self.round, at_once=True)] if at_once else []
+            case Phase.JOINING:
+                return [Join()] if at_once else []  # Again, as a stranger.
+        return self._join()
+
+    def _told_outcome(self, outcome: Outcome) -> list[Command]:
+        self._verdict = outcome
+        if self.phase in (Phase.STARTING, Phase.RUNNING):
+            return self._stop(at_once=False)
+        return [] if self.phase is Phase.STOPPING else self._end(outcome)
+
+    def _stop(self, *, at_once: bool) -> list[Command]:
+        self.phase = Phase.STOPPING
+        return [StopWorkers(self.round, at_once)]
+
+    def _stopped(self, unkillable: tuple[int, ...]) -> list[Command]:
+        self.unkillable = unkillable
+        if unkillable:
+            return self._end(Outcome.FAILED)
+        return self._join() if self._verdict is None else self._end(self._verdict)
 
     def _end(self, outcome: Outcome) -> list[Command]:
         self.phase = Phase.ENDED
@@ -258,8 +332,6 @@ class Lifecycle:
 
     def check(self) -> None:
         """The invariants; tests call this after every step."""
-        assert 0 <= self.restarts_used <= self.max_restarts
         assert (self.phase is Phase.ENDED) == (self.outcome is not None)
         assert (self.phase is Phase.WAITING) == (self._deadline is not None)
-        assert (self.phase is Phase.IDLE) == (self.round == 0)
-        assert self.round >= self.restarts_used
+        assert self.round > 0 or self.phase in (Phase.IDLE, Phase.JOINING, Phase.ENDED)

@@ -94,21 +94,18 @@ class LocalElasticAgent(SimpleElasticAgent):
         return RoundFacts(
             run_id=handler.get_run_id(),
             round=str(self._machine.round),
-            restart_count=self._machine.restarts_used,
-            max_restarts=self._machine.max_restarts,
+            restart_count=self._restarts_used,
+            max_restarts=self._policy.max_restarts,
             # A handler that was written for another launcher may not know the question.
             use_agent_store=getattr(handler, "use_agent_store", False),
         )
 
-    def _wait_for_change(self, worker_group: WorkerGroup) -> None:
+    def _wait_for_change(self, worker_group: WorkerGroup, pushes_fd: int, timeout_s: float | None) -> None:
         assert self._context is not None
-        if self._context.has_ended():
-            return  # While the last workers were being started; nothing will come to wake us.
-        interval_s = worker_group.spec.monitor_interval
-        must_ask = not self._has_fixed_world() or self._stuck.is_on
-        signals.wait_readable([self._context.fileno()], interval_s if must_ask else None)
+        if timeout_s is None and self._stuck.is_on:
+            timeout_s = worker_group.spec.monitor_interval
+        signals.wait_readable([self._context.fileno(), pushes_fd], timeout_s)
 
-    @prof
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         context = self._context
         assert context is not None
@@ -156,6 +153,12 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if self._context is not None:
             self._context.close(signal.SIGTERM, self._shutdown_timeout)
+
+    def _stop_group(self, group: WorkerGroup, at_once: bool) -> None:
+        if at_once and self._context is not None:
+            self._context.close(signal.SIGKILL, 0)
+        else:
+            self._stop_workers(group)
 
     def _unkillable(self) -> tuple[int, ...]:
         return tuple(pid for pid, _ in self._context.survivors) if self._context is not None else ()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.process.errors import ProcessFailure
     from holdfast.rendezvous.api import RendezvousHandler
+    from holdfast.rendezvous.restart import RestartPolicy
 
 __all__ = [
     "RunResult",
@@ -36,7 +37,8 @@ class WorkerSpec:
     """The blueprint of one agent's workers; they are all alike.
 
     `entrypoint` is a function, or the program to execute. `master_addr` and `master_port` override what the
-    rendezvous offers. `fn` is the old name of `entrypoint` and wins over it.
+    rendezvous offers. `fn` is the old name of `entrypoint` and wins over it. `restart_policy` says more about
+    restarts than `max_restarts` can, and replaces it.
     """
 
     role: str
@@ -55,6 +57,7 @@ class WorkerSpec:
     duplicate_stdout_filters: list[str] | None = None
     duplicate_stderr_filters: list[str] | None = None
     virtual_local_rank: bool = False
+    restart_policy: RestartPolicy | None = None
 
     def __post_init__(self) -> None:
         if self.fn is not None:

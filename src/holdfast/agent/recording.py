@@ -8,7 +8,6 @@ import os
 import time
 from typing import Any
 
-from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.process import entry
 from holdfast.telemetry.events import Event, EventSource
@@ -78,20 +77,20 @@ def final_state(worker: Worker, result: RunResult) -> str:
     return "SUCCEEDED"
 
 
-def put_run_metrics(role: str, result: RunResult, machine: Lifecycle) -> None:
-    put_metric(f"workers.{role}.flakiness", _flakiness(result, machine))
+def put_run_metrics(role: str, result: RunResult, restarts_used: int, max_restarts: int) -> None:
+    put_metric(f"workers.{role}.flakiness", _flakiness(result, restarts_used, max_restarts))
     put_metric(f"workers.{role}.run_total", 1)
     outcome = "failed" if result.is_failed() else "success"
-    retries = "with_retries" if machine.restarts_used else "no_retries"
+    retries = "with_retries" if restarts_used else "no_retries"
     for kind in ("success_with_retries", "success_no_retries", "failed_with_retries", "failed_no_retries"):
         put_metric(f"workers.{role}.run_{kind}", int(kind == f"{outcome}_{retries}"))
 
 
-def _flakiness(result: RunResult, machine: Lifecycle) -> int:
+def _flakiness(result: RunResult, restarts_used: int, max_restarts: int) -> int:
     """How much of the budget a run needed, in percent; a failed one needed all of it."""
     if result.is_failed():
         return 100
-    return int(100 - 100 * (machine.remaining_restarts + 1) / (machine.max_restarts + 1))
+    return int(100 * restarts_used / (max_restarts + 1))
 
 
 @functools.lru_cache(maxsize=1)

@@ -70,11 +70,12 @@ from holdfast.rendezvous.vocabulary import (
     WorkersFailed,
     WorkersSucceeded,
 )
-from holdfast.rendezvous.world import NodeFacts, World, arrange
+from holdfast.rendezvous.world import NodeFacts, Place, World, arrange
 
 _STORY_LENGTH = 40
 _NAMED_AT_MOST = 8
 _PROGRESS_EVERY_S = 1.0
+_STAND_IN = "unknown node of rank "
 _SILENT_HEARTBEATS = 2.5  # This many heartbeats without a word make a node suspect.
 
 
@@ -250,29 +251,50 @@ class Membership:
         return self._stop(f"{facts.node_id} joins") if has_room else []
 
     def _returned(self, event: NodeReturned, now: float) -> list[Command]:
-        facts, world = event.facts, event.world
+        facts, place = event.facts, event.place
         self.settings = self.settings or event.settings
-        if self._has_seen_no_round and world.round >= self.round:
-            self._adopt(world, now)
+        if self._has_seen_no_round and place.round >= self.round:
+            self._adopt(place, now)
+        if self.world is not None and self.world.round == place.round:
+            self._take_up(facts, place.rank, now)
         node = self._nodes.get(facts.key)
-        is_ours = self.world is not None and self.world.round == world.round
-        if node is None or not is_ours or node.stage is Stage.WAITING:
-            self.round = max(self.round, world.round)
-            return [Expel(facts.key, f"its place in round {world.round} was given up")]
+        is_member = self.world is not None and self.world.round == place.round and facts.key in self.world.keys
+        if node is None or not is_member or node.stage is Stage.WAITING:
+            self.round = max(self.round, place.round)
+            return [Expel(facts.key, f"its place in round {place.round} was given up")]
         self._reconnect(node, event.stage, now)
         if self.phase is Phase.STOPPING:  # It may have missed that.
-            return [StopRound((node.key,), world.round, "the round was stopped meanwhile")]
+            return [StopRound((node.key,), place.round, "the round was stopped meanwhile")]
         return []
 
-    def _adopt(self, world: World, now: float) -> None:
-        """Go on with a round that another coordinator process has sealed; its members have a lease to return."""
+    def _adopt(self, place: Place, now: float) -> None:
+        """Go on with a round that another coordinator process has sealed; its members have a lease to return.
+
+        Who they are is not known before they do. Until then a stand-in holds each place."""
         assert self.settings is not None
-        self.restarts_used = max(self.restarts_used, world.restarts_used)
+        self.restarts_used = max(self.restarts_used, place.restarts_used)
         self._charged_at = [now] * self.restarts_used
-        self._begin(world)
-        for facts in world.members:
-            node = self._add(facts, Stage.RUNNING, now)
-            self._drop(node, now + self.settings.lease_s)
+        shapes = enumerate(place.shapes())
+        members = tuple(NodeFacts(f"{_STAND_IN}{rank}", 0, "", 0, role, size) for rank, (role, size) in shapes)
+        self._begin(World(place.round, members, place.restarts_used))
+        for facts in members:
+            self._drop(self._add(facts, Stage.RUNNING, now), now + self.settings.lease_s)
+
+    def _take_up(self, facts: NodeFacts, rank: int, now: float) -> None:
+        """A member of an adopted round has returned: it takes the place of its stand-in."""
+        assert self.world is not None
+        assert self.settings is not None
+        stand_in = self.world.members[rank].key
+        if not stand_in.startswith(_STAND_IN) or stand_in not in self._nodes:
+            return
+        members = list(self.world.members)
+        members[rank] = facts
+        self.world = World(self.world.round, tuple(members), self.world.restarts_used)
+        self._remove(stand_in)
+        for keys in (self._owing, self._unfinished):
+            keys.discard(stand_in)
+            keys.add(facts.key)
+        self._drop(self._add(facts, Stage.RUNNING, now), now + self.settings.lease_s)
 
     def _reconnect(self, node: _Node, stage: Stage, now: float) -> None:
         node.drop_at = None

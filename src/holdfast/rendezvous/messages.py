@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from holdfast.rendezvous.restart import Failure
 from holdfast.rendezvous.vocabulary import Outcome, Settings, Stage
-from holdfast.rendezvous.world import NodeFacts, World
+from holdfast.rendezvous.world import NodeFacts, Place
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 20
@@ -31,7 +31,7 @@ class Join:
 class Return:
     facts: NodeFacts
     settings: Settings
-    world: World
+    place: Place
     stage: Stage
 
 
@@ -79,7 +79,10 @@ class HeartbeatAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    world: World
+    """`key` is whom it is for: an answer to an incarnation that was given up must not reach the next."""
+
+    key: str
+    place: Place
 
 
 @dataclass(frozen=True, slots=True)

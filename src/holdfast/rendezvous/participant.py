@@ -24,7 +24,7 @@ from holdfast.rendezvous import messages, session
 from holdfast.rendezvous.restart import Failure
 from holdfast.rendezvous.session import Line, Session
 from holdfast.rendezvous.vocabulary import Outcome, Settings, Stage
-from holdfast.rendezvous.world import NodeFacts, World
+from holdfast.rendezvous.world import NodeFacts, Place
 
 
 class Standing(StrEnum):
@@ -94,7 +94,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class WorldSealed:
-    world: World
+    place: Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Participant:
         self.facts = facts
         self.settings = settings
         self.standing = Standing.OUTSIDE
-        self.world: World | None = None
+        self.place: Place | None = None
         self.last_round = 0
         self._session = link
         self._replaces = ""
@@ -200,7 +200,7 @@ class Participant:
         commands = self._step_session(session.PlaceGivenUp(), now)
         self.facts = replace(self.facts, port=port)
         self.standing = Standing.WAITING
-        self.world, self._failure, self._stage = None, None, Stage.RUNNING
+        self.place, self._failure, self._stage = None, None, Stage.RUNNING
         return commands + self._say(self._join_message())
 
     def _join_message(self) -> messages.Join:
@@ -219,7 +219,7 @@ class Participant:
         return self._say(messages.Succeeded(round))
 
     def _is_in(self, round: int) -> bool:
-        return self.standing is Standing.MEMBER and self.world is not None and self.world.round == round
+        return self.standing is Standing.MEMBER and self.place is not None and self.place.round == round
 
     def _leave(self) -> list[Command]:
         if self.standing is Standing.DONE:
@@ -240,8 +240,8 @@ class Participant:
         match message:
             case messages.HeartbeatAnswer(number):
                 return self._step_session(session.HeartbeatAnswered(number), now)
-            case messages.Sealed(world):
-                return self._sealed(world, now)
+            case messages.Sealed(key, place):
+                return self._sealed(key, place, now)
             case messages.Stop(round, reason):
                 return [RoundStopped(round, reason)] if self._is_in(round) else []
             case messages.Expelled(reason):
@@ -257,25 +257,24 @@ class Participant:
                 return [ProgressSeen(joined, wanted, max_nodes, seconds_left)] if is_waiting else []
         assert_never(message)
 
-    def _sealed(self, world: World, now: float) -> list[Command]:
-        """A world that came too late, for a join that was taken back or a round that is over, is not ours."""
-        if self.standing is not Standing.WAITING or world.round <= self.last_round:
-            return []
-        if self.facts not in world.members:
+    def _sealed(self, key: str, place: Place, now: float) -> list[Command]:
+        """A place that comes too late, for a join that was taken back or a round that is over, is not ours."""
+        is_ours = key == self.facts.key and self.standing is Standing.WAITING
+        if not is_ours or place.round <= self.last_round:
             return []
         self.standing = Standing.MEMBER
-        self.world, self.last_round = world, world.round
+        self.place, self.last_round = place, place.round
         self._replaces = ""
-        return [*self._step_session(session.PlaceTaken(), now), WorldSealed(world)]
+        return [*self._step_session(session.PlaceTaken(), now), WorldSealed(place)]
 
     def _lose_place(self, reason: str, now: float) -> list[Command]:
         """Become somebody new: what the coordinator still knows of us is a ghost, and we say so when we join."""
         if self.standing not in (Standing.MEMBER, Standing.WAITING):
             return []
-        round = self.world.round if self.world else self.last_round
+        round = self.place.round if self.place else self.last_round
         self._replaces = self.facts.key
         self.facts = replace(self.facts, incarnation=self.facts.incarnation + 1)
-        self.standing, self.world, self._failure = Standing.OUTSIDE, None, None
+        self.standing, self.place, self._failure = Standing.OUTSIDE, None, None
         return [*self._step_session(session.PlaceGivenUp(), now), PlaceLost(round, reason)]
 
     # Saying things.
@@ -289,8 +288,8 @@ class Participant:
         match self.standing:
             case Standing.WAITING:
                 said.append(self._join_message())
-            case Standing.MEMBER | Standing.LEAVING if self.world is not None:
-                said.append(messages.Return(self.facts, self.settings, self.world, self._stage))
+            case Standing.MEMBER | Standing.LEAVING if self.place is not None:
+                said.append(messages.Return(self.facts, self.settings, self.place, self._stage))
                 if self._failure is not None:
                     said.append(messages.Failed(self._failure.round, self._failure.failure))
                 if self.standing is Standing.LEAVING:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from holdfast.rendezvous.restart import Failure, RestartPolicy
-from holdfast.rendezvous.world import NodeFacts, World
+from holdfast.rendezvous.world import NodeFacts, Place, World
 
 
 class Admit(StrEnum):
@@ -88,7 +88,7 @@ class NodeReturned:
 
     facts: NodeFacts
     settings: Settings
-    world: World
+    place: Place
     stage: Stage
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +45,46 @@ class World:
     def keys(self) -> tuple[str, ...]:
         return tuple(member.key for member in self.members)
 
-    @property
-    def master_address(self) -> str:
-        return self.members[0].address
+    def places(self) -> list[Place]:
+        """What each member is told, in rank order."""
+        runs = _runs(self.members)
+        master = self.members[0]
+        return [
+            Place(self.round, rank, len(self.members), runs, master.address, master.port, self.restarts_used)
+            for rank in range(len(self.members))
+        ]
 
-    @property
-    def master_port(self) -> int:
-        return self.members[0].port
 
-    def rank_of(self, key: str) -> int:
-        return self.keys.index(key)
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Members that stand next to each other and are alike."""
+
+    role: str
+    local_world_size: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A world as one of its members needs to know it: enough to compute every rank, and no longer in a large world
+    than in a small one as long as its members are alike."""
+
+    round: int
+    rank: int
+    node_count: int
+    runs: tuple[Run, ...]
+    master_address: str
+    master_port: int
+    restarts_used: int = 0
+
+    def shapes(self) -> list[tuple[str, int]]:
+        """The role and the local world size of each member, in rank order."""
+        return [(run.role, run.local_world_size) for run in self.runs for _ in range(run.count)]
+
+
+def _runs(members: Sequence[NodeFacts]) -> tuple[Run, ...]:
+    groups = groupby(members, key=lambda node: (node.role, node.local_world_size))
+    return tuple(Run(role, size, sum(1 for _ in group)) for (role, size), group in groups)
 
 
 def arrange(previous: Sequence[str], candidates: Iterable[NodeFacts], max_nodes: int) -> tuple[NodeFacts, ...]:

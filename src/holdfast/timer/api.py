@@ -112,9 +112,7 @@ class TimerServer(abc.ABC):
         if self._watchdog_thread is not None:
             raise UserError("this timer server has already been started")
         logger.info("starting %s, max interval %s s, daemon %s", type(self).__name__, self._max_interval, self._daemon)
-        self._watchdog_thread = threading.Thread(
-            target=self._watchdog_loop, name="holdfast-timer", daemon=self._daemon
-        )
+        self._watchdog_thread = threading.Thread(target=self._watchdog_loop, name="holdfast-timer", daemon=self._daemon)
         self._watchdog_thread.start()
 
     def stop(self) -> None:
@@ -203,9 +201,7 @@ def configure(timer_client: TimerClient | None) -> None:
     logger.info("timer client configured: %s", type(timer_client).__name__)
 
 
-def expires(
-    after: float, scope: str | None = None, client: TimerClient | None = None
-) -> AbstractContextManager[None]:
+def expires(after: float, scope: str | None = None, client: TimerClient | None = None) -> AbstractContextManager[None]:
     """A block (or, as a decorator, a function) that must be left within `after` seconds.
 
     The scope is named after the line that calls `expires`, unless a name is given. Entering a scope that is

@@ -1,0 +1,206 @@
+"""What an agent needs of whoever decides for its run.
+
+A backend with a coordinator implements `Coordination` itself: failures are reported to it, and it pushes what the
+run has decided. For every other backend `SoloCoordination` stands in: it counts restarts for this node alone, asks
+a handler that cannot push whether somebody is waiting, and meets the other nodes in the handler's store at the end.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.rendezvous import restart
+from holdfast.rendezvous import store as stores
+from holdfast.rendezvous.api import RendezvousClosedError, RendezvousHandler, RendezvousInfo
+from holdfast.rendezvous.restart import Failure, RestartPolicy
+from holdfast.rendezvous.vocabulary import End, Outcome
+from holdfast.rendezvous.world import Place
+
+logger = logging.getLogger(__name__)
+
+_TERMINAL_STATE_SYNC = "torchelastic/agent/terminal_state"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What an agent is told about a round. `place` is None where nodes know nothing of each other."""
+
+    number: int
+    restarts_used: int
+    found: RendezvousInfo
+    place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStopped:
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceLost:
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    outcome: Outcome
+
+
+Push = RoundStopped | PlaceLost | RunEnded
+
+
+class RunOver(RendezvousClosedError):
+    """There is no next round, because the run has ended."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.reason)
+        self.outcome = outcome
+
+
+class Coordination(abc.ABC):
+    """Whoever decides for the run, as one agent sees it. Called from the agent's deciding loop."""
+
+    @abc.abstractmethod
+    def introduce(self, role: str, local_world_size: int, policy: RestartPolicy) -> None:
+        """Say what this node brings; before the first round."""
+
+    @abc.abstractmethod
+    def next_round(self) -> Round:
+        """Block until this node is in a round. Raises `RunOver` if there will be none. May run in a thread."""
+
+    @abc.abstractmethod
+    def report_failure(self, round: int, failure: Failure) -> None:
+        """This node's workers have failed; they are being stopped."""
+
+    @abc.abstractmethod
+    def report_success(self, round: int, timeout_s: float) -> None:
+        """This node's workers have all succeeded. `RunEnded` is pushed when everybody's have."""
+
+    def leaving(self) -> None:  # noqa: B027  # most have nobody to tell
+        """This node goes away and is stopping its workers."""
+
+    def left(self) -> None:  # noqa: B027
+        """Its workers are gone."""
+
+    @abc.abstractmethod
+    def fileno(self) -> int:
+        """Readable when `take` has something."""
+
+    @abc.abstractmethod
+    def take(self) -> list[Push]:
+        """What was decided since the last call, oldest first."""
+
+    @property
+    def ask_every_s(self) -> float | None:
+        """How often `take` must be called although nothing is readable; None if that is never so."""
+        return None
+
+
+class Mailbox:
+    """Pushes from any thread for the one loop that decides."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: deque[Push] = deque()
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def put(self, item: Push) -> None:
+        with self._lock:
+            self._items.append(item)
+            os.eventfd_write(self._fd, 1)
+
+    def take(self) -> list[Push]:
+        with self._lock:
+            items = list(self._items)
+            self._items.clear()
+            try:
+                os.eventfd_read(self._fd)
+            except BlockingIOError:
+                pass
+            return items
+
+
+class SoloCoordination(Coordination):
+    """This node decides for itself; the handler only brings the nodes together."""
+
+    def __init__(self, handler: RendezvousHandler, monitor_interval_s: float) -> None:
+        self._handler = handler
+        self._monitor_interval_s = monitor_interval_s
+        self._mailbox = Mailbox()
+        self._policy = RestartPolicy()
+        self._round = 0
+        self._charged_at: list[float] = []
+        self._restarts_used = 0
+        self._failure: Failure | None = None
+        self._found: RendezvousInfo | None = None
+
+    @property
+    def has_fixed_world(self) -> bool:
+        """A handler that was written for another launcher does not know the question."""
+        return getattr(self._handler, "has_fixed_world", False)
+
+    def introduce(self, role: str, local_world_size: int, policy: RestartPolicy) -> None:
+        self._policy = policy
+
+    def next_round(self) -> Round:
+        self._wait_or_give_up()
+        self._found = self._handler.next_rendezvous()
+        self._round += 1
+        return Round(self._round, self._restarts_used, self._found)
+
+    def _wait_or_give_up(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is None:
+            return
+        decision = restart.decide(self._policy, self._charged_at, failure, time.monotonic())
+        if isinstance(decision, restart.GiveUp):
+            raise RunOver(Outcome(End.FAILED, decision.reason, failure))
+        if decision.is_charged:
+            self._charged_at.append(time.monotonic())
+            self._restarts_used += 1
+        time.sleep(decision.delay_s)
+
+    def report_failure(self, round: int, failure: Failure) -> None:
+        self._failure = failure
+
+    def report_success(self, round: int, timeout_s: float) -> None:
+        is_alone = self.has_fixed_world or self._found is None or self._found.world_size == 1
+        if is_alone:
+            self._mailbox.put(RunEnded(Outcome(End.SUCCEEDED, "all workers have succeeded")))
+            return
+        threading.Thread(target=self._meet_others, args=(timeout_s,), name="holdfast-barrier", daemon=True).start()
+
+    def _meet_others(self, timeout_s: float) -> None:
+        """Wait until the workers of every node have ended. A barrier that fails is no reason to fail a run."""
+        assert self._found is not None
+        store: Any = self._found.store
+        try:
+            stores.barrier(store, self._found.world_size, _TERMINAL_STATE_SYNC, timeout_s)
+        except Exception as error:
+            logger.warning("did not hear of the end of every other node: %s: %s", type(error).__name__, error)
+        self._mailbox.put(RunEnded(Outcome(End.SUCCEEDED, "all workers have succeeded")))
+
+    def fileno(self) -> int:
+        return self._mailbox.fileno()
+
+    def take(self) -> list[Push]:
+        pushes = self._mailbox.take()
+        if not pushes and not self.has_fixed_world and self._handler.num_nodes_waiting() > 0:
+            return [RoundStopped(self._round, "other nodes are waiting to join")]
+        return pushes
+
+    @property
+    def ask_every_s(self) -> float | None:
+        return None if self.has_fixed_world else self._monitor_interval_s
