@@ -28,7 +28,11 @@ _KEPT = {"PYTHONPYCACHEPREFIX"}
 
 
 class BenchmarkError(Exception):
-    """The measurement could not be made; one line that says why."""
+    """The measurement could not be made; the text says why."""
+
+
+class Unexpected(Exception):  # noqa: N818  (not an error by itself: `started` makes one of it)
+    """A command that was being watched did something else; `started` adds which command, and its last words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +88,17 @@ def started(
         )
         try:
             yield process
-        except subprocess.TimeoutExpired:
-            raise BenchmarkError(f"{' '.join(argv)} did not end within {RUN_LIMIT_S:g} s") from None
+            if process.poll() != expect:
+                raise Unexpected(f"it ended with status {process.returncode}, not {expect}")
+        except (subprocess.TimeoutExpired, Unexpected) as problem:
+            raise BenchmarkError(f"{' '.join(argv)}: {problem}; its last words:\n{_end_of(said)}") from None
         finally:
-            early = process.poll()
             _stop(process)
-        if early != expect:
-            said.seek(0)
-            last_words = said.read().decode(errors="replace")[-2000:]
-            raise BenchmarkError(f"{' '.join(argv)} ended with status {early}, not {expect}; it said:\n{last_words}")
+
+
+def _end_of(said: IO[bytes]) -> str:
+    said.seek(0)
+    return said.read().decode(errors="replace")[-2000:]
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -6,10 +6,10 @@ only wants one of them.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # The constant of that name in `typing`, without the import.
 if TYPE_CHECKING:
+    from typing import Any
+
     from holdfast.launcher import LaunchConfig, elastic_launch, launch_agent
     from holdfast.process.errors import ChildFailedError, record
     from holdfast.process.signals import SignalException
@@ -36,6 +36,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -8,15 +8,28 @@ import sys
 
 def main() -> int:
     _occupy_standard_streams()
-
-    # Before anything that takes time, so that no moment exists in which a signal ends the agent without a word.
-    from holdfast.process import signals
-
-    signals.install_early()
+    _handle_signals()
 
     from holdfast.cli import main as command
 
     return command.main(sys.argv[1:])
+
+
+def _handle_signals() -> None:
+    """Before anything that takes time, so that no moment exists in which a signal ends the agent without a word.
+
+    The signals wait while the handlers are being imported; else Python's own would raise KeyboardInterrupt there.
+    """
+    import _signal as kernel  # type: ignore[import-not-found]  # `signal` without the enums, which take time too
+
+    numbers = (kernel.SIGHUP, kernel.SIGINT, kernel.SIGQUIT, kernel.SIGTERM)
+    mask = kernel.pthread_sigmask(kernel.SIG_BLOCK, numbers)
+    try:
+        from holdfast.process import signals
+
+        signals.install_early()
+    finally:
+        kernel.pthread_sigmask(kernel.SIG_SETMASK, mask)
 
 
 def _occupy_standard_streams() -> None:

@@ -1,8 +1,8 @@
 """A program cannot tell that the bootstrap started it.
 
 Each program below is run by plain `python -u` and through the bootstrap, in the same directory, and has to write
-the same to stdout and stderr, byte for byte, and to end with the same status. So it is under the bootstrap's source,
-under its compiled copy, and under other interpreters of this machine.
+the same to stdout and stderr, byte for byte, and to end with the same status; so it is under another interpreter of
+this machine. What the interpreter shows of itself is compared under the bootstrap's compiled copy, too.
 """
 
 from __future__ import annotations
@@ -139,6 +139,8 @@ ERROR_CASES = [
     exits("surrogate", "raise ValueError('\\udc80')", 1),
     exits("reraised", "try:\n  1/0\nexcept Exception as error:\n  kept = error\ndef f(): raise kept\nf()", 1),
     exits("syntax_error", "print(1)\nx = = 2\n", 1),
+    exits("syntax_warning", "x = 1 is 1\ny = '\\d'\n", 0),
+    exits("syntax_warning_and_error", "y = '\\d'\nx = 1 is 1\nx = = 2\n", 1),
     exits("syntax_error_late", "print(1)\ndef f():\n  return 1 +\n", 1),
     exits("unclosed", "print((1, 2\n\nx = 3", 1),
     exits("indentation", "if True:\nprint(1)\n", 1),
@@ -419,7 +421,8 @@ def compiled_bootstrap(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_looks_like_plain_python(case: Case, tmp_path: Path, compiled_bootstrap: str) -> None:
     if sys.version_info < case.since:
         pytest.skip(f"needs Python {case.since}")
-    compare(case, tmp_path, sys.executable, (BOOTSTRAP_PATH, compiled_bootstrap))
+    ways = (BOOTSTRAP_PATH, compiled_bootstrap) if case in FACT_CASES else (BOOTSTRAP_PATH,)
+    compare(case, tmp_path, sys.executable, ways)
 
 
 def version_of(python: str) -> tuple[int, int]:
@@ -430,7 +433,7 @@ def version_of(python: str) -> tuple[int, int]:
 
 
 def other_interpreters() -> list[str]:
-    """Those that HOLDFAST_TEST_PYTHONS names (with colons between), or the oldest and the newest that are found."""
+    """Those that HOLDFAST_TEST_PYTHONS names (with colons between), or the oldest that is found."""
     if "HOLDFAST_TEST_PYTHONS" in os.environ:
         return os.environ["HOLDFAST_TEST_PYTHONS"].split(":")
     root = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
@@ -441,7 +444,7 @@ def other_interpreters() -> list[str]:
     ]
     by_version = {version_of(python): python for python in found}
     usable = [by_version[each] for each in sorted(by_version) if each >= (3, 8) and each != sys.version_info[:2]]
-    return sorted({usable[0], usable[-1]}) if usable else ["/usr/bin/python3"]
+    return usable[:1] or ["/usr/bin/python3"]
 
 
 @pytest.mark.parametrize("python", other_interpreters())

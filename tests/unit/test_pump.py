@@ -479,15 +479,15 @@ class TestTrouble:
 
     def test_full_filtered_file_is_dropped_for_all_streams(self, rig: Rig) -> None:
         full_fd = os.open("/dev/full", os.O_WRONLY)
-        writers = [rig.add(f"log{rank}", b"", filters=(b"x",), filtered_fd=full_fd) for rank in range(2)]
-        for write_fd in writers:
-            write_all(write_fd, b"x\n" * 3)
+        first_fd, last_fd = (rig.add(name, b"", filters=(b"x",), filtered_fd=full_fd) for name in ("one", "two"))
+        between_fd = rig.add("rank 9", b"", file_fd=os.open("/dev/full", os.O_WRONLY))
+        for count, write_fd in enumerate((first_fd, between_fd, last_fd), start=1):
+            write_all(write_fd, b"x\n")
+            wait_until(lambda count=count: rig.console() == b"x\n" * count, "the line is out")  # type: ignore[misc]
             os.close(write_fd)
         assert rig.pump.drain(DEADLINE_S)
         os.close(full_fd)
-        assert rig.console() == b"x\n" * 6
-        (warning,) = rig.warnings
-        assert "filtered" in warning
+        assert ["filtered" in warning for warning in rig.warnings] == [True, False]
 
     def test_console_without_reader_is_dropped_quietly(self, rig: Rig) -> None:
         gone_fd, console_fd = os.pipe()
@@ -690,7 +690,7 @@ class TestBlockedConsole:
         rig.pump.close()
         # The thread that was left behind ends as soon as its write returns, and has done no harm.
         assert stuck is not None
-        assert stuck.is_alive()
+        assert [thread for thread in threading.enumerate() if thread.name == "holdfast-pump"] == [stuck]
         console.read_until(b"")
         stuck.join(DEADLINE_S)
         assert not stuck.is_alive()
@@ -727,6 +727,34 @@ class TestBlockedOutlets:
         stdout.close()
         stderr.close()
         os.close(rig.console_fd)
+
+    def test_replaced_thread_touches_nothing_when_it_wakes(self, rig: Rig) -> None:
+        """It wakes while its successor is at work, in a blocked write too."""
+        stdout, stderr = BlockedConsole(), BlockedConsole()
+        writers = [rig.add("out", b"", stdout.write_fd), rig.add("err", b"[0]:", stderr.write_fd)]
+        writers.append(rig.add("err", b"[1]:", stderr.write_fd))
+        write_and_close(writers[0], b"text\n")
+        wait_until(lambda: rig.pump._busy_with == stdout.write_fd, "the pump writes to stdout")
+        replaced = rig.pump._thread
+        for write_fd in writers[1:]:
+            write_and_close(write_fd, b"text\n")
+        # What `close` does, without its sense of time.
+        rig.pump._is_closing = True
+        assert rig.pump._replace_thread()
+        wait_until(lambda: rig.pump._busy_with == stderr.write_fd, "its successor writes to stderr")
+        successor = rig.pump._thread
+        assert replaced is not None
+        assert successor is not None
+        stdout.read_until(b"text\n")
+        replaced.join(DEADLINE_S)
+        assert not replaced.is_alive()
+        assert successor.is_alive()
+        assert stderr.read_until(b"[1]:text\n") == b"[0]:text\n[1]:text\n"
+        successor.join(DEADLINE_S)
+        assert rig.file("err") == b"text\n" * 2
+        rig.pump._is_closing = False
+        stdout.close()
+        stderr.close()
 
     def test_slow_console_that_turned_non_blocking(self, rig: Rig) -> None:
         read_fd, console_fd = os.pipe()
@@ -790,14 +818,20 @@ class TestDrainAndClose:
         assert not rig.pump.drain(DEADLINE_S)
         os.close(write_fd)
 
-    def test_close_is_not_kept_busy_by_an_endless_writer(self, rig: Rig) -> None:
-        writer = rig.spawn(rig.add("log", b"[w0]:"), "import os\nwhile True: os.write(1, b'again and again\\n')")
-        wait_until(lambda: rig.file("log") != b"", "the writer is at work")
+    def test_close_is_not_kept_busy_by_an_endless_stream(self, rig: Rig) -> None:
+        tail = Tail()
+        rig.pump.add(Stream(os.open("/dev/zero", os.O_RDONLY), "endless", None, None, None, tail))
+        wait_until(lambda: tail.text() != "", "bytes flow")
         rig.pump.close()
         thread = rig.pump._thread
         assert thread is not None
         assert not thread.is_alive()
-        # Its pipe is closed. Python ignores SIGPIPE, so it dies of the exception.
+
+    def test_close_ends_a_writer_that_was_left_behind(self, rig: Rig) -> None:
+        writer = rig.spawn(rig.add("log"), "import os\nwhile True: os.write(1, b'again and again\\n')")
+        wait_until(lambda: rig.file("log") != b"", "the writer is at work")
+        rig.pump.close()
+        # Python ignores SIGPIPE, so it dies of the exception.
         assert writer.wait(DEADLINE_S) == 1
 
     def test_close_without_start_still_copies(self, tmp_path: Path) -> None:

@@ -12,13 +12,16 @@ from holdfast.cli import console
 PROGRAM = "holdfast"
 
 # Command -> its module, and what it does.
-COMMANDS = {"run": ("holdfast.cli.run", "start workers on this machine and keep them together")}
+COMMANDS = {
+    "run": ("holdfast.cli.run", "start workers on this machine and keep them together"),
+    "coordinator": ("holdfast.cli.coordinator", "serve the membership of runs"),
+}
 
 _USAGE = f"usage: {PROGRAM} COMMAND [options]"
 
 
 def _help() -> str:
-    commands = "\n".join(f"  {name:<10}{what}" for name, (_, what) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<13}{what}" for name, (_, what) in COMMANDS.items())
     return (
         f"{_USAGE}\n\n"
         "holdfast starts a group of worker processes on one machine or many, keeps the group alive through\n"

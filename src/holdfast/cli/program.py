@@ -32,12 +32,10 @@ def run_script_path(training_script: str, *training_script_args: str) -> None:
 
 
 def _part_of_script(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first frame on; all of it if it does not get there."""
-    own = (__file__, "<frozen runpy>")
-    part = traceback
-    while part is not None and part.tb_frame.f_code.co_filename in own:
-        part = part.tb_next
-    return part or traceback
+    """The traceback from the script's first frame on. A script that cannot be compiled has none, as under Python."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        traceback = traceback.tb_next
+    return traceback
 
 
 # The run is called after the script, and not after this function.

@@ -104,11 +104,13 @@ def read_blackbox(data: bytes) -> BlackBox:
 
 def library(name: str) -> "Any":
     """A module of the standard library, whatever the program did to `sys.path`."""
-    saved, sys.path = sys.path, library_path + sys.path
-    try:
-        return __import__(name)
-    finally:
-        sys.path = saved
+    if name not in sys.modules:
+        saved, sys.path = sys.path, library_path + sys.path
+        try:
+            __import__(name)
+        finally:
+            sys.path = saved
+    return sys.modules[name]
 
 
 def users_part(tb: "TracebackType | None") -> "TracebackType | None":
@@ -163,7 +165,7 @@ class Evidence:
 
     def __init__(self, fd: int) -> None:
         self.fd, self.pid, self.file = fd, os.getpid(), file_behind(fd)
-        self.main_names = sys.modules["__main__"].__dict__
+        self.main_names = getattr(sys.modules.get("__main__"), "__dict__", {})
         if self.file:
             import faulthandler
 
@@ -328,15 +330,22 @@ def prepare_script(script: str, rest: "list[str]", is_path_safe: bool, evidence:
     try:
         return bound(exec, compile(content, path, "exec", dont_inherit=True), evidence.main_names)
     except (SyntaxError, ValueError) as error:
-        leave_to_python(path, error, evidence)
+        if sys.version_info >= (3, 10) and is_oddly_encoded(content) and os.path.isfile(path):
+            leave_to_python(error, evidence)
         raise
 
 
-def leave_to_python(path: str, error: Exception, evidence: Evidence) -> None:
-    """`compile` says other things than the interpreter of a file's encoding, and may refuse what that accepts."""
-    if sys.version_info >= (3, 10) and sys.executable and os.path.isfile(path):
-        evidence.record(error)
+def is_oddly_encoded(content: bytes) -> bool:
+    return b"coding" in content[:200] or b"\0" in content or content.decode("utf-8", "ignore").encode() != content
+
+
+def leave_to_python(error: Exception, evidence: Evidence) -> None:
+    """Of a file's encoding `compile` says other things than the interpreter, and it may refuse what that accepts."""
+    evidence.record(error)
+    try:
         os.execv(sys.executable, sys.orig_argv)
+    except OSError:
+        pass
 
 
 def absolute(path: str) -> str:
@@ -480,9 +489,9 @@ def finish_forked(code: int) -> "NoReturn":
 
 def end_multiprocessing() -> None:
     """Wait for this process's own children. Those that the parent had before the fork are not ours to end."""
-    process = library("multiprocessing.process").process
+    process = library("multiprocessing.process")
     process._children = {each for each in process._children if each._parent_pid == os.getpid()}
-    library("multiprocessing.util").util._exit_function()
+    library("multiprocessing.util")._exit_function()
 
 
 OWN_FILE = say.__code__.co_filename

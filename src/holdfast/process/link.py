@@ -237,9 +237,8 @@ class SpawnerLink:
 
 
 def _is_ignored(number: int) -> bool:
-    previous = signals.inbox().original_handlers()
-    handler = previous.get(signal.Signals(number)) if number in previous else signal.getsignal(number)
-    return handler == signal.SIG_IGN and number not in (signal.SIGPIPE, signal.SIGXFSZ)
+    """A signal that the agent handles is passed on to the workers, who must not be deaf to it."""
+    return signal.getsignal(number) == signal.SIG_IGN and number not in (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def _directory() -> bytes | None:

@@ -58,7 +58,7 @@ class RunEnded:
 Push = RoundStopped | PlaceLost | RunEnded
 
 
-class RunOver(RendezvousClosedError):
+class RunOver(RendezvousClosedError):  # noqa: N818
     """There is no next round, because the run has ended."""
 
     def __init__(self, outcome: Outcome) -> None:

@@ -1,12 +1,21 @@
 """What crosses the wire between an agent and its coordinator: typed, size-limited, nothing that is executed.
 
-The kinds are plain data classes; `msgspec` turns them into tagged msgpack and back and checks every field on the
-way in. The pure machines use the classes alone, so `msgspec` is loaded by the first who encodes or decodes.
+A message is a tagged msgpack map, checked field by field on the way in by `msgspec`. A frame is its length in four
+bytes and the message. Anything longer than `MAX_MESSAGE_BYTES`, and anything that is not exactly one of the kinds
+below, costs its sender the connection.
+
+The first frames are the handshake (`Challenge`, `Hello`, `Welcome` or `Denied`), in which both sides prove that they
+know the token if there is one. After it come messages of the run, and requests to its key-value store, which are
+answered by their number.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import hmac
+import struct
+
+import msgspec
 
 from holdfast.rendezvous.restart import Failure
 from holdfast.rendezvous.vocabulary import Outcome, Settings, Stage
@@ -14,100 +23,138 @@ from holdfast.rendezvous.world import NodeFacts, Place
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 20
+_LENGTH = struct.Struct("!I")
+
+
+# The handshake.
+
+
+class Challenge(msgspec.Struct, frozen=True, tag=True):
+    """The coordinator's first word."""
+
+    version: int
+    nonce: bytes
+    wants_token: bool
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    version: int
+    run_id: str
+    nonce: bytes
+    proof: bytes = b""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    proof: bytes = b""
+
+
+class Denied(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+Handshake = Challenge | Hello | Welcome | Denied
+
+
+# The key-value store.
+
+
+class StoreRequest(msgspec.Struct, frozen=True, tag=True):
+    """`operation` is one of set, get, add, compare_set, wait, check, delete. `timeout_s` is for those that wait."""
+
+    number: int
+    operation: str
+    keys: tuple[str, ...]
+    values: tuple[bytes, ...] = ()
+    amount: int = 0
+    timeout_s: float = 0.0
+
+
+class StoreAnswer(msgspec.Struct, frozen=True, tag=True):
+    """`problem` is empty when it went well, `timeout` when the time was up, else what is wrong."""
+
+    number: int
+    values: tuple[bytes, ...] = ()
+    amount: int = 0
+    problem: str = ""
 
 
 # From an agent.
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(msgspec.Struct, frozen=True, tag=True):
     facts: NodeFacts
     settings: Settings
     last_round: int = 0
     replaces: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Return:
+class Return(msgspec.Struct, frozen=True, tag=True):
     facts: NodeFacts
     settings: Settings
     place: Place
     stage: Stage
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True, tag=True):
     round: int
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class Succeeded:
+class Succeeded(msgspec.Struct, frozen=True, tag=True):
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class Leaving:
+class Leaving(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToCoordinator = Join | Return | Heartbeat | Failed | Succeeded | Leaving | Left | Close
+ToCoordinator = Join | Return | Heartbeat | Failed | Succeeded | Leaving | Left | Close | StoreRequest
 
 
 # From the coordinator.
 
 
-@dataclass(frozen=True, slots=True)
-class HeartbeatAnswer:
+class HeartbeatAnswer(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sealed:
+class Sealed(msgspec.Struct, frozen=True, tag=True):
     """`key` is whom it is for: an answer to an incarnation that was given up must not reach the next."""
 
     key: str
     place: Place
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(msgspec.Struct, frozen=True, tag=True):
     round: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Expelled:
+class Expelled(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True, tag=True):
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True, tag=True):
     joined: int
     wanted: int
     max_nodes: int
@@ -115,3 +162,62 @@ class Progress:
 
 
 FromCoordinator = HeartbeatAnswer | Sealed | Stop | Refused | Expelled | Ended | Progress
+Answer = FromCoordinator | StoreAnswer
+
+
+class Malformed(ValueError):  # noqa: N818
+    """A peer sent something that is no message."""
+
+
+class Frames:
+    """Cuts a stream of bytes into messages of one of the given kinds."""
+
+    def __init__(self, kinds: object) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kinds)
+        self._buffer = bytearray()
+
+    def expect(self, kinds: object) -> None:
+        """From the next message on other kinds are expected."""
+        self._decoder = msgspec.msgpack.Decoder(kinds)
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def next(self) -> object | None:
+        """The next message that has come completely, if there is one."""
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > MAX_MESSAGE_BYTES:
+            raise Malformed(f"a message of {length} bytes is longer than the {MAX_MESSAGE_BYTES} that are allowed")
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        try:
+            message: object = self._decoder.decode(body)
+            return message
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise Malformed(f"not a message: {error}") from None
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """A frame. Refuses what no receiver would take."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"{type(message).__name__} has {len(body)} bytes, at most {MAX_MESSAGE_BYTES} can be sent")
+    return _LENGTH.pack(len(body)) + body
+
+
+def prove(token: bytes, side: bytes, run_id: str, challenge: bytes, own_nonce: bytes) -> bytes:
+    """That this side knows the token, for these two nonces, this run and this direction."""
+    text = b"|".join((b"holdfast", side, run_id.encode(), challenge, own_nonce))
+    return hmac.new(token, text, hashlib.sha256).digest()
+
+
+def is_proof(given: bytes, expected: bytes) -> bool:
+    return hmac.compare_digest(given, expected)

@@ -50,8 +50,19 @@ def _create_standalone(params: RendezvousParameters) -> RendezvousHandler:
     return static.create_standalone_handler(params)
 
 
+def _create_tcp(params: RendezvousParameters) -> RendezvousHandler:
+    from holdfast.rendezvous import tcp
+
+    return tcp.create_handler(params)
+
+
 def _register_built_in_handlers() -> None:
-    built_in = {"static": _create_static, "standalone": _create_standalone}
+    built_in = {
+        "static": _create_static,
+        "standalone": _create_standalone,
+        "tcp": _create_tcp,
+        "c10d": _create_tcp,  # The name in torchrun command lines.
+    }
     for name, creator in built_in.items():
         # A program that registered its own handler under this name before importing us means it.
         if name not in rendezvous_handler_registry:

@@ -16,11 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import UserError
+
+if TYPE_CHECKING:
+    from contextlib import _GeneratorContextManager
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +91,7 @@ class TimerServer(abc.ABC):
         self._daemon = daemon
         self._watchdog_thread: threading.Thread | None = None
         self._stop_signaled = threading.Event()
-        self._has_unreaped = False
+        self._unreaped: set[Any] = set()
 
     @abc.abstractmethod
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
@@ -136,22 +139,21 @@ class TimerServer(abc.ABC):
     def _run_watchdog(self) -> None:
         """One turn."""
         self.register_timers(self._fetch(self._wait_s()))
-        reaped, unreaped = set(), False
-        for worker_id, expired in self.get_expired_timers(time.time()).items():
-            if self._is_reaped(worker_id, expired):
-                reaped.add(worker_id)
-            else:
-                logger.error("worker %s could not be reaped; the next turn will try again", worker_id)
-                unreaped = True
-        self._has_unreaped = unreaped
-        self.clear_timers(reaped)
+        expired = self.get_expired_timers(time.time())
+        for worker_id in expired.keys() - self._unreaped:
+            scopes = ", ".join(timer.scope_id for timer in expired[worker_id])
+            logger.warning("timers of worker %s have run out: %s", worker_id, scopes)
+        unreaped = {worker_id for worker_id in expired if not self._is_reaped(worker_id)}
+        for worker_id in unreaped - self._unreaped:
+            logger.error("worker %s could not be reaped; it will be tried again at every turn", worker_id)
+        self._unreaped = unreaped
+        self.clear_timers(expired.keys() - unreaped)
 
     def _fetch(self, wait_s: float) -> list[TimerRequest]:
         return self._request_queue.get(max(1, self._request_queue.size()), wait_s)
 
-    def _is_reaped(self, worker_id: Any, expired: list[TimerRequest]) -> bool:
+    def _is_reaped(self, worker_id: Any) -> bool:
         """A reaper that raises would raise again at every turn, so its worker is not given to it twice."""
-        logger.warning("worker %s has overrun %s", worker_id, ", ".join(timer.scope_id for timer in expired))
         try:
             return self._reap_worker(worker_id)
         except Exception:
@@ -163,7 +165,7 @@ class TimerServer(abc.ABC):
         return None
 
     def _wait_s(self) -> float:
-        floor_s = RETRY_DELAY_S if self._has_unreaped else 0.0
+        floor_s = RETRY_DELAY_S if self._unreaped else 0.0
         return wait_s(self._next_deadline_s(), time.monotonic(), self._max_interval, floor_s)
 
 
@@ -179,7 +181,7 @@ def check_interval(max_interval: float) -> None:
         raise UserError(f"max_interval must be a positive number of seconds, not {max_interval!r}")
 
 
-def join_or_warn(thread: threading.Thread | None, timeout_s: float) -> bool:
+def join_or_warn(thread: threading.Thread | None, timeout_s: float | None) -> bool:
     """Wait for a server's thread, unless it is that thread that asks. Whether it has ended."""
     if thread is None:
         return True
@@ -187,7 +189,7 @@ def join_or_warn(thread: threading.Thread | None, timeout_s: float) -> bool:
         return False
     thread.join(timeout_s)
     if thread.is_alive():
-        logger.warning("the timer server's thread has not ended within %.1f s; it is left to itself", timeout_s)
+        logger.warning("the timer server's thread has not ended within %s s; it is left to itself", timeout_s)
     return not thread.is_alive()
 
 
@@ -198,10 +200,11 @@ def configure(timer_client: TimerClient | None) -> None:
     """Set the client that `expires` uses when it is given none; None takes it away again."""
     global _timer_client
     _timer_client = timer_client
-    logger.info("timer client configured: %s", type(timer_client).__name__)
 
 
-def expires(after: float, scope: str | None = None, client: TimerClient | None = None) -> AbstractContextManager[None]:
+def expires(
+    after: float, scope: str | None = None, client: TimerClient | None = None
+) -> _GeneratorContextManager[None]:
     """A block (or, as a decorator, a function) that must be left within `after` seconds.
 
     The scope is named after the line that calls `expires`, unless a name is given. Entering a scope that is

@@ -15,6 +15,7 @@ import logging
 import os
 import stat
 import time
+import weakref
 
 from holdfast.errors import HostError, UserError
 from holdfast.timer import wire
@@ -35,6 +36,8 @@ class RequestPipe:
         self.path = path
         _make_way(path)
         self._fd = _make(path)
+        self._closer = weakref.finalize(self, os.close, self._fd)
+        self._closer.atexit = False
         self._splitter = wire.LineSplitter()
         self._junk_lines = 0
         self._next_warning_s = 0.0
@@ -53,10 +56,8 @@ class RequestPipe:
                 requests.extend(self._requests_in(line))
         return requests
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """Remove the pipe, unless the path leads to another one by now."""
-        if self._fd < 0:
-            return
         try:
             if os.path.samestat(os.lstat(self.path), os.fstat(self._fd)):
                 os.unlink(self.path)
@@ -64,8 +65,9 @@ class RequestPipe:
             pass
         except OSError as error:
             logger.warning("cannot remove the timer pipe %s: %s", self.path, error)
-        fd, self._fd = self._fd, -1
-        os.close(fd)
+
+    def close(self) -> None:
+        self._closer()
 
     def _read_some(self) -> bytes:
         try:

@@ -19,7 +19,7 @@ import signal as signals
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from holdfast.errors import UserError
 from holdfast.timer import debug_info_logging, liveness, stacks, wire
@@ -35,8 +35,8 @@ __all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]
 logger = logging.getLogger(__name__)
 
 # A server that is just being replaced is back at once; one that is gone is not worth holding up a worker for.
-_CLIENT_TRIES = 4
-_CLIENT_PAUSE_S = 0.04
+_CLIENT_PAUSES_S = (0.02, 0.04, 0.08, None)
+_PASSING_ERRORS = (errno.ENOENT, errno.ENXIO, errno.EAGAIN, errno.EPIPE)
 _STOP_TIMEOUT_S = 5.0
 # A little more than a dump gives itself, so that its own explanation arrives if it takes too long.
 _DUMPS_TIMEOUT_S = stacks.DUMP_TIMEOUT_S + 0.5
@@ -63,17 +63,15 @@ class FileTimerClient(TimerClient):
 
     def _send(self, request: FileTimerRequest) -> None:
         line = wire.encode(request)
-        for _ in range(_CLIENT_TRIES - 1):
+        for pause_s in _CLIENT_PAUSES_S:
             try:
-                return _write(self._file_path, line)
+                _write(self._file_path, line)
+                return
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENXIO, errno.EAGAIN, errno.EPIPE):
-                    break
-            time.sleep(_CLIENT_PAUSE_S)
-        try:
-            _write(self._file_path, line)
-        except OSError as error:
-            raise BrokenPipeError(errno.EPIPE, f"no timer server takes requests ({_why(error)})", self._file_path)
+                if pause_s is None or error.errno not in _PASSING_ERRORS:
+                    text = f"no timer server takes requests ({_why(error)})"
+                    raise BrokenPipeError(errno.EPIPE, text, self._file_path)
+            time.sleep(pause_s)
 
 
 def _write(path: str, line: bytes) -> None:
@@ -152,8 +150,8 @@ class FileTimerServer:
 
     def stop(self) -> None:
         """End the thread at once and remove the pipe; the server cannot be started again."""
-        self._end_thread(_STOP_TIMEOUT_S)
-        self._close()
+        has_ended = self._end_thread(_STOP_TIMEOUT_S)
+        self._close(has_ended)
 
     def run_once(self) -> None:
         """End the thread, if there is one, then take what is in the pipe, do one turn, and stop."""
@@ -163,7 +161,7 @@ class FileTimerServer:
         self._stop_signaled = False
         self._turn()
         self._stop_signaled = True
-        self._close()
+        self._close(has_thread_ended=True)
 
     def register_timers(self, timer_requests: list[FileTimerRequest]) -> None:
         """Arm and release timers as the requests say, in their order."""
@@ -217,17 +215,13 @@ class FileTimerServer:
             self._turn()
 
     def _turn(self) -> None:
-        self._take_requests()
+        self.register_timers(self._pipe.read())
         expired = self._timers.expired(time.monotonic())
         debug_info_logging.log_debug_info_for_expired_timers(
             self._run_id, {pid: [timer.to_json() for timer in timers] for pid, timers in expired.items()}
         )
         self.clear_timers(self._reap_expired(expired))
         self._turn_ended_s = time.monotonic()
-
-    def _take_requests(self) -> None:
-        while requests := self._pipe.read():
-            self.register_timers(requests)
 
     def _wait_until(self, until_s: float) -> None:
         """Wait for a request, the bell or a time; but let requests gather for a moment after the last turn."""
@@ -277,9 +271,9 @@ class FileTimerServer:
         until_s = time.monotonic() + _DUMPS_TIMEOUT_S
         while not dumps.are_complete() and not self._stop_signaled and time.monotonic() < until_s:
             self._wait_until(until_s)
-            self._take_requests()
+            self.register_timers(self._pipe.read())
             self._turn_ended_s = time.monotonic()
-        for text in dumps.finish().values():
+        for text in filter(None, dumps.finish().values()):
             logger.warning("%s", text)
 
     def _is_ended(self, pid: int, timer: FileTimerRequest) -> bool:
@@ -315,18 +309,21 @@ class FileTimerServer:
         except Exception:
             logger.exception("the listener for timer events failed at %r", name)
 
-    def _end_thread(self, timeout_s: float | None) -> None:
+    def _end_thread(self, timeout_s: float | None) -> bool:
         self._stop_signaled = True
         self._wakeup.ring()
         thread, self._watchdog_thread = self._watchdog_thread, None
-        self._has_thread_left = not join_or_warn(thread, timeout_s)
+        return join_or_warn(thread, timeout_s)
 
-    def _close(self) -> None:
+    def _close(self, has_thread_ended: bool) -> None:
+        """A thread that is stuck in a listener keeps its descriptors until it is done with them."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._pipe.close()
-        self._wakeup.close()
+        self._pipe.remove()
+        if has_thread_ended:
+            self._pipe.close()
+            self._wakeup.close()
         logger.info("stopped the timer server on %s", self._pipe.path)
         self._tell("watchdog stopped", None)
 

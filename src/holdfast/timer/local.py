@@ -130,7 +130,8 @@ class LocalTimerServer(TimerServer):
         if liveness.is_own(worker_id):
             logger.error("process %d has overrun a timer, but it is the watchdog's own and is not killed", worker_id)
             return True
-        logger.warning("killing process %d\n%s", worker_id, stacks.text_for(worker_id, self._dump_stacks))
+        if worker_id not in self._unreaped:
+            logger.warning("killing process %d\n%s", worker_id, stacks.text_for(worker_id, self._dump_stacks))
         return self._is_killed(worker_id)
 
     def _is_killed(self, pid: int) -> bool:
@@ -139,7 +140,8 @@ class LocalTimerServer(TimerServer):
         except ProcessLookupError:
             logger.info("process %d is already gone", pid)
         except OSError as error:
-            logger.error("cannot kill process %d: %s", pid, error)
+            level = logging.DEBUG if pid in self._unreaped else logging.ERROR
+            logger.log(level, "cannot kill process %d: %s", pid, error)
             return False
         return True
 
@@ -163,7 +165,7 @@ class LocalTimerServer(TimerServer):
 
 def _is_request(candidate: Any) -> bool:
     """Whether it looks like a request of ours, or of another library that uses the same three names."""
-    expiration_time = getattr(candidate, "expiration_time", None)
+    expiration_time: Any = getattr(candidate, "expiration_time", None)
     return (
         type(getattr(candidate, "worker_id", None)) is int
         and isinstance(getattr(candidate, "scope_id", None), str)

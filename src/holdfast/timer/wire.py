@@ -14,6 +14,7 @@ from select import PIPE_BUF
 from signal import NSIG
 from typing import Any
 
+from holdfast.errors import UserError
 from holdfast.timer.api import TimerRequest
 
 VERSION = 1
@@ -55,6 +56,8 @@ class FileTimerRequest(TimerRequest):
 
 def encode(request: FileTimerRequest) -> bytes:
     """The request as a line that can be written in one piece."""
+    if not isinstance(request.scope_id, str):
+        raise UserError(f"a timer's scope is a string, not {request.scope_id!r}")
     line = request.to_json().encode() + b"\n"
     if len(line) > PIPE_BUF:
         raise RuntimeError(

@@ -1,0 +1,223 @@
+"""The settings of the tcp backend, read from the rendezvous parameters and the environment. Every key once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import UserError
+from holdfast.rendezvous.api import RendezvousParameters
+from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.rendezvous.session import SessionSettings
+from holdfast.rendezvous.vocabulary import Admit, Settings
+
+if TYPE_CHECKING:
+    import ssl
+
+TOKEN_VARIABLE = "HOLDFAST_TOKEN"
+_LAUNCHER_DEFAULT_TIMEOUT_S = 900  # What `LaunchConfig` supplies when the user says nothing.
+
+# What each key of --rdzv-conf sets. The names on the right are older spellings that mean the same.
+KEYS = {
+    "join_timeout": ("timeout",),
+    "last_call": ("last_call_timeout",),
+    "heartbeat": ("keep_alive_interval",),
+    "lease": (),
+    "drop_timeout": (),
+    "reconnect_grace": (),
+    "close_linger": ("close_timeout",),
+    "admit": (),
+    "on_isolation": (),
+    "is_host": (),
+    "read_timeout": (),
+    "rank": (),
+    "token_file": (),
+    "tls_cert": (),
+    "tls_key": (),
+    "tls_ca": (),
+    "coordinator_port": (),
+    # Accepted because torchrun command lines have them.
+    "store_type": (),
+    "keep_alive_max_attempt": (),
+    "heartbeat_timeout": (),
+}
+_KNOWN = frozenset(KEYS) | {alias for aliases in KEYS.values() for alias in aliases}
+
+
+@dataclass(frozen=True, slots=True)
+class TcpOptions:
+    min_nodes: int = 1
+    max_nodes: int = 1
+    join_timeout_s: float = 600.0
+    last_call_s: float = 5.0
+    drop_timeout_s: float = 2.0
+    close_linger_s: float = 10.0
+    read_timeout_s: float = 60.0
+    admit: Admit = Admit.NOW
+    session: SessionSettings = field(default_factory=SessionSettings)
+    continue_when_isolated: bool = False
+    is_host: bool | None = None
+    local_addr: str | None = None
+    requested_rank: int | None = None
+    token: bytes | None = None
+    token_file: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+
+    @classmethod
+    def from_parameters(cls, params: RendezvousParameters) -> TcpOptions:
+        config = params.config
+        unknown = sorted(set(config) - _KNOWN)
+        if unknown:
+            raise UserError(f"unknown rendezvous setting {unknown[0]!r}; there are {', '.join(sorted(KEYS))}")
+        session = _session(config)
+        drop_timeout_s = _seconds(config, "drop_timeout", 2.0)
+        _check_fencing(session, drop_timeout_s)
+        token_file = str(config.get("token_file") or "")
+        rank = config.get("rank")
+        return cls(
+            min_nodes=params.min_nodes,
+            max_nodes=params.max_nodes,
+            join_timeout_s=_join_timeout_s(config),
+            last_call_s=_seconds(config, "last_call", 5.0),
+            drop_timeout_s=drop_timeout_s,
+            close_linger_s=_seconds(config, "close_linger", 10.0),
+            read_timeout_s=_seconds(config, "read_timeout", 60.0),
+            admit=_admit(config.get("admit", "now")),
+            session=session,
+            continue_when_isolated=_on_isolation(config.get("on_isolation", "stop")),
+            is_host=params.get_as_bool("is_host"),
+            local_addr=params.local_addr,
+            requested_rank=None if rank is None else int(rank),
+            token=read_token(token_file),
+            token_file=token_file,
+            tls_cert=str(config.get("tls_cert") or ""),
+            tls_key=str(config.get("tls_key") or ""),
+            tls_ca=str(config.get("tls_ca") or ""),
+        )
+
+    def settings(self, policy: RestartPolicy) -> Settings:
+        return Settings(
+            min_nodes=self.min_nodes,
+            max_nodes=self.max_nodes,
+            join_timeout_s=self.join_timeout_s,
+            last_call_s=self.last_call_s,
+            heartbeat_s=self.session.heartbeat_s,
+            lease_s=self.session.lease_s,
+            drop_timeout_s=self.drop_timeout_s,
+            close_linger_s=self.close_linger_s,
+            admit=self.admit,
+            policy=policy,
+        )
+
+    def client_tls(self) -> ssl.SSLContext | None:
+        if not (self.tls_ca or self.tls_cert):
+            return None
+        import ssl
+
+        try:
+            context = ssl.create_default_context(cafile=self.tls_ca or None)
+            if self.tls_cert:
+                context.load_cert_chain(self.tls_cert, self.tls_key or None)
+        except (OSError, ssl.SSLError) as error:
+            raise UserError(f"the TLS files cannot be used: {error}") from None
+        return context
+
+    def coordinator_options(self) -> list[str]:
+        """For a coordinator that this node starts: it speaks as this node does."""
+        options = {
+            "--token-file": self.token_file,
+            "--tls-cert": self.tls_cert,
+            "--tls-key": self.tls_key,
+            "--tls-ca": self.tls_ca,
+        }
+        return [part for flag, value in options.items() if value for part in (flag, value)]
+
+
+def server_tls(cert: str, key: str, ca: str) -> ssl.SSLContext | None:
+    """With a CA, clients must show a certificate that it has signed."""
+    if not cert:
+        return None
+    import ssl
+
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=ca or None)
+        context.load_cert_chain(cert, key or None)
+        context.verify_mode = ssl.CERT_REQUIRED if ca else ssl.CERT_NONE
+    except (OSError, ssl.SSLError) as error:
+        raise UserError(f"the TLS files cannot be used: {error}") from None
+    return context
+
+
+def read_token(path: str) -> bytes | None:
+    """The token from a file, else from the environment, else none."""
+    if not path:
+        text = os.environb.get(TOKEN_VARIABLE.encode(), b"").strip()
+        return text or None
+    try:
+        with open(path, "rb") as file:
+            token = file.read().strip()
+    except OSError as error:
+        raise UserError(f"the token file {path!r} cannot be read: {error.strerror}") from None
+    if not token:
+        raise UserError(f"the token file {path!r} is empty")
+    return token
+
+
+def _session(config: dict[str, Any]) -> SessionSettings:
+    heartbeat_s = _seconds(config, "heartbeat", 1.0)
+    # torchelastic's way to say it: so many heartbeats may be missed.
+    attempts = config.get("keep_alive_max_attempt")
+    default_lease_s = 5.0 if attempts is None else heartbeat_s * float(attempts)
+    return SessionSettings(
+        heartbeat_s=heartbeat_s,
+        lease_s=_seconds(config, "lease", default_lease_s),
+        reconnect_grace_s=_seconds(config, "reconnect_grace", 0.5),
+    )
+
+
+def _check_fencing(session: SessionSettings, drop_timeout_s: float) -> None:
+    """A node's place may be given away only after its own side must have killed its workers, clocks permitting."""
+    own_side_s = 1.1 * (session.heartbeat_s + session.reconnect_grace_s)
+    if drop_timeout_s <= own_side_s:
+        raise UserError(
+            f"drop_timeout={drop_timeout_s:g} is too short: it must be longer than heartbeat + reconnect_grace "
+            f"and a tenth more ({own_side_s:g} s)"
+        )
+    if session.lease_s < 2 * session.heartbeat_s:
+        raise UserError(f"lease={session.lease_s:g} is too short for a heartbeat every {session.heartbeat_s:g} s")
+
+
+def _join_timeout_s(config: dict[str, Any]) -> float:
+    if "join_timeout" in config:
+        return _seconds(config, "join_timeout", 600.0)
+    timeout_s = _seconds(config, "timeout", _LAUNCHER_DEFAULT_TIMEOUT_S)
+    return 600.0 if timeout_s == _LAUNCHER_DEFAULT_TIMEOUT_S else timeout_s
+
+
+def _seconds(config: dict[str, Any], key: str, default: float) -> float:
+    found = next((name for name in (key, *KEYS.get(key, ())) if name in config), None)
+    if found is None:
+        return default
+    try:
+        value = float(config[found])
+    except (TypeError, ValueError):
+        raise UserError(f"the rendezvous setting {found} must be a number of seconds, not {config[found]!r}") from None
+    if not 0 < value < 1e9:
+        raise UserError(f"the rendezvous setting {found} must be more than 0 seconds, not {config[found]!r}")
+    return value
+
+
+def _admit(value: object) -> Admit:
+    try:
+        return Admit(str(value))
+    except ValueError:
+        raise UserError(f"admit must be now or on-restart, not {value!r}") from None
+
+
+def _on_isolation(value: object) -> bool:
+    if value not in ("stop", "continue"):
+        raise UserError(f"on_isolation must be stop or continue, not {value!r}")
+    return value == "continue"

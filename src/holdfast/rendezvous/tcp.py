@@ -1,0 +1,292 @@
+"""The `tcp` backend (also known as `c10d`): a run whose nodes meet at a coordinator over TCP.
+
+The handler is a `Coordination`: it reports what this node's workers do and passes on what the run decides. All of
+that happens in `Client`'s thread; what is here turns the agent's calls into events for it, waits for rounds, and
+holds the master port.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from holdfast.errors import UserError
+from holdfast.rendezvous import endpoints, hosting, participant
+from holdfast.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from holdfast.rendezvous.client import Client, Dial
+from holdfast.rendezvous.coordination import (
+    Coordination,
+    Mailbox,
+    PlaceLost,
+    Push,
+    Round,
+    RoundStopped,
+    RunEnded,
+    RunOver,
+)
+from holdfast.rendezvous.options import TcpOptions
+from holdfast.rendezvous.participant import Participant
+from holdfast.rendezvous.remote_store import RemoteStore
+from holdfast.rendezvous.restart import Failure, RestartPolicy
+from holdfast.rendezvous.session import Session
+from holdfast.rendezvous.store import PrefixStore
+from holdfast.rendezvous.vocabulary import Outcome
+from holdfast.rendezvous.world import NodeFacts, Place
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.participant import Delivery
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PORT = 29400
+_RESOLVE_PATIENCE_S = 5.0
+
+_Arrival = participant.WorldSealed | participant.RunEnded | participant.JoinRefused | participant.PlaceLost | Exception
+
+
+class TcpRendezvousHandler(RendezvousHandler, Coordination):
+    """One node of a run on a coordinator."""
+
+    def __init__(self, backend: str, host: str, port: int, run_id: str, options: TcpOptions) -> None:
+        self._backend = backend
+        self._host, self._port = host, port
+        self._run_id = run_id
+        self._options = options
+        self._mailbox = Mailbox()
+        self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
+        self._client: Client | None = None
+        self._facts = NodeFacts(_node_id())
+        self._policy = RestartPolicy()
+        self._outcome: Outcome | None = None
+        self._held: socket.socket | None = None
+        self._is_joining = False
+        self._lease_until: float | None = None
+        self._lease_sink: Callable[[float | None], None] = lambda until: None
+
+    # The contract that users know.
+
+    def get_backend(self) -> str:
+        return self._backend
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return self.next_round().found
+
+    def is_closed(self) -> bool:
+        return self._outcome is not None
+
+    def set_closed(self) -> None:
+        self._post(participant.CloseWanted("closed by the user"))
+
+    def num_nodes_waiting(self) -> int:
+        return 0  # Whoever waits is announced by a push.
+
+    def shutdown(self) -> bool:
+        """Let go of everything. The run ends only with an outcome; without one, this node leaves it."""
+        if self._client is not None:
+            if self._outcome is None:
+                self._post(participant.LeaveRequested())
+                self._post(participant.LeaveCompleted())
+            self._client.stop()
+            self._client = None
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+        self._arrivals.put(RendezvousConnectionError(f"the rendezvous of run {self._run_id!r} was shut down"))
+        return True
+
+    # What the agent needs.
+
+    def introduce(self, role: str, local_world_size: int, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._facts = NodeFacts(
+            node_id=self._facts.node_id,
+            role=role,
+            local_world_size=local_world_size,
+            requested_rank=self._options.requested_rank,
+        )
+
+    def next_round(self) -> Round:
+        if self._outcome is not None:
+            raise RunOver(self._outcome)
+        client = self._client or self._connect()
+        self._is_joining = True
+        try:
+            self._hold_port()
+            client.post(participant.JoinRequested(self._held_port()))
+            return self._await_round(client)
+        finally:
+            self._is_joining = False
+
+    def report_failure(self, round: int, failure: Failure) -> None:
+        self._post(participant.FailureReported(round, failure))
+
+    def report_success(self, round: int, timeout_s: float) -> None:
+        self._post(participant.SuccessReported(round))
+
+    def leaving(self) -> None:
+        self._post(participant.LeaveRequested())
+
+    def left(self) -> None:
+        self._post(participant.LeaveCompleted())
+        if self._client is not None:
+            self._client.stop()
+
+    def fileno(self) -> int:
+        return self._mailbox.fileno()
+
+    def take(self) -> list[Push]:
+        return self._mailbox.take()
+
+    def set_lease_sink(self, sink: Callable[[float | None], None]) -> None:
+        """Who is told until when this node's workers may live; called at once with what holds now."""
+        self._lease_sink = sink
+        sink(self._lease_until)
+
+    # Joining.
+
+    def _connect(self) -> Client:
+        self._facts = self._described(self._facts)
+        dial = Dial(self._host, self._port, self._run_id, self._options.token, self._options.client_tls())
+        session = Session(self._options.session, may_outlive_lease=self._options.continue_when_isolated)
+        node = Participant(self._facts, self._options.settings(self._policy), session)
+        self._client = Client(dial, node, self._deliver, self._lease, self._arrivals.put, self._maybe_host)
+        self._client.start()
+        return self._client
+
+    def _described(self, facts: NodeFacts) -> NodeFacts:
+        address = self._options.local_addr or self._find_address()
+        return NodeFacts(facts.node_id, 0, address, 0, facts.role, facts.local_world_size, facts.requested_rank)
+
+    def _find_address(self) -> str:
+        """The address that reaches the endpoint. A name that does not resolve is given some seconds, not minutes."""
+        deadline = time.monotonic() + _RESOLVE_PATIENCE_S
+        while True:
+            try:
+                return hosting.own_address(self._host, self._port)
+            except socket.gaierror as error:
+                problem = f"the name {self._host!r} does not resolve ({error.strerror})"
+            except OSError as error:
+                problem = f"there is no way to {self._host!r} from this host ({error.strerror})"
+            if time.monotonic() >= deadline:
+                tried = f"tried for {_RESOLVE_PATIENCE_S:g} s"
+                raise RendezvousConnectionError(f"the endpoint {self._host}:{self._port}: {problem}; {tried}")
+            time.sleep(0.5)
+
+    def _hold_port(self) -> None:
+        """A fresh master port for every round, bound and held, so that no round meets what another has left."""
+        if self._held is not None:
+            self._held.close()
+        self._held = endpoints.bind_port(self._facts.address)
+
+    def _held_port(self) -> int:
+        assert self._held is not None
+        return int(self._held.getsockname()[1])
+
+    def _maybe_host(self) -> None:
+        """Before each attempt to connect: if nobody listens at the endpoint and it is ours, start a coordinator."""
+        if self._options.is_host is False:
+            return
+        sock = hosting.try_to_listen(self._host, self._port)
+        if sock is None:
+            return
+        with sock:
+            logger.debug("starting a coordinator at %s:%d", self._host, self._port)
+            hosting.start_coordinator(sock, self._options.coordinator_options())
+
+    def _await_round(self, client: Client) -> Round:
+        deadline = time.monotonic() + self._options.join_timeout_s + self._options.session.lease_s
+        while True:
+            try:
+                arrival = self._arrivals.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise RendezvousTimeoutError(
+                    f"no coordinator could be reached at {self._host}:{self._port} within "
+                    f"{self._options.join_timeout_s:g} s"
+                ) from None
+            match arrival:
+                case participant.WorldSealed(place):
+                    return self._as_round(client, place)
+                case participant.RunEnded(outcome):
+                    raise RunOver(outcome)
+                case participant.JoinRefused(reason):
+                    raise UserError(f"run {self._run_id!r} does not take this node: {reason}")
+                case participant.PlaceLost():
+                    self._hold_port()
+                    client.post(participant.JoinRequested(self._held_port()))
+                case Exception():
+                    raise arrival
+
+    def _as_round(self, client: Client, place: Place) -> Round:
+        remote = RemoteStore(client, timedelta(seconds=self._options.read_timeout_s))
+        store = PrefixStore(f"round/{place.round}", remote)
+        master = RendezvousStoreInfo(place.master_address, place.master_port)
+        found = RendezvousInfo(store, place.rank, place.node_count, master)
+        return Round(place.round, place.restarts_used, found, place)
+
+    # In the client's thread.
+
+    def _post(self, event: participant.AgentEvent) -> None:
+        if self._client is not None:
+            self._client.post(event)
+
+    def _lease(self, until: float | None) -> None:
+        self._lease_until = until
+        self._lease_sink(until)
+
+    def _deliver(self, delivery: Delivery) -> None:
+        match delivery:
+            case participant.WorldSealed() | participant.JoinRefused():
+                self._arrivals.put(delivery)
+            case participant.RoundStopped(round, reason):
+                self._mailbox.put(RoundStopped(round, reason))
+            case participant.PlaceLost(round, reason):
+                self._place_lost(delivery, round, reason)
+            case participant.RunEnded(outcome):
+                self._outcome = outcome
+                self._arrivals.put(delivery)
+                self._mailbox.put(RunEnded(outcome))
+            case participant.ProgressSeen(joined, wanted, max_nodes, seconds_left):
+                self._show_progress(joined, wanted, max_nodes, seconds_left)
+
+    def _place_lost(self, delivery: participant.PlaceLost, round: int, reason: str) -> None:
+        if self._is_joining:
+            self._arrivals.put(delivery)
+        else:
+            self._mailbox.put(PlaceLost(round, reason))
+
+    def _show_progress(self, joined: int, wanted: int, max_nodes: int, seconds_left: float) -> None:
+        if joined >= wanted:
+            logger.info("%d/%d joined, last call for %d more", joined, max_nodes, max_nodes - joined)
+            return
+        left = _short(seconds_left)
+        logger.info("%d/%d joined, waiting for %d (timeout in %s)", joined, wanted, wanted - joined, left)
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds / 60:.0f} m" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def _node_id() -> str:
+    return f"{os.uname().nodename}-{os.getpid()}-{os.urandom(2).hex()}"
+
+
+def create_handler(params: RendezvousParameters) -> TcpRendezvousHandler:
+    host, port = endpoints.parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
+    options = TcpOptions.from_parameters(params)
+    return TcpRendezvousHandler(params.backend, host, port, params.run_id, options)

@@ -1,0 +1,29 @@
+"""Fixtures for every test."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import support
+
+
+@pytest.fixture
+def mailbox(tmp_path: Path) -> Iterator[support.Mailbox]:
+    box = support.Mailbox(tmp_path / "mailbox")
+    yield box
+    box.close()
+
+
+@pytest.fixture
+def no_descriptor_leak() -> Iterator[None]:
+    """The test leaves as many open descriptors as it found."""
+    gc.collect()
+    before = support.open_descriptors()
+    yield
+    gc.collect()
+    leaked = {fd: what for fd, what in support.open_descriptors().items() if before.get(fd) != what}
+    assert len(support.open_descriptors()) <= len(before), f"descriptors left open: {leaked}"

@@ -1,0 +1,190 @@
+"""The `holdfast` command as a user has it: a process of its own, what it prints, how it ends, what it leaves.
+
+Output goes to files and not through pipes, so that the end of the command is its own end and not that of whoever
+else holds the pipe. Every run checks, without being asked, that nothing of it is left and that no traceback of
+holdfast itself was printed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import holdfast
+from tests import support
+
+COMMAND = str(Path(sys.executable).with_name("holdfast"))
+PACKAGE = os.path.dirname(holdfast.__file__)
+DEADLINE_S = 60.0
+
+# Settings of whoever runs the tests must not reach the command.
+_OUR_VARIABLES = ("PET_", "HOLDFAST_", "TORCHELASTIC_", "TORCH_ELASTIC_")
+_OTHER_VARIABLES = {
+    "CUDA_VISIBLE_DEVICES",
+    "LOGLEVEL",
+    "NO_COLOR",
+    "OMP_NUM_THREADS",
+    "PYTHON_EXEC",
+    "PYTHONPATH",
+    "PYTHONSAFEPATH",
+    "TERM",
+}
+
+# Python ignores SIGPIPE and hands that on to what it executes; a shell does not.
+_WRAPPER = (
+    "import os, signal, sys; signal.signal(signal.SIGPIPE, signal.SIG_DFL)\n{}\nos.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+def clean_environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_OUR_VARIABLES) and name not in _OTHER_VARIABLES
+    }
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended. `own` are the lines of stderr that holdfast printed as its own words."""
+
+    code: int
+    raw_out: bytes
+    raw_err: bytes
+
+    @property
+    def out(self) -> str:
+        return self.raw_out.decode("utf-8", "replace")
+
+    @property
+    def err(self) -> str:
+        return self.raw_err.decode("utf-8", "replace")
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.splitlines()
+
+    @property
+    def own(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.startswith("holdfast")]
+
+    @property
+    def last(self) -> str:
+        return (self.err.splitlines() or [""])[-1]
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}\n--- stdout\n{self.out[-4000:]}\n--- stderr\n{self.err[-8000:]}"
+
+
+class Running:
+    """A command on its way."""
+
+    def __init__(self, process: subprocess.Popen[bytes], out: Path, err: Path, mark: str) -> None:
+        self.process = process
+        self.pid = process.pid
+        self._out, self._err, self._mark = out, err, mark
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def catches(self, number: signal.Signals) -> bool:
+        """Whether it has installed a handler for that signal."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except OSError:
+            return False
+        masks = dict(line.split(":\t") for line in status.splitlines() if ":\t" in line)
+        return bool(int(masks.get("SigCgt", "0"), 16) >> (number - 1) & 1)
+
+    def wait(self, deadline_s: float = DEADLINE_S, *, may_own_traceback: bool = False) -> Ended:
+        try:
+            code = self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it has not ended after {deadline_s:g} s\n{self._ended(-1)}") from None
+        ended = self._ended(code)
+        left = self.left()
+        assert not left, f"processes left behind: {left}\n{ended}"
+        assert may_own_traceback or f'File "{PACKAGE}' not in ended.err, f"a traceback of holdfast\n{ended}"
+        assert "fault in holdfast" not in ended.err, str(ended)
+        return ended
+
+    def left(self) -> dict[int, str]:
+        """Every process of this test that is still there, with its command line."""
+        return {pid: _command_line(pid) for pid in support.marked(self._mark)}
+
+    def workers(self) -> list[int]:
+        """The processes below the spawner."""
+        spawners = psutil.Process(self.pid).children()
+        return [worker.pid for spawner in spawners for worker in spawner.children()]
+
+    def _ended(self, code: int) -> Ended:
+        return Ended(code, self._out.read_bytes(), self._err.read_bytes())
+
+
+class Holdfast:
+    """Starts commands in a directory of their own. `mark` finds their processes, wherever they hang."""
+
+    def __init__(self, directory: Path, mark: str) -> None:
+        self.directory = directory
+        self.temporary = directory / "tmp"
+        self.temporary.mkdir()
+        self._mark = mark
+        self._count = 0
+
+    def script(self, source: str, name: str = "job.py", *, executable: bool = False) -> str:
+        """Writes a script into the directory that commands run in; returns its name there."""
+        support.write_script(self.directory / name, source, executable=executable)
+        return name
+
+    def environment(self, env: Mapping[Any, Any] | None = None) -> dict[Any, Any]:
+        settings = {"TMPDIR": str(self.temporary), support.TEST_MARK: self._mark}
+        return {**clean_environment(), **settings, **(env or {})}
+
+    def start(
+        self,
+        *args: str | bytes,
+        env: Mapping[Any, Any] | None = None,
+        command: tuple[str, ...] = (COMMAND, "run"),
+        before: str = "",
+        **options: Any,
+    ) -> Running:
+        """`before` is Python code that the process executes before it becomes the command."""
+        self._count += 1
+        out, err = (self.directory / f"{self._count}.{name}" for name in ("out", "err"))
+        wrapped = (sys.executable, "-S", "-c", _WRAPPER.format(before), *command) if before else command
+        with out.open("wb") as out_file, err.open("wb") as err_file:
+            process = subprocess.Popen(
+                [*wrapped, *args],
+                env=self.environment(env),
+                **{
+                    "stdin": subprocess.DEVNULL,
+                    "stdout": out_file,
+                    "stderr": err_file,
+                    "cwd": self.directory,
+                    "start_new_session": True,
+                    **options,
+                },
+            )
+        return Running(process, out, err, self._mark)
+
+    def run(self, *args: str | bytes, deadline_s: float = DEADLINE_S, **options: Any) -> Ended:
+        return self.start(*args, **options).wait(deadline_s)
+
+    def program(self, *command: str, **options: Any) -> Ended:
+        """Another program, watched in the same way."""
+        return self.run(*command[1:], command=command[:1], **options)
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+    except OSError:
+        return "(gone)"

@@ -1,0 +1,240 @@
+"""Signals to the command: every one stops the workers, leaves nothing behind and tells its number."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.e2e.command import COMMAND, PACKAGE, Holdfast, Running
+from tests.support import Mailbox, wait_until
+
+# Tells of its start and of every signal, and ends at the first one if it is told to.
+WORKER = """
+    import os, signal, sys
+
+    box, obedient = sys.argv[1], sys.argv[2] == "obedient"
+
+    def tell(text):
+        with open(box, "w") as file:
+            file.write(text + "\\n")
+
+    def handle(number, frame):
+        tell("got " + signal.Signals(number).name)
+        if obedient:
+            sys.exit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handle)
+    tell("ready")
+    while True:
+        signal.pause()
+"""
+FOREVER = "import time; time.sleep(3600)"
+STUBBORN, OBEDIENT = "stubborn", "obedient"
+ENDINGS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+
+
+def started(
+    holdfast: Holdfast, mailbox: Mailbox, *options: str, manner: str = OBEDIENT, workers: int = 2, before: str = ""
+) -> Running:
+    """A command whose workers are all ready."""
+    script = holdfast.script(WORKER)
+    running = holdfast.start(f"--nproc-per-node={workers}", *options, script, str(mailbox), manner, before=before)
+    assert mailbox.take(workers) == ["ready"] * workers
+    return running
+
+
+@pytest.mark.parametrize("number", ENDINGS, ids=lambda number: number.name)
+def test_a_signal_reaches_the_workers_and_tells_its_number(
+    holdfast: Holdfast, mailbox: Mailbox, number: signal.Signals
+) -> None:
+    running = started(holdfast, mailbox)
+    running.send(number)
+    ended = running.wait()
+    assert mailbox.take(2) == [f"got {number.name}"] * 2
+    assert ended.code == 128 + number
+    assert ended.own[-2:] == [
+        f"holdfast: got {number.name}, stopping the workers",
+        f"holdfast: stopped by {number.name}",
+    ]
+    assert "Traceback" not in ended.err
+    assert list(holdfast.temporary.iterdir()) == []
+
+
+def test_a_signal_of_the_users_choice(holdfast: Holdfast, mailbox: Mailbox) -> None:
+    running = started(holdfast, mailbox, "--signals-to-handle", "SIGTERM,SIGUSR1")
+    running.send(signal.SIGUSR1)
+    ended = running.wait()
+    assert mailbox.take(2) == ["got SIGUSR1"] * 2
+    assert (ended.code, ended.last) == (128 + signal.SIGUSR1, "holdfast: stopped by SIGUSR1")
+
+
+def test_a_signal_that_is_not_to_be_handled_means_what_it_means_elsewhere(holdfast: Holdfast, mailbox: Mailbox) -> None:
+    """The workers' owner sees that the command is gone, and ends them."""
+    running = started(holdfast, mailbox, "--signals-to-handle", "SIGTERM")
+    running.send(signal.SIGHUP)
+    assert running.process.wait(30) == -signal.SIGHUP
+    wait_until(lambda: not running.left(), "no process is left", deadline_s=10)
+
+
+def test_a_killed_command_leaves_nothing(holdfast: Holdfast, mailbox: Mailbox) -> None:
+    running = started(holdfast, mailbox, manner=STUBBORN)
+    running.send(signal.SIGKILL)
+    assert running.process.wait(30) == -signal.SIGKILL
+    wait_until(lambda: not running.left(), "no process is left", deadline_s=10)
+
+
+NOHUP = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(holdfast: Holdfast, mailbox: Mailbox) -> None:
+    """As under nohup; the workers ignore it as well."""
+    running = started(holdfast, mailbox, before=NOHUP)
+    assert not running.catches(signal.SIGHUP)
+    for pid in [running.pid, *running.workers()]:
+        os.kill(pid, signal.SIGHUP)
+    assert mailbox.rest() == []
+    running.send(signal.SIGTERM)
+    assert running.wait().code == 128 + signal.SIGTERM
+    assert mailbox.rest() == ["got SIGTERM"] * 2
+
+
+def test_the_grace_period_is_the_users(holdfast: Holdfast, mailbox: Mailbox) -> None:
+    running = started(holdfast, mailbox, "--shutdown-timeout", "1", manner=STUBBORN)
+    running.send(signal.SIGTERM)
+    assert running.wait(deadline_s=20).code == 128 + signal.SIGTERM
+    assert mailbox.rest() == ["got SIGTERM"] * 2
+
+
+def test_no_grace_at_all(holdfast: Holdfast, mailbox: Mailbox) -> None:
+    running = started(holdfast, mailbox, "--shutdown-timeout", "0", manner=STUBBORN)
+    running.send(signal.SIGTERM)
+    assert running.wait(deadline_s=20).code == 128 + signal.SIGTERM
+
+
+def test_a_second_interrupt_kills_at_once(holdfast: Holdfast, mailbox: Mailbox) -> None:
+    """The deadline is far below the grace period of a minute."""
+    running = started(holdfast, mailbox, "--shutdown-timeout", "60", manner=STUBBORN)
+    running.send(signal.SIGINT)
+    assert mailbox.take(2) == ["got SIGINT"] * 2
+    assert running.process.poll() is None
+    running.send(signal.SIGINT)
+    ended = running.wait(deadline_s=30)
+    assert (ended.code, ended.last) == (130, "holdfast: stopped by SIGINT")
+
+
+def test_a_second_termination_signal_does_not_take_the_grace_away(holdfast: Holdfast, mailbox: Mailbox) -> None:
+    running = started(holdfast, mailbox, "--shutdown-timeout", "2", manner=STUBBORN)
+    running.send(signal.SIGTERM)
+    mailbox.take(2)
+    began = time.monotonic()
+    for _ in range(3):
+        running.send(signal.SIGTERM)
+    assert running.wait(deadline_s=30).code == 143
+    assert time.monotonic() - began > 1
+
+
+def test_ctrl_c_on_a_terminal(holdfast: Holdfast, mailbox: Mailbox) -> None:
+    """The terminal sends the signal to the command alone: each worker has a session of its own."""
+    ours, theirs = pty.openpty()
+    claim = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+    script = holdfast.script(WORKER)
+    running = holdfast.start(script, str(mailbox), OBEDIENT, stdin=theirs, before=claim)
+    os.close(theirs)
+    try:
+        assert mailbox.take() == ["ready"]
+        os.write(ours, b"\x03")
+        assert running.wait().code == 130
+        assert mailbox.rest() == ["got SIGINT"]
+    finally:
+        os.close(ours)
+
+
+def test_a_signal_while_a_restart_is_under_way(holdfast: Holdfast, mailbox: Mailbox) -> None:
+    """One worker fails, the other one takes its time to stop; that is when the signal comes."""
+    script = holdfast.script("""
+        import os, signal, sys
+        def tell(text):
+            with open(sys.argv[1], "w") as file:
+                file.write(text + "\\n")
+        if os.environ["RANK"] == "0":
+            signal.signal(signal.SIGTERM, lambda *_: tell("stopping"))
+            tell("ready")
+            while True:
+                signal.pause()
+        open(sys.argv[2]).close()  # Until the test has seen that the other one is ready.
+        sys.exit(5)
+    """)
+    gate = holdfast.directory / "gate"
+    os.mkfifo(gate)
+    options = ("--nproc-per-node=2", "--max-restarts=3", "--shutdown-timeout=3")
+    running = holdfast.start(*options, script, str(mailbox), str(gate))
+    assert mailbox.take() == ["ready"]
+    gate.open("w").close()
+    assert mailbox.take() == ["stopping"]
+    running.send(signal.SIGTERM)
+    ended = running.wait()
+    assert (ended.code, ended.last) == (143, "holdfast: stopped by SIGTERM")
+    assert mailbox.rest() == []
+
+
+# The first moments. Until Python executes our first line nobody can handle anything: the kernel ends the process, or
+# Python raises KeyboardInterrupt while it is still starting. A shell makes 128+n of that. From then on it is us.
+
+FIRST_MOMENTS_MS = [0, 1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
+def test_a_signal_in_the_first_moments(holdfast: Holdfast, number: signal.Signals) -> None:
+    script = holdfast.script(FOREVER)
+    for delay_ms in FIRST_MOMENTS_MS:
+        running = holdfast.start(script)
+        time.sleep(delay_ms / 1000)
+        running.send(number)
+        ended = running.wait()
+        is_told = ended.last == f"holdfast: stopped by {number.name}"
+        assert ended.code == (128 + number if is_told else -number), f"after {delay_ms} ms: {ended}"
+        assert "Traceback" not in ended.err, f"after {delay_ms} ms: {ended}"
+        assert list(holdfast.temporary.iterdir()) == []
+
+
+def test_an_interrupt_in_the_first_moments(holdfast: Holdfast) -> None:
+    script = holdfast.script(FOREVER)
+    for delay_ms in FIRST_MOMENTS_MS:
+        running = holdfast.start(script)
+        time.sleep(delay_ms / 1000)
+        running.send(signal.SIGINT)
+        ended = running.wait(may_own_traceback=True)
+        if ended.last != "holdfast: stopped by SIGINT":
+            assert ended.last in ("", "KeyboardInterrupt"), f"after {delay_ms} ms: {ended}"
+            assert not re.search(rf'File "{PACKAGE}/\w+/', ended.err), f"after {delay_ms} ms: {ended}"
+            assert ended.code in (-signal.SIGINT, 1), f"after {delay_ms} ms: {ended}"
+        else:
+            assert ended.code == 130
+        assert list(holdfast.temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [(COMMAND, "run"), (sys.executable, "-m", "holdfast", "run")], ids=["script", "-m"])
+@pytest.mark.parametrize("number", ENDINGS, ids=lambda number: number.name)
+def test_no_signal_is_lost_once_signals_are_handled(
+    holdfast: Holdfast, number: signal.Signals, command: tuple[str, ...]
+) -> None:
+    """Sent at once, while modules are imported, while the spawner starts, and while the worker does."""
+    script = holdfast.script(FOREVER)
+    for delay_ms in [0, 0, 5, 10, 20, 40, 80]:
+        running = holdfast.start(script, command=command)
+        # The last one to be taken over; Python itself handles SIGINT from its own start.
+        wait_until(lambda running=running: running.catches(signal.SIGTERM), "a handler is installed")
+        time.sleep(delay_ms / 1000)
+        running.send(number)
+        ended = running.wait()
+        assert ended.code == 128 + number, f"after {delay_ms} ms: {ended}"
+        assert ended.last == f"holdfast: stopped by {number.name}", f"after {delay_ms} ms: {ended}"
+        assert list(holdfast.temporary.iterdir()) == []

@@ -1,0 +1,118 @@
+"""Functions that tests run in workers. Imports little, because every worker imports this module."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+
+def act(outcome: str) -> str:
+    """End in the way that was asked for."""
+    if outcome == "raise":
+        raise ValueError("as ordered")
+    if outcome == "exit":
+        sys.exit(3)
+    if outcome.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[outcome])
+        time.sleep(60)
+    return f"rank {os.environ.get('RANK', '?')}"
+
+
+def leave(how: str, value: Any = None) -> str:
+    """The ways to end a function well without returning."""
+    if how == "exit":
+        sys.exit()
+    if how == "exit 0":
+        sys.exit(0)
+    if how == "_exit":
+        os._exit(0)
+    if how == "raise SystemExit":
+        raise SystemExit
+    return "returned"
+
+
+def give(value: Any) -> Any:
+    return value
+
+
+def large(size: int) -> bytes:
+    return bytes(range(256)) * (size // 256)
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise TypeError("not for sending")
+
+
+class Treacherous:
+    """Can be sent, and cannot be received."""
+
+    def __reduce__(self) -> Any:
+        return _explode, ()
+
+
+def _explode() -> None:
+    raise ArithmeticError("it blew up on arrival")
+
+
+def make(kind: str) -> Any:
+    return {"unpicklable": Unpicklable, "treacherous": Treacherous}[kind]()
+
+
+def environment(*names: str) -> dict[bytes, bytes | None]:
+    return {os.fsencode(name): os.environb.get(os.fsencode(name)) for name in names}
+
+
+def surroundings() -> dict[str, Any]:
+    return {
+        "cwd": os.getcwd(),
+        "session": os.getsid(0),
+        "pid": os.getpid(),
+        "stdin": os.readlink("/proc/self/fd/0"),
+        "handlers": {
+            name: signal.getsignal(signal.Signals[name]) == signal.SIG_DFL
+            for name in ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGCHLD", "SIGUSR1", "SIGUSR2")
+        },
+        "can be interrupted": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    }
+
+
+def descriptors() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            pass  # The listing's own.
+    return found
+
+
+def tell(mailbox: str, text: object) -> None:
+    with open(mailbox, "w") as box:
+        box.write(f"{text}\n")
+
+
+def wait_forever(mailbox: str, text: object = None) -> None:
+    tell(mailbox, os.getpid() if text is None else text)
+    while True:
+        time.sleep(600)
+
+
+def one_fails(mailbox: str, failing_rank: int, outcome: str = "raise") -> None:
+    """One rank ends as it is told once all are there; the others wait to be stopped."""
+    tell(mailbox, os.getpid())
+    if int(os.environ["RANK"]) == failing_rank:
+        with open(os.environ["GATE"]) as gate:
+            gate.read()
+        act(outcome)
+    time.sleep(600)
+
+
+def say(*texts: str) -> None:
+    """Even texts to stdout and odd ones to stderr, a line each."""
+    for index, text in enumerate(texts):
+        print(text, file=sys.stderr if index % 2 else sys.stdout, flush=True)

@@ -1,0 +1,739 @@
+"""Starting, watching and stopping real processes of every kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.errors import UserError
+from holdfast.process import DefaultLogsSpecs, PContext, RunProcsResult, Std, start_processes
+from holdfast.process.errors import ProcessFailure
+from tests import entrypoints, support
+
+START_METHODS = ("spawn", "fork", "forkserver")
+NO_LOGS = "/dev/null"
+
+
+class Starter:
+    """Starts groups for a test and closes them when it is over."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self._contexts: list[PContext] = []
+        self.tmp_path = tmp_path
+
+    def start(self, entrypoint: Any, *args: Any, ranks: int = 1, logs: Any = None, **options: Any) -> PContext:
+        envs = options.pop("envs", {rank: {"RANK": str(rank)} for rank in range(ranks)})
+        logs = logs or DefaultLogsSpecs(NO_LOGS)
+        context = start_processes("test", entrypoint, dict.fromkeys(range(ranks), args), envs, logs, **options)
+        self._contexts.append(context)
+        return context
+
+    def run(self, entrypoint: Any, *args: Any, **options: Any) -> RunProcsResult:
+        context = self.start(entrypoint, *args, **options)
+        result = context.wait(support.DEADLINE_S)
+        assert result is not None
+        context.close(timeout=5)
+        return context.wait(0) or result
+
+    def value(self, entrypoint: Any, *args: Any, **options: Any) -> Any:
+        result = self.run(entrypoint, *args, **options)
+        assert result.failures == {}
+        return result.return_values[0]
+
+    def failure(self, entrypoint: Any, *args: Any, **options: Any) -> ProcessFailure:
+        result = self.run(entrypoint, *args, **options)
+        assert list(result.failures) == [0]
+        return result.failures[0]
+
+    def close(self) -> None:
+        for context in self._contexts:
+            context.close(signal.SIGKILL, 0)
+
+
+@pytest.fixture
+def starter(tmp_path: Path) -> Iterator[Starter]:
+    starter = Starter(tmp_path)
+    yield starter
+    starter.close()
+
+
+# Every kind of entry point, with every way to end.
+
+SCRIPT = """
+import os, signal, sys, time
+outcome = sys.argv[1]
+if outcome == "raise":
+    raise ValueError("as ordered")
+if outcome == "exit":
+    sys.exit(3)
+if outcome.startswith("SIG"):
+    os.kill(os.getpid(), getattr(signal, outcome))
+    time.sleep(60)
+"""
+BASH = """
+#!/bin/bash
+case "$1" in
+  exit) echo "bash is done" >&2; exit 3;;
+  SIG*) kill -"${1#SIG}" $$; sleep 60;;
+esac
+"""
+
+
+def closure(outcome: str) -> Callable[[], Any]:
+    act = entrypoints.act
+    return lambda: act(outcome)
+
+
+def functions(method: str) -> Callable[[Starter, str], dict[str, Any]]:
+    return lambda starter, outcome: {"call": (entrypoints.act, outcome), "start_method": method}
+
+
+def script(starter: Starter, outcome: str) -> dict[str, Any]:
+    return {"call": (sys.executable, support.write_script(starter.tmp_path / "script.py", SCRIPT), outcome)}
+
+
+def module(starter: Starter, outcome: str) -> dict[str, Any]:
+    support.write_script(starter.tmp_path / "worker_module.py", SCRIPT)
+    envs = {0: {"PYTHONPATH": str(starter.tmp_path)}}
+    return {"call": (sys.executable, "-m", "worker_module", outcome), "envs": envs}
+
+
+def bash(starter: Starter, outcome: str) -> dict[str, Any]:
+    return {"call": (support.write_script(starter.tmp_path / "run.sh", BASH, executable=True), outcome)}
+
+
+def binary(starter: Starter, outcome: str) -> dict[str, Any]:
+    ways = {"success": "exit 0", "exit": "echo done >&2; exit 3"}
+    return {"call": ("sh", "-c", ways.get(outcome, f"kill -{outcome[3:]} $$; sleep 60"))}
+
+
+PYTHON_KINDS = {
+    **{f"function by {method}": functions(method) for method in START_METHODS},
+    "closure": lambda starter, outcome: {"call": (closure(outcome),)},
+    "lambda": lambda starter, outcome: {"call": (lambda *a: entrypoints.act(*a), outcome)},
+    "script": script,
+    "module": module,
+}
+OTHER_KINDS: dict[str, Any] = {"bash script": bash, "binary": binary}
+OUTCOMES = {"success": 0, "raise": 1, "exit": 3, "SIGSEGV": -signal.SIGSEGV, "SIGKILL": -signal.SIGKILL}
+CASES = [(kind, outcome) for kind in PYTHON_KINDS for outcome in OUTCOMES]
+# A fork of this process has pytest's stderr and faulthandler; see FORK_SCRIPT.
+CASES = [case for case in CASES if case not in (("function by fork", "raise"), ("function by fork", "SIGSEGV"))]
+CASES += [(kind, outcome) for kind in OTHER_KINDS for outcome in OUTCOMES if outcome != "raise"]
+
+
+@pytest.mark.parametrize(("kind", "outcome"), CASES)
+def test_every_kind_and_every_end(starter: Starter, kind: str, outcome: str) -> None:
+    options = {**PYTHON_KINDS, **OTHER_KINDS}[kind](starter, outcome)
+    context = starter.start(*options.pop("call"), **options)
+    pids = context.pids()
+    result = context.wait(support.DEADLINE_S)
+    assert result is not None
+    context.close(timeout=5)
+    assert context.pids() == pids, "they are known after the end"
+    if outcome == "success":
+        is_function = kind in PYTHON_KINDS and kind not in ("script", "module")
+        assert result.return_values == {0: "rank 0" if is_function else None}
+        assert not result.is_failed()
+        return
+    assert result.is_failed()
+    failure = context.failures()[0]
+    assert (failure.exitcode, failure.local_rank, failure.pid) == (OUTCOMES[outcome], 0, pids[0])
+    assert context.stopped() == {}
+    assert failure.evidence is not None
+    if outcome == "raise":
+        assert "ValueError: as ordered" in str(failure.message)
+        assert 'raise ValueError("as ordered")' in failure.traceback_text()
+        assert "ValueError: as ordered" in failure.evidence.stderr_tail
+    if outcome == "SIGSEGV" and kind in PYTHON_KINDS:
+        assert "Segmentation fault" in failure.evidence.stack
+        assert "line" in failure.evidence.stack
+    if outcome == "exit" and kind in OTHER_KINDS:
+        assert "done" in failure.evidence.stderr_tail
+
+
+FORK_SCRIPT = """
+import os, signal, sys
+from holdfast.process import DefaultLogsSpecs, start_processes
+
+def fail(outcome):
+    if outcome == "raise":
+        raise ValueError("as ordered")
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+context = start_processes("t", fail, {0: sys.argv[1:]}, {0: {}}, DefaultLogsSpecs("/dev/null"), start_method="fork")
+assert context.wait(60).is_failed()
+context.close()
+failure = context.failures()[0]
+print(failure.exitcode, failure.message, failure.evidence.stack, failure.evidence.stderr_tail, sep="|")
+"""
+
+
+@pytest.mark.parametrize(
+    ("outcome", "exitcode", "message", "stack", "stderr"),
+    [
+        ("raise", "1", "ValueError: as ordered", "", "ValueError: as ordered"),
+        ("SIGSEGV", "-11", "Signal 11 (SIGSEGV)", "Segmentation fault", ""),
+    ],
+)
+def test_evidence_of_a_forked_function(
+    tmp_path: Path, outcome: str, exitcode: str, message: str, stack: str, stderr: str
+) -> None:
+    with support.python(support.write_script(tmp_path / "main.py", FORK_SCRIPT), outcome) as process:
+        out, err = process.communicate(timeout=support.DEADLINE_S)
+    assert process.returncode == 0, err
+    found = out.split("|")
+    assert found[0] == exitcode
+    assert message in found[1]
+    assert stack in found[2]
+    assert stderr in found[3]
+
+
+# Values.
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_large_values(starter: Starter, method: str) -> None:
+    size = 50 << 20
+    value = starter.value(entrypoints.large, size, start_method=method)
+    assert value == entrypoints.large(size)
+
+
+def test_values_of_every_rank(starter: Starter) -> None:
+    result = starter.run(entrypoints.act, "success", ranks=4)
+    assert result.return_values == {rank: f"rank {rank}" for rank in range(4)}
+
+
+def test_no_value(starter: Starter) -> None:
+    assert starter.value(entrypoints.give, None) is None
+
+
+@pytest.mark.parametrize("how", ["exit", "exit 0", "_exit", "raise SystemExit"])
+@pytest.mark.parametrize("method", START_METHODS)
+def test_exit_zero_is_success_without_a_value(starter: Starter, method: str, how: str) -> None:
+    assert starter.value(entrypoints.leave, how, start_method=method) is None
+
+
+MAIN_SCRIPT = """
+import sys
+from dataclasses import dataclass
+from holdfast.process import DefaultLogsSpecs, start_processes
+
+@dataclass
+class Point:
+    x: int
+
+def work(point):
+    return [Point(point.x + 1)]
+
+if __name__ == "__main__":
+    logs = DefaultLogsSpecs("/dev/null")
+    context = start_processes("t", work, {0: (Point(1),)}, {0: {}}, logs, start_method=sys.argv[1])
+    result = context.wait(60)
+    context.close()
+    assert not result.is_failed(), result
+    value = result.return_values[0][0]
+    assert type(value) is Point and value == Point(2), value
+    print("well")
+"""
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_classes_of_a_main_script(tmp_path: Path, method: str) -> None:
+    path = support.write_script(tmp_path / "main.py", MAIN_SCRIPT)
+    with support.python(path, method) as process:
+        out, err = process.communicate(timeout=support.DEADLINE_S)
+    assert (process.returncode, out) == (0, "well\n"), err
+
+
+def test_a_value_that_cannot_be_sent_is_the_workers_failure(starter: Starter) -> None:
+    failure = starter.failure(entrypoints.make, "unpicklable")
+    assert "return value of make cannot be pickled" in str(failure.message)
+    assert "not for sending" in str(failure.message)
+
+
+def test_a_value_that_cannot_be_received_is_a_failure(starter: Starter) -> None:
+    context = starter.start(entrypoints.make, "treacherous", ranks=1)
+    result = context.wait(support.DEADLINE_S)
+    assert result is not None
+    context.close()
+    assert list(result.failures) == [0]
+    evidence = result.failures[0].evidence
+    assert evidence is not None
+    assert "return value cannot be read back: ArithmeticError: it blew up on arrival" in evidence.note
+
+
+# What cannot be started.
+
+
+def test_an_argument_that_cannot_be_sent(starter: Starter) -> None:
+    with pytest.raises(UserError, match="argument 1 of give cannot be sent to a worker: TypeError"):
+        starter.start(entrypoints.give, 1, threading.Lock())
+
+
+def test_a_function_that_cannot_be_sent(starter: Starter) -> None:
+    lock = threading.Lock()
+
+    def holds_a_lock() -> bool:
+        return lock.locked()
+
+    with pytest.raises(UserError, match=r"the function .*holds_a_lock cannot be sent to a worker"):
+        starter.start(holds_a_lock)
+    assert starter.value(holds_a_lock, start_method="fork") is False, "a fork needs nothing to be sent"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", ["no-such-program-anywhere", "/no/such/program", "./missing"])
+@pytest.mark.usefixtures("no_descriptor_leak")
+def test_missing_programs(starter: Starter, name: str, ranks: int) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        starter.start(name, ranks=ranks)
+    assert name in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_descriptor_leak")
+def test_programs_that_are_not_executable(starter: Starter, tmp_path: Path) -> None:
+    path = support.write_script(tmp_path / "plain.sh", "#!/bin/sh\n")
+    with pytest.raises(PermissionError, match=r"plain\.sh"):
+        starter.start(path)
+
+
+def test_programs_without_a_shebang(starter: Starter, tmp_path: Path) -> None:
+    path = support.write_script(tmp_path / "bare", "echo hello\n", executable=True)
+    with pytest.raises(OSError, match="Exec format error") as caught:
+        starter.start(path)
+    assert path in str(caught.value)
+
+
+def test_one_that_cannot_start_ends_those_that_did(starter: Starter, tmp_path: Path, mailbox: support.Mailbox) -> None:
+    good = support.write_script(tmp_path / "first", f"#!/bin/sh\necho $$ > {mailbox}\nsleep 600\n", executable=True)
+    (tmp_path / "0").symlink_to(good)
+    (tmp_path / "prog").mkdir()
+    envs = {0: {"PATH": str(tmp_path / "a")}, 1: {"PATH": str(tmp_path / "b")}}
+    for each in ("a", "b"):
+        (tmp_path / each).mkdir()
+    (tmp_path / "a" / "program").symlink_to(good)
+    with pytest.raises(FileNotFoundError):
+        starter.start("program", ranks=2, envs=envs)
+    assert support.survivors([int(text) for text in mailbox.rest()]) == []
+
+
+def test_an_unknown_start_method(starter: Starter) -> None:
+    with pytest.raises(UserError, match="'clone'"):
+        starter.start(entrypoints.give, 1, start_method="clone")
+
+
+@pytest.mark.parametrize(
+    ("args", "envs", "named"),
+    [
+        ({0: (), 2: ()}, {0: {}, 1: {}}, "args"),
+        ({1: ()}, {0: {}}, "args"),
+        ({0: ()}, {}, "envs"),
+        ({0: (), 1: ()}, {0: {}}, "envs"),
+        ({0: ()}, {0: {}, 1: {}}, "envs"),
+    ],
+)
+def test_wrong_ranks(args: dict[int, Any], envs: dict[int, Any], named: str) -> None:
+    with pytest.raises(RuntimeError, match=f"^{named} must have the local ranks") as caught:
+        start_processes("test", "true", args, envs, DefaultLogsSpecs(NO_LOGS))
+    assert str(sorted(args if named == "args" else envs)) in str(caught.value)
+
+
+@pytest.mark.parametrize("entrypoint", ["true", entrypoints.give])
+def test_starting_twice(starter: Starter, entrypoint: Any) -> None:
+    context = starter.start(entrypoint, 1)
+    with pytest.raises(ValueError, match="started before"):
+        context.start()
+    assert context.wait(support.DEADLINE_S) is not None
+
+
+# What a worker finds.
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_environments_arrive_byte_by_byte(starter: Starter, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setitem(os.environb, b"HF_INHERITED", b"\xff\xfe=\x80 ")
+    monkeypatch.setenv("HF_REPLACED", "old")
+    envs = {0: {"HF_GIVEN": "\udcfd\udc80 \u00fc", "HF_REPLACED": "", "HF_LINES": "a\nb"}}
+    names = ("HF_INHERITED", "HF_GIVEN", "HF_REPLACED", "HF_LINES", "HF_ABSENT")
+    assert starter.value(entrypoints.environment, *names, envs=envs, start_method=method) == {
+        b"HF_INHERITED": b"\xff\xfe=\x80 ",
+        b"HF_GIVEN": b"\xfd\x80 \xc3\xbc",
+        b"HF_REPLACED": b"",
+        b"HF_LINES": b"a\nb",
+        b"HF_ABSENT": None,
+    }
+
+
+def test_the_environment_of_a_program(starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environb, b"HF_INHERITED", b"\xff\xfe")
+    out = tmp_path / "out"
+    starter.run("sh", "-c", f'printf %s "$HF_INHERITED$HF_GIVEN" > {out}', envs={0: {"HF_GIVEN": "\udcfd"}})
+    assert out.read_bytes() == b"\xff\xfe\xfd"
+
+
+def test_the_program_is_looked_up_in_the_workers_path(starter: Starter, tmp_path: Path) -> None:
+    support.write_script(tmp_path / "only-here", "#!/bin/sh\nexit 3\n", executable=True)
+    envs = {0: {"PATH": f"{tmp_path}:{os.environ['PATH']}"}}
+    assert starter.failure("only-here", envs=envs).exitcode == 3
+
+
+def test_arguments(starter: Starter, tmp_path: Path) -> None:
+    args = ("plain", "", "two words", "\udcff", "quo'te\"", 7, 2.5, None, b"\xfe", Path("a/b"))
+    path = support.write_script(tmp_path / "args.py", """
+        import os, sys
+        with open(sys.argv[1], "wb") as file:
+            file.write(b"|".join(os.fsencode(arg) for arg in sys.argv[2:]))
+    """)  # fmt: skip
+    starter.run(sys.executable, path, str(tmp_path / "python"), *args)
+    starter.run("sh", "-c", 'for a; do printf "%s|" "$a"; done > ' + str(tmp_path / "shell"), "sh", *args)
+    expected = b"plain||two words|\xff|quo'te\"|7|2.5|None|\xfe|a/b"
+    assert (tmp_path / "python").read_bytes() == expected
+    assert (tmp_path / "shell").read_bytes() == expected + b"|"
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_surroundings(starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = starter.value(entrypoints.surroundings, start_method=method)
+    assert found["cwd"] == str(tmp_path)
+    assert found["session"] == found["pid"]
+    assert found["stdin"] == os.readlink("/proc/self/fd/0")
+    assert set(found["handlers"].values()) == {True}
+    assert found["can be interrupted"]
+    assert found["blocked"] == []
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_ignored_signals_stay_ignored(starter: Starter, method: str) -> None:
+    """As under nohup. Other handlers are the parent's own business, and only a fork inherits them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR1)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, lambda number, frame: None)
+        found = starter.value(entrypoints.surroundings, start_method=method)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert not found["handlers"]["SIGHUP"]
+    assert found["handlers"]["SIGUSR1"]
+    assert found["handlers"]["SIGTERM"]
+
+
+def test_blocked_signals_are_not_inherited(starter: Starter, mailbox: support.Mailbox) -> None:
+    """Else a worker could not be told to stop, and the spawner would not hear of ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    try:
+        assert starter.value(entrypoints.surroundings)["blocked"] == []
+        context = starter.start(entrypoints.wait_forever, str(mailbox))
+        mailbox.take()
+        context.close(timeout=60)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert context.stopped() == {0: "SIGTERM"}
+
+
+def test_a_broken_pipe_ends_a_program_as_usual(starter: Starter) -> None:
+    """Python ignores SIGPIPE for itself; a program that inherited that would see errors instead."""
+    assert starter.run("sh", "-c", "yes | head -n 1 > /dev/null; kill -PIPE $$").failures[0].exitcode == -signal.SIGPIPE
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_no_foreign_descriptors(starter: Starter, method: str) -> None:
+    """In particular not the stderr of another worker, which would never end then."""
+    result = starter.run(entrypoints.descriptors, ranks=8, start_method=method)
+    errors = {rank: found[2] for rank, found in result.return_values.items()}
+    assert len(set(errors.values())) == 8
+    for rank, found in result.return_values.items():
+        assert not set(found.values()) & {error for other, error in errors.items() if other != rank}
+        own = [number for number, what in found.items() if what == errors[rank]]
+        assert own == [2]
+
+
+STDIN_SCRIPT = """
+from holdfast.process import DefaultLogsSpecs, start_processes
+context = start_processes("t", "cat", {0: ()}, {0: {}}, DefaultLogsSpecs("/dev/null"))
+assert not context.wait(60).is_failed()
+context.close()
+"""
+
+
+def test_stdin_is_the_agents(tmp_path: Path) -> None:
+    path = support.write_script(tmp_path / "main.py", STDIN_SCRIPT)
+    with support.python(path, stdin=subprocess.PIPE) as process:
+        out, err = process.communicate("from above\n", timeout=support.DEADLINE_S)
+    assert (process.returncode, out, err) == (0, "from above\n", "")
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_standard_descriptors_may_be_closed(tmp_path: Path, closed: tuple[int, ...]) -> None:
+    source = textwrap.dedent(f"""
+        import os
+        from tests import entrypoints
+        from holdfast.process import DefaultLogsSpecs, start_processes
+        for fd in {closed}:
+            os.close(fd)
+        context = start_processes("t", entrypoints.give, {{0: (5,)}}, {{0: {{}}}}, DefaultLogsSpecs("/dev/null"))
+        result = context.wait(60)
+        context.close()
+        os._exit(0 if result.return_values == {{0: 5}} else 1)
+    """)
+    path = support.write_script(tmp_path / "main.py", source)
+    root = str(Path(__file__).parent.parent.parent)
+    with support.python(path, env={**os.environ, "PYTHONPATH": root}) as process:
+        process.communicate(timeout=support.DEADLINE_S)
+    assert process.returncode == 0
+
+
+# Watching and stopping.
+
+
+def test_looking_stops_nothing(starter: Starter, mailbox: support.Mailbox) -> None:
+    """Not even after a failure: whoever asks decides what follows from it."""
+    gate = starter.tmp_path / "gate"
+    os.mkfifo(gate)
+    envs = {rank: {"RANK": str(rank), "GATE": str(gate)} for rank in range(2)}
+    context = starter.start(entrypoints.one_fails, str(mailbox), 1, ranks=2, envs=envs)
+    mailbox.take(2)
+    assert context.wait(0) is None
+    assert context.wait(0.01) is None
+    assert all(support.alive(pid) for pid in context.pids().values())
+    gate.write_text("go")
+    result = context.wait(support.DEADLINE_S)
+    assert result is not None
+    assert list(result.failures) == [1]
+    again = context.wait(0)
+    assert again is not None
+    assert list(again.failures) == [1]
+    assert support.alive(context.pids()[0])
+    context.close(timeout=60)
+    assert not support.alive(context.pids()[0])
+    assert context.stopped() == {0: "SIGTERM"}
+
+
+def test_waiting_for_a_while(starter: Starter, mailbox: support.Mailbox) -> None:
+    context = starter.start(entrypoints.wait_forever, str(mailbox))
+    assert context.wait(0.05) is None
+    assert context.wait(timeout=0.05, period=0.01) is None
+    mailbox.take()
+    os.kill(context.pids()[0], signal.SIGKILL)
+    result = context.wait(-1)
+    assert result is not None
+    assert result.failures[0].exitcode == -signal.SIGKILL
+    assert "Signal 9 (SIGKILL)" in str(result.failures[0].message)
+
+
+def test_closing_again(starter: Starter, mailbox: support.Mailbox) -> None:
+    context = starter.start(entrypoints.wait_forever, str(mailbox), ranks=2)
+    pids = [int(text) for text in mailbox.take(2)]
+    for _ in range(3):
+        context.close(timeout=60)
+        assert not any(support.alive(pid) for pid in pids)
+        assert sorted(context.pids().values()) == sorted(pids)
+        assert context.stopped() == {0: "SIGTERM", 1: "SIGTERM"}
+        assert context.failures() == {}
+
+
+def test_closing_what_never_started() -> None:
+    from holdfast.process import SubprocessContext
+
+    context = SubprocessContext("t", "true", {0: ()}, {0: {}}, DefaultLogsSpecs(NO_LOGS))
+    context.close()
+    assert context.pids() == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
+def test_closing_with_a_signal(starter: Starter, mailbox: support.Mailbox, number: signal.Signals) -> None:
+    code = (
+        f'trap "echo got > {mailbox}; exit 0" {number.name[3:]}; echo there > {mailbox}; while :; do sleep 0.01; done'
+    )
+    context = starter.start("bash", "-c", code)
+    assert mailbox.take() == ["there"]
+    context.close(number, timeout=60)
+    assert mailbox.rest() == ["got"]
+    assert context.stopped() == {0: number.name}
+
+
+def test_a_failure_of_its_own_while_it_is_stopped(starter: Starter, mailbox: support.Mailbox) -> None:
+    path = support.write_script(starter.tmp_path / "w.py", f"""
+        import signal, time
+        def clean_up(number, frame):
+            raise OSError("the checkpoint cannot be written")
+        signal.signal(signal.SIGTERM, clean_up)
+        with open("{mailbox}", "w") as box:
+            box.write("there\\n")
+        time.sleep(600)
+    """)  # fmt: skip
+    context = starter.start(sys.executable, path)
+    mailbox.take()
+    context.close(timeout=60)
+    assert context.stopped() == {}
+    assert "the checkpoint cannot be written" in str(context.failures()[0].message)
+
+
+def test_the_order_of_ends_is_known(starter: Starter) -> None:
+    """Ranks end one after the other, last rank first; the order is that in which they were reaped."""
+    directory = starter.tmp_path
+    for rank in range(4):
+        os.mkfifo(directory / f"gate{rank}")
+    code = f"read line < {directory}/gate$RANK; exit 3"
+    context = starter.start("sh", "-c", code, ranks=4)
+    for rank in (3, 1, 2, 0):
+        (directory / f"gate{rank}").write_text("go\n")
+        assert support.survivors([context.pids()[rank]]) == []
+        support.wait_until(lambda rank=rank: rank in context.wait(0.05).failures, "it was reaped")  # type: ignore[misc]
+    failures = context.failures()
+    orders = {rank: failures[rank].order for rank in failures}
+    assert sorted(orders, key=lambda rank: orders[rank] or 0) == [3, 1, 2, 0]
+
+
+def test_two_hundred_workers(starter: Starter) -> None:
+    result = starter.run("sh", "-c", "test $RANK != 150 || exit 4", ranks=200)
+    assert list(result.failures) == [150]
+    assert result.failures[150].exitcode == 4
+    result = starter.run("true", ranks=200)
+    assert result.return_values == dict.fromkeys(range(200))
+
+
+def test_many_forked_workers(starter: Starter) -> None:
+    result = starter.run(entrypoints.act, "success", ranks=60, start_method="fork")
+    assert result.return_values == {rank: f"rank {rank}" for rank in range(60)}
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_outside_the_main_thread(starter: Starter, method: str) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(starter.run, entrypoints.act, "success", ranks=2, start_method=method) for _ in range(2)]
+        for run in runs:
+            assert run.result(support.DEADLINE_S).return_values == {0: "rank 0", 1: "rank 1"}
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("entrypoint", ["true", "false", entrypoints.act], ids=["true", "false", "function"])
+@pytest.mark.usefixtures("no_descriptor_leak")
+def test_no_descriptor_is_left_open(starter: Starter, entrypoint: Any) -> None:
+    logs = DefaultLogsSpecs(str(starter.tmp_path), tee=Std.ALL)
+    for turn in range(30):
+        method = START_METHODS[turn % 3]
+        if callable(entrypoint) and turn >= 9:
+            break
+        context = starter.start(entrypoint, "success", ranks=2, logs=logs, start_method=method)
+        assert context.wait(support.DEADLINE_S) is not None
+        context.close(timeout=5)
+
+
+@pytest.mark.usefixtures("no_descriptor_leak")
+def test_failed_starts_leave_no_descriptor_open(starter: Starter) -> None:
+    for _ in range(5):
+        with pytest.raises(UserError):
+            starter.start(entrypoints.give, threading.Lock())
+        with pytest.raises(TypeError):
+            starter.start("true", envs={0: {"X": 5}})
+
+
+# Output.
+
+
+def test_a_redirected_stream_is_the_file_itself(starter: Starter) -> None:
+    logs = DefaultLogsSpecs(str(starter.tmp_path), redirects=Std.ALL)
+    result = starter.run(entrypoints.descriptors, ranks=2, logs=logs)
+    for rank in range(2):
+        found = result.return_values[rank]
+        assert found[1] == result.stdouts[rank]
+        assert found[2] == result.stderrs[rank]
+    assert result.stdouts[0] != result.stdouts[1]
+
+
+def test_redirected_output(starter: Starter, capfd: pytest.CaptureFixture[str]) -> None:
+    logs = DefaultLogsSpecs(str(starter.tmp_path), redirects={0: Std.OUT, 1: Std.ERR, 2: Std.ALL})
+    result = starter.run(entrypoints.say, "out", "err", ranks=4, logs=logs)
+    kept = {
+        (stream, rank): Path(path).read_text()
+        for stream, paths in (("out", result.stdouts), ("err", result.stderrs))
+        for rank, path in paths.items()
+        if path
+    }
+    assert kept == {("out", 0): "out\n", ("err", 1): "err\n", ("out", 2): "out\n", ("err", 2): "err\n"}
+    assert capfd.readouterr() == ("out\n" * 2, "err\n" * 2)
+
+
+def test_the_last_lines_of_a_redirected_stderr_are_evidence(starter: Starter) -> None:
+    logs = DefaultLogsSpecs(str(starter.tmp_path), redirects=Std.ALL)
+    failure = starter.failure("sh", "-c", "echo because >&2; exit 3", logs=logs)
+    assert failure.evidence is not None
+    assert failure.evidence.stderr_tail.strip() == "because"
+
+
+def test_tee(starter: Starter, capfd: pytest.CaptureFixture[str]) -> None:
+    logs = DefaultLogsSpecs(str(starter.tmp_path), tee=Std.ALL)
+    result = starter.run(entrypoints.say, "out", "err", ranks=2, logs=logs, log_line_prefixes={1: "<one> "})
+    for rank in range(2):
+        assert Path(result.stdouts[rank]).read_text() == "out\n"
+        assert Path(result.stderrs[rank]).read_text() == "err\n"
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["<one> out", "[test0]:out"]
+    assert sorted(err.splitlines()) == ["<one> err", "[test0]:err"]
+
+
+def test_duplicate_filters(starter: Starter) -> None:
+    logs = DefaultLogsSpecs(str(starter.tmp_path), tee=Std.ALL)
+    context = starter.start(
+        entrypoints.say,
+        *("keep me", "drop this", "drop me", "keep this", "also kept", "nothing"),
+        ranks=2,
+        logs=logs,
+        duplicate_stdout_filters=["keep", "also"],
+        duplicate_stderr_filters=["keep"],
+    )
+    assert context.wait(support.DEADLINE_S) is not None
+    context.close()
+    expected = sorted(f"[test{rank}]:{text}" for rank in range(2) for text in ("keep me", "also kept"))
+    assert sorted(Path(context.filtered_stdout).read_text().splitlines()) == expected
+    assert sorted(Path(context.filtered_stderr).read_text().splitlines()) == ["[test0]:keep this", "[test1]:keep this"]
+
+
+def test_ranks_that_are_filtered_out_are_silent(starter: Starter, capfd: pytest.CaptureFixture[str]) -> None:
+    logs = DefaultLogsSpecs(str(starter.tmp_path), tee={0: Std.OUT}, local_ranks_filter={1})
+    context = starter.start(entrypoints.say, "out", "err", ranks=3, logs=logs)
+    assert context.wait(support.DEADLINE_S) is not None
+    context.close()
+    assert Path(context.stdouts[0]).read_text() == "out\n"
+    assert capfd.readouterr() == ("out\n", "err\n")
+
+
+def test_a_silent_rank_that_fails_still_leaves_its_last_lines(starter: Starter) -> None:
+    logs = DefaultLogsSpecs(str(starter.tmp_path), local_ranks_filter={7})
+    failure = starter.failure("sh", "-c", "echo because >&2; exit 3", logs=logs)
+    assert failure.evidence is not None
+    assert failure.evidence.stderr_tail.strip() == "because"
+
+
+def test_nothing_is_kept_in_dev_null(starter: Starter, capfd: pytest.CaptureFixture[str]) -> None:
+    logs = DefaultLogsSpecs(NO_LOGS, redirects=Std.ALL, tee=Std.ALL)
+    filters = {"duplicate_stdout_filters": ["o"], "duplicate_stderr_filters": ["e"]}
+    context = starter.start(entrypoints.say, "out", "err", logs=logs, **filters)
+    assert context.wait(support.DEADLINE_S) is not None
+    context.close()
+    assert capfd.readouterr() == ("out\n", "err\n")
+    assert context.error_files == {0: NO_LOGS}
+    assert context.envs[0]["TORCHELASTIC_ERROR_FILE"] == ""
+
+
+def test_error_files(starter: Starter) -> None:
+    logs = DefaultLogsSpecs(str(starter.tmp_path))
+    failure = starter.failure(entrypoints.act, "raise", logs=logs)
+    written = json.loads(Path(failure.error_file).read_text())
+    assert written == failure.error_file_data
+    assert written["message"]["message"] == "ValueError: as ordered"

@@ -1,0 +1,90 @@
+"""torch's timers and ours understand each other: its client arms our server, and ours arms its server."""
+
+from __future__ import annotations
+
+import queue
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from holdfast.timer import FileTimerRequest, FileTimerServer
+from tests.support import python, write_script
+
+pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+
+# Importing torch takes seconds, and more on a busy machine.
+TORCH_DEADLINE_S = 90.0
+
+TORCH_WORKER = """
+    import sys, threading
+    from torch.distributed.elastic.timer import FileTimerClient, configure, expires
+
+    configure(FileTimerClient(sys.argv[1]))
+    with expires(after=60, scope="in time"):
+        pass
+    if sys.argv[2] == "hang":
+        with expires(after=0.2, scope="too long"):
+            threading.Event().wait()
+"""
+
+TORCH_SERVER = """
+    import sys, threading
+    from torch.distributed.elastic.timer import FileTimerServer
+
+    server = FileTimerServer(sys.argv[1], "run", max_interval=0.05)
+    server.start()
+    print("ready", flush=True)
+    threading.Event().wait()
+"""
+
+OUR_WORKER = """
+    import sys, threading
+    from holdfast.timer import FileTimerClient, configure, expires
+
+    configure(FileTimerClient(sys.argv[1]))
+    with expires(after=1.5, scope="in time"):
+        pass
+    threading.Event().wait(2)
+    print("released in time", flush=True)
+    with expires(after=0.2, scope="too long"):
+        threading.Event().wait()
+"""
+
+
+def test_torchs_client_arms_and_trips_our_server(tmp_path: Path) -> None:
+    script = write_script(tmp_path / "worker.py", TORCH_WORKER)
+    path = str(tmp_path / "timers")
+    events: queue.Queue[tuple[str, FileTimerRequest | None]] = queue.Queue()
+    server = FileTimerServer(path, "run", log_event=lambda *event: events.put(event), dump_stacks=lambda pid: "")
+    server.start()
+    with python(script, path, "hang") as hung, python(script, path, "finish") as quick:
+        assert quick.wait(TORCH_DEADLINE_S) == 0
+        assert hung.wait(TORCH_DEADLINE_S) == -signal.SIGKILL
+    server.stop()
+    told = [
+        (name, request and (request.worker_pid, request.scope_id, request.signal)) for name, request in events.queue
+    ]
+    overrun = (hung.pid, "too long", signal.SIGKILL)
+    assert told == [
+        ("watchdog started", None),
+        ("timer expired", overrun),
+        ("kill worker process", overrun),
+        ("watchdog stopped", None),
+    ]
+    assert server._request_count == 5
+
+
+def test_our_client_arms_and_trips_torchs_server(tmp_path: Path) -> None:
+    """The server is a process of its own because torch's also signals the process that it runs in."""
+    path = str(tmp_path / "timers")
+    server_script = write_script(tmp_path / "server.py", TORCH_SERVER)
+    worker_script = write_script(tmp_path / "worker.py", OUR_WORKER)
+    with python(server_script, path) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        with python(worker_script, path) as worker:
+            assert worker.wait(TORCH_DEADLINE_S) == -signal.SIGKILL
+            assert worker.stdout is not None
+            assert worker.stdout.read() == "released in time\n"

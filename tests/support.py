@@ -1,0 +1,167 @@
+"""What tests share: waiting with a deadline, looking at processes, and hearing from workers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+T = TypeVar("T")
+
+# Generous, because the machine may be busy with other things. No test waits that long if all is well.
+DEADLINE_S = 30.0
+_LOOK_AGAIN_S = 0.005
+
+TEST_MARK = "HOLDFAST_TEST"
+
+
+def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
+    """The first true value of the condition. For what offers no event to wait for."""
+    ends = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < ends, f"after {deadline_s:g} s still not: {what}"
+        time.sleep(_LOOK_AGAIN_S)
+    return value
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def survivors(pids: Iterable[int], deadline_s: float = DEADLINE_S) -> list[int]:
+    """Which of these processes still run when the time is up. Returns as soon as none does."""
+    ends = time.monotonic() + deadline_s
+    left = []
+    for pid in pids:
+        try:
+            watch = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            ready, _, _ = select.select([watch], [], [], max(0.0, ends - time.monotonic()))
+        finally:
+            os.close(watch)
+        if not ready:
+            left.append(pid)
+    return left
+
+
+def tree(pid: int) -> list[int]:
+    """Everything below a process."""
+    try:
+        return [each.pid for each in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def marked(mark: str) -> set[int]:
+    """Every process whose environment carries the mark of a test, wherever it hangs in the process tree."""
+    entry = f"{TEST_MARK}={mark}".encode()
+    found = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                environ = Path(f"/proc/{name}/environ").read_bytes()
+            except OSError:
+                continue
+            if entry in environ.split(b"\0"):
+                found.add(int(name))
+    return found
+
+
+def spawner_of(worker_pid: int) -> int:
+    return psutil.Process(worker_pid).ppid()
+
+
+def open_descriptors() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # The listing's own descriptor.
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+class Mailbox:
+    """A FIFO through which workers tell a test what they did. One line is one message."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        os.mkfifo(path)
+        # Open for writing as well, so that it never ends and never blocks.
+        self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        self._buffer = b""
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def take(self, count: int = 1, deadline_s: float = DEADLINE_S) -> list[str]:
+        """The next messages; fails if they do not come."""
+        ends = time.monotonic() + deadline_s
+        messages: list[str] = []
+        while len(messages) < count:
+            line, newline, rest = self._buffer.partition(b"\n")
+            if newline:
+                messages.append(line.decode())
+                self._buffer = rest
+                continue
+            ready, _, _ = select.select([self._fd], [], [], max(0.0, ends - time.monotonic()))
+            assert ready, f"only {len(messages)} of {count} messages came: {messages}"
+            self._buffer += os.read(self._fd, 1 << 16)
+        return messages
+
+    def numbers(self, count: int = 1, deadline_s: float = DEADLINE_S) -> list[int]:
+        return [int(message) for message in self.take(count, deadline_s)]
+
+    def rest(self) -> list[str]:
+        """What else has come by now."""
+        with contextlib.suppress(BlockingIOError):
+            while piece := os.read(self._fd, 1 << 16):
+                self._buffer += piece
+        *lines, self._buffer = self._buffer.split(b"\n")
+        return [line.decode() for line in lines]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def write_script(path: Path, source: str, *, executable: bool = False) -> str:
+    path.write_text(textwrap.dedent(source).lstrip("\n"))
+    path.chmod(0o755 if executable else 0o644)
+    return str(path)
+
+
+@contextlib.contextmanager
+def python(script: str, *args: Any, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A Python program in a session of its own; whatever is left of it at the end is killed."""
+    command = [sys.executable, script, *map(str, args)]
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    process = subprocess.Popen(command, **{**settings, **options})
+    try:
+        yield process
+    finally:
+        for pid in [process.pid, *tree(process.pid)] if process.poll() is None else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

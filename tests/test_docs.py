@@ -1,0 +1,258 @@
+"""The documents tell the truth: what they name exists, and what they show happens.
+
+The lifecycle diagram in docs/architecture.md is made from the machine's own table:
+
+    HOLDFAST_REGENERATE=1 pytest tests/test_docs.py
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.agent.lifecycle import TRANSITIONS, Phase
+from holdfast.cli import run as cli
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+BEHAVIOUR = ROOT / "docs" / "behaviour.md"
+EXAMPLES = ROOT / "examples" / "README.md"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE_CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def fences(path: Path, language: str) -> list[str]:
+    return [body for kind, body in FENCE.findall(path.read_text()) if kind == language]
+
+
+def prose(path: Path) -> str:
+    return FENCE.sub("", path.read_text())
+
+
+def inline_code(path: Path) -> list[str]:
+    return INLINE_CODE.findall(prose(path))
+
+
+# --- the lifecycle diagram ------------------------------------------------------------------------------------------
+
+
+def lifecycle_diagram() -> str:
+    phases = list(Phase)
+    lines = ["stateDiagram-v2", f"    [*] --> {Phase.IDLE}"]
+    for (phase, event), targets in TRANSITIONS.items():
+        for target in sorted(targets, key=phases.index):
+            lines.append(f"    {phase} --> {target}: {event.__name__}")
+    lines.append(f"    {Phase.ENDED} --> [*]")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_lifecycle_diagram_is_the_table() -> None:
+    wanted = f"```mermaid\n{lifecycle_diagram()}```"
+    text = ARCHITECTURE.read_text()
+    if os.environ.get("HOLDFAST_REGENERATE") == "1":
+        text = re.sub(r"```mermaid\n.*?```", lambda _: wanted, text, count=1, flags=re.DOTALL)
+        ARCHITECTURE.write_text(text)
+    assert wanted in text, "HOLDFAST_REGENERATE=1 pytest tests/test_docs.py makes it anew"
+
+
+# --- what the documents name ----------------------------------------------------------------------------------------
+
+
+def anchors(path: Path) -> set[str]:
+    """The names by which a heading can be linked to, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in LINK.findall(prose(document)):
+        if link.startswith(("http://", "https://")):
+            continue
+        place, _, anchor = link.partition("#")
+        target = (document.parent / place).resolve() if place else document
+        assert target.is_relative_to(ROOT), f"{link} leads out of the project"
+        assert target.exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in anchors(target), f"{link}: there is no such heading"
+
+
+def test_every_document_can_be_reached_from_the_readme() -> None:
+    reached, waiting = {README}, [README]
+    while waiting:
+        document = waiting.pop()
+        for link in LINK.findall(prose(document)):
+            target = (document.parent / link.partition("#")[0]).resolve()
+            found = sorted(target.glob("*.md")) if target.is_dir() else [target]
+            fresh = [path for path in found if path.suffix == ".md" and path.is_file() and path not in reached]
+            reached.update(fresh)
+            waiting.extend(fresh)
+    assert [name_of(path) for path in DOCUMENTS if path not in reached] == []
+
+
+def promises() -> list[tuple[str, str]]:
+    """Every row of the tables of promises: what is promised, and the tests."""
+    rows = re.findall(r"^\| (.+) \| (tests/.+) \|$", BEHAVIOUR.read_text(), re.MULTILINE)
+    assert rows, "docs/behaviour.md has lost its tables"
+    return [(promise, test) for promise, tests in rows for test in tests.split(", ")]
+
+
+@cache
+def names_of_tests(path: Path) -> set[str]:
+    """Functions, classes and methods of a test module, and classes that it gets by assignment."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                found |= {f"{node.name}::{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+    return {name for name in found if name.lower().startswith("test")}
+
+
+@pytest.mark.parametrize("test", sorted({test for _, test in promises()}))
+def test_promises_name_tests_that_exist(test: str) -> None:
+    place, _, name = test.partition("::")
+    assert (ROOT / place).is_file(), f"there is no {place}"
+    assert name in names_of_tests(ROOT / place), f"{place} has no test {name}"
+
+
+def test_every_row_of_the_behaviour_page_is_read() -> None:
+    rows = [line for line in BEHAVIOUR.read_text().splitlines() if line.startswith("| ") and "| test |" not in line]
+    assert len(rows) == len({promise for promise, _ in promises()})
+
+
+def test_modules_in_the_documents_exist() -> None:
+    for document in (ARCHITECTURE, ROOT / "docs" / "glossary.md"):
+        for text in inline_code(document):
+            if re.fullmatch(r"[\w/]+\.py", text):
+                places = (ROOT / text, ROOT / "src" / "holdfast" / text)
+                assert any(place.is_file() for place in places), f"{name_of(document)}: there is no {text}"
+
+
+def test_names_in_the_readme_can_be_imported() -> None:
+    names = [text for text in inline_code(README) if re.fullmatch(r"holdfast(\.\w+)+", text)]
+    assert "holdfast.launcher" in names
+    for name in names:
+        import_module(name)
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+def command_lines(path: Path) -> Iterator[list[str]]:
+    """Every command in a document, in a block or within a line, as words."""
+    blocks = "".join(fences(path, "sh")).replace("\\\n", " ")
+    for line in [*blocks.splitlines(), *inline_code(path)]:
+        try:
+            yield shlex.split(line, comments=True)
+        except ValueError:
+            continue  # Not a command: an apostrophe in a piece of code.
+
+
+def run_commands(path: Path) -> Iterator[list[str]]:
+    """What follows `holdfast run` in them; the mere name of the command and a request for help are none."""
+    for words in command_lines(path):
+        if words[:3] == ["python", "-m", "holdfast"]:
+            words = words[2:]
+        if words[:2] == ["holdfast", "run"] and words[2:] not in ([], ["--help"]):
+            yield words[2:]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_commands_parse(document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(variable)
+    for words in run_commands(document):
+        script = cli.parse_args(words).training_script
+        if script.startswith("examples/"):
+            assert (ROOT / script).is_file(), f"there is no {script}"
+
+
+def test_the_readme_has_its_commands() -> None:
+    assert ["--standalone", "--nproc-per-node", "4", "train.py"] in list(run_commands(README))
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in command_lines(README):
+        if words[:1] == ["make"]:
+            assert words[1] in targets
+
+
+def execute(line: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of a document from the project's directory; what it leaves goes to `directory`."""
+    words = shlex.split(line, comments=True)
+    start = {"python": [sys.executable], "holdfast": [sys.executable, "-m", "holdfast"]}[words[0]]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    return subprocess.run(
+        [*start, *words[1:]],
+        cwd=ROOT,
+        env={**environ, "TMPDIR": str(directory)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+EXAMPLE_LINES = [line for block in fences(EXAMPLES, "sh") for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("line", EXAMPLE_LINES)
+def test_examples_run(line: str, tmp_path: Path) -> None:
+    noted = re.search(r"# exit status (\d+)", line)
+    ended = execute(line, tmp_path)
+    assert ended.returncode == (int(noted[1]) if noted else 0), ended.stderr
+    assert ended.returncode == 0 or ended.stderr.splitlines()[-1].startswith("Cause: rank 2 ")
+
+
+def test_every_example_has_a_line() -> None:
+    scripts = [path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".sh")]
+    assert scripts
+    assert [name_of(path) for path in scripts if not any(name_of(path) in line for line in EXAMPLE_LINES)] == []
+
+
+# --- what the README shows ------------------------------------------------------------------------------------------
+
+
+def neutral(text: str, root: str) -> list[str]:
+    """Lines without what differs between machines: directories, pids, the time, the host, and how Python underlines."""
+    text = text.replace(root, "")
+    text = re.sub(r"\S*/torchelastic_\w+/\w+/", "", text)
+    text = re.sub(r"(pids? |pid: )\d+(, \d+)*", r"\1", text)
+    text = re.sub(r"^(  (?:time|host) *:).*$", r"\1", text, flags=re.MULTILINE)
+    return [line for line in text.splitlines() if line.strip() and not re.fullmatch(r"[ ~^]+", line)]
+
+
+def test_the_report_in_the_readme_is_what_is_printed(tmp_path: Path) -> None:
+    [shown] = [block for block in fences(README, "") if "FAILED" in block]
+    ended = execute("holdfast run --standalone --nproc-per-node 4 examples/crash.py exception", tmp_path)
+    # An iterator, so that each line is looked for behind the one before.
+    printed = iter(neutral(ended.stderr, str(ROOT)))
+    for line in neutral(shown, "/home/me/holdfast"):
+        if line.strip() != "[...]":
+            assert line in printed, f"not printed, or not in this place: {line}"
+
+
+def test_the_python_in_the_readme_runs() -> None:
+    [source] = fences(README, "python")
+    names: dict[str, Any] = {"train": os.path.normpath}
+    exec(source, names)
+    assert names["results"] == dict.fromkeys(range(4), "data")
