@@ -253,7 +253,8 @@ class SimpleElasticAgent(ElasticAgent):
     def _as_event(self, push: Push) -> lifecycle.Event:
         match push:
             case RoundStopped(round, reason):
-                logger.warning("the round is stopped: %s", reason)
+                if round == self._machine.round:
+                    logger.warning("the round is stopped: %s", reason)
                 return lifecycle.RoundStopped(round)
             case PlaceLost(round, reason):
                 logger.warning("this node has lost its place, its workers are killed: %s", reason)

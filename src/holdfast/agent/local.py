@@ -16,6 +16,7 @@ from holdfast.agent.base import SimpleElasticAgent
 from holdfast.agent.environment import RoundFacts, log_line_prefixes, macros, worker_environments
 from holdfast.agent.model import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.process import signals, stop
+from holdfast.process.lease import Lease
 from holdfast.process.link import SpawnerLink
 from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.start import PContext, start_processes
@@ -54,6 +55,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._stuck = _StuckWatch(_stuck_timeout_s(uninterruptible_state_timeout))
         self._context: PContext | None = None
         self._link: SpawnerLink | None = None
+        self._held_lease: Lease | None = None
 
     @prof
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -73,6 +75,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             duplicate_stdout_filters=spec.duplicate_stdout_filters,
             duplicate_stderr_filters=spec.duplicate_stderr_filters,
             link=self._spawner(),
+            lease=self._lease(),
         )
         if self._health_check_server is not None:
             self._health_check_server.start()
@@ -88,6 +91,13 @@ class LocalElasticAgent(SimpleElasticAgent):
         if self._link is None:
             self._link = SpawnerLink.launch()
         return self._link
+
+    def _lease(self) -> Lease | None:
+        """For a run that may give this node up: the spawner kills the workers when it does."""
+        if self._held_lease is None and self._coordination is not None and self._coordination.has_leases:
+            self._held_lease = Lease()
+            self._coordination.set_lease_sink(self._held_lease.set)
+        return self._held_lease
 
     def _round_facts(self) -> RoundFacts:
         handler = self._handler

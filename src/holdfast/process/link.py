@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from holdfast.errors import HostError
 from holdfast.process import signals, stop
 from holdfast.process.channel import Channel, Message, channel_pair
+from holdfast.process.lease import Lease
 
 if TYPE_CHECKING:
     from holdfast.process.spawner import Call
@@ -151,6 +152,10 @@ class SpawnerLink:
         names = tuple(order.fds)
         message = ("start", order.id, order.kind, argv, changes, sorted(order.cpus), names)
         self._channel.send(message, tuple(order.fds[name] for name in names))
+
+    def lend_lease(self, lease: Lease) -> None:
+        """From now on the spawner kills its workers when the lease runs out."""
+        self._channel.send(("lease",), (lease.descriptor_for_spawner(),))
 
     def kill_all(self, patience_s: float = stop.KILL_PATIENCE_S) -> None:
         self._channel.send(("kill", patience_s))

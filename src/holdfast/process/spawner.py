@@ -8,6 +8,7 @@ every worker becomes its child. It ignores every signal that can be ignored. It 
     prepare(environment, directory, ignored signals)     what the next workers inherit
     start(id, kind, argv, changes to the environment, cpus, names of the descriptors)
     kill(patience)                                       end every tree, say `swept` when it is done
+    lease()                                              with a pipe that says until when workers may live
 
 and reports `started` (with a pidfd), `refused`, `exited` (in the order in which it reaped them) and `swept`.
 
@@ -24,6 +25,7 @@ from __future__ import annotations
 import _socket
 import ctypes
 import errno
+import math
 import os
 import select
 import signal
@@ -36,6 +38,7 @@ from typing import Any, NoReturn
 
 from holdfast.process import stop
 from holdfast.process.channel import Channel, Message
+from holdfast.process.lease import drain
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -82,6 +85,8 @@ class Spawner:
         self._directory: bytes | None = None
         self._ignored: tuple[int, ...] = ()
         self._agent: tuple[int, ...] = ()
+        self._lease_fd: int | None = None
+        self._lease_until = math.inf
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self) -> None:
@@ -96,6 +101,8 @@ class Spawner:
         while self._channel.is_open:
             wanted = select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0)
             poller.register(self._channel.fileno(), wanted)
+            if self._lease_fd is not None:
+                poller.register(self._lease_fd, select.POLLIN)
             if any(fd in self._agent for fd, _ in poller.poll(self._poll_timeout_ms())):
                 break
             self._drain_wakeups()
@@ -105,6 +112,7 @@ class Spawner:
             while self._orders:
                 self._obey(*self._orders.popleft())
             self._reap()
+            self._enforce_lease()
             self._go_on_sweeping()
         self._kill_everything()
 
@@ -117,9 +125,12 @@ class Spawner:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
     def _poll_timeout_ms(self) -> float | None:
-        if self._sweep_deadline is None:
-            return None
-        return max(0.0, (self._sweep_deadline - time.monotonic()) * 1000)
+        now = time.monotonic()
+        # A lease that has run out is enforced whenever something happens; it is no deadline any more.
+        deadlines = [self._lease_until] if now < self._lease_until < math.inf else []
+        if self._sweep_deadline is not None:
+            deadlines.append(self._sweep_deadline)
+        return max(0.0, (min(deadlines) - now) * 1000) if deadlines else None
 
     def _drain_wakeups(self) -> None:
         try:
@@ -136,6 +147,8 @@ class Spawner:
                 self._environment, self._directory, self._ignored = environment, directory, ignored
             case ("start", id_, kind, argv, changes, cpus, names):
                 self._start(id_, kind, argv, changes, cpus, dict(zip(names, fds, strict=True)))
+            case ("lease",):
+                self._take_lease(fds[0])
             case ("kill", patience_s):
                 self._sweep_deadline = time.monotonic() + patience_s
                 self._go_on_sweeping()
@@ -295,6 +308,25 @@ class Spawner:
         self._sweep_deadline = None
         self._unburied = []
         self._channel.send(("swept", [(pid, _state(pid)) for pid in left]))
+
+    def _take_lease(self, fd: int) -> None:
+        """The number stays the same for as long as we live, so that whoever polls it need not know of the change."""
+        if self._lease_fd is None:
+            self._lease_fd = fd
+        else:
+            os.dup2(fd, self._lease_fd, inheritable=False)
+            os.close(fd)
+
+    def _enforce_lease(self) -> None:
+        """Past the lease nothing may live, not even what is started after it."""
+        if self._lease_fd is None:
+            return
+        until = drain(self._lease_fd)
+        if until is not None:
+            self._lease_until = until
+        if time.monotonic() >= self._lease_until:
+            for pid in stop.descendants_of(self._pid):
+                stop.kill(pid)
 
     def _kill_everything(self) -> None:
         """The agent is gone. Nobody waits for an answer, so this takes as long as the kernel needs."""

@@ -30,6 +30,7 @@ from holdfast.diagnosis.report import Evidence
 from holdfast.errors import HostError, UserError
 from holdfast.process import entry, signals, stop
 from holdfast.process.errors import ProcessFailure
+from holdfast.process.lease import Lease
 from holdfast.process.link import (
     Exited,
     Refused,
@@ -80,6 +81,7 @@ class PContext(abc.ABC):
         *,
         numa_options: Any = None,
         link: SpawnerLink | None = None,
+        lease: Lease | None = None,
     ) -> None:
         _check_ranks("args", args, len(args))
         _check_ranks("envs", envs, len(args))
@@ -104,6 +106,7 @@ class PContext(abc.ABC):
         self._numa_options = numa_options
         self._link = link
         self._owns_link = link is None
+        self._lease = lease
         self._slots: dict[int, Slot] = {}
         self._resources = ExitStack()
         self._kills_before: oom.MemoryKills | None = None
@@ -129,6 +132,8 @@ class PContext(abc.ABC):
         self._kills_before = oom.memory_killer_counter()
         if self._link is None:
             self._link = self._make_link()
+        if self._lease is not None:
+            self._link.lend_lease(self._lease)
         self._link.prepare()
         for rank in range(self.nprocs):
             self._start_one(self._link, rank)
@@ -417,6 +422,7 @@ def start_processes(
     duplicate_stderr_filters: list[str] | None = None,
     *,
     link: SpawnerLink | None = None,
+    lease: Lease | None = None,
 ) -> PContext:
     """Start one process for each local rank: of a program (a text entry point) or of a function.
 
@@ -424,7 +430,7 @@ def start_processes(
     spawner that is already there saves starting another one.
     """
     others = (envs, logs_specs, log_line_prefixes, duplicate_stdout_filters, duplicate_stderr_filters)
-    common: dict[str, Any] = {"numa_options": numa_options, "link": link}
+    common: dict[str, Any] = {"numa_options": numa_options, "link": link, "lease": lease}
     context: PContext
     if isinstance(entrypoint, str):
         context = SubprocessContext(name, entrypoint, args, *others, **common)

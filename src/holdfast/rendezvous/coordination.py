@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,14 @@ class Coordination(abc.ABC):
     @abc.abstractmethod
     def report_success(self, round: int, timeout_s: float) -> None:
         """This node's workers have all succeeded. `RunEnded` is pushed when everybody's have."""
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether this node can be given up by the run, so that its workers must not outlive its lease."""
+        return False
+
+    def set_lease_sink(self, sink: Callable[[float | None], None]) -> None:  # noqa: B027
+        """Who is told until when this node's workers may live; called at once with what holds now."""
 
     def leaving(self) -> None:  # noqa: B027  # most have nobody to tell
         """This node goes away and is stopping its workers."""

@@ -153,6 +153,10 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
     def take(self) -> list[Push]:
         return self._mailbox.take()
 
+    @property
+    def has_leases(self) -> bool:
+        return True
+
     def set_lease_sink(self, sink: Callable[[float | None], None]) -> None:
         """Who is told until when this node's workers may live; called at once with what holds now."""
         self._lease_sink = sink
