@@ -159,7 +159,7 @@ def launch_agent(
     )
     result = _run_to_outcome(agent, spec.rdzv_handler, config)
     if result.is_failed():
-        raise ChildFailedError(name, result.failures, result.stopped)
+        raise ChildFailedError(name, result.failures, result.stopped, result.root, result.cause)
     return result.return_values
 
 

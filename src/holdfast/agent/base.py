@@ -32,8 +32,14 @@ from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, Wor
 from holdfast.diagnosis import report
 from holdfast.errors import HoldfastError, UserError
 from holdfast.process import signals
+from holdfast.process.errors import ProcessFailure
 from holdfast.process.signals import SignalException
-from holdfast.rendezvous.api import RendezvousGracefulExitError, RendezvousHandler
+from holdfast.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousTimeoutError,
+)
 from holdfast.rendezvous.coordination import (
     Coordination,
     PlaceLost,
@@ -284,7 +290,25 @@ class SimpleElasticAgent(ElasticAgent):
             logger.error("processes that cannot be killed are left on this node: %s", pids)
         self._worker_group.state = WorkerState.FAILED
         settled = self._settle(self._result)
-        return RunResult(WorkerState.FAILED, failures=settled.failures, stopped=settled.stopped)
+        result = RunResult(WorkerState.FAILED, failures=settled.failures, stopped=settled.stopped)
+        if self._run_outcome is not None:
+            self._add_agreed_cause(result, self._run_outcome)
+        return result
+
+    def _add_agreed_cause(self, result: RunResult, outcome: Outcome) -> None:
+        """What the run as a whole ended of, which need not be what happened here."""
+        agreed = outcome.cause
+        if agreed is None:
+            if not result.failures:
+                error = RendezvousClosedError if outcome.end is End.CLOSED else RendezvousTimeoutError
+                raise error(outcome.reason)
+            return
+        result.root = agreed.rank
+        if agreed.rank not in result.failures:
+            evidence = report.Evidence(error={"message": {"message": agreed.text}}, note=f"on node {agreed.node}")
+            result.failures[agreed.rank] = ProcessFailure(-1, 0, agreed.exitcode, "", evidence)
+        if (self._worker_group.group_world_size or 1) > 1:
+            result.cause = f"{agreed.text}, on node {agreed.node}"
 
     def _tell_success(self) -> None:
         count, restarts = len(self._worker_group.workers), self._restarts_used

@@ -159,13 +159,17 @@ class RunResult:
     """How the workers of one agent stand, or how they ended. All maps are keyed by global rank.
 
     `failures` holds the workers that ended badly by themselves. `stopped` holds those that holdfast stopped,
-    with how ("SIGTERM", "SIGKILL"): they did nothing wrong, and no report should count them as failures.
+    with how ("SIGTERM", "SIGKILL"): they did nothing wrong, and no report should count them as failures. In a run
+    of several nodes `root` is the rank whose failure the run has agreed on as the cause, wherever it ran (it is in
+    `failures` too), and `cause` says it in words.
     """
 
     state: WorkerState
     return_values: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, ProcessFailure] = field(default_factory=dict)
     stopped: dict[int, str] = field(default_factory=dict)
+    root: int | None = None
+    cause: str = ""
 
     def is_failed(self) -> bool:
         return self.state is WorkerState.FAILED

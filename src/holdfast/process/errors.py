@@ -151,7 +151,8 @@ class ChildFailedError(Exception):
     """A group of workers failed. `failures` maps the global rank to what happened to it.
 
     `stopped` maps the ranks that did not fail but were stopped by holdfast because others had, to how they
-    were stopped (`SIGTERM`, `SIGKILL`).
+    were stopped (`SIGTERM`, `SIGKILL`). `root` and `cause` are what a run of several nodes has agreed on, so that
+    every node names the same failure in the same words.
     """
 
     def __init__(
@@ -159,27 +160,33 @@ class ChildFailedError(Exception):
         name: str,
         failures: Mapping[int, ProcessFailure],
         stopped: Mapping[int, str] | None = None,
+        root: int | None = None,
+        cause: str = "",
     ) -> None:
         if not failures:
             raise AssertionError(f"ChildFailedError of {name!r} needs at least one failure, got none")
         self.name = name
         self.failures = dict(failures)
         self.stopped = dict(stopped or {})
+        self._root = root
+        self._cause = cause
         super().__init__(self.format_msg())
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions are rebuilt from `args` by default, which holds the text only.
-        return type(self), (self.name, self.failures, self.stopped), self.__dict__
+        return type(self), (self.name, self.failures, self.stopped, self._root, self._cause), self.__dict__
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
         """The root cause: the first failure that is not the consequence of another one."""
-        rank = report.root_cause({rank: failure.facts() for rank, failure in self.failures.items()})
+        rank = self._root
+        if rank is None or rank not in self.failures:
+            rank = report.root_cause({rank: failure.facts() for rank, failure in self.failures.items()})
         return rank, self.failures[rank]
 
     def cause(self) -> str:
         """The root cause in one line."""
         rank, failure = self.get_first_failure()
-        return report.cause_line(rank, failure.facts())
+        return self._cause or report.cause_line(rank, failure.facts())
 
     def format_msg(self) -> str:
         root, _ = self.get_first_failure()

@@ -144,6 +144,7 @@ class Participant:
         self.last_round = 0
         self._session = link
         self._replaces = ""
+        self._asked_at = 0.0
         self._stage = Stage.RUNNING
         self._failure: FailureReported | None = None
         self._close_reason = ""
@@ -191,7 +192,7 @@ class Participant:
                 case _:
                     assert_never(command)
         if isinstance(event, session.Connected):
-            commands = [*self._introduce(), *commands]
+            commands = [*self._introduce(now), *commands]
         return commands
 
     # What the agent does.
@@ -201,6 +202,7 @@ class Participant:
         self.facts = replace(self.facts, port=port)
         self.standing = Standing.WAITING
         self.place, self._failure, self._stage = None, None, Stage.RUNNING
+        self._asked_at = now
         return commands + self._say(self._join_message())
 
     def _join_message(self) -> messages.Join:
@@ -265,7 +267,7 @@ class Participant:
         self.standing = Standing.MEMBER
         self.place, self.last_round = place, place.round
         self._replaces = ""
-        return [*self._step_session(session.PlaceTaken(), now), WorldSealed(place)]
+        return [*self._step_session(session.PlaceTaken(self._asked_at), now), WorldSealed(place)]
 
     def _lose_place(self, reason: str, now: float) -> list[Command]:
         """Become somebody new: what the coordinator still knows of us is a ghost, and we say so when we join."""
@@ -282,11 +284,12 @@ class Participant:
     def _say(self, message: messages.ToCoordinator) -> list[Command]:
         return [Send(message)] if self.is_connected else []
 
-    def _introduce(self) -> list[Command]:
+    def _introduce(self, now: float) -> list[Command]:
         """On a fresh connection: say where we stand, and everything that may have got lost."""
         said: list[messages.ToCoordinator] = []
         match self.standing:
             case Standing.WAITING:
+                self._asked_at = now
                 said.append(self._join_message())
             case Standing.MEMBER | Standing.LEAVING if self.place is not None:
                 said.append(messages.Return(self.facts, self.settings, self.place, self._stage))

@@ -71,7 +71,12 @@ class HeartbeatAnswered:
 
 @dataclass(frozen=True, slots=True)
 class PlaceTaken:
-    """The node is a member of a round now, and has workers to lose."""
+    """The node is a member of a round now, and has workers to lose.
+
+    `asked_at` is when the join that was answered by this was sent: the coordinator has heard of the node since.
+    """
+
+    asked_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +177,8 @@ class Session:
             case HeartbeatAnswered(number):
                 self._answered(number)
                 return []
-            case PlaceTaken():
-                self.has_place = True
+            case PlaceTaken(asked_at):
+                self._take_place(asked_at)
                 return []
             case PlaceGivenUp():
                 self.has_place = False
@@ -181,6 +186,12 @@ class Session:
             case TimePassed():
                 return self._due(now)
         assert_never(event)
+
+    def _take_place(self, asked_at: float) -> None:
+        self.has_place = True
+        self._lease_from = max(self._lease_from, asked_at)
+        if self._closed_at is not None and self._closed_at <= asked_at:
+            self._closed_at = None
 
     def _connected(self, now: float) -> list[Command]:
         """The first heartbeat goes out at once: only its answer proves that the lease is alive."""

@@ -72,7 +72,6 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
         self._policy = RestartPolicy()
         self._outcome: Outcome | None = None
         self._held: socket.socket | None = None
-        self._is_joining = False
         self._lease_until: float | None = None
         self._lease_sink: Callable[[float | None], None] = lambda until: None
 
@@ -125,13 +124,10 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
         if self._outcome is not None:
             raise RunOver(self._outcome)
         client = self._client or self._connect()
-        self._is_joining = True
-        try:
-            self._hold_port()
-            client.post(participant.JoinRequested(self._held_port()))
-            return self._await_round(client)
-        finally:
-            self._is_joining = False
+        self._drop_stale_arrivals()
+        self._hold_port()
+        client.post(participant.JoinRequested(self._held_port()))
+        return self._await_round(client)
 
     def report_failure(self, round: int, failure: Failure) -> None:
         self._post(participant.FailureReported(round, failure))
@@ -213,6 +209,13 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
             logger.debug("starting a coordinator at %s:%d", self._host, self._port)
             hosting.start_coordinator(sock, self._options.coordinator_options())
 
+    def _drop_stale_arrivals(self) -> None:
+        """What came before this join, and was not waited for, is about rounds that are over."""
+        while not self._arrivals.empty():
+            arrival = self._arrivals.get()
+            if isinstance(arrival, Exception):
+                raise arrival
+
     def _await_round(self, client: Client) -> Round:
         deadline = time.monotonic() + self._options.join_timeout_s + self._options.session.lease_s
         while True:
@@ -260,19 +263,15 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
             case participant.RoundStopped(round, reason):
                 self._mailbox.put(RoundStopped(round, reason))
             case participant.PlaceLost(round, reason):
-                self._place_lost(delivery, round, reason)
+                # Both hear of it: whoever waits for a round joins again, whoever runs one stops.
+                self._arrivals.put(delivery)
+                self._mailbox.put(PlaceLost(round, reason))
             case participant.RunEnded(outcome):
                 self._outcome = outcome
                 self._arrivals.put(delivery)
                 self._mailbox.put(RunEnded(outcome))
             case participant.ProgressSeen(joined, wanted, max_nodes, seconds_left):
                 self._show_progress(joined, wanted, max_nodes, seconds_left)
-
-    def _place_lost(self, delivery: participant.PlaceLost, round: int, reason: str) -> None:
-        if self._is_joining:
-            self._arrivals.put(delivery)
-        else:
-            self._mailbox.put(PlaceLost(round, reason))
 
     def _show_progress(self, joined: int, wanted: int, max_nodes: int, seconds_left: float) -> None:
         if joined >= wanted:
