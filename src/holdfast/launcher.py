@@ -23,6 +23,7 @@ from holdfast.process.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, SignalEx
 from holdfast.rendezvous import registry
 from holdfast.rendezvous.api import RendezvousHandler, RendezvousParameters
 from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
+from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.telemetry import events, metrics
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
@@ -38,7 +39,8 @@ class LaunchConfig:
     """Everything about a run but what its workers execute.
 
     `rdzv_timeout` is the older spelling of `rdzv_configs["timeout"]` and wins over it. `shutdown_timeout` is the
-    grace in seconds between the first signal to a worker and SIGKILL.
+    grace in seconds between the first signal to a worker and SIGKILL. `restart_policy` says more about restarts than
+    `max_restarts` can, and replaces it.
     """
 
     min_nodes: int
@@ -63,7 +65,8 @@ class LaunchConfig:
     duplicate_stdout_filters: list[str] | None = None
     duplicate_stderr_filters: list[str] | None = None
     virtual_local_rank: bool = False
-    shutdown_timeout: int | None = None
+    shutdown_timeout: float | None = None
+    restart_policy: RestartPolicy | None = None
 
     def __post_init__(self) -> None:
         # A copy: the caller's dictionary is the caller's.
@@ -146,6 +149,7 @@ def launch_agent(
         duplicate_stdout_filters=config.duplicate_stdout_filters,
         duplicate_stderr_filters=config.duplicate_stderr_filters,
         virtual_local_rank=config.virtual_local_rank,
+        restart_policy=config.restart_policy,
     )
     assert config.logs_specs is not None
     assert config.shutdown_timeout is not None

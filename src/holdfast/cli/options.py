@@ -39,6 +39,34 @@ def _seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
 
 
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _duration_s(text: str) -> float:
+    """`90`, `90s`, `1.5m`, `2h` as seconds."""
+    word = text.strip().lower()
+    unit_s = _UNITS_S.get(word[-1:])
+    try:
+        seconds = float(word[:-1]) * unit_s if unit_s else float(word)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration such as 30, 30s, 5m or 2h")
+    return seconds
+
+
+def _exit_codes(text: str) -> frozenset[int]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    try:
+        return frozenset(int(name) for name in names)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of exit codes such as 2,64") from None
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(name.strip() for name in text.split(",") if name.strip())
+
+
 def _yes_or_no(text: str) -> bool:
     word = text.strip().lower()
     if word in _YES:
@@ -168,14 +196,16 @@ OPTIONS: tuple[Option, ...] = (
         ("--rdzv-backend",),
         NODES,
         "How the nodes find each other: static, from the node's rank and the master's address given here; "
-        "or the name of an installed plug-in.",
+        "tcp (c10d is another name for it), at a coordinator at the endpoint; or the name of an installed plug-in.",
         metavar="NAME",
         default="static",
     ),
     Option(
         ("--rdzv-endpoint",),
         NODES,
-        "Where the nodes meet, usually HOST:PORT. For static it replaces --master-addr and --master-port.",
+        "Where the nodes meet, usually HOST:PORT. For tcp the node on whose host it is starts a coordinator there "
+        "unless one is there already; the port is 29400 if left out. For static it replaces --master-addr and "
+        "--master-port.",
         metavar="ENDPOINT",
         default="",
     ),
@@ -189,17 +219,19 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--rdzv-conf",),
         NODES,
-        "More settings for the rendezvous.",
+        "More settings for the rendezvous; for tcp: join_timeout, last_call, heartbeat, lease, drop_timeout, "
+        "reconnect_grace, close_linger, admit, on_isolation, is_host, read_timeout, token_file, tls_cert, tls_key, "
+        "tls_ca; for static also coordinator_port (default: the master port + 1; off to go without).",
         metavar="KEY=VALUE,...",
         default="",
     ),
     Option(
         ("--node-rank",),
         NODES,
-        "The rank of this node, from 0; only for static.",
+        "The rank that this node shall have, from 0. For static it is needed on every node but the first; "
+        "otherwise it is a wish that is honoured in every round that is large enough.",
         metavar="RANK",
         parse=_whole_number,
-        default=0,
     ),
     Option(
         ("--master-addr",),
@@ -223,12 +255,116 @@ OPTIONS: tuple[Option, ...] = (
         metavar="ADDRESS",
     ),
     Option(
+        ("--join-timeout",),
+        NODES,
+        "How long to wait for enough nodes before the run fails (10m if left out).",
+        metavar="TIME",
+        parse=_duration_s,
+    ),
+    Option(
+        ("--last-call",),
+        NODES,
+        "How long the first round waits for more nodes once there are enough (5s if left out).",
+        metavar="TIME",
+        parse=_duration_s,
+    ),
+    Option(
+        ("--lease",),
+        NODES,
+        "How long a node may be silent before its place is given away; its own side kills its workers before "
+        "that (5s if left out).",
+        metavar="TIME",
+        parse=_duration_s,
+    ),
+    Option(
+        ("--admit",),
+        NODES,
+        "When a node that arrives while others run, and for which there is room, is let in: now, the workers are "
+        "stopped in order and a larger round begins; on-restart, it stands by until something else stops the round "
+        "(now if left out).",
+        metavar="WHEN",
+        choices=("now", "on-restart"),
+    ),
+    Option(
+        ("--on-isolation",),
+        NODES,
+        "What a node does that cannot reach the coordinator: stop, its workers are killed before its place is given "
+        "away; continue, they run on, at the risk that two worlds run at once (stop if left out).",
+        metavar="WHAT",
+        choices=("stop", "continue"),
+    ),
+    Option(
+        ("--token-file",),
+        NODES,
+        "A file with a secret that every node of the run must know. Left out, it is HOLDFAST_TOKEN of the "
+        "environment, or none.",
+        metavar="FILE",
+    ),
+    Option(("--tls-cert",), NODES, "Speak TLS, with this certificate.", metavar="FILE"),
+    Option(("--tls-key",), NODES, "The certificate's key, if it is not in the same file.", metavar="FILE"),
+    Option(("--tls-ca",), NODES, "The authority that must have signed the other side's certificate.", metavar="FILE"),
+    Option(
         ("--max-restarts",),
         FAILURES,
-        "How often the workers may be restarted after a failure before the run fails for good.",
+        "How often the workers may be restarted after failures, in the whole run, before it fails for good.",
         metavar="N",
         parse=_whole_number,
         default=0,
+    ),
+    Option(
+        ("--restart-window",),
+        FAILURES,
+        "Count only the restarts of the last TIME, so that --max-restarts 5 --restart-window 10m means five in ten "
+        "minutes.",
+        metavar="TIME",
+        parse=_duration_s,
+    ),
+    Option(
+        ("--restart-backoff",),
+        FAILURES,
+        "Wait this long before a restart, and twice as long before each further one, up to a minute.",
+        metavar="TIME",
+        parse=_duration_s,
+        default=0,
+    ),
+    Option(
+        ("--fatal-exit-codes",),
+        FAILURES,
+        "Exit codes of workers that end the run at once, whatever restarts are left.",
+        metavar="CODES",
+        parse=_exit_codes,
+        default="",
+    ),
+    Option(
+        ("--fatal-exceptions",),
+        FAILURES,
+        "Exceptions of workers that end the run at once, by class name. Left out, they are the errors in a program "
+        "that no restart cures: SyntaxError, IndentationError, TabError, ImportError, ModuleNotFoundError.",
+        metavar="NAMES",
+        parse=_names,
+    ),
+    Option(
+        ("--uncounted-exit-codes",),
+        FAILURES,
+        "Exit codes of workers after which a restart costs nothing (a job that was told to make room).",
+        metavar="CODES",
+        parse=_exit_codes,
+        default="",
+    ),
+    Option(
+        ("--uncounted-exceptions",),
+        FAILURES,
+        "Exceptions of workers after which a restart costs nothing, by class name.",
+        metavar="NAMES",
+        parse=_names,
+        default="",
+    ),
+    Option(
+        ("--grace-period",),
+        FAILURES,
+        "The time that each worker gets to end by itself before it is killed; another name for --shutdown-timeout.",
+        metavar="TIME",
+        parse=_duration_s,
     ),
     Option(
         ("--shutdown-timeout",),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from holdfast.launcher import LaunchConfig
     from holdfast.process.logs import LogsSpecs
     from holdfast.process.numa import NumaOptions
+    from holdfast.rendezvous.restart import RestartPolicy
 
 __all__ = [
     "config_from_args",
@@ -137,6 +138,21 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise UserError(f"--master-port {args.master_port} is not a port (1 to 65535)")
 
 
+_HONOURS_RANKS = frozenset({"static", "tcp", "c10d"})
+# Options that have the same name as the rendezvous setting that they are.
+_RENDEZVOUS_OPTIONS = (
+    "join_timeout",
+    "last_call",
+    "lease",
+    "admit",
+    "on_isolation",
+    "token_file",
+    "tls_cert",
+    "tls_key",
+    "tls_ca",
+)
+
+
 # --- rendezvous ---------------------------------------------------------------------------------------------
 
 
@@ -153,9 +169,11 @@ def _is_standalone(args: argparse.Namespace, max_nodes: int) -> bool:
 def _check_node_rank(args: argparse.Namespace, standalone: bool, max_nodes: int) -> None:
     """A rank that would have no effect is refused: a node at the wrong place is hard to notice later."""
     rank = args.node_rank
+    if rank is None:
+        return
     if rank != 0 and standalone:
         raise UserError(f"--node-rank {rank}: a run on one machine has node rank 0 only")
-    if rank != 0 and args.rdzv_backend != "static":
+    if rank != 0 and not standalone and args.rdzv_backend not in _HONOURS_RANKS:
         raise UserError(f"--node-rank {rank}: rendezvous backend {args.rdzv_backend!r} gives out the ranks itself")
     if not 0 <= rank < max_nodes:
         raise UserError(f"--node-rank {rank} is not between 0 and {max_nodes - 1} (--nnodes {args.nnodes})")
@@ -175,6 +193,8 @@ def _rendezvous_fields(args: argparse.Namespace, max_nodes: int) -> dict[str, An
             "run_id": args.rdzv_id if args.rdzv_id not in ("", "none") else _fresh_id(),
         }
     if args.rdzv_backend == "static":
+        settings["rank"] = args.node_rank or 0
+    elif args.node_rank is not None and args.rdzv_backend in _HONOURS_RANKS:
         settings["rank"] = args.node_rank
     return {
         "rdzv_backend": args.rdzv_backend,
@@ -190,7 +210,28 @@ def _rendezvous_settings(args: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = dict(_for_option("--rdzv-conf", parse_rendezvous_config, args.rdzv_conf))
     if "rank" in settings and args.rdzv_backend == "static":
         raise UserError("--rdzv-conf cannot set 'rank' for static; use --node-rank")
+    for name in _RENDEZVOUS_OPTIONS:
+        value = getattr(args, name)
+        if value is None:
+            continue
+        if name in settings:
+            raise UserError(f"--{name.replace('_', '-')} and {name} in --rdzv-conf say the same thing twice")
+        settings[name] = value
     return settings
+
+
+def _restart_policy(args: argparse.Namespace) -> RestartPolicy:
+    from holdfast.rendezvous.restart import FATAL_EXCEPTIONS, RestartPolicy
+
+    return RestartPolicy(
+        max_restarts=args.max_restarts,
+        window_s=args.restart_window,
+        backoff_s=args.restart_backoff,
+        fatal_exit_codes=args.fatal_exit_codes,
+        fatal_exceptions=FATAL_EXCEPTIONS if args.fatal_exceptions is None else args.fatal_exceptions,
+        uncounted_exit_codes=args.uncounted_exit_codes,
+        uncounted_exceptions=args.uncounted_exceptions,
+    )
 
 
 def _fresh_id() -> str:
@@ -342,7 +383,8 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "duplicate_stdout_filters": parse_filters(args.duplicate_stdout_filters),
         "duplicate_stderr_filters": parse_filters(args.duplicate_stderr_filters),
         "virtual_local_rank": args.virtual_local_rank,
-        "shutdown_timeout": args.shutdown_timeout,
+        "shutdown_timeout": args.shutdown_timeout if args.grace_period is None else args.grace_period,
+        "restart_policy": _restart_policy(args),
         **_rendezvous_fields(args, max_nodes),
     }
 

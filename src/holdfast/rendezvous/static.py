@@ -6,9 +6,9 @@ nothing here binds or listens there.
 
 Every round has a store of its own: what one life of the workers has left behind is not seen by the next.
 
-Neither handler opens a connection. Several static nodes would have to meet at a coordinator to share
-failures, restarts and the outcome; without one they can only run side by side, and only if the user asks for
-that (`coordinator_port=off`).
+Neither handler opens a connection. Several static nodes share failures, restarts and the outcome through a
+coordinator: then the handler is the tcp backend's, with a fixed world. Without one they run side by side, if the
+user asks for that (`coordinator_port=off`).
 """
 
 from __future__ import annotations
@@ -201,22 +201,21 @@ def create_standalone_handler(params: RendezvousParameters) -> StandaloneRendezv
     return StandaloneRendezvous(params.run_id, _timeout_s(params))
 
 
-def create_rdzv_handler(params: RendezvousParameters) -> StaticTCPRendezvous:
+def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
     """The backend `static`: `max_nodes` nodes, this one with the rank of the setting `rank`.
 
-    `coordinator_port` is where the agents of several nodes would meet: a port, or `off` to go without, in
-    which case each agent runs its own node with its fixed rank and nobody shares failures, restarts or the
-    outcome. There is no coordinator in this version, so several nodes are refused unless it is `off`. One
-    node needs none.
+    The agents of several nodes meet at a coordinator on the master's host, so that failures, restarts and the
+    outcome are shared. `coordinator_port` is its port; the default is the master port + 1. With `off` each agent
+    runs its own node with its fixed rank, and nobody shares anything. One node needs no coordinator.
     """
-    _check_settings(params)
     rank = _rank(params)
     master_addr, master_port = _master(params)
     if not _goes_without_coordinator(params) and params.max_nodes > 1:
-        raise UserError(
-            f"backend 'static' with {params.max_nodes} nodes needs a coordinator, which this version does "
-            "not have: use one node, or coordinator_port=off to run each node by itself, sharing no failures"
-        )
+        from holdfast.rendezvous import tcp
+
+        port = int(params.get("coordinator_port") or master_port + 1)
+        return tcp.create_static_handler(params, master_addr, master_port, port)
+    _check_settings(params)
     return StaticTCPRendezvous(master_addr, master_port, rank, params.max_nodes, params.run_id, _timeout_s(params))
 
 

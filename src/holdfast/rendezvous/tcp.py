@@ -13,6 +13,7 @@ import queue
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,17 @@ _Arrival = participant.WorldSealed | participant.RunEnded | participant.JoinRefu
 class TcpRendezvousHandler(RendezvousHandler, Coordination):
     """One node of a run on a coordinator."""
 
-    def __init__(self, backend: str, host: str, port: int, run_id: str, options: TcpOptions) -> None:
+    def __init__(
+        self,
+        backend: str,
+        host: str,
+        port: int,
+        run_id: str,
+        options: TcpOptions,
+        master: RendezvousStoreInfo | None = None,
+    ) -> None:
+        """`master` is where the workers meet if the user has fixed it; else it is the node of rank 0."""
+        self._master = master
         self._backend = backend
         self._host, self._port = host, port
         self._run_id = run_id
@@ -242,7 +253,7 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
     def _as_round(self, client: Client, place: Place) -> Round:
         remote = RemoteStore(client, timedelta(seconds=self._options.read_timeout_s))
         store = PrefixStore(f"round/{place.round}", remote)
-        master = RendezvousStoreInfo(place.master_address, place.master_port)
+        master = self._master or RendezvousStoreInfo(place.master_address, place.master_port)
         found = RendezvousInfo(store, place.rank, place.node_count, master)
         return Round(place.round, place.restarts_used, found, place)
 
@@ -293,3 +304,12 @@ def create_handler(params: RendezvousParameters) -> TcpRendezvousHandler:
     host, port = endpoints.parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
     options = TcpOptions.from_parameters(params)
     return TcpRendezvousHandler(params.backend, host, port, params.run_id, options)
+
+
+def create_static_handler(
+    params: RendezvousParameters, master_addr: str, master_port: int, coordinator_port: int
+) -> TcpRendezvousHandler:
+    """Nodes whose number and ranks the user has fixed, who share failures, restarts and the outcome."""
+    options = replace(TcpOptions.from_parameters(params), min_nodes=params.max_nodes)
+    master = RendezvousStoreInfo(master_addr, master_port)
+    return TcpRendezvousHandler("static", master_addr, coordinator_port, params.run_id, options, master)
