@@ -13,14 +13,15 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 # Who may import whom. A layer may import itself and what stands to its right of the arrow.
 LAYERS = {
-    "cli": {"launcher", "agent", "rendezvous", "process", "diagnosis", "telemetry", "errors"},
-    "launcher": {"agent", "rendezvous", "process", "diagnosis", "telemetry", "errors"},
-    "agent": {"rendezvous", "process", "diagnosis", "telemetry", "errors"},
-    "rendezvous": {"telemetry", "errors"},
-    "process": {"diagnosis", "telemetry", "errors"},
-    "diagnosis": {"telemetry", "errors"},
-    "telemetry": {"errors"},
+    "cli": {"launcher", "agent", "rendezvous", "process", "diagnosis", "telemetry", "errors", "records"},
+    "launcher": {"agent", "rendezvous", "process", "diagnosis", "telemetry", "errors", "records"},
+    "agent": {"rendezvous", "process", "diagnosis", "telemetry", "errors", "records"},
+    "rendezvous": {"telemetry", "errors", "records"},
+    "process": {"diagnosis", "telemetry", "errors", "records"},
+    "diagnosis": {"telemetry", "errors", "records"},
+    "telemetry": {"errors", "records"},
     "errors": set(),
+    "records": set(),
     # The package itself resolves names for its users, and the entry point starts the command line.
     "__init__": {"launcher", "process"},
     "__main__": {"cli", "process"},

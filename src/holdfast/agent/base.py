@@ -50,8 +50,8 @@ from holdfast.rendezvous.coordination import (
     RunOver,
     SoloCoordination,
 )
-from holdfast.rendezvous.restart import Failure, RestartPolicy
-from holdfast.rendezvous.vocabulary import End, Outcome
+from holdfast.rendezvous.outcome import End, Failure, Outcome
+from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.telemetry.events import Event, record
 from holdfast.telemetry.metrics import prof, put_metric
 

@@ -29,11 +29,11 @@ story.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import assert_never
 
 from holdfast.errors import InternalError
+from holdfast.records import record
 
 _STORY_LENGTH = 32
 
@@ -56,34 +56,34 @@ class Outcome(StrEnum):
 # Events: what has happened.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunRequested:
     pass
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorldSealed:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkersStarted:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkersSucceeded:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkersFailed:
     """At least one worker ended badly, or the group runs but is not healthy."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkersStopped:
     """Nothing of the group is left but the `unkillable` pids."""
 
@@ -91,26 +91,26 @@ class WorkersStopped:
     unkillable: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RoundStopped:
     """Somebody else stopped the round: a failure elsewhere, or a change of membership."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PlaceLost:
     """The run has given this node up."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunEnded:
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TimePassed:
     """The deadline that `next_deadline` named has come."""
 
@@ -134,17 +134,17 @@ Event = (
 # Commands: what is to be done.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Join:
     """Ask for a place in the next round; the answer is `WorldSealed` or `RunEnded`."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StartWorkers:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StopWorkers:
     """`at_once`: without grace. May come a second time, to cut the grace of the first short."""
 
@@ -152,17 +152,17 @@ class StopWorkers:
     at_once: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReportFailure:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReportSuccess:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EndRun:
     outcome: Outcome
 

@@ -10,13 +10,13 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from holdfast.errors import HostError
 from holdfast.process import signals, stop
 from holdfast.process.channel import Channel, Message, channel_pair
 from holdfast.process.lease import Lease
+from holdfast.records import record
 
 if TYPE_CHECKING:
     from holdfast.process.spawner import Call
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 _GOODBYE_PATIENCE_S = stop.KILL_PATIENCE_S + 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Started:
     id: int
     pid: int
     pidfd: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Refused:
     """The program could not be started; `number` is the reason that the system gave."""
 
@@ -39,7 +39,7 @@ class Refused:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Exited:
     """`order` counts the workers in the order in which the spawner reaped them."""
 
@@ -48,14 +48,14 @@ class Exited:
     order: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Swept:
     """Every tree was killed. `survivors` are the processes (pid, state letter) that could not be."""
 
     survivors: tuple[tuple[int, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SpawnerLost:
     """The spawner itself is gone, and with it every worker."""
 
@@ -65,7 +65,7 @@ class SpawnerLost:
 Report = Started | Refused | Exited | Swept | SpawnerLost
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StartOrder:
     """One worker to be started. The descriptors are the link's to close once it was handed the order."""
 

@@ -14,14 +14,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from holdfast.records import record
 from holdfast.rendezvous import restart
 from holdfast.rendezvous import store as stores
 from holdfast.rendezvous.api import RendezvousClosedError, RendezvousHandler, RendezvousInfo
-from holdfast.rendezvous.restart import Failure, RestartPolicy
-from holdfast.rendezvous.vocabulary import End, Outcome
+from holdfast.rendezvous.outcome import End, Failure, Outcome
+from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.rendezvous.world import Place
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _TERMINAL_STATE_SYNC = "torchelastic/agent/terminal_state"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Round:
     """What an agent is told about a round. `place` is None where nodes know nothing of each other."""
 
@@ -39,19 +39,19 @@ class Round:
     place: Place | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RoundStopped:
     round: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PlaceLost:
     round: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunEnded:
     outcome: Outcome
 

@@ -41,13 +41,12 @@ from enum import StrEnum
 from typing import assert_never
 
 from holdfast.rendezvous import restart
-from holdfast.rendezvous.restart import Failure
+from holdfast.rendezvous.outcome import End, Failure, Outcome
 from holdfast.rendezvous.vocabulary import (
     Admit,
     CloseRequested,
     Command,
     ConnectionClosed,
-    End,
     Event,
     Expel,
     ForgetRun,
@@ -57,7 +56,6 @@ from holdfast.rendezvous.vocabulary import (
     NodeLeaving,
     NodeLeft,
     NodeReturned,
-    Outcome,
     Refuse,
     Remember,
     SealWorld,

@@ -17,8 +17,8 @@ import struct
 
 import msgspec
 
-from holdfast.rendezvous.restart import Failure
-from holdfast.rendezvous.vocabulary import Outcome, Settings, Stage
+from holdfast.rendezvous.outcome import Failure, Outcome
+from holdfast.rendezvous.vocabulary import Settings, Stage
 from holdfast.rendezvous.world import NodeFacts, Place
 
 PROTOCOL_VERSION = 1

@@ -16,14 +16,15 @@ agent's lifecycle machine.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from typing import assert_never
 
+from holdfast.records import record
 from holdfast.rendezvous import messages, session
-from holdfast.rendezvous.restart import Failure
+from holdfast.rendezvous.outcome import Failure, Outcome
 from holdfast.rendezvous.session import Line, Session
-from holdfast.rendezvous.vocabulary import Outcome, Settings, Stage
+from holdfast.rendezvous.vocabulary import Settings, Stage
 from holdfast.rendezvous.world import NodeFacts, Place
 
 
@@ -38,42 +39,42 @@ class Standing(StrEnum):
 # Events: what the agent does.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class JoinRequested:
     """The node has no workers and wants a place in the next round. `port` is a fresh one that the agent holds."""
 
     port: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FailureReported:
     round: int
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SuccessReported:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LeaveRequested:
     """The node goes away; its workers are being stopped."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LeaveCompleted:
     """Its workers are gone."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CloseWanted:
     """The user ends the run for everybody."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MessageCame:
     message: messages.FromCoordinator
 
@@ -87,23 +88,23 @@ Event = AgentEvent | session.Event
 # Commands: what the shell does. Those of the session (`Connect`, `SetLease`) are passed through.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Send:
     message: messages.ToCoordinator
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorldSealed:
     place: Place
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RoundStopped:
     round: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PlaceLost:
     """The node's workers have been or must be killed at once; it is nobody to the run until it joins again."""
 
@@ -111,17 +112,17 @@ class PlaceLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunEnded:
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class JoinRefused:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ProgressSeen:
     joined: int
     wanted: int

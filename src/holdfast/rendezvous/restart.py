@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast.rendezvous.outcome import Failure
+
 # Errors in the program itself. Whoever disagrees names the classes that should be fatal.
 FATAL_EXCEPTIONS = frozenset({"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"})
 
@@ -29,22 +31,6 @@ class RestartPolicy:
     fatal_exceptions: frozenset[str] = FATAL_EXCEPTIONS
     uncounted_exit_codes: frozenset[int] = frozenset()
     uncounted_exceptions: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What the policy and the final report need to know of a worker that failed.
-
-    `exception` is the class name of the exception, or empty. `text` is the line that says what happened.
-    `is_consequence`: it looks like the result of another failure (a connection closed by a peer).
-    """
-
-    node: str = ""
-    rank: int = -1
-    exitcode: int = 1
-    exception: str = ""
-    text: str = ""
-    is_consequence: bool = False
 
 
 @dataclass(frozen=True, slots=True)

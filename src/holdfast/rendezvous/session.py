@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import assert_never
 
+from holdfast.records import record
+
 _LEASE_SHARE = 0.9
 _STORY_LENGTH = 32
 
@@ -46,12 +48,12 @@ class Line(StrEnum):
 # Events.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Connected:
     pass
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ConnectFailed:
     """`was_refused`: a machine answered that nobody listens there. `jitter` is a random number from 0 to 1."""
 
@@ -59,17 +61,17 @@ class ConnectFailed:
     jitter: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Disconnected:
     jitter: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class HeartbeatAnswered:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PlaceTaken:
     """The node is a member of a round now, and has workers to lose.
 
@@ -79,12 +81,12 @@ class PlaceTaken:
     asked_at: float
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PlaceGivenUp:
     """The node has no workers any more: it is between rounds, or was told that its place is gone."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TimePassed:
     pass
 
@@ -95,24 +97,24 @@ Event = Connected | ConnectFailed | Disconnected | HeartbeatAnswered | PlaceTake
 # Commands.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Connect:
     pass
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SendHeartbeat:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SetLease:
     """The workers may live until then; None: they may live for as long as they like."""
 
     until: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LosePlace:
     """The workers are killed, and the node is nobody to the run."""
 

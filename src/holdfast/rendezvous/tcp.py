@@ -39,12 +39,12 @@ from holdfast.rendezvous.coordination import (
     RunOver,
 )
 from holdfast.rendezvous.options import TcpOptions
+from holdfast.rendezvous.outcome import Failure, Outcome
 from holdfast.rendezvous.participant import Participant
 from holdfast.rendezvous.remote_store import RemoteStore
-from holdfast.rendezvous.restart import Failure, RestartPolicy
+from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.rendezvous.session import Session
 from holdfast.rendezvous.store import PrefixStore
-from holdfast.rendezvous.vocabulary import Outcome
 from holdfast.rendezvous.world import NodeFacts, Place
 
 if TYPE_CHECKING:

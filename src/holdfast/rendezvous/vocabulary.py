@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from holdfast.rendezvous.restart import Failure, RestartPolicy
+from holdfast.records import record
+from holdfast.rendezvous.outcome import Failure, Outcome
+from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.rendezvous.world import NodeFacts, Place, World
 
 
@@ -42,21 +44,6 @@ class Stage(StrEnum):
     LEAVING = "LEAVING"
 
 
-class End(StrEnum):
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-    CLOSED = "CLOSED"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended, the same on every node. `cause` is the failure that it ended of, if one did."""
-
-    end: End
-    reason: str
-    cause: Failure | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Memory:
     """What survives the coordinator process. `last_round` is 0 if no round was ever sealed."""
@@ -69,7 +56,7 @@ class Memory:
 # Events.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NodeJoined:
     """A node asks for a place in the next round; none of its workers are alive.
 
@@ -82,7 +69,7 @@ class NodeJoined:
     replaces: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NodeReturned:
     """A node is connected again and has not given up its place."""
 
@@ -92,51 +79,51 @@ class NodeReturned:
     stage: Stage
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NodeHeard:
     """A heartbeat."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ConnectionClosed:
     key: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkersFailed:
     key: str
     round: int
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkersSucceeded:
     key: str
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NodeLeaving:
     """A member is going away and stopping its workers."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NodeLeft:
     """It is gone, and so are its workers."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CloseRequested:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TimePassed:
     """The deadline that `next_deadline` named has come."""
 
@@ -158,14 +145,14 @@ Event = (
 # Commands.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SealWorld:
     """Tell every member of the world."""
 
     world: World
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StopRound:
     """Tell these nodes to stop their workers of this round and join again."""
 
@@ -174,7 +161,7 @@ class StopRound:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Refuse:
     """Tell this node that it cannot join, and why. Nothing else will change that."""
 
@@ -182,7 +169,7 @@ class Refuse:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Expel:
     """Tell this node that its place was given up: it kills its workers and joins as a stranger."""
 
@@ -190,13 +177,13 @@ class Expel:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TellOutcome:
     keys: tuple[str, ...]
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ShowProgress:
     """Tell those who wait how far the round is. `seconds_left` is until the join timeout."""
 
@@ -207,14 +194,14 @@ class ShowProgress:
     seconds_left: float
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Remember:
     """Write this down before any command that follows is carried out."""
 
     memory: Memory
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ForgetRun:
     """The run is over and everybody has heard, or nobody is left to hear."""
 
