@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+from typing import NoReturn
 
 
 def main() -> int:
     _occupy_standard_streams()
     _handle_signals()
+    if sys.argv[1:2] == ["run"]:
+        from holdfast.process import link
+
+        link.launch_early()
 
     from holdfast.cli import main as command
 
@@ -41,5 +47,17 @@ def _occupy_standard_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
+def run() -> NoReturn:
+    """End as soon as the command has: what the interpreter would still take apart is of no use to anybody."""
+    code = main()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            pass
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

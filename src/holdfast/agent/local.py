@@ -17,7 +17,7 @@ from holdfast.agent.environment import RoundFacts, log_line_prefixes, macros, wo
 from holdfast.agent.model import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.process import signals, stop
 from holdfast.process.lease import Lease
-from holdfast.process.link import SpawnerLink
+from holdfast.process.link import SpawnerLink, launch_or_take_early
 from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.start import PContext, start_processes
 from holdfast.telemetry.metrics import prof
@@ -89,7 +89,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._link.close()
             self._link = None
         if self._link is None:
-            self._link = SpawnerLink.launch()
+            self._link = launch_or_take_early()
         return self._link
 
     def _lease(self) -> Lease | None:

@@ -305,10 +305,16 @@ def failure_block(index: int, fields: Mapping[str, str], evidence: Evidence) -> 
     lines = [f"[{index}]:"]
     lines += [f"  {name:<10}: {_indent_rest(value)}" for name, value in fields.items()]
     lines += _section("stack", _head(_lines(evidence.stack.strip("\n")), _STACK_LIMIT_LINES))
-    lines += _section("stderr", _tail(_lines(evidence.stderr_tail.strip("\n")), _STDERR_LIMIT_LINES))
+    said = _without(evidence.stderr_tail.strip("\n"), fields.get("traceback", ""))
+    lines += _section("stderr", _tail(_lines(said), _STDERR_LIMIT_LINES))
     sentences = {"memory": evidence.memory, "note": evidence.note}
     lines += [f"  {name:<10}: {_indent_rest(text)}" for name, text in sentences.items() if text]
     return "\n".join(lines)
+
+
+def _without(stderr_tail: str, traceback: str) -> str:
+    """What a worker said besides the traceback, which stands above already."""
+    return stderr_tail.removesuffix(traceback.strip("\n")).rstrip("\n")
 
 
 def _indent_rest(text: str) -> str:

@@ -141,7 +141,9 @@ class ProcessFailure:
         if self.exitcode < 0:
             ended = f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"
             return f"{ended}: {evidence.memory}" if evidence.memory else ended
-        return evidence.memory or report.last_line(evidence.stderr_tail).strip() or TRACEBACK_HINT
+        # The hint is for failures that others describe; who has evidence has already looked everywhere.
+        silent = TRACEBACK_HINT if self.evidence is None else f"exit code {self.exitcode}, and nothing said why"
+        return evidence.memory or report.last_line(evidence.stderr_tail).strip() or silent
 
     def _has_no_error(self) -> bool:
         return bool(self.error_file_data["message"] == _NO_MESSAGE)

@@ -241,6 +241,24 @@ class SpawnerLink:
         self._sweep_orphans()
 
 
+_early: SpawnerLink | None = None
+
+
+def launch_early() -> None:
+    """Start a spawner before it is known what for. It gets ready while the command line is still being read; if it
+    is never needed, it ends when this process does."""
+    global _early
+    _early = SpawnerLink.launch()
+
+
+def launch_or_take_early() -> SpawnerLink:
+    global _early
+    link, _early = _early, None
+    if link is not None and link.is_idle():
+        return link
+    return SpawnerLink.launch()
+
+
 def _is_ignored(number: int) -> bool:
     """A signal that the agent handles is passed on to the workers, who must not be deaf to it."""
     return signal.getsignal(number) == signal.SIG_IGN and number not in (signal.SIGPIPE, signal.SIGXFSZ)
