@@ -1,0 +1,1 @@
+"""A fake world for the machines that decide: virtual time, a fake network, fake hosts, all driven by one seed."""

@@ -1,0 +1,320 @@
+"""The agent's shell: `Participant` and `Lifecycle` between the fake network and the fake workers.
+
+As in production there are two sides that do not wait for each other: the connection (`tell`), which hears and answers
+at once, and the loop that decides (`_turn`), which may be late, or busy stopping workers, while the connection goes
+on. What the connection delivers goes through a mailbox. A frozen agent does neither; everything that reaches it
+meanwhile is there when it goes on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, assert_never
+
+from holdfast.agent import lifecycle
+from holdfast.agent.lifecycle import Lifecycle
+from holdfast.rendezvous import messages, participant, session
+from holdfast.rendezvous.outcome import End, Failure, Outcome
+from holdfast.rendezvous.participant import Participant
+from holdfast.rendezvous.session import Session, SessionSettings
+from holdfast.rendezvous.vocabulary import Settings
+from holdfast.rendezvous.world import NodeFacts, Place
+from tests.sim.checkers import Checks
+from tests.sim.engine import Alarm, Engine, Violation
+from tests.sim.host import Group, Host
+from tests.sim.network import Link, Network
+
+
+class Agent:
+    """One agent process."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        network: Network,
+        checks: Checks,
+        host: Host,
+        facts: NodeFacts,
+        settings: Settings,
+        reconnect_grace_s: float,
+        *,
+        does_loop_block: bool = False,
+        peers_timeout_s: float = 3600.0,
+    ) -> None:
+        self.engine = engine
+        self.network = network
+        self.checks = checks
+        self.host = host
+        self.name = facts.node_id
+        self.does_loop_block = does_loop_block
+        link_settings = SessionSettings(settings.heartbeat_s, settings.lease_s, reconnect_grace_s)
+        self.participant = Participant(facts, settings, Session(link_settings))
+        self.machine = Lifecycle(peers_timeout_s)
+        self.link: Link | None = None
+        self.place: Place | None = None
+        self.group: Group | None = None
+        self.outcome: Outcome | None = None
+        self.refusal = ""
+        self.is_alive = True
+        self.is_leaving = False
+        self.loop_paused_until = 0.0
+        self._port = 0
+        self._is_stopping = False
+        self._pending: deque[lifecycle.Event] = deque()
+        self._mailbox: deque[lifecycle.Event] = deque()
+        self._is_turn_due = False
+        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._alarm = Alarm(engine, host.clock, self._ring)
+        self._loop_alarm = Alarm(engine, host.clock, self._loop_ring)
+
+    def start(self) -> None:
+        self.engine.note(self.name, "starts on", self.host.name)
+        self.host.agent = self
+        self._post(lifecycle.RunRequested())
+        self._arm()
+
+    # What reaches the process.
+
+    def hear(self, call: Callable[..., None], *arguments: Any) -> None:
+        if self.is_alive and self.host.is_frozen:
+            self._backlog.append((call, arguments))
+        elif self.is_alive:
+            call(*arguments)
+
+    def freeze(self) -> None:
+        self.engine.note(self.name, "is frozen")
+        self.host.is_frozen = True
+
+    def thaw(self) -> None:
+        """Its timers or its messages are looked at first, as it happens."""
+        self.engine.note(self.name, "goes on")
+        self.host.is_frozen = False
+        backlog, self._backlog = self._backlog, []
+        if self.engine.random.random() < 0.5:
+            backlog.sort(key=lambda entry: entry[0] != self.tell)
+        for call, arguments in backlog:
+            self.hear(call, *arguments)
+
+    def _ring(self) -> None:
+        self.hear(self.tell, session.TimePassed())
+
+    def connected(self, link: Link) -> None:
+        self.link = link
+        self.tell(session.Connected())
+
+    def connect_failed(self, was_refused: bool) -> None:
+        self.tell(session.ConnectFailed(was_refused, self.engine.random.random()))
+
+    def disconnected(self, link: Link) -> None:
+        if self.link is link:
+            self.link = None
+            self.tell(session.Disconnected(self.engine.random.random()))
+
+    def receive(self, link: Link, message: messages.FromCoordinator) -> None:
+        if self.link is link:
+            self.tell(participant.MessageCame(message))
+
+    # The connection.
+
+    def tell(self, event: participant.Event) -> None:
+        if not self.is_alive:
+            return
+        try:
+            commands = self.participant.step(event, self.host.local_now)
+        except Exception as error:
+            self.engine.note(self.name, event)
+            raise Violation("machines_never_raise", f"{self.name}: {type(error).__name__}: {error}") from error
+        self.engine.note(self.name, event, tuple(commands))
+        for command in commands:
+            self._carry_out(command)
+        self._arm()
+
+    def _arm(self) -> None:
+        self._alarm.set(self.participant.next_deadline())
+
+    def _carry_out(self, command: participant.Command) -> None:
+        match command:
+            case participant.Send(message):
+                assert self.link is not None, "it spoke without a connection"
+                self.network.send_up(self.link, message)
+            case session.Connect():
+                self.network.connect(self)
+            case session.SetLease(until):
+                self.host.set_lease(until)
+            case participant.WorldSealed(place):
+                self.place = place
+                self.checks.place_received(self, self.participant.facts.key, place)
+                self._post(lifecycle.WorldSealed(place.round))
+            case participant.RoundStopped(round):
+                self._post(lifecycle.RoundStopped(round))
+            case participant.PlaceLost(round):
+                self._post(lifecycle.PlaceLost(round))
+            case participant.RunEnded(outcome):
+                self._learn(outcome)
+            case participant.JoinRefused(reason):
+                self.refusal = reason
+                self.exit()
+            case participant.ProgressSeen():
+                pass
+            case _:
+                assert_never(command)
+
+    def _learn(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self.checks.outcome_learned(self, outcome)
+        is_success = outcome.end is End.SUCCEEDED
+        self._post(lifecycle.RunEnded(lifecycle.Outcome.SUCCEEDED if is_success else lifecycle.Outcome.FAILED))
+
+    # The loop.
+
+    def _post(self, event: lifecycle.Event) -> None:
+        self._mailbox.append(event)
+        self._wake_loop()
+
+    def _wake_loop(self) -> None:
+        if not self._is_turn_due:
+            self._is_turn_due = True
+            lag_s = 0.0 if self.network.is_even else self.engine.random.random() ** 4 * 0.02
+            self.engine.at(max(self.engine.now + lag_s, self.loop_paused_until), self.hear, self._turn)
+
+    def pause_loop(self, for_s: float) -> None:
+        """It is kept from deciding, by a full pipe or a slow disk; the connection goes on."""
+        self.engine.note(self.name, "does not get to decide anything for", for_s, "s")
+        self.loop_paused_until = self.engine.now + for_s
+
+    def _turn(self) -> None:
+        self._is_turn_due = False
+        if self.engine.now < self.loop_paused_until:
+            self._wake_loop()
+            return
+        while self.is_alive and not self.is_leaving and not self._is_busy():
+            event = self._next_event()
+            if event is None:
+                break
+            self._decide(event)
+        if self.is_alive:
+            self._loop_alarm.set(self.machine.next_deadline())
+
+    def _next_event(self) -> lifecycle.Event | None:
+        """What its own hands have done comes first, then the workers, then what others say."""
+        group = self.group
+        if self._pending:
+            return self._pending.popleft()
+        if self.machine.phase is lifecycle.Phase.RUNNING and group is not None and not group.is_alive:
+            kind = lifecycle.WorkersSucceeded if group.has_succeeded else lifecycle.WorkersFailed
+            return kind(group.round)
+        return self._mailbox.popleft() if self._mailbox else None
+
+    def _is_busy(self) -> bool:
+        return self.does_loop_block and self._is_stopping
+
+    def _loop_ring(self) -> None:
+        self._post(lifecycle.TimePassed(self.machine.round))
+
+    def _decide(self, event: lifecycle.Event) -> None:
+        before = self.machine.phase
+        try:
+            commands = self.machine.step(event, self.host.local_now)
+            self.machine.check()
+        except Exception as error:
+            raise Violation("machines_never_raise", f"{self.name}: {type(error).__name__}: {error}") from error
+        self.engine.note(self.name, f"{before.value}:", event, tuple(commands))
+        for command in commands:
+            self._act(command)
+
+    def _act(self, command: lifecycle.Command) -> None:
+        match command:
+            case lifecycle.Join():
+                self._port += 1
+                self.tell(participant.JoinRequested(self._port))
+            case lifecycle.StartWorkers(round):
+                self._start_workers(round)
+            case lifecycle.StopWorkers(round, at_once):
+                self._stop_workers(at_once)
+            case lifecycle.ReportFailure(round):
+                assert self.group is not None and self.group.failure is not None
+                self.tell(participant.FailureReported(round, self._named(self.group.failure)))
+            case lifecycle.ReportSuccess(round):
+                self.tell(participant.SuccessReported(round))
+            case lifecycle.EndRun():
+                self.exit()
+            case _:
+                assert_never(command)
+
+    def _named(self, failure: Failure) -> Failure:
+        assert self.group is not None
+        node, rank, round = self.name, self.group.rank, self.group.round
+        text = failure.text if node in failure.text else f"rank {rank} on {node} in round {round}: {failure.text}"
+        return Failure(node, rank, failure.exitcode, failure.exception, text, failure.is_consequence)
+
+    # Workers.
+
+    def _start_workers(self, round: int) -> None:
+        assert self.place is not None
+        self.group = self.host.start(self.name, round, self.place.rank, self.place.restarts_used)
+        self._pending.append(lifecycle.WorkersStarted(round))
+
+    def workers_exited(self, group: Group) -> None:
+        if group is not self.group:
+            return
+        if self._is_stopping:
+            self._stopped(group)
+        else:
+            self._wake_loop()
+
+    def _stop_workers(self, at_once: bool) -> None:
+        assert self.group is not None
+        self._is_stopping = True
+        if not self.group.is_alive:
+            self._stopped(self.group)
+        elif at_once and not self.does_loop_block:
+            self.host.kill(self.group, "its place is lost")
+        else:
+            # A loop that blocks cannot hurry; whoever has lost its place has its workers killed by the spawner.
+            self.host.terminate(self.group)
+
+    def _stopped(self, group: Group) -> None:
+        self._is_stopping = False
+        self.host.group = None
+        if self.is_leaving:
+            self._complete_leave()
+        else:
+            self._pending.append(lifecycle.WorkersStopped(group.round))
+            self._wake_loop()
+
+    # The end.
+
+    def leave(self) -> None:
+        """SIGTERM: this node goes away, the run goes on."""
+        if self.is_leaving:
+            return
+        self.engine.note(self.name, "gets SIGTERM")
+        self.is_leaving = True
+        self.tell(participant.LeaveRequested())
+        if self.group is not None and self.group.is_alive:
+            self._is_stopping = True
+            self.host.terminate(self.group)
+        else:
+            self._complete_leave()
+
+    def _complete_leave(self) -> None:
+        self.tell(participant.LeaveCompleted())
+        self.exit()
+
+    def exit(self) -> None:
+        self.engine.note(self.name, "exits")
+        self._die()
+
+    def crash(self) -> None:
+        self.engine.note(self.name, "is killed")
+        self._die()
+
+    def _die(self) -> None:
+        self.is_alive = False
+        self._alarm.set(None)
+        self._loop_alarm.set(None)
+        if self.link is not None:
+            self.network.close_by_agent(self.link)
+            self.link = None
+        self.host.agent_died()

@@ -1,0 +1,422 @@
+"""The rules of the fake world. Each is a small class with a name; each is told what happens and objects at once.
+
+They know nothing of how the machines work. They see what a bystander who sees everything would see: which worlds
+were sealed, what every node was told, which workers are alive, what reached the coordinator, what it wrote down.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from holdfast.rendezvous import messages
+from holdfast.rendezvous.outcome import End, Failure, Outcome
+from holdfast.rendezvous.vocabulary import Memory, Settings, Stage
+from holdfast.rendezvous.world import Place, World
+from tests.sim.engine import Violation
+
+if TYPE_CHECKING:
+    from tests.sim.agent import Agent
+    from tests.sim.host import Group
+    from tests.sim.network import Link
+
+HOOKS = (
+    "coordinator_started",
+    "message_received",
+    "remembered",
+    "world_sealed",
+    "stop_ordered",
+    "place_received",
+    "workers_started",
+    "workers_gone",
+    "lease_ended",
+    "outcome_learned",
+)
+
+
+class Checker:
+    """A rule. Its name is that of the class in small letters. `now` is the coordinator's clock."""
+
+    now: Callable[[], float]
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def object(self, text: str) -> NoReturn:
+        raise Violation(name_of(type(self)), text)
+
+
+class RanksAgree(Checker):
+    """The places of a round are those of its world: ranks dense and unique, and everybody is told the same."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._worlds: dict[int, World] = {}
+        self._shared: dict[int, tuple[object, ...]] = {}
+        self._holders: dict[tuple[int, int], str] = {}
+
+    def world_sealed(self, world: World) -> None:
+        self._worlds[world.round] = world
+        nodes = [member.node_id for member in world.members]
+        if len(set(nodes)) != len(nodes):
+            self.object(f"a node is in round {world.round} twice: {nodes}")
+        if [place.rank for place in world.places()] != list(range(len(nodes))):
+            self.object(f"ranks of round {world.round} are not dense")
+
+    def place_received(self, agent: Agent, key: str, place: Place) -> None:
+        world = self._worlds.get(place.round)
+        if world is None or world.keys[place.rank] != key:
+            self.object(f"{key} was given rank {place.rank} of round {place.round}, which is not its own")
+        if self._holders.setdefault((place.round, place.rank), key) != key:
+            self.object(f"two nodes have rank {place.rank} of round {place.round}")
+        shared = (place.node_count, place.runs, place.master_address, place.master_port, place.restarts_used)
+        if self._shared.setdefault(place.round, shared) != shared:
+            self.object(f"members of round {place.round} were told different things")
+        master = world.members[0]
+        if (place.master_address, place.master_port) != (master.address, master.port):
+            self.object(f"the master of round {place.round} is not its first member")
+        if len(place.shapes()) != place.node_count != len(world.members):
+            self.object(f"round {place.round} has another size than its members were told")
+
+
+class RoundsRise(Checker):
+    """Never two worlds with the same number; numbers only rise, for the run and for each node."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._last = 0
+        self._last_of: dict[str, int] = {}
+
+    def world_sealed(self, world: World) -> None:
+        if world.round <= self._last:
+            self.object(f"round {world.round} was sealed after round {self._last}")
+        self._last = world.round
+
+    def workers_started(self, group: Group) -> None:
+        if group.round <= self._last_of.get(group.node, 0):
+            self.object(f"{group.node} started round {group.round} after round {self._last_of[group.node]}")
+        self._last_of[group.node] = group.round
+
+    def remembered(self, memory: Memory) -> None:
+        if memory.last_round < self._last:
+            self.object(f"round {memory.last_round} was written down after round {self._last}")
+
+
+class SizeWithinBounds(Checker):
+    """A world has at least min and at most max members."""
+
+    def world_sealed(self, world: World) -> None:
+        if not self.settings.min_nodes <= len(world.members) <= self.settings.max_nodes:
+            low, high = self.settings.min_nodes, self.settings.max_nodes
+            self.object(f"round {world.round} has {len(world.members)} members, allowed are {low} to {high}")
+
+
+class OneRoundPerNode(Checker):
+    """Never workers of two rounds alive on one node."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._alive: dict[str, Group] = {}
+
+    def workers_started(self, group: Group) -> None:
+        other = self._alive.get(group.host.name)
+        if other is not None:
+            self.object(f"{group} start while {other} are alive")
+        self._alive[group.host.name] = group
+
+    def workers_gone(self, group: Group) -> None:
+        del self._alive[group.host.name]
+
+
+class OneWorldAtOnce(Checker):
+    """Never workers of two worlds alive anywhere: a world is sealed when nothing of an earlier one is left."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._alive: set[Group] = set()
+
+    def world_sealed(self, world: World) -> None:
+        for group in self._alive:
+            self.object(f"round {world.round} was sealed while {group} are alive")
+
+    def workers_started(self, group: Group) -> None:
+        for other in self._alive:
+            if other.round != group.round:
+                self.object(f"{group} start while {other} are alive")
+        self._alive.add(group)
+
+    def workers_gone(self, group: Group) -> None:
+        self._alive.discard(group)
+
+
+class SurvivorsKeepOrder(Checker):
+    """Who is in two rounds that follow each other keeps its place relative to the others who are."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._keys: tuple[str, ...] = ()
+
+    def coordinator_started(self) -> None:
+        self._keys = ()  # A new coordinator does not know the order, unless it adopts the round.
+
+    def world_sealed(self, world: World) -> None:
+        before, self._keys = self._keys, world.keys
+        if any(member.requested_rank is not None for member in world.members):
+            return
+        stayed = [key for key in before if key in world.keys]
+        if stayed != [key for key in world.keys if key in before]:
+            self.object(f"{' '.join(before)} became {' '.join(world.keys)} in round {world.round}")
+
+
+class _Ledger(Checker):
+    """What reached the coordinator about the present round, as the ground for judging its judgement."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.world: World | None = None
+        self.rejoined: set[str] = set()
+        self.finished: set[str] = set()
+        self.leaving: set[str] = set()
+        self.failures: list[Failure] = []
+        self.was_stopped_for_failure: bool | None = None
+        self.was_coordinator_restarted = False
+
+    def coordinator_started(self) -> None:
+        self.was_coordinator_restarted = True
+
+    def message_received(self, link: Link, message: messages.ToCoordinator) -> None:
+        world = self.world
+        if world is None:
+            return
+        match message:
+            case messages.Join(facts):
+                failed = getattr(message, "failed", None)
+                if failed is not None and facts.key not in self.rejoined:
+                    self._fail(facts.key, failed.round, failed.failure)
+                self.rejoined.add(facts.key)
+            case messages.Return(facts, _, place, Stage.FINISHED) if place.round == world.round:
+                self.finished.add(facts.key)
+            case messages.Succeeded(round) if round == world.round:
+                self.finished.add(link.key)
+            case messages.Leaving() | messages.Left():
+                if link.key not in self.rejoined and link.key not in self.finished:
+                    self.leaving.add(link.key)
+            case messages.Failed(round, failure):
+                self._fail(link.key, round, failure)
+
+    def _fail(self, key: str, round: int, failure: Failure) -> None:
+        assert self.world is not None
+        if round == self.world.round and key in self.world.keys and key not in self.rejoined:
+            self.failures.append(failure)
+
+    def stop_ordered(self, round: int) -> None:
+        if self.world is not None and round == self.world.round and self.was_stopped_for_failure is None:
+            self.was_stopped_for_failure = bool(self.failures)
+
+    def missing(self) -> list[str]:
+        """Members that were lost or have left."""
+        assert self.world is not None
+        present = (self.rejoined | self.finished) - self.leaving
+        return [key for key in self.world.keys if key not in present]
+
+    def world_sealed(self, world: World) -> None:
+        self.world = world
+        self.rejoined, self.finished, self.leaving = set(), set(), set()
+        self.failures = []
+        self.was_stopped_for_failure = None
+        self.was_coordinator_restarted = False
+
+
+class MembershipIsFree(_Ledger):
+    """A change of membership is never charged and never ends the run; only a failure does, of a round that nobody
+    was lost from or has left, and that was not stopped for another reason before."""
+
+    def world_sealed(self, world: World) -> None:
+        before = self.world
+        if before is not None and world.restarts_used > before.restarts_used:
+            self._must_be_a_failure(f"round {before.round} was charged")
+        super().world_sealed(world)
+
+    def remembered(self, memory: Memory) -> None:
+        if memory.outcome is not None and memory.outcome.cause is not None:
+            self._must_be_a_failure("the run was ended")
+
+    def _must_be_a_failure(self, what: str) -> None:
+        if self.world is None or not self.failures:
+            self.object(f"{what} although nothing had failed")
+        if self.missing():
+            self.object(f"{what} although {', '.join(self.missing())} was lost or has left")
+        if self.was_stopped_for_failure is False:
+            self.object(f"{what} although the round had been stopped before anything failed")
+
+
+class FailuresAreCharged(_Ledger):
+    """A failure that counts, with everybody present, is paid for."""
+
+    def world_sealed(self, world: World) -> None:
+        before = self.world
+        if before is not None and world.restarts_used == before.restarts_used and self._is_chargeable():
+            self.object(f"{self.failures[0].text!r} in round {before.round} was not charged")
+        super().world_sealed(world)
+
+    def _is_chargeable(self) -> bool:
+        if self.was_coordinator_restarted or not self.was_stopped_for_failure or self.missing():
+            return False
+        return not any(failure.exitcode in self.settings.policy.uncounted_exit_codes for failure in self.failures)
+
+
+class RootCause(_Ledger):
+    """The cause that a run ended of was reported in its last round, and is no consequence if anything else was."""
+
+    def remembered(self, memory: Memory) -> None:
+        cause = memory.outcome.cause if memory.outcome else None
+        if cause is None:
+            return
+        if cause not in self.failures:
+            self.object(f"nobody reported {cause.text!r}")
+        if cause.is_consequence and not all(failure.is_consequence for failure in self.failures):
+            self.object(f"{cause.text!r} is a consequence")
+
+
+class SuccessIsUnanimous(_Ledger):
+    """A run has succeeded when all workers of one round have."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._succeeded: dict[int, set[int]] = defaultdict(set)
+
+    def workers_gone(self, group: Group) -> None:
+        if group.has_succeeded:
+            self._succeeded[group.round].add(group.rank)
+
+    def remembered(self, memory: Memory) -> None:
+        if memory.outcome is None or memory.outcome.end is not End.SUCCEEDED:
+            return
+        if self.world is None or len(self._succeeded[self.world.round]) != len(self.world.members):
+            self.object("the run has succeeded, but not all of its workers have")
+
+
+class RestartsWithinBudget(Checker):
+    """No more restarts are charged than the policy allows, within its window if it has one; nothing is refunded."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._used = 0
+        self._charged_at: list[float] = []
+
+    def world_sealed(self, world: World) -> None:
+        if world.restarts_used != self._used:
+            self.object(f"{world.restarts_used} restarts in round {world.round}, written down are {self._used}")
+
+    def remembered(self, memory: Memory) -> None:
+        if memory.restarts_used == self._used:
+            return
+        if memory.restarts_used != self._used + 1:
+            self.object(f"{self._used} restarts became {memory.restarts_used}")
+        self._used = memory.restarts_used
+        self._charged_at.append(self.now())
+        window_s, allowed = self.settings.policy.window_s, self.settings.policy.max_restarts
+        counted = [at for at in self._charged_at if window_s is None or self.now() - at < window_s]
+        if len(counted) > allowed:
+            self.object(f"{len(counted)} restarts, allowed are {allowed}")
+
+
+class OneOutcome(Checker):
+    """A run ends once: one outcome and one cause, the same for every node."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._outcome: Outcome | None = None
+
+    def remembered(self, memory: Memory) -> None:
+        if self._outcome is not None and memory.outcome != self._outcome:
+            self.object(f"{self._outcome} became {memory.outcome}")
+        self._outcome = memory.outcome
+
+    def outcome_learned(self, agent: Agent, outcome: Outcome) -> None:
+        if outcome != self._outcome:
+            self.object(f"{agent.name} was told {outcome}, decided was {self._outcome}")
+
+
+class EndedRunStaysEnded(Checker):
+    """An ended run seals no world, and a node that knows of the end starts no workers."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._is_over = False
+        self._knowing: set[str] = set()
+
+    def remembered(self, memory: Memory) -> None:
+        self._is_over = self._is_over or memory.outcome is not None
+
+    def world_sealed(self, world: World) -> None:
+        if self._is_over:
+            self.object(f"round {world.round} was sealed after the end")
+
+    def outcome_learned(self, agent: Agent, outcome: Outcome) -> None:
+        self._knowing.add(agent.name)
+
+    def workers_started(self, group: Group) -> None:
+        if group.node in self._knowing:
+            self.object(f"{group} start although {group.node} knows of the end")
+
+
+class LeaseOnlyAfterFault(Checker):
+    """In a world without faults of network, agents and coordinator, no lease ever ends under living workers."""
+
+    is_calm = False
+
+    def lease_ended(self, group: Group) -> None:
+        if self.is_calm:
+            self.object(f"{group} were killed although nothing was wrong")
+
+
+RULES: tuple[type[Checker], ...] = (
+    RanksAgree,
+    RoundsRise,
+    SizeWithinBounds,
+    OneRoundPerNode,
+    OneWorldAtOnce,
+    SurvivorsKeepOrder,
+    MembershipIsFree,
+    FailuresAreCharged,
+    RootCause,
+    SuccessIsUnanimous,
+    RestartsWithinBudget,
+    OneOutcome,
+    EndedRunStaysEnded,
+    LeaseOnlyAfterFault,
+)
+
+
+def name_of(rule: type[Checker]) -> str:
+    letters = (f"_{letter.lower()}" if letter.isupper() else letter for letter in rule.__name__)
+    return "".join(letters).strip("_")
+
+
+class Checks:
+    """All rules at once. Each hook goes to the rules that have it."""
+
+    def __init__(self, settings: Settings, now: Callable[[], float]) -> None:
+        self.rules = [rule(settings) for rule in RULES]
+        for rule in self.rules:
+            rule.now = now
+        self._listeners: dict[str, list[Any]] = {
+            hook: [getattr(rule, hook) for rule in self.rules if hasattr(rule, hook)] for hook in HOOKS
+        }
+
+    def be_calm(self) -> None:
+        for rule in self.rules:
+            if isinstance(rule, LeaseOnlyAfterFault):
+                rule.is_calm = True
+
+    def __getattr__(self, hook: str) -> Any:
+        listeners = self._listeners[hook]
+
+        def tell(*arguments: Any) -> None:
+            for listener in listeners:
+                listener(*arguments)
+
+        setattr(self, hook, tell)
+        return tell

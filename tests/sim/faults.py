@@ -1,0 +1,266 @@
+"""What a seed means: the run's settings, the hosts and their clocks, what workers do, and which faults strike when.
+
+Not every seed has every kind of fault. Each draws the kinds that it has, so that a few of them can do their worst
+undisturbed by the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+from holdfast.rendezvous.restart import Failure, RestartPolicy
+from holdfast.rendezvous.vocabulary import Admit, Settings
+from tests.sim.engine import Clock
+from tests.sim.host import Host, Plan
+
+if TYPE_CHECKING:
+    from tests.sim.world import FakeWorld
+
+FATAL_CODE = 42
+UNCOUNTED_CODE = 143
+
+# Any two of these differ by at most a tenth.
+SLOWEST, FASTEST = 0.9535, 1.0485
+
+KINDS = (
+    "lose_connection",
+    "partition",
+    "partition_one_way",
+    "crash_agent",
+    "freeze_agent",
+    "pause_loop",
+    "crash_coordinator",
+    "freeze_coordinator",
+    "leave",
+    "join_late",
+    "close_run",
+)
+# Without these no connection is disturbed, so no lease may ever end.
+DISTURBING = frozenset(KINDS) - {"pause_loop", "leave", "join_late", "close_run"}
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """All that a seed has drawn before anything happens."""
+
+    settings: Settings
+    reconnect_grace_s: float
+    grace_s: float
+    host_count: int
+    late_hosts: int
+    do_hosts_request_ranks: bool
+    does_loop_block: bool
+    does_coordinator_hang_up: bool
+    max_delay_s: float
+    kinds: tuple[str, ...]
+    pause_between_faults_s: float
+    faults_for_s: float
+    chance_of_failure: float
+    chance_of_hang: float
+    chance_of_stubbornness: float
+    work_s: float
+
+    @property
+    def is_calm(self) -> bool:
+        return not DISTURBING & set(self.kinds)
+
+
+def draw_profile(random: Random) -> Profile:
+    host_count = random.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, 6))
+    min_nodes = random.randint(1, host_count)
+    max_nodes = random.randint(min_nodes, host_count + 1)
+    requests_ranks = random.random() < 0.15
+    if requests_ranks:
+        max_nodes = max(max_nodes, host_count)
+    heartbeat_s, lease_s, drop_timeout_s, reconnect_grace_s = random.choice(
+        ((1.0, 5.0, 2.0, 0.5), (1.0, 5.0, 2.0, 0.5), (0.5, 3.0, 1.5, 0.5), (2.0, 10.0, 4.0, 1.0))
+    )
+    settings = Settings(
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        join_timeout_s=random.choice((10.0, 20.0, 40.0)),
+        last_call_s=random.choice((0.0, 0.5, 2.0, 5.0)),
+        heartbeat_s=heartbeat_s,
+        lease_s=lease_s,
+        drop_timeout_s=drop_timeout_s,
+        close_linger_s=random.choice((1.0, 10.0)),
+        admit=random.choice((Admit.NOW, Admit.ON_RESTART)),
+        policy=_draw_policy(random),
+    )
+    kinds = tuple(kind for kind in KINDS if random.random() < 0.4)
+    return Profile(
+        settings=settings,
+        reconnect_grace_s=reconnect_grace_s,
+        grace_s=random.choice((0.5, 2.0, 8.0)),
+        host_count=host_count,
+        late_hosts=random.randint(0, 2),
+        do_hosts_request_ranks=requests_ranks,
+        does_loop_block=random.random() < 0.5,
+        does_coordinator_hang_up=random.random() < 0.5,
+        max_delay_s=random.choice((0.002, 0.02, 0.1)),
+        kinds=kinds,
+        pause_between_faults_s=random.choice((1.0, 3.0, 8.0)),
+        faults_for_s=random.uniform(8.0, 45.0),
+        chance_of_failure=random.choice((0.0, 0.1, 0.4)),
+        chance_of_hang=random.choice((0.0, 0.1)),
+        chance_of_stubbornness=random.choice((0.0, 0.2)),
+        work_s=random.choice((3.0, 10.0, 30.0)),
+    )
+
+
+def _draw_policy(random: Random) -> RestartPolicy:
+    return RestartPolicy(
+        max_restarts=random.choice((0, 0, 1, 3, 10)),
+        window_s=random.choice((None, None, 5.0, 20.0)),
+        backoff_s=random.choice((0.0, 0.0, 0.5)),
+        backoff_cap_s=2.0,
+        fatal_exit_codes=random.choice((frozenset(), frozenset({FATAL_CODE}))),
+        uncounted_exit_codes=random.choice((frozenset(), frozenset({UNCOUNTED_CODE}))),
+    )
+
+
+def draw_clock(random: Random) -> Clock:
+    """Often as wrong as it may be, because that is where a margin is found to be too small."""
+    rate = random.choice((1.0, SLOWEST, FASTEST, random.uniform(SLOWEST, FASTEST)))
+    return Clock(random.uniform(0.0, 100_000.0), rate)
+
+
+class Workload:
+    """What workers do, drawn when they start."""
+
+    def __init__(self, random: Random, profile: Profile) -> None:
+        self._random = random
+        self._profile = profile
+        self.is_peaceful = False
+
+    def plan(self, host: Host, round: int, restarts_used: int) -> Plan:
+        random, profile = self._random, self._profile
+        feels = random.uniform(0.01, 1.5) if random.random() < 0.7 else None
+        consequence = Failure(text="connection closed by peer", is_consequence=random.random() < 0.7)
+        stubborn = random.random() < profile.chance_of_stubbornness
+        stops_after_s = random.random() ** 2 * profile.grace_s
+        ends_after_s: float | None = random.random() * profile.work_s
+        failure = self._draw_failure() if random.random() < profile.chance_of_failure else None
+        if self.is_peaceful:
+            ends_after_s = failure = None
+        elif random.random() < profile.chance_of_hang:
+            ends_after_s = None
+        return Plan(ends_after_s, failure, not stubborn, stops_after_s, feels, consequence)
+
+    def _draw_failure(self) -> Failure:
+        random = self._random
+        exitcode = random.choice((1, 1, 1, -9, -11, FATAL_CODE, UNCOUNTED_CODE))
+        return Failure(exitcode=exitcode, text=f"exit code {exitcode}", is_consequence=random.random() < 0.2)
+
+
+class Misfortune:
+    """Strikes again and again until it is told to stop."""
+
+    def __init__(self, world: FakeWorld, profile: Profile) -> None:
+        self._world = world
+        self._engine = world.engine
+        self._random = world.engine.random
+        self._profile = profile
+        self._is_over = False
+        self._is_coordinator_due = False
+
+    def begin(self) -> None:
+        if self._profile.kinds:
+            self._wait()
+
+    def end(self) -> None:
+        self._is_over = True
+
+    def _wait(self) -> None:
+        self._engine.after(self._random.expovariate(1 / self._profile.pause_between_faults_s), self._strike)
+
+    def _strike(self) -> None:
+        if self._is_over:
+            return
+        kind: Callable[[], None] = getattr(self, f"_{self._random.choice(self._profile.kinds)}")
+        kind()
+        self._wait()
+
+    def _host(self) -> Host:
+        return self._random.choice(self._world.hosts)
+
+    def _how_long_s(self) -> float:
+        """Around the lease, where it matters, or anything."""
+        lease_s = self._profile.settings.lease_s
+        return self._random.choice((self._random.random(), self._random.random() * 2 * lease_s, lease_s))
+
+    def _is_touchable(self, host: Host) -> bool:
+        return not self._world.network.is_discovery_pending(host)
+
+    def _lose_connection(self) -> None:
+        host, network = self._host(), self._world.network
+        is_reachable = host not in network.blocked_up and host not in network.blocked_down
+        if host.agent is None or host.is_frozen or not is_reachable:
+            return
+        for link in [link for link in network.links if link.host is host and not link.is_lost]:
+            if link.agent_open and link.coordinator_open and link is host.agent.link:
+                self._engine.note("network", "loses the connection of", host.name)
+                network.lose(link)
+
+    def _partition(self, *, up: bool = True, down: bool = True) -> None:
+        host, network = self._host(), self._world.network
+        if not self._is_touchable(host):
+            return
+        what = "both ways" if up and down else "upward" if up else "downward"
+        self._engine.note("network", "is cut for", host.name, what)
+        network.partition(host, up=up, down=down)
+        self._engine.after(self._how_long_s(), self._world.heal, host)
+
+    def _partition_one_way(self) -> None:
+        up = self._random.random() < 0.5
+        self._partition(up=up, down=not up)
+
+    def _crash_agent(self) -> None:
+        host = self._host()
+        if host.agent is not None:
+            host.agent.crash()
+            self._maybe_come_back(host)
+
+    def _maybe_come_back(self, host: Host) -> None:
+        if self._random.random() < 0.8:
+            self._engine.after(0.3 + self._random.random() * 10, self._world.start_agent, host)
+
+    def _freeze_agent(self) -> None:
+        host = self._host()
+        if host.agent is not None and not host.is_frozen and self._is_touchable(host):
+            host.agent.freeze()
+            self._engine.after(self._how_long_s(), self._world.thaw, host)
+
+    def _pause_loop(self) -> None:
+        host = self._host()
+        if host.agent is not None:
+            host.agent.pause_loop(self._how_long_s())
+
+    def _crash_coordinator(self) -> None:
+        if self._world.coordinator.is_up:
+            self._world.coordinator.crash()
+            self._engine.after(self._random.random() ** 2 * 15, self._world.start_coordinator)
+
+    def _freeze_coordinator(self) -> None:
+        coordinator = self._world.coordinator
+        if coordinator.is_up and not coordinator.is_frozen:
+            coordinator.freeze()
+            self._engine.after(self._how_long_s(), self._world.thaw_coordinator)
+
+    def _leave(self) -> None:
+        host = self._host()
+        if host.agent is not None and not host.is_frozen and self._random.random() < 0.5:
+            host.agent.leave()
+            self._maybe_come_back(host)
+
+    def _join_late(self) -> None:
+        if len(self._world.hosts) < self._profile.host_count + self._profile.late_hosts:
+            self._world.start_agent(self._world.add_host())
+
+    def _close_run(self) -> None:
+        host = self._host()
+        if host.agent is not None and self._random.random() < 0.1:
+            self._world.close_run(host)

@@ -1,0 +1,94 @@
+"""What happened, as lines that a person can read. Nothing is put into words before somebody wants to read it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from holdfast.rendezvous.outcome import Failure, Outcome
+from holdfast.rendezvous.vocabulary import Memory, Settings
+from holdfast.rendezvous.world import NodeFacts, Place, World
+
+_WHO_WIDTH = 12
+# Deliveries of the participant and events of the lifecycle have the same names; where it matters the line says who.
+_ROUTINE = ("Heartbeat", "HeartbeatAnswer", "NodeHeard", "SendHeartbeat", "HeartbeatAnswered", "SetLease")
+
+
+class Transcript:
+    """Everything in order. Lines of routine (heartbeats) are kept apart, so that a reader can do without."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[float, str, tuple[object, ...]]] = []
+
+    def add(self, at: float, who: str, what: tuple[object, ...]) -> None:
+        self._lines.append((at, who, what))
+
+    def text(self, *, last: int | None = None, with_routine: bool = False) -> str:
+        lines = [line for line in self._lines if with_routine or not _is_routine(line[2])]
+        chosen = lines if last is None else lines[-last:]
+        return "\n".join(_line(*each) for each in chosen)
+
+
+def _is_routine(what: tuple[object, ...]) -> bool:
+    if len(what) != 2 or not isinstance(what[1], tuple):
+        return False
+    event, commands = what
+    if type(event).__name__ == "TimePassed" and not commands:
+        return True
+    said = [getattr(command, "message", command) for command in commands]
+    is_quiet = all(type(each).__name__ in _ROUTINE for each in said)
+    subject = getattr(event, "message", event)
+    return is_quiet and type(subject).__name__ in (*_ROUTINE, "TimePassed")
+
+
+def _line(at: float, who: str, what: tuple[object, ...]) -> str:
+    return f"{at:9.3f}  {who:<{_WHO_WIDTH}} {' '.join(_words(each) for each in what if each != ())}"
+
+
+def _words(thing: object) -> str:
+    """A thing with what matters of it."""
+    match thing:
+        case str():
+            return thing
+        case float():
+            return f"{thing:.3f}"
+        case Enum():
+            return str(thing.value)
+        case tuple() if thing and _is_record(thing[0]) and not isinstance(thing[0], NodeFacts):
+            return "".join(f"\n{'':{_WHO_WIDTH + 12}}-> {_words(each)}" for each in thing)
+        case tuple() | frozenset():
+            return "[" + " ".join(_words(each) for each in thing) + "]"
+        case NodeFacts():
+            rank = "" if thing.requested_rank is None else f" wants rank {thing.requested_rank}"
+            return f"{thing.key}{rank}"
+        case Settings():
+            return ""
+        case Place():
+            place = f"round {thing.round} rank {thing.rank} of {thing.node_count}"
+            return f"{place}, master {thing.master_address}:{thing.master_port}, restarts {thing.restarts_used}"
+        case World():
+            return f"round {thing.round} {_words(thing.members)} restarts {thing.restarts_used}"
+        case Failure():
+            kind = " (a consequence)" if thing.is_consequence else ""
+            return f"{thing.text!r}{kind}"
+        case Outcome():
+            cause = f" because of {_words(thing.cause)}" if thing.cause else ""
+            return f"{thing.end.value} {thing.reason!r}{cause}"
+        case Memory():
+            outcome = f" {_words(thing.outcome)}" if thing.outcome else ""
+            return f"round {thing.last_round} restarts {thing.restarts_used}{outcome}"
+    return _call(thing) if _is_record(thing) else str(thing)
+
+
+def _is_record(thing: object) -> bool:
+    return hasattr(type(thing), "__match_args__")
+
+
+def _call(thing: object) -> str:
+    said = []
+    for name in type(thing).__match_args__:  # type: ignore[attr-defined]  # the caller has made sure of it
+        value = getattr(thing, name)
+        if value in ("", None, ()) or isinstance(value, Settings):
+            continue
+        is_plain = _is_record(value) or isinstance(value, (str, tuple, Enum))
+        said.append(_words(value) if is_plain else f"{name}={_words(value)}")
+    return type(thing).__name__ + (f"({', '.join(said)})" if said else "")

@@ -1,0 +1,182 @@
+"""One fake world for one seed, and the two phases of its life.
+
+Phase one: faults strike, and the rules (`checkers`) hold at every step. Phase two: the faults stop and everything
+heals. Now progress is demanded, within a bound of virtual time: the run ends, or every node that is alive runs in
+one round; then its workers are given an end, and the run must end, and everybody must hear of it.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from holdfast.agent import lifecycle
+from holdfast.rendezvous import participant
+from holdfast.rendezvous.membership import Phase
+from holdfast.rendezvous.vocabulary import Admit
+from holdfast.rendezvous.world import NodeFacts
+from tests.sim.agent import Agent
+from tests.sim.checkers import Checks
+from tests.sim.coordinator import Coordinator
+from tests.sim.engine import Engine, Violation
+from tests.sim.faults import Misfortune, Profile, Workload, draw_clock, draw_profile
+from tests.sim.host import Host, Society
+from tests.sim.network import Network
+
+
+class FakeWorld:
+    """Everything that there is for one run."""
+
+    def __init__(self, seed: int) -> None:
+        random = Random(seed)
+        self.seed = seed
+        self.profile: Profile = draw_profile(random)
+        settings = self.profile.settings
+        self.engine = Engine(random)
+        clock = draw_clock(random)
+        self.checks = Checks(settings, lambda: clock.local(self.engine.now))
+        if self.profile.is_calm:
+            self.checks.be_calm()
+        self.network = Network(self.engine, self.profile.max_delay_s)
+        self.coordinator = Coordinator(self.engine, self.network, clock, self.checks)
+        self.coordinator.does_hang_up = self.profile.does_coordinator_hang_up
+        self.society = Society(self.engine, self.checks)
+        self.workload = Workload(random, self.profile)
+        self.hosts: list[Host] = []
+        self.agents: list[Agent] = []
+        self.misfortune = Misfortune(self, self.profile)
+
+    # Hosts and agents.
+
+    def add_host(self) -> Host:
+        clock = draw_clock(self.engine.random)
+        host = Host(self.engine, f"h{len(self.hosts)}", clock, self.society, self.workload)
+        host.grace_s = self.profile.grace_s
+        self.hosts.append(host)
+        return host
+
+    def start_agent(self, host: Host) -> None:
+        """A new process on the host, with a name that nobody has had before."""
+        if host.agent is not None:
+            return
+        host.agents_started += 1
+        number = self.hosts.index(host)
+        name = f"n{number}" + "'" * (host.agents_started - 1)
+        has_rank = self.profile.do_hosts_request_ranks and number < self.profile.settings.max_nodes
+        facts = NodeFacts(
+            node_id=name,
+            address=host.name,
+            role="trainer" if number % 3 else "reader",
+            local_world_size=1 + number % 2,
+            requested_rank=number if has_rank else None,
+        )
+        agent = Agent(
+            self.engine,
+            self.network,
+            self.checks,
+            host,
+            facts,
+            self.profile.settings,
+            self.profile.reconnect_grace_s,
+            does_loop_block=self.profile.does_loop_block,
+        )
+        self.agents.append(agent)
+        agent.start()
+
+    def heal(self, host: Host) -> None:
+        self.engine.note("network", "heals for", host.name)
+        self.network.heal(host)
+
+    def thaw(self, host: Host) -> None:
+        if host.is_frozen and host.agent is not None:
+            host.agent.thaw()
+
+    def start_coordinator(self) -> None:
+        if not self.coordinator.is_up:
+            self.coordinator.start()
+
+    def thaw_coordinator(self) -> None:
+        if self.coordinator.is_frozen:
+            self.coordinator.thaw()
+
+    def close_run(self, host: Host) -> None:
+        if host.agent is not None:
+            host.agent.hear(host.agent.tell, participant.CloseWanted("closed by the user"))
+
+    # The two phases.
+
+    def run(self) -> None:
+        self._set_out()
+        self.misfortune.begin()
+        self.engine.run_until(self.profile.faults_for_s)
+        self._heal_everything()
+        self._demand("settles", self._is_settled)
+        self.society.give_an_end(within_s=2.0)
+        self._demand("ends_and_everybody_knows", self._is_over)
+
+    def _set_out(self) -> None:
+        self.engine.after(self.engine.random.choice((0.0, 0.0, 3.0)), self.start_coordinator)
+        for _ in range(self.profile.host_count):
+            spread_s = self.engine.random.choice((0.0, 0.5, 8.0))
+            self.engine.at(self.engine.random.random() * spread_s, self.start_agent, self.add_host())
+
+    def _heal_everything(self) -> None:
+        self.engine.note("world", "the faults are over")
+        self.misfortune.end()
+        self.society.is_peaceful = self.workload.is_peaceful = True
+        self.start_coordinator()
+        self.thaw_coordinator()
+        for host in self.hosts:
+            self.network.heal(host)
+            self.thaw(host)
+            if host.agent is not None:
+                host.agent.loop_paused_until = 0.0
+
+    def _demand(self, what: str, is_so: object) -> None:
+        assert callable(is_so)
+        settings = self.profile.settings
+        once_s = self.profile.grace_s + settings.lease_s + settings.last_call_s + settings.drop_timeout_s
+        bound_s = 1.1 * (settings.join_timeout_s + 3 * once_s + settings.policy.backoff_cap_s + 20.0)
+        if not self.engine.run_until(self.engine.now + bound_s, is_so):
+            raise Violation(what, f"not within {bound_s:.1f} s after the faults were over; {self._standing()}")
+
+    def _standing(self) -> str:
+        machine = self.coordinator.machine
+        phases = ", ".join(f"{agent.name} {agent.machine.phase}" for agent in self._living())
+        return f"the run is {machine.phase if machine else 'forgotten'}, {phases or 'nobody is alive'}"
+
+    def _living(self) -> list[Agent]:
+        return [host.agent for host in self.hosts if host.agent is not None]
+
+    def _is_over(self) -> bool:
+        return not self._living()
+
+    def _is_settled(self) -> bool:
+        """Everybody who is alive runs in one round, or stands by with reason; or nobody is left."""
+        living = self._living()
+        if not living:
+            return True
+        machine = self.coordinator.machine
+        if machine is None or machine.phase is not Phase.RUNNING or machine.world is None:
+            return False
+        world, settings = machine.world, self.profile.settings
+        members = [agent for agent in living if agent.participant.facts.key in world.keys]
+        is_open = len(world.members) < settings.max_nodes and settings.admit is Admit.NOW
+        if len(members) < len(living) and is_open:
+            return False
+        return len(members) == len(world.members) and all(_is_running(agent, world.round) for agent in members)
+
+
+def _is_running(agent: Agent, round: int) -> bool:
+    phases = (lifecycle.Phase.RUNNING, lifecycle.Phase.WAITING)
+    return agent.machine.round == round and agent.machine.phase in phases and not agent.is_leaving
+
+
+def simulate(seed: int) -> FakeWorld:
+    """Live through one seed. Raises `Violation` when a rule is broken; the world is in its `world`."""
+    world = FakeWorld(seed)
+    try:
+        world.run()
+    except Violation as violation:
+        violation.world = world  # type: ignore[attr-defined]  # for whoever prints the story
+        raise
+    return world
