@@ -151,6 +151,7 @@ class Client:
         self._lock = threading.Lock()
         self._inbox: collections.deque[participant.AgentEvent | StoreRequest] = collections.deque()
         self._answers: dict[int, _Answer] = {}
+        self._sender = os.urandom(8)
         self._numbers = itertools.count(1)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_stopping = False
@@ -166,7 +167,7 @@ class Client:
     def request(self, operation: str, keys: tuple[str, ...], timeout_s: float, **fields: object) -> StoreAnswer:
         """Ask the run's key-value store; from any thread. Survives a reconnect: what got no answer is asked again."""
         number = next(self._numbers)
-        request = StoreRequest(number, operation, keys, timeout_s=timeout_s, **fields)  # type: ignore[arg-type]  # checked by msgspec
+        request = StoreRequest(self._sender, number, operation, keys, timeout_s=timeout_s, **fields)  # type: ignore[arg-type]
         answer = _Answer(request)
         with self._lock:
             self._answers[number] = answer

@@ -1,18 +1,36 @@
 """The key-value store that a coordinator keeps for each run: the values, and who waits for which keys. Pure.
 
 Requests that wait are answered when their keys are there or their time is up, whichever comes first; the clock is
-the coordinator's. What a run stores is bounded, so that no client can fill the coordinator's memory.
+the coordinator's. What a run stores, and what waits, is bounded, so that no client can fill the coordinator's memory.
+
+A client that lost its connection asks again what it got no answer to. The last answers to requests that change
+something are kept, so that a repetition gets the same answer and changes nothing.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import heapq
+from collections import OrderedDict
 from dataclasses import dataclass
 
-from holdfast.rendezvous.messages import StoreAnswer, StoreRequest
+from holdfast.rendezvous.messages import MAX_MESSAGE_BYTES, StoreAnswer, StoreRequest
 
 MAX_STORED_BYTES = 64 << 20
-MAX_WAITING = 100_000
+MAX_WAITING_BYTES = 16 << 20
+MAX_REMEMBERED_BYTES = 4 << 20
+
+# What an entry costs besides its key and value, a waiting request besides its keys, an answer besides its values. A
+# rough guess is enough.
+_ENTRY_BYTES = 200
+_WAITING_BYTES = 500
+_REMEMBERED_BYTES = 400
+# Less than what a request has besides its values: what could be set can be got.
+_ANSWER_BYTES = MAX_MESSAGE_BYTES - 80
+_INT_LIMIT = 1 << 63
+
+Answers = list[tuple[str, StoreAnswer]]
+
+_FULL = f"the store is full (at most {MAX_STORED_BYTES >> 20} MiB)"
 
 
 @dataclass(slots=True)
@@ -21,6 +39,7 @@ class _Waiting:
     request: StoreRequest
     deadline: float
     missing: set[str]
+    cost_bytes: int
 
 
 class KeyValues:
@@ -28,124 +47,190 @@ class KeyValues:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._bytes = 0
+        self._stored_bytes = 0
         self._waiting: dict[int, _Waiting] = {}
-        self._waiters_of: defaultdict[str, set[int]] = defaultdict(set)
+        self._waiting_bytes = 0
+        self._waiters_of: dict[str, set[int]] = {}
+        self._requests_of: dict[str, set[int]] = {}
+        # Deadlines of requests that wait, and of some that do not any more.
+        self._deadlines: list[tuple[float, int]] = []
         self._count = 0
+        self._remembered: OrderedDict[tuple[bytes, int], StoreAnswer] = OrderedDict()
+        self._remembered_bytes = 0
 
-    def handle(self, client: str, request: StoreRequest, now: float) -> list[tuple[str, StoreAnswer]]:
+    @property
+    def is_empty(self) -> bool:
+        return not self._values and not self._waiting
+
+    def handle(self, client: str, request: StoreRequest, now: float) -> Answers:
+        name = (request.sender, request.number)
+        if name in self._remembered:
+            return [(client, self._remembered[name])]
         match request.operation:
             case "set" if len(request.keys) == len(request.values):
-                return self._set(client, request)
+                return self._once(client, request, self._set(request))
             case "get" | "wait":
                 return self._wait(client, request, now)
-            case "add" if len(request.keys) == 1:
-                return self._add(client, request)
-            case "compare_set" if len(request.keys) == 1 and len(request.values) == 2:
-                return self._compare_set(client, request)
             case "check":
                 is_there = all(key in self._values for key in request.keys)
                 return [(client, StoreAnswer(request.number, amount=int(is_there)))]
+            case "add" if len(request.keys) == 1:
+                return self._once(client, request, self._add(request))
+            case "compare_set" if len(request.keys) == 1 and len(request.values) == 2:
+                return self._once(client, request, self._compare_set(request))
             case "delete" if len(request.keys) == 1:
-                return self._delete(client, request)
-        problem = f"the store does not know {request.operation!r} with {len(request.keys)} keys"
+                return self._once(client, request, self._delete(request))
+        given = f"{len(request.keys)} keys and {len(request.values)} values"
+        problem = f"the store does not know {request.operation[:40]!r} with {given}"
         return [(client, StoreAnswer(request.number, problem=problem))]
 
-    def _set(self, client: str, request: StoreRequest) -> list[tuple[str, StoreAnswer]]:
-        answers = []
-        for key, value in zip(request.keys, request.values, strict=True):
-            if not self._put(key, value):
-                return [(client, StoreAnswer(request.number, problem="the store is full"))]
-            answers += self._wake(key)
-        return [(client, StoreAnswer(request.number)), *answers]
+    def _once(self, client: str, request: StoreRequest, answer: StoreAnswer) -> Answers:
+        """Keep the answer of a request that must not be carried out again, and wake those who wait for its keys."""
+        self._remembered[request.sender, request.number] = answer
+        self._remembered_bytes += _answer_bytes(answer)
+        while self._remembered_bytes > MAX_REMEMBERED_BYTES:
+            self._remembered_bytes -= _answer_bytes(self._remembered.popitem(last=False)[1])
+        return [(client, answer), *self._wake(request.keys)]
 
-    def _put(self, key: str, value: bytes) -> bool:
-        before = len(key) + len(self._values[key]) if key in self._values else 0
-        after = self._bytes - before + len(key) + len(value)
+    def _set(self, request: StoreRequest) -> StoreAnswer:
+        """All of them or none."""
+        has_room = self._put(dict(zip(request.keys, request.values, strict=True)))
+        return StoreAnswer(request.number, problem="" if has_room else _FULL)
+
+    def _put(self, entries: dict[str, bytes]) -> bool:
+        before = sum(_entry_bytes(key, self._values[key]) for key in entries if key in self._values)
+        after = self._stored_bytes - before + sum(_entry_bytes(key, value) for key, value in entries.items())
         if after > MAX_STORED_BYTES:
             return False
-        self._values[key] = value
-        self._bytes = after
+        self._values.update(entries)
+        self._stored_bytes = after
         return True
 
-    def _add(self, client: str, request: StoreRequest) -> list[tuple[str, StoreAnswer]]:
+    def _add(self, request: StoreRequest) -> StoreAnswer:
         key = request.keys[0]
         try:
             total = int(self._values.get(key, b"0")) + request.amount
         except ValueError:
-            return [(client, StoreAnswer(request.number, problem=f"the value of {key!r} is not a number"))]
-        if not self._put(key, b"%d" % total):
-            return [(client, StoreAnswer(request.number, problem="the store is full"))]
-        return [(client, StoreAnswer(request.number, amount=total)), *self._wake(key)]
+            return StoreAnswer(request.number, problem=f"cannot add to {key[:200]!r}, its value is not a number")
+        if not -_INT_LIMIT <= total < _INT_LIMIT:
+            return StoreAnswer(request.number, problem=f"the sum at {key[:200]!r} is out of range (64 bits)")
+        if not self._put({key: b"%d" % total}):
+            return StoreAnswer(request.number, problem=_FULL)
+        return StoreAnswer(request.number, amount=total)
 
-    def _compare_set(self, client: str, request: StoreRequest) -> list[tuple[str, StoreAnswer]]:
+    def _compare_set(self, request: StoreRequest) -> StoreAnswer:
         """Set it if it has the expected value, or if it is not there and nothing is expected; tell what it is now."""
         key, (expected, desired) = request.keys[0], request.values
         present = self._values.get(key)
         if present == expected or (present is None and not expected):
-            if not self._put(key, desired):
-                return [(client, StoreAnswer(request.number, problem="the store is full"))]
-            return [(client, StoreAnswer(request.number, values=(desired,))), *self._wake(key)]
-        return [(client, StoreAnswer(request.number, values=(expected if present is None else present,)))]
+            if not self._put({key: desired}):
+                return StoreAnswer(request.number, problem=_FULL)
+            return StoreAnswer(request.number, values=(desired,))
+        return StoreAnswer(request.number, values=(expected if present is None else present,))
 
-    def _delete(self, client: str, request: StoreRequest) -> list[tuple[str, StoreAnswer]]:
-        value = self._values.pop(request.keys[0], None)
+    def _delete(self, request: StoreRequest) -> StoreAnswer:
+        key = request.keys[0]
+        value = self._values.pop(key, None)
         if value is not None:
-            self._bytes -= len(request.keys[0]) + len(value)
-        return [(client, StoreAnswer(request.number, amount=int(value is not None)))]
+            self._stored_bytes -= _entry_bytes(key, value)
+        return StoreAnswer(request.number, amount=int(value is not None))
 
-    def _wait(self, client: str, request: StoreRequest, now: float) -> list[tuple[str, StoreAnswer]]:
+    # Waiting.
+
+    def _wait(self, client: str, request: StoreRequest, now: float) -> Answers:
         missing = {key for key in request.keys if key not in self._values}
         if not missing:
             return [(client, self._found(request))]
         if request.timeout_s <= 0:
             return [(client, StoreAnswer(request.number, problem="timeout"))]
-        if len(self._waiting) >= MAX_WAITING:
+        cost_bytes = _WAITING_BYTES + sum(_WAITING_BYTES + len(key) for key in request.keys)
+        if self._waiting_bytes + cost_bytes > MAX_WAITING_BYTES:
             return [(client, StoreAnswer(request.number, problem="too many requests wait already"))]
         self._count += 1
-        self._waiting[self._count] = _Waiting(client, request, now + request.timeout_s, missing)
-        for key in missing:
-            self._waiters_of[key].add(self._count)
+        waiting = _Waiting(client, request, now + request.timeout_s, missing, cost_bytes)
+        self._keep(self._count, waiting)
         return []
 
+    def _keep(self, number: int, waiting: _Waiting) -> None:
+        self._waiting[number] = waiting
+        self._waiting_bytes += waiting.cost_bytes
+        self._requests_of.setdefault(waiting.client, set()).add(number)
+        for key in waiting.missing:
+            self._waiters_of.setdefault(key, set()).add(number)
+        heapq.heappush(self._deadlines, (waiting.deadline, number))
+        if len(self._deadlines) > 2 * len(self._waiting) + 64:
+            self._deadlines = [(each.deadline, at) for at, each in self._waiting.items()]
+            heapq.heapify(self._deadlines)
+
+    def _forget(self, number: int) -> _Waiting:
+        waiting = self._waiting.pop(number)
+        self._waiting_bytes -= waiting.cost_bytes
+        _discard(self._requests_of, waiting.client, number)
+        for key in waiting.missing:
+            _discard(self._waiters_of, key, number)
+        return waiting
+
     def _found(self, request: StoreRequest) -> StoreAnswer:
-        values = tuple(self._values[key] for key in request.keys) if request.operation == "get" else ()
+        if request.operation != "get":
+            return StoreAnswer(request.number)
+        values = tuple(self._values[key] for key in request.keys)
+        if sum(map(len, values)) + 5 * len(values) > _ANSWER_BYTES:
+            problem = f"the values of these {len(values)} keys are too large for one answer ({_ANSWER_BYTES} bytes)"
+            return StoreAnswer(request.number, problem=problem)
         return StoreAnswer(request.number, values=values)
 
-    def _wake(self, key: str) -> list[tuple[str, StoreAnswer]]:
+    def _wake(self, keys: tuple[str, ...]) -> Answers:
+        """Answer whoever has waited for one of these keys and misses no other, the longest waiting first."""
+        woken = {number for key in keys if key in self._values for number in self._waiters_of.get(key, ())}
         answers = []
-        for number in self._waiters_of.pop(key, ()):
+        for number in sorted(woken):
             waiting = self._waiting[number]
-            waiting.missing.discard(key)
-            if not waiting.missing:
+            # One that came earlier may have been deleted since.
+            missing = {key for key in waiting.request.keys if key not in self._values}
+            if not missing:
                 self._forget(number)
-                # A key that came earlier may have been deleted since; then it waits no longer in vain.
-                is_there = all(each in self._values for each in waiting.request.keys)
-                answer = (
-                    self._found(waiting.request) if is_there else StoreAnswer(waiting.request.number, problem="timeout")
-                )
-                answers.append((waiting.client, answer))
+                answers.append((waiting.client, self._found(waiting.request)))
+            else:
+                self._wait_for(number, waiting, missing)
         return answers
 
-    def _forget(self, number: int) -> None:
-        waiting = self._waiting.pop(number)
-        for key in waiting.missing:
-            self._waiters_of[key].discard(number)
-            if not self._waiters_of[key]:
-                del self._waiters_of[key]
+    def _wait_for(self, number: int, waiting: _Waiting, missing: set[str]) -> None:
+        for key in waiting.missing - missing:
+            _discard(self._waiters_of, key, number)
+        for key in missing - waiting.missing:
+            self._waiters_of.setdefault(key, set()).add(number)
+        waiting.missing = missing
 
     def drop_client(self, client: str) -> None:
-        for number in [each for each, waiting in self._waiting.items() if waiting.client == client]:
+        for number in list(self._requests_of.get(client, ())):
             self._forget(number)
+
+    # Time.
 
     def next_deadline(self) -> float | None:
-        return min((waiting.deadline for waiting in self._waiting.values()), default=None)
+        while self._deadlines and self._deadlines[0][1] not in self._waiting:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
 
-    def expire(self, now: float) -> list[tuple[str, StoreAnswer]]:
-        late = [number for number, waiting in self._waiting.items() if waiting.deadline <= now]
+    def expire(self, now: float) -> Answers:
         answers = []
-        for number in late:
-            waiting = self._waiting[number]
-            self._forget(number)
+        while (deadline := self.next_deadline()) is not None and deadline <= now:
+            waiting = self._forget(heapq.heappop(self._deadlines)[1])
             answers.append((waiting.client, StoreAnswer(waiting.request.number, problem="timeout")))
         return answers
+
+
+def _entry_bytes(key: str, value: bytes) -> int:
+    return _ENTRY_BYTES + 4 * len(key) + len(value)
+
+
+def _answer_bytes(answer: StoreAnswer) -> int:
+    return _REMEMBERED_BYTES + sum(map(len, answer.values)) + len(answer.problem)
+
+
+def _discard(index: dict[str, set[int]], key: str, number: int) -> None:
+    numbers = index.get(key)
+    if numbers is not None:
+        numbers.discard(number)
+        if not numbers:
+            del index[key]

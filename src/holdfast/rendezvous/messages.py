@@ -1,8 +1,9 @@
 """What crosses the wire between an agent and its coordinator: typed, size-limited, nothing that is executed.
 
-A message is a tagged msgpack map, checked field by field on the way in by `msgspec`. A frame is its length in four
-bytes and the message. Anything longer than `MAX_MESSAGE_BYTES`, and anything that is not exactly one of the kinds
-below, costs its sender the connection.
+A message is a tagged msgpack map, checked field by field on the way in by `msgspec`, and its values by `bounds`. A
+frame is its length in four bytes and the message. Anything longer than `MAX_MESSAGE_BYTES`, and anything that is not
+exactly one of the kinds below, costs its sender the connection. Before both sides know each other the limit is
+`MAX_HANDSHAKE_BYTES`, so that strangers cannot make a coordinator keep much.
 
 The first frames are the handshake (`Challenge`, `Hello`, `Welcome` or `Denied`), in which both sides prove that they
 know the token if there is one. After it come messages of the run, and requests to its key-value store, which are
@@ -11,18 +12,22 @@ answered by their number.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import struct
 
 import msgspec
 
+from holdfast.rendezvous import bounds
 from holdfast.rendezvous.outcome import Failure, Outcome
 from holdfast.rendezvous.vocabulary import Settings, Stage
 from holdfast.rendezvous.world import NodeFacts, Place
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 20
+MAX_HANDSHAKE_BYTES = 1 << 14
+NONCE_BYTES = 32
 _LENGTH = struct.Struct("!I")
 
 
@@ -59,8 +64,13 @@ Handshake = Challenge | Hello | Welcome | Denied
 
 
 class StoreRequest(msgspec.Struct, frozen=True, tag=True):
-    """`operation` is one of set, get, add, compare_set, wait, check, delete. `timeout_s` is for those that wait."""
+    """`operation` is one of set, get, add, compare_set, wait, check, delete. `timeout_s` is for those that wait.
 
+    `sender` and `number` together name the request: one that comes a second time, because the connection was lost
+    before the answer came, is answered again and not carried out again.
+    """
+
+    sender: bytes
     number: int
     operation: str
     keys: tuple[str, ...]
@@ -172,13 +182,14 @@ class Malformed(ValueError):  # noqa: N818
 class Frames:
     """Cuts a stream of bytes into messages of one of the given kinds."""
 
-    def __init__(self, kinds: object) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kinds)
+    def __init__(self, kinds: object, limit_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._buffer = bytearray()
+        self.expect(kinds, limit_bytes)
 
-    def expect(self, kinds: object) -> None:
+    def expect(self, kinds: object, limit_bytes: int = MAX_MESSAGE_BYTES) -> None:
         """From the next message on other kinds are expected."""
-        self._decoder = msgspec.msgpack.Decoder(kinds)
+        self._decoder = _decoder(kinds)
+        self._limit_bytes = limit_bytes
 
     def feed(self, data: bytes) -> None:
         self._buffer += data
@@ -188,18 +199,57 @@ class Frames:
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
-        if length > MAX_MESSAGE_BYTES:
-            raise Malformed(f"a message of {length} bytes is longer than the {MAX_MESSAGE_BYTES} that are allowed")
+        if length > self._limit_bytes:
+            raise Malformed(f"a message of {length} bytes is longer than the {self._limit_bytes} that are allowed")
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
         body = bytes(self._buffer[_LENGTH.size : end])
         del self._buffer[:end]
+        return self._decode(body)
+
+    def _decode(self, body: bytes) -> object:
         try:
             message: object = self._decoder.decode(body)
-            return message
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise Malformed(f"not a message: {error}") from None
+        problem = _problem(message)
+        if problem:
+            raise Malformed(f"{type(message).__name__} makes no sense: {problem}")
+        return message
+
+
+@functools.cache
+def _decoder(kinds: object) -> msgspec.msgpack.Decoder[object]:
+    return msgspec.msgpack.Decoder(kinds)
+
+
+def _problem(message: object) -> str:
+    """What is wrong with the values of a message that has the right shape, or nothing."""
+    match message:
+        case Hello(version=version, nonce=nonce) | Challenge(version=version, nonce=nonce):
+            # Another version is refused as such; what its nonces are like is its own business.
+            is_sound = version != PROTOCOL_VERSION or len(nonce) == NONCE_BYTES
+            return "" if is_sound else f"a nonce of {len(nonce)} bytes"
+        case Join(facts, settings, last_round, replaces):
+            is_sound = bounds.is_round(last_round) and len(replaces) <= 2 * bounds.MAX_NAME
+            problem = bounds.facts_problem(facts) or bounds.settings_problem(settings)
+            return problem or ("" if is_sound else f"last round {last_round}")
+        case Return(facts, settings, place, _):
+            problem = bounds.facts_problem(facts) or bounds.settings_problem(settings)
+            return problem or bounds.place_problem(place)
+        case StoreRequest(sender, timeout_s=seconds):
+            is_sound = bounds.is_time(seconds) and len(sender) <= NONCE_BYTES
+            return "" if is_sound else f"timeout_s is {seconds}, and its sender has {len(sender)} bytes"
+        case Failed(_, failure):
+            return bounds.failure_problem(failure)
+        case Close(reason):
+            return bounds.text_problem(reason)
+        case Sealed(_, place):
+            return bounds.place_problem(place)
+        case Ended(outcome):
+            return bounds.outcome_problem(outcome)
+    return ""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -215,7 +265,9 @@ def encode(message: msgspec.Struct) -> bytes:
 
 def prove(token: bytes, side: bytes, run_id: str, challenge: bytes, own_nonce: bytes) -> bytes:
     """That this side knows the token, for these two nonces, this run and this direction."""
-    text = b"|".join((b"holdfast", side, run_id.encode(), challenge, own_nonce))
+    parts = (b"holdfast", side, run_id.encode(), challenge, own_nonce)
+    # With their lengths, so that no two lists of parts give the same text.
+    text = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
     return hmac.new(token, text, hashlib.sha256).digest()
 
 
