@@ -1,4 +1,4 @@
-"""Live through seeds: `python -m tests.sim 17 --verbose` for one, `python -m tests.sim --seeds 10000 --jobs 2` for many."""
+"""Live through seeds: `python -m tests.sim 17 --verbose` for one, `python -m tests.sim --seeds 10000` for many."""
 
 from __future__ import annotations
 

@@ -220,6 +220,8 @@ class Agent:
         except Exception as error:
             raise Violation("machines_never_raise", f"{self.name}: {type(error).__name__}: {error}") from error
         self.engine.note(self.name, f"{before.value}:", event, tuple(commands))
+        if isinstance(event, lifecycle.RunEnded):
+            self.checks.end_taken_in(self)
         for command in commands:
             self._act(command)
 
@@ -233,7 +235,8 @@ class Agent:
             case lifecycle.StopWorkers(round, at_once):
                 self._stop_workers(at_once)
             case lifecycle.ReportFailure(round):
-                assert self.group is not None and self.group.failure is not None
+                assert self.group is not None
+                assert self.group.failure is not None
                 self.tell(participant.FailureReported(round, self._named(self.group.failure)))
             case lifecycle.ReportSuccess(round):
                 self.tell(participant.SuccessReported(round))

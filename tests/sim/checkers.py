@@ -32,6 +32,7 @@ HOOKS = (
     "workers_gone",
     "lease_ended",
     "outcome_learned",
+    "end_taken_in",
 )
 
 
@@ -340,7 +341,7 @@ class OneOutcome(Checker):
 
 
 class EndedRunStaysEnded(Checker):
-    """An ended run seals no world, and a node that knows of the end starts no workers."""
+    """An ended run seals no world, and an agent that has taken in the end starts no workers."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -354,7 +355,7 @@ class EndedRunStaysEnded(Checker):
         if self._is_over:
             self.object(f"round {world.round} was sealed after the end")
 
-    def outcome_learned(self, agent: Agent, outcome: Outcome) -> None:
+    def end_taken_in(self, agent: Agent) -> None:
         self._knowing.add(agent.name)
 
     def workers_started(self, group: Group) -> None:

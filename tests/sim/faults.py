@@ -90,7 +90,7 @@ def draw_profile(random: Random) -> Profile:
         admit=random.choice((Admit.NOW, Admit.ON_RESTART)),
         policy=_draw_policy(random),
     )
-    kinds = tuple(kind for kind in KINDS if random.random() < 0.4)
+    kinds = tuple(kind for kind in KINDS if random.random() < 0.5)
     return Profile(
         settings=settings,
         reconnect_grace_s=reconnect_grace_s,
@@ -102,18 +102,18 @@ def draw_profile(random: Random) -> Profile:
         does_coordinator_hang_up=random.random() < 0.5,
         max_delay_s=random.choice((0.002, 0.02, 0.1)),
         kinds=kinds,
-        pause_between_faults_s=random.choice((1.0, 3.0, 8.0)),
-        faults_for_s=random.uniform(8.0, 45.0),
-        chance_of_failure=random.choice((0.0, 0.1, 0.4)),
+        pause_between_faults_s=random.choice((0.5, 2.0, 5.0)),
+        faults_for_s=random.uniform(8.0, 60.0),
+        chance_of_failure=random.choice((0.0, 0.1, 0.3)),
         chance_of_hang=random.choice((0.0, 0.1)),
         chance_of_stubbornness=random.choice((0.0, 0.2)),
-        work_s=random.choice((3.0, 10.0, 30.0)),
+        work_s=random.choice((5.0, 100.0, 1000.0)),
     )
 
 
 def _draw_policy(random: Random) -> RestartPolicy:
     return RestartPolicy(
-        max_restarts=random.choice((0, 0, 1, 3, 10)),
+        max_restarts=random.choice((0, 0, 1, 3, 100)),
         window_s=random.choice((None, None, 5.0, 20.0)),
         backoff_s=random.choice((0.0, 0.0, 0.5)),
         backoff_cap_s=2.0,
@@ -135,6 +135,7 @@ class Workload:
         self._random = random
         self._profile = profile
         self.is_peaceful = False
+        self.is_short = False
 
     def plan(self, host: Host, round: int, restarts_used: int) -> Plan:
         random, profile = self._random, self._profile
@@ -142,10 +143,10 @@ class Workload:
         consequence = Failure(text="connection closed by peer", is_consequence=random.random() < 0.7)
         stubborn = random.random() < profile.chance_of_stubbornness
         stops_after_s = random.random() ** 2 * profile.grace_s
-        ends_after_s: float | None = random.random() * profile.work_s
         failure = self._draw_failure() if random.random() < profile.chance_of_failure else None
+        ends_after_s: float | None = random.random() * (profile.work_s if failure is None else 8.0)
         if self.is_peaceful:
-            ends_after_s = failure = None
+            ends_after_s, failure = (random.random() if self.is_short else None), None
         elif random.random() < profile.chance_of_hang:
             ends_after_s = None
         return Plan(ends_after_s, failure, not stubborn, stops_after_s, feels, consequence)
@@ -262,5 +263,5 @@ class Misfortune:
 
     def _close_run(self) -> None:
         host = self._host()
-        if host.agent is not None and self._random.random() < 0.1:
+        if host.agent is not None and self._random.random() < 0.05:
             self._world.close_run(host)

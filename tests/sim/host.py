@@ -7,6 +7,7 @@ is in its `Plan`, which the scenario draws when the group starts.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -62,6 +63,8 @@ class Society:
         self.engine = engine
         self.checks = checks
         self.alive: list[Group] = []
+        self.succeeded: dict[int, set[int]] = defaultdict(set)
+        """The ranks of a round whose workers have succeeded."""
         self.is_peaceful = False
         """From now on nobody fails of itself or hangs."""
 
@@ -86,6 +89,8 @@ class Society:
         group.failure = failure
         group.has_succeeded = failure is None
         self.alive.remove(group)
+        if group.has_succeeded:
+            self.succeeded[group.round].add(group.rank)
         self.checks.workers_gone(group)
         self.engine.note(group.host.name, "workers of round", str(group.round), "end:", failure or "success")
         if failure is not None:

@@ -9,8 +9,16 @@ from holdfast.rendezvous.vocabulary import Memory, Settings
 from holdfast.rendezvous.world import NodeFacts, Place, World
 
 _WHO_WIDTH = 12
-# Deliveries of the participant and events of the lifecycle have the same names; where it matters the line says who.
-_ROUTINE = ("Heartbeat", "HeartbeatAnswer", "NodeHeard", "SendHeartbeat", "HeartbeatAnswered", "SetLease")
+_ROUTINE = (
+    "Heartbeat",
+    "HeartbeatAnswer",
+    "NodeHeard",
+    "SendHeartbeat",
+    "HeartbeatAnswered",
+    "SetLease",
+    "Connect",
+    "ConnectFailed",
+)
 
 
 class Transcript:

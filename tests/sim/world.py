@@ -110,6 +110,7 @@ class FakeWorld:
         self.engine.run_until(self.profile.faults_for_s)
         self._heal_everything()
         self._demand("settles", self._is_settled)
+        self.workload.is_short = True
         self.society.give_an_end(within_s=2.0)
         self._demand("ends_and_everybody_knows", self._is_over)
 
@@ -163,7 +164,10 @@ class FakeWorld:
         is_open = len(world.members) < settings.max_nodes and settings.admit is Admit.NOW
         if len(members) < len(living) and is_open:
             return False
-        return len(members) == len(world.members) and all(_is_running(agent, world.round) for agent in members)
+        present = {agent.participant.facts.key for agent in members}
+        finished = self.society.succeeded[world.round]
+        is_complete = all(key in present or rank in finished for rank, key in enumerate(world.keys))
+        return is_complete and all(_is_running(agent, world.round) for agent in members)
 
 
 def _is_running(agent: Agent, round: int) -> bool:

@@ -300,7 +300,7 @@ class Lifecycle:
             case Phase.STOPPING:
                 return [StopWorkers(self.round, at_once=True)] if at_once else []
             case Phase.JOINING:
-                return [Join()] if at_once else []  # Again, as a stranger.
+                return []  # That place was given up with the join.
         return self._join()
 
     def _told_outcome(self, outcome: Outcome) -> list[Command]:

@@ -327,7 +327,9 @@ class Membership:
         self._waiting.discard(node.key)
 
     def _failed(self, key: str, round: int, failure: Failure) -> list[Command]:
-        if not self._is_current(key, round):
+        """Workers that fail after the round was stopped for another reason fail of the stop: a peer was faster."""
+        is_of_stop = self.phase is Phase.STOPPING and not self._failures
+        if is_of_stop or not self._is_current(key, round):
             return []
         self._failures.append(failure)
         return self._stop(failure.text)
@@ -451,7 +453,7 @@ class Membership:
 
     def _form(self, now: float) -> list[Command]:
         if not self._nodes or self.settings is None:
-            self._forming_since = self._enough_since = None
+            self._forming_since = self._enough_since = self._progress_due = None
             return []
         self._forming_since = now if self._forming_since is None else self._forming_since
         if len(self._waiting) < self.settings.min_nodes:

@@ -8,6 +8,8 @@ the coordinator may have missed is said again after each reconnect, and saying i
                                              |
                                              +--place lost--> OUTSIDE (the next join is a new incarnation)
 
+A node that is given up while it waits has nothing to stop: it becomes a new incarnation and joins again by itself.
+
 A handler feeds it what the agent does (`JoinRequested`, `FailureReported`, ...) and passes on what it delivers
 (`WorldSealed`, `RoundStopped`, ...). In the simulator the same object stands between the fake network and the
 agent's lifecycle machine.
@@ -15,7 +17,6 @@ agent's lifecycle machine.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 from enum import StrEnum
 from typing import assert_never
@@ -150,7 +151,7 @@ class Participant:
         self._failure: FailureReported | None = None
         self._close_reason = ""
         self._has_left = False
-        self._outbox: deque[messages.ToCoordinator] = deque()
+        self._end: RunEnded | JoinRefused | None = None
 
     @property
     def is_connected(self) -> bool:
@@ -199,6 +200,8 @@ class Participant:
     # What the agent does.
 
     def _join(self, port: int, now: float) -> list[Command]:
+        if self._end is not None:
+            return [self._end]
         commands = self._step_session(session.PlaceGivenUp(), now)
         self.facts = replace(self.facts, port=port)
         self.standing = Standing.WAITING
@@ -250,11 +253,9 @@ class Participant:
             case messages.Expelled(reason):
                 return self._lose_place(reason, now)
             case messages.Refused(reason):
-                self.standing = Standing.DONE
-                return [JoinRefused(reason)]
+                return self._finish(JoinRefused(reason), now)
             case messages.Ended(outcome):
-                self.standing = Standing.DONE
-                return [RunEnded(outcome)]
+                return self._finish(RunEnded(outcome), now)
             case messages.Progress(joined, wanted, max_nodes, seconds_left):
                 is_waiting = self.standing is Standing.WAITING
                 return [ProgressSeen(joined, wanted, max_nodes, seconds_left)] if is_waiting else []
@@ -265,20 +266,38 @@ class Participant:
         is_ours = key == self.facts.key and self.standing is Standing.WAITING
         if not is_ours or place.round <= self.last_round:
             return []
+        commands = self._step_session(session.PlaceTaken(self._asked_at), now)
+        if key != self.facts.key:
+            return commands  # It was so late that the place is lost already.
         self.standing = Standing.MEMBER
         self.place, self.last_round = place, place.round
         self._replaces = ""
-        return [*self._step_session(session.PlaceTaken(self._asked_at), now), WorldSealed(place)]
+        return [*commands, WorldSealed(place)]
 
     def _lose_place(self, reason: str, now: float) -> list[Command]:
         """Become somebody new: what the coordinator still knows of us is a ghost, and we say so when we join."""
-        if self.standing not in (Standing.MEMBER, Standing.WAITING):
-            return []
-        round = self.place.round if self.place else self.last_round
+        match self.standing:
+            case Standing.WAITING:
+                self._be_reborn()
+                return self._join(self.facts.port, now)
+            case Standing.MEMBER:
+                assert self.place is not None
+                lost = PlaceLost(self.place.round, reason)
+                self._be_reborn()
+                self.standing, self.place, self._failure = Standing.OUTSIDE, None, None
+                return [*self._step_session(session.PlaceRevoked(), now), lost]
+            case Standing.LEAVING:
+                return self._step_session(session.PlaceRevoked(), now)
+        return []
+
+    def _be_reborn(self) -> None:
         self._replaces = self.facts.key
         self.facts = replace(self.facts, incarnation=self.facts.incarnation + 1)
-        self.standing, self.place, self._failure = Standing.OUTSIDE, None, None
-        return [*self._step_session(session.PlaceGivenUp(), now), PlaceLost(round, reason)]
+
+    def _finish(self, end: RunEnded | JoinRefused, now: float) -> list[Command]:
+        """Nobody is given anything after the end, so workers that are being stopped may take their time."""
+        self.standing, self._end = Standing.DONE, end
+        return [*self._step_session(session.PlaceGivenUp(), now), end]
 
     # Saying things.
 

@@ -12,7 +12,9 @@ the spawner, which kills them when it passes, whatever the agent is doing then. 
   anything. The one that is started next waits a whole lease before it seals a world. So the lease counts anew from
   when the refused attempt was made, and the workers go on.
 
-When the time passes the place is lost (`LosePlace`): the node comes back as a new incarnation, a stranger.
+When the time passes the place is lost (`LosePlace`): the node comes back as a new incarnation, a stranger. The time
+itself stays where it is, in the past, until the workers are known to be gone: a spawner that is told late, or is
+asked to start workers late, must still find that they may not live.
 """
 
 from __future__ import annotations
@@ -82,8 +84,13 @@ class PlaceTaken:
 
 
 @record
+class PlaceRevoked:
+    """The node was told that its place is gone: its workers must not live any longer."""
+
+
+@record
 class PlaceGivenUp:
-    """The node has no workers any more: it is between rounds, or was told that its place is gone."""
+    """The node has no workers any more, or those that it has belong to a run that is over."""
 
 
 @record
@@ -91,7 +98,9 @@ class TimePassed:
     pass
 
 
-Event = Connected | ConnectFailed | Disconnected | HeartbeatAnswered | PlaceTaken | PlaceGivenUp | TimePassed
+Event = (
+    Connected | ConnectFailed | Disconnected | HeartbeatAnswered | PlaceTaken | PlaceRevoked | PlaceGivenUp | TimePassed
+)
 
 
 # Commands.
@@ -139,18 +148,19 @@ class Session:
         self._failures = 0
         self._lease_from = 0.0
         self._closed_at: float | None = None
+        self._lost_at: float | None = None
         self._told: float | None = None
         self._story: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
 
     def step(self, event: Event, now: float) -> list[Command]:
         commands = self._react(event, now)
-        commands += self._lose_place_if_due(now)
-        commands += self._tell_lease()
+        lost = self._lose_place_if_due(now)
+        commands += [*self._tell_lease(), *lost]
         self._story.append((now, event, tuple(commands)))
         return commands
 
     def next_deadline(self) -> float | None:
-        candidates = [self.workers_may_live_until()]
+        candidates = [self.workers_may_live_until() if self._lost_at is None else None]
         if self.line is Line.OPEN:
             candidates.append(self._next_heartbeat_at)
         if self.line is Line.CLOSED:
@@ -160,6 +170,8 @@ class Session:
     def workers_may_live_until(self) -> float | None:
         if not self.has_place or self._may_outlive_lease:
             return None
+        if self._lost_at is not None:
+            return self._lost_at
         until = self._lease_from + _LEASE_SHARE * self.settings.lease_s
         if self._closed_at is not None:
             until = min(until, self._closed_at + self.settings.reconnect_grace_s)
@@ -182,15 +194,18 @@ class Session:
             case PlaceTaken(asked_at):
                 self._take_place(asked_at)
                 return []
+            case PlaceRevoked():
+                self._lost_at = now if self._lost_at is None else self._lost_at
+                return []
             case PlaceGivenUp():
-                self.has_place = False
+                self.has_place, self._lost_at = False, None
                 return []
             case TimePassed():
                 return self._due(now)
         assert_never(event)
 
     def _take_place(self, asked_at: float) -> None:
-        self.has_place = True
+        self.has_place, self._lost_at = True, None
         self._lease_from = max(self._lease_from, asked_at)
         if self._closed_at is not None and self._closed_at <= asked_at:
             self._closed_at = None
@@ -248,9 +263,9 @@ class Session:
 
     def _lose_place_if_due(self, now: float) -> list[Command]:
         until = self.workers_may_live_until()
-        if until is None or now < until:
+        if until is None or now < until or self._lost_at is not None:
             return []
-        self.has_place = False
+        self._lost_at = until
         return [LosePlace()]
 
     def _tell_lease(self) -> list[Command]:
