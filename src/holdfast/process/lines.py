@@ -136,9 +136,7 @@ class LineFilter:
     The pieces of a line beyond `max_held_bytes` are looked at one by one.
     """
 
-    def __init__(
-        self, needles: tuple[bytes, ...], prefix: bytes, max_held_bytes: int = _HELD_MAX_BYTES
-    ) -> None:
+    def __init__(self, needles: tuple[bytes, ...], prefix: bytes, max_held_bytes: int = _HELD_MAX_BYTES) -> None:
         self._needles = needles
         self._prefix = prefix
         self._max_held_bytes = max_held_bytes

@@ -225,8 +225,7 @@ class DefaultLogsSpecs(LogsSpecs):
     def __repr__(self) -> str:
         root, redirects, tee, ranks = self._identity()
         return (
-            f"DefaultLogsSpecs(root_log_dir={root}, redirects={redirects!r}, tee={tee!r}, "
-            f"local_ranks_filter={ranks!r})"
+            f"DefaultLogsSpecs(root_log_dir={root}, redirects={redirects!r}, tee={tee!r}, local_ranks_filter={ranks!r})"
         )
 
     def _identity(self) -> tuple[object, object, object, object]:

@@ -283,16 +283,18 @@ class Pump:
 
     def _copy_until_closed(self) -> None:
         while True:
+            # Looked at first: once it is set no stream is added, so those that arrive below are the last.
+            is_closing = self._is_closing
             try:
                 self._admit_arrivals()
-                if self._is_closing:
+                if is_closing:
                     self._finish()
                     return
                 self._serve_ready_lanes()
             except Exception as error:
                 # Not of one stream's making, so nothing can be dropped to cure it; perhaps memory was short.
                 self._complain(f"copying the workers' output failed and is tried again: {_describe(error)}")
-                if self._is_closing:
+                if is_closing:
                     return
                 time.sleep(0.1)
 
