@@ -199,11 +199,11 @@ def test_a_signal_does_not_close_the_rendezvous(outcome: Outcome, number: signal
     assert outcome.event() is outcome.agent.get_event_failed.return_value
 
 
-class OfItsOwn(Exception):
+class OwnError(Exception):
     pass
 
 
-@pytest.mark.parametrize("error", [RuntimeError("of the agent"), OfItsOwn("kind")])
+@pytest.mark.parametrize("error", [RuntimeError("of the agent"), OwnError("kind")])
 def test_any_other_error_closes_the_rendezvous(outcome: Outcome, error: Exception) -> None:
     with pytest.raises(type(error)) as caught:
         outcome.launch(error)
@@ -261,7 +261,8 @@ def test_events_go_where_the_config_says(outcome: Outcome, tmp_path: Path) -> No
         (sys.executable, [], ""),
         (sys.executable, ["-u"], ""),
         (sys.executable, ["-u", "script.py"], "script.py"),
-        (sys.executable, ["", "-u", 5, "script.py", "other.py"], "script.py"),
+        (sys.executable, ["-u", "script.py", "other.py"], "script.py"),
+        (sys.executable, [""], ""),
         ("/usr/bin/other", ["script.py"], "/usr/bin/other"),
         (None, [], ""),
         (None, ["script.py"], ""),

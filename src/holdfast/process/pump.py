@@ -43,12 +43,12 @@ from holdfast.process.lines import LineAssembler, LineFilter, Tail
 
 __all__ = ["LineAssembler", "Pump", "Stream", "Tail", "open_channel"]
 
-# Larger reads are slower: from 128 KiB on the C library asks the kernel for fresh memory each time.
-_READ_BYTES = 64 * 1024
-_PIPE_BYTES = 1024 * 1024
+_READ_BYTES = 128 * 1024
+# An ordinary user may have 64 MiB in pipes; two hundred workers must fit.
+_PIPE_BYTES = 256 * 1024
 
 # A console write is cut here, at a line's end, so that a slow console still shows progress to `drain`.
-_CONSOLE_WRITE_BYTES = 64 * 1024
+_CONSOLE_WRITE_BYTES = 256 * 1024
 
 # When it is closed the pump reads at most this much more from a stream, which is more than a channel holds. A
 # process that was left behind and keeps writing therefore cannot keep `close` busy.
