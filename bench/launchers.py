@@ -84,7 +84,7 @@ def started(
     """
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=said, env=environment(), cwd=tempfile.gettempdir()
+            argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=said, env=environment(), cwd="/"
         )
         try:
             yield process

@@ -15,6 +15,7 @@ import argparse
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
@@ -28,13 +29,20 @@ from measure import Row, table
 def main() -> int:
     args = _parse(sys.argv[1:])
     try:
-        ours, theirs = find_launchers()
-        print(_machine(), flush=True)
-        _warm_up(ours, theirs)
-        rows = [row for name in args.only or CASES for row in _measure(name, args, ours, theirs)]
+        # Not every launcher clears away what it makes; all of it is made in here.
+        with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as scratch:
+            os.environ["TMPDIR"] = tempfile.tempdir = scratch
+            return _run(args)
     except BenchmarkError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
+
+
+def _run(args: argparse.Namespace) -> int:
+    ours, theirs = find_launchers()
+    print(_machine(), flush=True)
+    _warm_up(ours, theirs)
+    rows = [row for name in args.only or CASES for row in _measure(name, args, ours, theirs)]
     print(f"- load average at the end: {_load()}\n\n{table(rows)}")
     return 0
 

@@ -116,3 +116,46 @@ def say(*texts: str) -> None:
     """Even texts to stdout and odd ones to stderr, a line each."""
     for index, text in enumerate(texts):
         print(text, file=sys.stderr if index % 2 else sys.stdout, flush=True)
+
+
+def live(mailbox: str, outcome: str, failing_lives: int = 1000) -> str:
+    """Rank 1 ends as it is told in its first lives and well afterwards; in those lives the others wait for that."""
+    tell(mailbox, os.environ["RANK"])
+    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < failing_lives and outcome != "success":
+        if os.environ["RANK"] == "1":
+            act(outcome)
+        time.sleep(600)
+    return f"life {os.environ['TORCHELASTIC_RESTART_COUNT']} of rank {os.environ['RANK']}"
+
+
+VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_ERROR_FILE", "HOLDFAST_ROUND",
+)  # fmt: skip
+
+
+def told(*args: Any) -> dict[str, Any]:
+    """What the worker was told: its variables and its arguments."""
+    return {**{name: os.environ[name] for name in VARIABLES}, "args": args}
+
+
+def wait_for(path: str, mailbox: str | None = None) -> dict[str, Any]:
+    """Wait until somebody writes into that FIFO."""
+    if mailbox:
+        tell(mailbox, f"{os.environ['HOLDFAST_ROUND']} {os.environ['WORLD_SIZE']} {os.environ['RANK']}")
+    with open(path) as gate:
+        gate.read()
+    return told()
+
+
+def leave_daemon(mailbox: str) -> None:
+    """Fork an orphan in a session of its own, and wait."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+    tell(mailbox, os.getpid())
+    while True:
+        time.sleep(600)

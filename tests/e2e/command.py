@@ -39,9 +39,12 @@ _OTHER_VARIABLES = {
 }
 
 # Python ignores SIGPIPE and hands that on to what it executes; a shell does not.
-_WRAPPER = (
-    "import os, signal, sys; signal.signal(signal.SIGPIPE, signal.SIG_DFL)\n{}\nos.execv(sys.argv[1], sys.argv[1:])"
-)
+_WRAPPER = """
+import os, signal, sys
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+{}
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 def clean_environment() -> dict[str, str]:

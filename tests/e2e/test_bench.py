@@ -26,8 +26,7 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_script_measures_and_prints_a_table() -> None:
-    command = [sys.executable, BENCH / "one_node.py", "--only", "import", "--repetitions", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = _bench("--only", "import", "--repetitions", "1")
     assert done.returncode == 0, done.stderr
     facts, _, table = done.stdout.partition("\n\n")
     assert "- torch: " in facts
@@ -38,11 +37,14 @@ def test_the_script_measures_and_prints_a_table() -> None:
 
 
 def test_a_wrong_name_is_refused() -> None:
-    done = subprocess.run(
-        [sys.executable, BENCH / "one_node.py", "--only", "nothing"], capture_output=True, text=True, timeout=110
-    )
+    done = _bench("--only", "nothing")
     assert done.returncode == 2
     assert "nothing" in done.stderr
+
+
+def _bench(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCH / "one_node.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110)
 
 
 def _line(rank: int, number: int) -> bytes:
@@ -119,6 +121,10 @@ def test_bounds_are_judged(
 
 def test_the_sides_take_turns(measure: ModuleType) -> None:
     calls: list[str] = []
-    results = measure.take_turns(3, [lambda: calls.append("a") or 1, lambda: calls.append("b") or 2])
+
+    def side(name: str) -> int:
+        calls.append(name)
+        return len(calls)
+
+    assert measure.take_turns(3, [lambda: side("a"), lambda: side("b")]) == [[1, 3, 5], [2, 4, 6]]
     assert calls == ["a", "b"] * 3
-    assert results == [[1, 1, 1], [2, 2, 2]]

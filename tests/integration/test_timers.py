@@ -352,10 +352,11 @@ def test_a_kill_that_fails_is_tried_again_until_it_works(
         kernel_kill(pid, sig)
 
     dumps = running.server._dump_stacks = DumpCounter()
-    monkeypatch.setattr(os, "kill", reluctant)
-    running.write(past(bystander.pid, "a"))
-    assert bystander.wait(DEADLINE_S) == -signal.SIGKILL
-    running.expect("timer expired", "kill worker process")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "kill", reluctant)
+        running.write(past(bystander.pid, "a"))
+        assert bystander.wait(DEADLINE_S) == -signal.SIGKILL
+        running.expect("timer expired", "kill worker process")
     assert (len(tries), dumps.pids) == (4, [bystander.pid])
     assert len(warnings(caplog, "will try again: [Errno 1] not yet")) == 1
 

@@ -518,6 +518,9 @@ def ending(error: BaseException, monkeypatch: pytest.MonkeyPatch, *tokens: str) 
         (AssertionError("must be 1"), 2, "holdfast run: error: must be 1"),
         (ValueError("bad endpoint"), 2, "holdfast run: error: bad endpoint"),
         (HostError("no memory"), 1, "holdfast run: error: no memory"),
+        (OSError(8, "Exec format error", "./x"), 1, "holdfast run: error: the system refuses './x': Exec format error"),
+        (OSError(24, "Too many open files"), 1, "holdfast run: error: the system refuses: Too many open files"),
+        (OSError("who knows"), 1, "holdfast run: error: who knows"),
         (RendezvousTimeoutError("2 of 3 came"), 1, "holdfast run: error: 2 of 3 came"),
         (RendezvousTimeoutError(), 1, "holdfast run: error: RendezvousTimeoutError"),
         (SignalException("got it", signal.SIGTERM), 143, "holdfast: stopped by SIGTERM"),
@@ -547,9 +550,7 @@ def test_verbose_adds_where_an_error_comes_from(
     assert said.endswith("\nholdfast run: error: no memory\n")
 
 
-@pytest.mark.parametrize(
-    "error", [KeyError("x"), InternalError("impossible"), AssertionError(), OSError(5, "Input/output error")]
-)
+@pytest.mark.parametrize("error", [KeyError("x"), InternalError("impossible"), AssertionError(), ValueError()])
 def test_our_own_faults(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert ending(error, monkeypatch) == 1
     lines = capsys.readouterr().err.splitlines()

@@ -6,6 +6,7 @@ import py_compile
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -162,3 +163,37 @@ def test_flags_make_an_interpreter_like_this_one(flags: list[str]) -> None:
     line = [sys.executable, *flags, "-c", "\n".join([show, again, run])]
     first, second = subprocess.run(line, capture_output=True, text=True, check=False).stdout.splitlines()
     assert first == second
+
+
+def a_function() -> None:
+    pass
+
+
+def runs_a_script(script: str) -> None:
+    pass
+
+
+runs_a_script.runs_script = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "args", "name"),
+    [
+        (sys.executable, ["-u", "dir/x.py", "a"], "dir/x.py"),
+        (sys.executable, ["-W", "error", "x.py"], "x.py"),
+        (sys.executable, ["-u", "-m", "pkg.mod", "a"], "pkg.mod"),
+        (sys.executable, [], ""),
+        (sys.executable, ["-u"], ""),
+        (sys.executable, [""], ""),
+        ("/opt/python3.12", ["x.py"], "x.py"),
+        ("python3", ["-c", "code"], "python3"),
+        ("python3", [], "python3"),
+        ("/bin/echo", ["x.py"], "/bin/echo"),
+        (a_function, ["x.py"], ""),
+        (runs_a_script, ["x.py", "a"], "x.py"),
+        (runs_a_script, [], ""),
+        (None, [], ""),
+    ],
+)
+def test_what_a_run_is_called_after(entrypoint: Any, args: list[str], name: str) -> None:
+    assert entry.program_name(entrypoint, args) == name

@@ -74,6 +74,7 @@ def entry(args: argparse.Namespace) -> tuple[Callable[..., Any] | str, list[str]
 
 def check_program(args: argparse.Namespace, local_world_size: int) -> None:
     """Whether there is something to run, found out before anything starts. Modules are left to Python."""
+    check_combination(args)
     if args.no_python:
         _check_command(args.training_script)
         return

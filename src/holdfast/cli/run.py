@@ -444,12 +444,20 @@ def _explain(error: BaseException) -> int:
         console.write(f"{console.PREFIX} stopped by {signals.signal_name(number)}\n")
         return 128 + number
     is_usage = isinstance(error, UserError) or _is_refused_value(error)
-    is_foreseen = isinstance(error, HoldfastError | RendezvousError) and not isinstance(error, InternalError)
+    # What the system refuses (a program in a foreign format, one descriptor too many) is not for us to explain.
+    is_foreseen = isinstance(error, HoldfastError | RendezvousError | OSError) and not isinstance(error, InternalError)
     if not is_usage and not is_foreseen:
         return _own_up(error)
     log.debug("where this comes from:", exc_info=error)
-    console.write_error(PROGRAM, str(error) or type(error).__name__)
+    console.write_error(PROGRAM, _words_of(error))
     return 2 if is_usage else 1
+
+
+def _words_of(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        about = f" {os.fsdecode(error.filename)!r}" if isinstance(error.filename, str | bytes) else ""
+        return f"the system refuses{about}: {error.strerror}"
+    return str(error) or type(error).__name__
 
 
 def _is_refused_value(error: BaseException) -> bool:

@@ -126,7 +126,8 @@ class LineAssembler:
 def _prefix_lines(text: bytes, prefix: bytes) -> bytes:
     """Put the prefix before every line. Both ways work in bulk; the first is faster but knows only `\\n`."""
     if b"\r" not in text:
-        return prefix + text[:-1].replace(b"\n", b"\n" + prefix) + text[-1:]
+        inner_ends = text.count(b"\n") - text.endswith(b"\n")
+        return (prefix + text).replace(b"\n", b"\n" + prefix, inner_ends)
     return prefix + prefix.join(text.splitlines(keepends=True))
 
 

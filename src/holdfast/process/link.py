@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Mapping
@@ -22,6 +23,24 @@ if TYPE_CHECKING:
     from holdfast.process.spawner import Call
 
 _GOODBYE_PATIENCE_S = stop.KILL_PATIENCE_S + 1.0
+
+# A fork copies every open descriptor. One made by another thread at the wrong moment would keep a second copy of a
+# worker's output or of a spawner's socket, and their ends would not be seen. So those who start take turns.
+_turn = threading.RLock()
+
+
+def starting() -> threading.RLock:
+    """To be held while descriptors that are meant for another process are open."""
+    return _turn
+
+
+def _forget_turn() -> None:
+    """Whoever held it has no thread in a forked child."""
+    global _turn
+    _turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_turn)
 
 
 @record
@@ -93,10 +112,14 @@ class SpawnerLink:
         """A spawner in a fresh interpreter. Only one that calls functions itself needs the site's packages."""
         if not sys.executable:
             raise HostError("cannot start workers: this Python does not know its own executable (sys.executable)")
+        with starting():
+            return cls._launch([] if with_site_packages else ["-I", "-S"])
+
+    @classmethod
+    def _launch(cls, flags: list[str]) -> SpawnerLink:
         _ensure_standard_descriptors()
         ours, theirs = channel_pair()
         token = os.urandom(8).hex()
-        flags = [] if with_site_packages else ["-I", "-S"]
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         code = f"import sys; sys.path.insert(0, {root!r}); from holdfast.process.spawner import main; main()"
         # The mark is for what is forked from the spawner and never executes anything: it shows this environment.
@@ -115,13 +138,18 @@ class SpawnerLink:
     @classmethod
     def fork(cls, calls: Mapping[int, Call]) -> SpawnerLink:
         """A spawner that is a fork of this process and holds the functions that its workers will call."""
+        with starting():
+            return cls._fork(calls)
+
+    @classmethod
+    def _fork(cls, calls: Mapping[int, Call]) -> SpawnerLink:
         from holdfast.process import spawner
 
         _ensure_standard_descriptors()
         _flush_standard_streams()
         ours, theirs = channel_pair()
         token = os.urandom(8).hex()
-        handlers = signals.inbox().original_handlers()
+        handlers = {**spawner.handlers_now(), **signals.inbox().original_handlers()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # The user asked for a fork of this process.
             pid = os.fork()
@@ -221,6 +249,7 @@ class SpawnerLink:
         if self._is_lost:
             return
         self._is_lost = True
+        self._channel.send(("goodbye",))  # The socket's end would do, if nobody else ever held a copy of it.
         self._channel.close()
         patience_s = 0.0 if self._has_survivors else _GOODBYE_PATIENCE_S
         if _wait_until_gone([self._pid], time.monotonic() + patience_s):

@@ -87,9 +87,10 @@ class Outlets:
             tail.feed(_last_bytes(self._destinations.stderrs.get(rank, "")))
         return tail.text()
 
-    def close(self) -> None:
-        """Write what is still on its way, and let go of everything."""
-        if not self._pump.drain(_DRAIN_PATIENCE_S):
+    def close(self, *, will_end: bool = True) -> None:
+        """Write what is still on its way, and let go of everything. What a process that cannot be killed might
+        yet write is not waited for (`will_end`)."""
+        if will_end and not self._pump.drain(_DRAIN_PATIENCE_S):
             logger.warning("some output of %s could not be written in time and is lost", self._name)
         self._pump.close()
         for fd in self._filtered_fds.values():

@@ -43,12 +43,12 @@ from holdfast.process.lines import LineAssembler, LineFilter, Tail
 
 __all__ = ["LineAssembler", "Pump", "Stream", "Tail", "open_channel"]
 
-# Larger reads are slower: from 128 KiB on the C library asks the kernel for fresh memory each time.
-_READ_BYTES = 64 * 1024
-_PIPE_BYTES = 1024 * 1024
+_READ_BYTES = 128 * 1024
+# An ordinary user may have 64 MiB in pipes; two hundred workers must fit.
+_PIPE_BYTES = 256 * 1024
 
 # A console write is cut here, at a line's end, so that a slow console still shows progress to `drain`.
-_CONSOLE_WRITE_BYTES = 64 * 1024
+_CONSOLE_WRITE_BYTES = 256 * 1024
 
 # When it is closed the pump reads at most this much more from a stream, which is more than a channel holds. A
 # process that was left behind and keeps writing therefore cannot keep `close` busy.
@@ -283,16 +283,18 @@ class Pump:
 
     def _copy_until_closed(self) -> None:
         while True:
+            # Looked at first: once it is set no stream is added, so those that arrive below are the last.
+            is_closing = self._is_closing
             try:
                 self._admit_arrivals()
-                if self._is_closing:
+                if is_closing:
                     self._finish()
                     return
                 self._serve_ready_lanes()
             except Exception as error:
                 # Not of one stream's making, so nothing can be dropped to cure it; perhaps memory was short.
                 self._complain(f"copying the workers' output failed and is tried again: {_describe(error)}")
-                if self._is_closing:
+                if is_closing:
                     return
                 time.sleep(0.1)
 

@@ -9,6 +9,7 @@ every worker becomes its child. It ignores every signal that can be ignored. It 
     start(id, kind, argv, changes to the environment, cpus, names of the descriptors)
     kill(patience)                                       end every tree, say `swept` when it is done
     lease()                                              with a pipe that says until when workers may live
+    goodbye()                                            end every tree and yourself
 
 and reports `started` (with a pidfd), `refused`, `exited` (in the order in which it reaped them) and `swept`.
 
@@ -87,6 +88,7 @@ class Spawner:
         self._agent: tuple[int, ...] = ()
         self._lease_fd: int | None = None
         self._lease_until = math.inf
+        self._is_over = False
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self) -> None:
@@ -98,7 +100,7 @@ class Spawner:
         self._agent = _pidfd(os.getppid())
         for fd in self._agent:
             poller.register(fd, select.POLLIN)
-        while self._channel.is_open:
+        while self._channel.is_open and not self._is_over:
             wanted = select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0)
             poller.register(self._channel.fileno(), wanted)
             if self._lease_fd is not None:
@@ -152,6 +154,8 @@ class Spawner:
             case ("kill", patience_s):
                 self._sweep_deadline = time.monotonic() + patience_s
                 self._go_on_sweeping()
+            case ("goodbye",):
+                self._is_over = True
             case _:
                 raise ValueError(f"the spawner does not know the message {message[0]!r}")
 
@@ -359,6 +363,12 @@ def _print_exception() -> None:
     import traceback
 
     traceback.print_exc()
+
+
+def handlers_now() -> dict[Any, Any]:
+    """This process's handlers of the signals to which a spawner is deaf, for workers that inherit its memory."""
+    handlers = {number: signal.getsignal(number) for number in _DEAF_TO}
+    return {number: handler for number, handler in handlers.items() if handler is not None}
 
 
 def serve_forked(

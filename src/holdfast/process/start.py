@@ -40,6 +40,7 @@ from holdfast.process.link import (
     Started,
     StartOrder,
     Swept,
+    starting,
 )
 from holdfast.process.logs import LogsDest, LogsSpecs
 from holdfast.process.outlets import Outlets, dup_or_null
@@ -123,7 +124,8 @@ class PContext(abc.ABC):
             raise ValueError(f"the processes of {self.name!r} were started before")
         self._resources.enter_context(signals.deferred())
         try:
-            self._start()
+            with starting():
+                self._start()
         except BaseException:
             self.close(signal.SIGKILL, 0)
             raise
@@ -135,10 +137,10 @@ class PContext(abc.ABC):
         if self._lease is not None:
             self._link.lend_lease(self._lease)
         self._link.prepare()
+        self._outlets.start()
         for rank in range(self.nprocs):
             self._start_one(self._link, rank)
             self._await_starts(_MOST_UNDERWAY)
-        self._outlets.start()
         self._await_starts(0)
 
     def _await_starts(self, most_underway: int) -> None:
@@ -349,7 +351,7 @@ class PContext(abc.ABC):
             logger.error("process %d (state %s) of %s cannot be killed", pid, state, self.name)
 
     def _release(self) -> None:
-        self._outlets.close()
+        self._outlets.close(will_end=not self.survivors)
         if self._owns_link and self._link is not None:
             self._link.close()
         for slot in self._slots.values():

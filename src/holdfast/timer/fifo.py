@@ -53,7 +53,10 @@ class RequestPipe:
             if not data:
                 break
             for line in self._splitter.feed(data):
-                requests.extend(self._requests_in(line))
+                try:
+                    requests.append(wire.decode(line))
+                except ValueError as error:
+                    requests += self._salvage(line, error)
         return requests
 
     def remove(self) -> None:
@@ -75,14 +78,14 @@ class RequestPipe:
         except BlockingIOError:
             return b""
 
-    def _requests_in(self, line: bytes) -> list[FileTimerRequest]:
-        if not line:
-            return []
-        try:
-            return [wire.decode(line)]
-        except ValueError as error:
+    def _salvage(self, line: bytes, error: ValueError) -> list[FileTimerRequest]:
+        """A line of junk is reported, but if it has swallowed a request, that one counts."""
+        if line:
             self._warn(line, error)
-            return self._requests_in(wire.request_in(line))
+        try:
+            return [wire.decode(wire.request_in(line))]
+        except ValueError:
+            return []
 
     def _warn(self, line: bytes, error: ValueError) -> None:
         self._junk_lines += 1

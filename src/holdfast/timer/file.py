@@ -125,6 +125,7 @@ class FileTimerServer:
         self._timers: TimerTable[FileTimerRequest] = TimerTable()
         self._unkilled: set[int] = set()
         self._request_count = 0
+        self._is_ending = False
         self._stop_signaled = False
         self._is_closed = False
         self._watchdog_thread: threading.Thread | None = None
@@ -135,7 +136,7 @@ class FileTimerServer:
         self._poll = _poll_for(self._wakeup.fileno(), self._pipe.fileno())
 
     def start(self) -> None:
-        if self._stop_signaled:
+        if self._is_ending:
             raise UserError("this timer server has been stopped; make a new one")
         if self._watchdog_thread is not None:
             raise UserError("this timer server has already been started")
@@ -150,18 +151,16 @@ class FileTimerServer:
 
     def stop(self) -> None:
         """End the thread at once and remove the pipe; the server cannot be started again."""
+        self._stop_signaled = True
         has_ended = self._end_thread(_STOP_TIMEOUT_S)
         self._close(has_ended)
 
     def run_once(self) -> None:
-        """End the thread, if there is one, then take what is in the pipe, do one turn, and stop."""
+        """Let the thread finish its turn, if there is one, then take what is in the pipe, do one more, and stop."""
         self._end_thread(None)
-        if self._is_closed:
-            return
-        self._stop_signaled = False
-        self._turn()
-        self._stop_signaled = True
-        self._close(has_thread_ended=True)
+        if not self._is_closed:
+            self._turn()
+        self.stop()
 
     def register_timers(self, timer_requests: list[FileTimerRequest]) -> None:
         """Arm and release timers as the requests say, in their order."""
@@ -199,7 +198,7 @@ class FileTimerServer:
         return int(time.time() - (time.monotonic() - self._turn_ended_s))
 
     def _watchdog_loop(self) -> None:
-        while not self._stop_signaled:
+        while not self._is_ending:
             try:
                 self._run_watchdog()
             except Exception:
@@ -211,7 +210,7 @@ class FileTimerServer:
         now_s = time.monotonic()
         floor_s = RETRY_DELAY_S if self._unkilled else 0.0
         self._wait_until(now_s + wait_s(self._timers.next_deadline(), now_s, self._max_interval, floor_s))
-        if not self._stop_signaled:
+        if not self._is_ending:
             self._turn()
 
     def _turn(self) -> None:
@@ -310,7 +309,7 @@ class FileTimerServer:
             logger.exception("the listener for timer events failed at %r", name)
 
     def _end_thread(self, timeout_s: float | None) -> bool:
-        self._stop_signaled = True
+        self._is_ending = True
         self._wakeup.ring()
         thread, self._watchdog_thread = self._watchdog_thread, None
         return join_or_warn(thread, timeout_s)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from operator import itemgetter
 from select import PIPE_BUF
 from signal import NSIG
-from typing import Any
 
 from holdfast.errors import UserError
 from holdfast.timer.api import TimerRequest
@@ -21,7 +21,9 @@ VERSION = 1
 # Every request begins with these bytes, and none has them inside: within a JSON string the quote is escaped.
 _REQUEST_BEGINS = b'{"version"'
 _KEYS = ("version", "pid", "scope_id", "expiration_time", "signal")
-_TYPES: tuple[tuple[type, ...], ...] = ((int,), (int,), (str,), (int, float), (int,))
+_values_of = itemgetter(*_KEYS)
+_parse = json.JSONDecoder().raw_decode
+_TYPES = ((int, int, str, float, int), (int, int, str, int, int))
 _LARGEST_PID = 2**31 - 1
 
 
@@ -34,7 +36,7 @@ class FileTimerRequest(TimerRequest):
 
     def __init__(self, worker_pid: int, scope_id: str, expiration_time: float, signal: int = 0) -> None:
         TimerRequest.__init__(self, worker_pid, scope_id, expiration_time)
-        object.__setattr__(self, "signal", int(signal))
+        object.__setattr__(self, "signal", signal)
         object.__setattr__(self, "version", VERSION)
 
     @property
@@ -70,25 +72,22 @@ def encode(request: FileTimerRequest) -> bytes:
 def decode(line: bytes) -> FileTimerRequest:
     """The request in a line, or ValueError with what is wrong with it."""
     try:
-        fields = json.loads(line)
+        fields, end = _parse(text := line.decode().strip())
+        values = _values_of(fields)
     except RecursionError:
         raise ValueError("nested too deeply")
-    if not isinstance(fields, dict):
-        raise ValueError("not a JSON object")
-    version, pid, scope, expiration_time, signal = _checked_types(fields)
+    except (KeyError, TypeError):
+        raise ValueError(f"not a JSON object with {', '.join(_KEYS)}")
+    if end != len(text):
+        raise ValueError("more than one JSON object")
+    if tuple(map(type, values)) not in _TYPES:
+        raise ValueError("a field has the wrong type")
+    version, pid, scope, expiration_time, signal = values
     if version != VERSION:
         raise ValueError(f"version {version} is not known")
     if abs(pid) > _LARGEST_PID or signal >= NSIG:
         raise ValueError(f"pid {pid} or signal {signal} is out of range")
     return FileTimerRequest(pid, scope, checked_time(expiration_time), signal)
-
-
-def _checked_types(fields: dict[str, Any]) -> list[Any]:
-    values = [fields.get(key) for key in _KEYS]
-    for key, value, types in zip(_KEYS, values, _TYPES, strict=True):
-        if type(value) not in types:
-            raise ValueError(f"{key} is missing or not of type {types[0].__name__}")
-    return values
 
 
 def checked_time(expiration_time: float) -> float:

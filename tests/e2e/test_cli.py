@@ -1,0 +1,616 @@
+"""`holdfast run` in normal use: what workers are told, what is executed, what is kept, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import support
+from tests.e2e.command import COMMAND, Ended, Holdfast, clean_environment
+
+# Prints, as one line, what a worker can see of itself.
+SHOW = """
+    import json, os, sys
+    facts = {"argv": sys.argv, "env": dict(os.environ), "name": __name__, "executable": sys.executable}
+    sys.stdout.write(json.dumps(facts) + "\\n")
+"""
+FAIL_ONCE = """
+    import os, sys
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    sys.stdout.write("out {RANK} {TORCHELASTIC_RESTART_COUNT}\\n".format(**os.environ))
+    sys.stderr.write("err {RANK} {TORCHELASTIC_RESTART_COUNT}\\n".format(**os.environ))
+    if attempt == "0" and os.environ["RANK"] == "1":
+        raise ValueError("the first time fails")
+    if attempt == "0":
+        import time
+        time.sleep(3600)
+"""
+BOOM = """
+    import os, time
+    if os.environ["RANK"] == "1":
+        raise ValueError("boom")
+    time.sleep(3600)
+"""
+
+
+def facts(ended: Ended) -> list[dict[str, Any]]:
+    """What each worker showed, by rank."""
+    assert ended.code == 0, str(ended)
+    shown = [json.loads(line) for line in ended.lines]
+    return sorted(shown, key=lambda each: int(each["env"]["RANK"]))
+
+
+def told(ended: Ended, variable: str) -> list[str | None]:
+    return [each["env"].get(variable) for each in facts(ended)]
+
+
+# --- how a run ends -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [(COMMAND, "run"), (sys.executable, "-m", "holdfast", "run")], ids=["script", "-m"])
+def test_success(holdfast: Holdfast, command: tuple[str, ...]) -> None:
+    ended = holdfast.run("--nproc-per-node", "2", holdfast.script(SHOW), "a", "--b", command=command)
+    first, second = facts(ended)
+    assert first["argv"] == second["argv"] == ["job.py", "a", "--b"]
+    started, finished = ended.err.splitlines()
+    assert re.fullmatch(r"holdfast: started 2 workers of job\.py \(pids \d+, \d+\)", started)
+    assert finished == "holdfast: all 2 workers finished"
+    assert list(holdfast.temporary.iterdir()) == []
+
+
+def test_the_module_by_its_own_name(holdfast: Holdfast) -> None:
+    """The counterpart of `python -m torch.distributed.run`."""
+    command = (sys.executable, "-m", "holdfast.cli.run")
+    assert told(holdfast.run(holdfast.script(SHOW), command=command), "RANK") == ["0"]
+    assert holdfast.run("nothing.py", command=command).code == 2
+
+
+def test_failure_is_told_with_its_cause_in_the_last_line(holdfast: Holdfast) -> None:
+    ended = holdfast.run("--nproc-per-node=2", holdfast.script(BOOM))
+    assert ended.code == 1
+    assert re.fullmatch(r"Cause: rank 1 failed: ValueError: boom \(exit code 1, pid \d+\)", ended.last)
+    lines = ended.err.splitlines()
+    assert "job.py FAILED" in lines
+    assert "Stopped by holdfast: rank 0 (SIGTERM)" in lines
+    assert "  ValueError: boom" in lines
+    assert "  rank      : 1 (local_rank: 1)" in lines
+    assert len(ended.own) == 1, "only what was started, and the report itself"
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("import sys; sys.exit(7)", "rank 0 exited with code 7"),
+        ("import os; os._exit(255)", "rank 0 exited with code 255"),
+        ("import sys; sys.exit('no data')", "rank 0 failed: no data (exit code 1"),
+        ("import os; os.kill(os.getpid(), 9)", "rank 0 was killed by SIGKILL"),
+        ("import os, signal; signal.raise_signal(11)", "rank 0 was killed by SIGSEGV"),
+        ("import sys; print('last words', file=sys.stderr); sys.exit(3)", "rank 0 exited with code 3"),
+        ("raise KeyboardInterrupt", "rank 0 was killed by SIGINT"),
+        ("class Oops(Exception): pass\nraise Oops('a\\nb')", "rank 0 failed: Oops: a b (exit code 1"),
+    ],
+)
+def test_every_way_to_fail_is_exit_code_1(holdfast: Holdfast, source: str, cause: str) -> None:
+    ended = holdfast.run(holdfast.script(source))
+    assert ended.code == 1
+    assert ended.last.startswith(f"Cause: {cause}"), str(ended)
+
+
+def test_what_a_dying_worker_said_is_in_the_report(holdfast: Holdfast) -> None:
+    ended = holdfast.run(*("--no-python", "bash", "-c", "echo looking for data >&2; echo there is none >&2; exit 4"))
+    assert ended.code == 1
+    assert "    looking for data\n    there is none\n" in ended.err
+    assert re.fullmatch(r"Cause: rank 0 exited with code 4 \(pid \d+\): there is none", ended.last)
+
+
+def test_a_fatal_signal_leaves_the_stack(holdfast: Holdfast) -> None:
+    script = holdfast.script("""
+        import signal
+        def deep_inside():
+            signal.raise_signal(signal.SIGSEGV)
+        deep_inside()
+    """)
+    ended = holdfast.run(script)
+    assert ended.code == 1
+    assert "in deep_inside" in ended.last
+    assert re.search(r"stack +:\n(.*\n)*? +File .*job\.py.*, line 3 in deep_inside", ended.err)
+
+
+def test_success_after_a_restart(holdfast: Holdfast) -> None:
+    ended = holdfast.run("--nproc-per-node=2", "--max-restarts=2", holdfast.script(FAIL_ONCE))
+    assert ended.code == 0, str(ended)
+    assert sorted(ended.lines)[-2:] == ["out 1 0", "out 1 1"]
+    assert [line.partition(" (pid")[0] for line in ended.own] == [
+        "holdfast: started 2 workers of job.py",
+        "holdfast: rank 1 failed: ValueError: the first time fails (exit code 1, pid "
+        + re.search(r"pid (\d+)\); restart", ended.err)[1]
+        + "); restart 1 of 2",
+        "holdfast: started 2 workers of job.py",
+        "holdfast: all 2 workers finished after 1 restart",
+    ]
+    assert "Cause:" not in ended.err
+
+
+def test_every_restart_is_told_with_its_cause(holdfast: Holdfast) -> None:
+    ended = holdfast.run(
+        "--max-restarts=2",
+        holdfast.script("import os, sys; sys.exit(int(os.environ['ROUND_CODE']))"),
+        env={"ROUND_CODE": "9"},
+    )
+    assert ended.code == 1
+    told = [line for line in ended.own if "exited with code 9" in line]
+    assert [line.rpartition("; ")[2] for line in told] == ["restart 1 of 2", "restart 2 of 2", "no restarts left"]
+    assert ended.last.startswith("Cause: rank 0 exited with code 9")
+
+
+# --- what is executed -----------------------------------------------------------------------------------------
+
+
+def test_module(holdfast: Holdfast) -> None:
+    package = holdfast.directory / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    support.write_script(package / "task.py", SHOW)
+    (worker,) = facts(holdfast.run("-m", "pkg.task", "-m", "x"))
+    assert worker["argv"] == [str(package / "task.py"), "-m", "x"]
+    assert worker["name"] == "__main__"
+
+
+def test_bash_script(holdfast: Holdfast) -> None:
+    script = holdfast.script('#!/bin/bash\necho "rank $RANK of $WORLD_SIZE: $*"', "job.sh", executable=True)
+    ended = holdfast.run("--nproc-per-node=2", "--no-python", f"./{script}", "a b", "-c")
+    assert (ended.code, sorted(ended.lines)) == (0, ["rank 0 of 2: a b -c", "rank 1 of 2: a b -c"])
+    assert ended.own[0].startswith("holdfast: started 2 workers of job.sh (")
+
+
+def test_binary(holdfast: Holdfast) -> None:
+    ended = holdfast.run("--no-python", "echo", "-n", "hello")
+    assert (ended.code, ended.out) == (0, "hello")
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize(
+    ("ending", "cause"),
+    [
+        ("", None),
+        ("sys.exit()", None),
+        ("sys.exit(0)", None),
+        ("sys.exit(main())", None),
+        ("os._exit(0)", None),
+        ("sys.exit(5)", "exited with code 5"),
+        ("sys.exit('no data')", "failed: no data"),
+        ("raise ValueError('boom')", "failed: ValueError: boom"),
+    ],
+)
+def test_run_path(holdfast: Holdfast, method: str, ending: str, cause: str | None) -> None:
+    source = "import os, sys\ndef main(): pass\nif __name__ == '__main__':\n    print(*sys.argv, flush=True)\n"
+    script = str(holdfast.directory / holdfast.script(f"{source}    {ending}\n"))
+    ended = holdfast.run("--run-path", "--start-method", method, script, "a", "--b")
+    assert ended.lines == [f"{script} a --b"]
+    assert ended.own[0].startswith("holdfast: started 1 worker of job.py (")
+    if cause is None:
+        assert ended.code == 0, str(ended)
+    else:
+        assert ended.code == 1
+        assert cause in ended.last
+        assert f"{script} FAILED" in ended.err.splitlines()
+
+
+def test_run_path_imports_from_the_scripts_directory(holdfast: Holdfast) -> None:
+    (holdfast.directory / "lib").mkdir()
+    holdfast.script("NAME = 'beside the script'", "lib/neighbour.py")
+    script = holdfast.script("import neighbour; print(neighbour.NAME)", "lib/job.py")
+    ended = holdfast.run("--run-path", script)
+    assert (ended.code, ended.out) == (0, "beside the script\n")
+
+
+def test_another_interpreter(holdfast: Holdfast) -> None:
+    other = holdfast.directory / "python3"
+    other.symlink_to(sys.executable)
+    (worker,) = facts(holdfast.run(holdfast.script(SHOW), env={"PYTHON_EXEC": str(other)}))
+    assert worker["executable"] == str(other)
+    ended = holdfast.run(holdfast.script("raise ValueError('boom')"), env={"PYTHON_EXEC": str(other)})
+    assert ended.code == 1
+    assert ended.own[0].startswith("holdfast: started 1 worker of job.py (")
+    assert "job.py FAILED" in ended.err.splitlines()
+    assert ended.last.startswith("Cause: rank 0 failed: ValueError: boom")
+
+
+def test_an_interpreter_behind_a_wrapper(holdfast: Holdfast) -> None:
+    wrapper = holdfast.script(f'#!/bin/sh\nWRAPPED=yes exec {sys.executable} "$@"', "snake", executable=True)
+    (worker,) = facts(holdfast.run(holdfast.script(SHOW), "a", env={"PYTHON_EXEC": f"./{wrapper}"}))
+    assert (worker["env"]["WRAPPED"], worker["argv"]) == ("yes", ["job.py", "a"])
+
+
+def test_a_script_sees_what_plain_python_shows(holdfast: Holdfast) -> None:
+    script = holdfast.script("""
+        import __main__, os, pickle, sys
+        class Thing: pass
+        print(sys.argv, sys.path, sys.flags, __name__, __file__, __spec__, __main__.Thing is Thing, os.getcwd())
+        print(type(pickle.loads(pickle.dumps(Thing()))), sys.stdin.read())
+        print(sys.stdout.isatty(), sys.stdout.line_buffering, sys.stderr.encoding, sys.executable, sys.orig_argv[1:])
+        sys.stderr.write("to stderr\\n")
+    """)
+    environment = holdfast.environment()
+    plain = subprocess.run(
+        [sys.executable, "-u", script, "x"],
+        cwd=holdfast.directory,
+        env=environment,
+        input=b"stdin\n",
+        capture_output=True,
+        check=True,
+    )
+    stdin = holdfast.directory / "stdin"
+    stdin.write_text("stdin\n")
+    with stdin.open("rb") as file:
+        ended = holdfast.run("-q", script, "x", stdin=file)
+    assert ended.lines == plain.stdout.decode().splitlines()
+    assert ended.raw_err == plain.stderr
+
+
+# --- how a command line is read -------------------------------------------------------------------------------
+
+
+def test_everything_after_the_script_is_the_scripts_own(holdfast: Holdfast) -> None:
+    tail = ["--nproc-per-node", "5", "-m", "--help", "-q", "--", "--no-python", "-t3"]
+    (worker,) = facts(holdfast.run(holdfast.script(SHOW), *tail))
+    assert worker["argv"][1:] == tail
+
+
+def test_two_dashes_end_the_options(holdfast: Holdfast) -> None:
+    (worker,) = facts(holdfast.run("-q", "--", holdfast.script(SHOW), "--", "x"))
+    assert worker["argv"] == ["job.py", "--", "x"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--nproc-per-node", "2"],
+        ["--nproc-per-node=2"],
+        ["--nproc_per_node=2"],
+        ["--nproc_per-node", "2"],
+        ["--nproc", "2"],
+        ["--np=2"],
+        ["--nproc-per-node=7", "--nproc_per_node=2"],
+    ],
+    ids=" ".join,
+)
+def test_spellings(holdfast: Holdfast, options: list[str]) -> None:
+    assert told(holdfast.run(*options, holdfast.script(SHOW)), "WORLD_SIZE") == ["2", "2"]
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "variable", "values"),
+    [
+        ({"PET_NPROC_PER_NODE": "2"}, [], "WORLD_SIZE", ["2", "2"]),
+        ({"PET_NPROC_PER_NODE": "2"}, ["--nproc-per-node=1"], "WORLD_SIZE", ["1"]),
+        ({"PET_NPROC_PER_NODE": ""}, [], "WORLD_SIZE", ["1"]),
+        ({"PET_ROLE": "cook"}, [], "ROLE_NAME", ["cook"]),
+        ({"PET_MAX_RESTARTS": "4"}, [], "TORCHELASTIC_MAX_RESTARTS", ["4"]),
+        ({"PET_RDZV_ID": "mine"}, [], "TORCHELASTIC_RUN_ID", ["mine"]),
+        ({"PET_STANDALONE": "true"}, [], "WORLD_SIZE", ["1"]),
+        ({"PET_VIRTUAL_LOCAL_RANK": "1", "PET_NPROC_PER_NODE": "2"}, [], "LOCAL_RANK", ["0", "0"]),
+        ({"PET_VIRTUAL_LOCAL_RANK": "no", "PET_NPROC_PER_NODE": "2"}, [], "LOCAL_RANK", ["0", "1"]),
+        ({"PET_MASTER_PORT": "12345", "PET_MASTER_ADDR": "10.9.8.7"}, [], "MASTER_ADDR", ["10.9.8.7"]),
+        ({"PET_SIGNALS_TO_HANDLE": "SIGTERM"}, [], "TORCHELASTIC_SIGNALS_TO_HANDLE", ["SIGTERM"]),
+    ],
+)
+def test_options_from_the_environment(
+    holdfast: Holdfast, env: dict[str, str], options: list[str], variable: str, values: list[str]
+) -> None:
+    assert told(holdfast.run(*options, holdfast.script(SHOW), env=env), variable) == values
+
+
+def test_flags_from_the_environment(holdfast: Holdfast) -> None:
+    holdfast.script(SHOW, "task.py")
+    assert facts(holdfast.run("task", env={"PET_MODULE": "1"}))[0]["name"] == "__main__"
+    assert holdfast.run("echo", "x", env={"PET_NO_PYTHON": "yes"}).out == "x\n"
+    assert facts(holdfast.run("task.py", "x", env={"PET_RUN_PATH": "1"}))[0]["argv"] == ["task.py", "x"]
+
+
+def test_the_local_rank_in_arguments(holdfast: Holdfast) -> None:
+    script = holdfast.script(SHOW)
+    ended = holdfast.run("--nproc-per-node=2", script, "--out=${local_rank}.txt", "$local_rank", "$$x", "$HOME", "${")
+    assert [each["argv"][1:] for each in facts(ended)] == [
+        [f"--out={rank}.txt", str(rank), "$x", "$HOME", "${"] for rank in range(2)
+    ]
+
+
+def test_the_local_rank_in_the_name_of_the_script(holdfast: Holdfast) -> None:
+    for rank in range(2):
+        holdfast.script(SHOW, f"job{rank}.py")
+    ended = holdfast.run("--nproc-per-node=2", "job${local_rank}.py")
+    assert [each["argv"] for each in facts(ended)] == [["job0.py"], ["job1.py"]]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--help"], ["usage: holdfast COMMAND", "run "]),
+        (["--version"], ["holdfast 0."]),
+        (["run", "--help"], ["usage: holdfast run", "--nproc-per-node", "Exit status:", "Examples:"]),
+        (["run", "-h"], ["usage: holdfast run"]),
+    ],
+)
+def test_help(holdfast: Holdfast, args: list[str], words: list[str]) -> None:
+    ended = holdfast.program(COMMAND, *args)
+    assert (ended.code, ended.err) == (0, "")
+    assert [word for word in words if word not in ended.out] == []
+
+
+# --- what workers are told ------------------------------------------------------------------------------------
+
+
+def test_the_environment_of_the_workers(holdfast: Holdfast) -> None:
+    workers = facts(holdfast.run("--nproc-per-node=2", "--max-restarts=3", "--rdzv-id=mine", holdfast.script(SHOW)))
+    for rank, worker in enumerate(workers):
+        env = worker["env"]
+        assert {name: env.get(name) for name in EXPECTED} == {
+            **EXPECTED,
+            "RANK": f"{rank}",
+            "LOCAL_RANK": f"{rank}",
+            "ROLE_RANK": f"{rank}",
+        }
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert 0 < int(env["MASTER_PORT"]) < 65536
+        assert env["TORCHELASTIC_ERROR_FILE"].endswith(f"/attempt_0/{rank}/error.json")
+    assert len({worker["env"]["MASTER_PORT"] for worker in workers}) == 1
+
+
+EXPECTED = {
+    "RANK": "",
+    "LOCAL_RANK": "",
+    "ROLE_RANK": "",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+    "ROLE_WORLD_SIZE": "2",
+    "ROLE_NAME": "default",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "TORCHELASTIC_RUN_ID": "mine",
+    "TORCHELASTIC_USE_AGENT_STORE": "False",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "HOLDFAST_ROUND": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("workers", "env", "values"),
+    [
+        (1, {}, [None]),
+        (2, {}, ["1", "1"]),
+        (2, {"OMP_NUM_THREADS": "6"}, ["6", "6"]),
+        (1, {"OMP_NUM_THREADS": "6"}, ["6"]),
+    ],
+)
+def test_threads_are_limited_unless_the_user_chose(
+    holdfast: Holdfast, workers: int, env: dict[str, str], values: list[str | None]
+) -> None:
+    ended = holdfast.run(f"--nproc-per-node={workers}", holdfast.script(SHOW), env=env)
+    assert told(ended, "OMP_NUM_THREADS") == values
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"), [(None, ["0", "1"]), ("4, 7", ["4", "7"]), ("GPU-a,GPU-b,GPU-c", ["GPU-a", "GPU-b"])]
+)
+def test_virtual_local_ranks(holdfast: Holdfast, visible: str | None, devices: list[str]) -> None:
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    ended = holdfast.run("--virtual-local-rank", "--nproc-per-node=2", holdfast.script(SHOW), "${local_rank}", env=env)
+    assert told(ended, "LOCAL_RANK") == ["0", "0"]
+    assert told(ended, "CUDA_VISIBLE_DEVICES") == devices
+    assert [each["argv"][1] for each in facts(ended)] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "address", "port"),
+    [
+        (["--master-port=23456"], "127.0.0.1", "23456"),
+        (["--master-addr=10.1.2.3", "--master-port=23456"], "10.1.2.3", "23456"),
+        (["--rdzv-endpoint=some.host.example:1234"], "some.host.example", "1234"),
+        (["--rdzv-endpoint=[::1]:1234"], "::1", "1234"),
+        (["--rdzv-backend=static", "--nnodes=1", "--rdzv-endpoint=h:1"], "h", "1"),
+    ],
+)
+def test_static_tells_workers_what_the_user_wrote(
+    holdfast: Holdfast, options: list[str], address: str, port: str
+) -> None:
+    (worker,) = facts(holdfast.run(*options, holdfast.script(SHOW)))
+    assert (worker["env"]["MASTER_ADDR"], worker["env"]["MASTER_PORT"]) == (address, port)
+
+
+def test_one_of_two_static_nodes_by_itself(holdfast: Holdfast) -> None:
+    options = ["--nnodes=2", "--node-rank=1", "--nproc-per-node=2", "--rdzv-conf=coordinator_port=off"]
+    workers = facts(holdfast.run(*options, holdfast.script(SHOW)))
+    assert [worker["env"]["RANK"] for worker in workers] == ["2", "3"]
+    assert [worker["env"]["WORLD_SIZE"] for worker in workers] == ["4", "4"]
+    assert [worker["env"]["GROUP_RANK"] for worker in workers] == ["1", "1"]
+
+
+def test_numa_binding(holdfast: Holdfast) -> None:
+    if not Path("/sys/devices/system/node").is_dir():
+        pytest.skip("this kernel tells nothing of NUMA nodes")
+    script = holdfast.script("import os, sys; sys.stdout.write(f'{sorted(os.sched_getaffinity(0))}\\n')")
+    ended = holdfast.run("--numa-binding=node", "--nproc-per-node=2", script)
+    assert ended.code == 0, str(ended)
+    bound = [set(json.loads(line)) for line in ended.lines]
+    assert len(bound) == 2
+    assert all(cpus and cpus <= os.sched_getaffinity(0) for cpus in bound)
+
+
+# --- what is kept ---------------------------------------------------------------------------------------------
+
+
+def tree(root: Path) -> dict[str, str]:
+    """Every file below a directory, with its text."""
+    return {str(path.relative_to(root)): path.read_text() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def test_the_layout_of_the_log_dir(holdfast: Holdfast) -> None:
+    options = ["--log-dir", "logs/of/today", "--rdzv-id=my/run", "-r", "3", "--nproc-per-node=2", "--max-restarts=1"]
+    ended = holdfast.run(*options, holdfast.script(FAIL_ONCE))
+    assert (ended.code, ended.out) == (0, ""), str(ended)
+    (run,) = (holdfast.directory / "logs/of/today").iterdir()
+    assert re.fullmatch(r"my_run_\w{8}", run.name)
+    files = tree(run)
+    error = json.loads(files.pop("attempt_0/1/error.json"))
+    assert error["message"]["message"] == "ValueError: the first time fails"
+    assert "ValueError: the first time fails" in files["attempt_0/1/stderr.log"]
+    assert files.pop("attempt_0/1/stderr.log").startswith("err 1 0\n")
+    # Rank 0 of the first attempt may have been stopped before it wrote anything.
+    assert files.pop("attempt_0/0/stdout.log") in ("", "out 0 0\n")
+    assert files.pop("attempt_0/0/stderr.log") in ("", "err 0 0\n")
+    assert files == {
+        "attempt_0/1/stdout.log": "out 1 0\n",
+        "attempt_1/0/stdout.log": "out 0 1\n",
+        "attempt_1/0/stderr.log": "err 0 1\n",
+        "attempt_1/1/stdout.log": "out 1 1\n",
+        "attempt_1/1/stderr.log": "err 1 1\n",
+    }
+
+
+TALK = """
+    import os, sys
+    sys.stdout.write("out of " + os.environ["RANK"] + "\\n")
+    sys.stderr.write("err of " + os.environ["RANK"] + "\\n")
+"""
+
+
+def logs_of(holdfast: Holdfast) -> dict[str, str]:
+    (run,) = (holdfast.directory / "logs").iterdir()
+    return {name.removeprefix("attempt_0/"): text for name, text in tree(run).items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "out", "err", "files"),
+    [
+        ("-r 0", "out of 0,out of 1,out of 2", "err of 0,err of 1,err of 2", ""),
+        ("-r 1", "", "err of 0,err of 1,err of 2", "0/stdout 1/stdout 2/stdout"),
+        ("-r 2", "out of 0,out of 1,out of 2", "", "0/stderr 1/stderr 2/stderr"),
+        ("-r 0:3,2:1", "out of 1", "err of 1,err of 2", "0/stderr 0/stdout 2/stdout"),
+        ("-t 1", "[w0]:out of 0,[w1]:out of 1,[w2]:out of 2", "err of 0,err of 1,err of 2",
+         "0/stdout 1/stdout 2/stdout"),
+        ("-t 1:2", "out of 0,out of 1,out of 2", "[w1]:err of 1,err of 0,err of 2", "1/stderr"),
+        ("-r 0:3 -t 1:3", "[w1]:out of 1,out of 2", "[w1]:err of 1,err of 2", "0/stderr 0/stdout 1/stderr 1/stdout"),
+        ("--local-ranks-filter 1", "out of 1", "err of 1", ""),
+        ("--local-ranks-filter 0,2 -t 3", "[w0]:out of 0,[w2]:out of 2", "[w0]:err of 0,[w2]:err of 2",
+         "0/stderr 0/stdout 1/stderr 1/stdout 2/stderr 2/stdout"),
+        ("--local-ranks-filter 1 -r 1", "", "err of 1", "0/stdout 1/stdout 2/stdout"),
+    ],
+)  # fmt: skip
+def test_redirect_and_tee(holdfast: Holdfast, options: str, out: str, err: str, files: str) -> None:
+    ended = holdfast.run(
+        "-q", "--nproc-per-node=3", "--role=w", "--log-dir=logs", *options.split(), holdfast.script(TALK)
+    )
+    assert ended.code == 0, str(ended)
+    assert sorted(ended.lines) == sorted(filter(None, out.split(",")))
+    assert sorted(ended.err.splitlines()) == sorted(filter(None, err.split(",")))
+    words = {"stdout": "out", "stderr": "err"}
+    expected = {f"{name}.log": f"{words[name[2:]]} of {name[0]}\n" for name in files.split()}
+    assert logs_of(holdfast) == expected
+
+
+def test_duplicate_filters(holdfast: Holdfast) -> None:
+    script = holdfast.script("""
+        import os, sys
+        for stream in (sys.stdout, sys.stderr):
+            for text in ("step 1", "loss=0.5, fine", "nothing", "a warning"):
+                print(text, "of", os.environ["RANK"], file=stream)
+    """)
+    options = ["--duplicate-stdout-filters", "loss=0.5,, fine,nothing", "--duplicate-stderr-filters", "warn"]
+    ended = holdfast.run("-q", "--nproc-per-node=2", "--log-dir=logs", "-t3", *options, script)
+    assert ended.code == 0, str(ended)
+    files = logs_of(holdfast)
+    found = {name: sorted(files[f"filtered_{name}.log"].splitlines()) for name in ("stdout", "stderr")}
+    assert found == {
+        "stdout": [f"[default{rank}]:{text} of {rank}" for rank in range(2) for text in ("loss=0.5, fine", "nothing")],
+        "stderr": [f"[default{rank}]:a warning of {rank}" for rank in range(2)],
+    }
+    assert len(files["0/stdout.log"].splitlines()) == 4
+
+
+def test_no_logs_at_all(holdfast: Holdfast) -> None:
+    script = holdfast.script(BOOM)
+    ended = holdfast.run("--log-dir=/dev/null", "--nproc-per-node=2", script)
+    assert ended.code == 1
+    assert ended.last.startswith("Cause: rank 1 failed: ValueError: boom"), "the evidence needs no file"
+    assert list(holdfast.temporary.iterdir()) == []
+    assert told(holdfast.run("--log-dir=/dev/null", holdfast.script(SHOW)), "TORCHELASTIC_ERROR_FILE") == [""]
+
+
+def test_the_temporary_log_dir_goes_if_it_stays_empty(holdfast: Holdfast) -> None:
+    assert holdfast.run("--nproc-per-node=2", holdfast.script("")).code == 0
+    assert holdfast.run("--no-python", "false").code == 1
+    assert list(holdfast.temporary.iterdir()) == []
+
+
+def test_the_temporary_log_dir_stays_if_there_is_something_in_it(holdfast: Holdfast) -> None:
+    ended = holdfast.run("--nproc-per-node=2", holdfast.script(BOOM))
+    (found,) = [path for path in holdfast.temporary.rglob("*") if path.is_file()]
+    assert json.loads(found.read_text())["message"]["message"] == "ValueError: boom"
+    assert f"  error_file: {found}" in ended.err.splitlines()
+
+
+def test_the_launchers_own_error_file_gets_the_root_cause(holdfast: Holdfast) -> None:
+    own = holdfast.directory / "own.json"
+    ended = holdfast.run("--nproc-per-node=2", holdfast.script(BOOM), env={"TORCHELASTIC_ERROR_FILE": str(own)})
+    assert ended.code == 1
+    message = json.loads(own.read_text())["message"]
+    assert (message["message"], message["errorCode"]) == ("ValueError: boom", 1)
+    assert "Traceback" in message["extraInfo"]["py_callstack"]
+    assert int(message["extraInfo"]["timestamp"]) > 0
+
+
+def test_the_launchers_own_error_file_tells_of_its_own_errors(holdfast: Holdfast) -> None:
+    own = holdfast.directory / "own.json"
+    ended = holdfast.run("nothing.py", env={"TORCHELASTIC_ERROR_FILE": str(own)})
+    assert ended.code == 2
+    assert json.loads(own.read_text())["message"]["message"] == "UserError: script 'nothing.py' does not exist"
+
+
+def test_events_go_to_a_file(holdfast: Holdfast) -> None:
+    path = holdfast.directory / "events.jsonl"
+    script = holdfast.script(FAIL_ONCE)
+    options = [f"--event-log-handler=file:{path}", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-id=mine"]
+    assert holdfast.run(*options, script).code == 0
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    states = [event["name"].rpartition(".")[2] for event in events]
+    assert states.count("START") == 4
+    assert states.count("SUCCEEDED") == 3, "two workers and the agent"
+    assert states.count("FAILED") == 0
+    assert {event["metadata"]["run_id"] for event in events} == {"mine"}
+    entries = {json.loads(event["metadata"]["metadata"])["entry_point"] for event in events}
+    assert entries == {"job.py"}
+
+
+def test_events_name_the_script_under_run_path_too(holdfast: Holdfast) -> None:
+    path = holdfast.directory / "events.jsonl"
+    script = holdfast.script("")
+    assert holdfast.run(f"--event-log-handler=file:{path}", "--run-path", script).code == 0
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {json.loads(event["metadata"]["metadata"])["entry_point"] for event in events} == {"job.py"}
+
+
+def test_grandchildren_go_with_their_worker(holdfast: Holdfast) -> None:
+    """The check for processes that are left is part of every run; here there would be one."""
+    script = holdfast.script("""
+        import subprocess, sys
+        subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        subprocess.Popen(["sleep", "3600"])
+    """)
+    assert holdfast.run("--nproc-per-node=2", script).code == 0
+
+
+def test_clean_environment_is_what_it_says() -> None:
+    assert not [name for name in clean_environment() if name.startswith(("PET_", "TORCHELASTIC_"))]
+    assert shutil.which("holdfast", path=str(Path(COMMAND).parent)) == COMMAND

@@ -1,0 +1,383 @@
+"""The launcher: the scenarios that its users rely on, on one node, with the backends `static` and `standalone`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from holdfast import launcher
+from holdfast.agent import RunResult, WorkerState
+from holdfast.errors import UserError
+from holdfast.launcher import LaunchConfig, elastic_launch, launch_agent
+from holdfast.process import DefaultLogsSpecs, SignalException
+from holdfast.process.errors import ChildFailedError, ProcessFailure
+from holdfast.rendezvous import registry
+from tests import entrypoints, support
+
+BACKENDS = ("static", "standalone")
+CHECKS_SCRIPT = """
+import argparse, os, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--touch-file-dir")
+parser.add_argument("--local-rank")
+parser.add_argument("--fail", action="store_true")
+options = parser.parse_args()
+if options.fail:
+    raise RuntimeError("on purpose")
+for name in {names!r}:
+    assert name in os.environ, name
+assert os.environ["HF_OF_THE_PARENT"] == "seen"
+assert options.local_rank in (None, os.environ["LOCAL_RANK"])
+open(os.path.join(options.touch_file_dir, os.environ["RANK"]), "w").close()
+"""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_OF_THE_PARENT", "seen")
+    for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
+        monkeypatch.setenv(name, "")  # The launcher writes the second; monkeypatch takes that back.
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
+    if request.param == "standalone":
+        return {"rdzv_backend": "standalone"}
+    endpoint = f"127.0.0.1:{support.free_port()}"
+    return {"rdzv_backend": "static", "rdzv_endpoint": endpoint, "rdzv_configs": {"rank": 0}}
+
+
+def config(workers: int = 4, **options: Any) -> LaunchConfig:
+    defaults = {
+        "run_id": "run",
+        "max_restarts": 0,
+        "monitor_interval": 0.1,
+        "logs_specs": DefaultLogsSpecs("/dev/null"),
+    }
+    return LaunchConfig(1, 1, workers, **{**defaults, "rdzv_backend": "standalone", **options})
+
+
+def script(tmp_path: Path) -> str:
+    return support.write_script(tmp_path / "script.py", CHECKS_SCRIPT.format(names=entrypoints.VARIABLES))
+
+
+def touched(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    directory = tmp_path / "files"
+    directory.mkdir()
+    return directory
+
+
+# Scenarios 1 to 5.
+
+
+def test_a_script(backend: dict[str, Any], tmp_path: Path, files: Path) -> None:
+    launch = elastic_launch(config(**backend), sys.executable)
+    assert launch("-u", script(tmp_path), f"--touch-file-dir={files}") == dict.fromkeys(range(4))
+    assert touched(files) == ["0", "1", "2", "3"]
+
+
+def test_a_script_that_is_told_its_local_rank(backend: dict[str, Any], tmp_path: Path, files: Path) -> None:
+    launch = elastic_launch(config(**backend), sys.executable)
+    launch("-u", script(tmp_path), f"--touch-file-dir={files}", "--local-rank=${local_rank}")
+    assert touched(files) == ["0", "1", "2", "3"]
+
+
+def test_a_bash_script(backend: dict[str, Any], tmp_path: Path, files: Path) -> None:
+    path = support.write_script(tmp_path / "worker.sh", '#!/bin/bash\ntouch "$1/$RANK"\n', executable=True)
+    elastic_launch(config(**backend), path)(str(files))
+    assert touched(files) == ["0", "1", "2", "3"]
+
+
+def ten_and(rank_name: str) -> int:
+    return 10 + int(os.environ[rank_name])
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_a_function(backend: dict[str, Any], method: str) -> None:
+    results = elastic_launch(config(**backend, start_method=method), ten_and)("RANK")
+    assert results == {0: 10, 1: 11, 2: 12, 3: 13}
+
+
+def sum_of_ranks() -> int:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return int(total.item())
+
+
+def test_a_torch_group(backend: dict[str, Any]) -> None:
+    assert elastic_launch(config(**backend), sum_of_ranks)() == {0: 6, 1: 6, 2: 6, 3: 6}
+
+
+# Scenarios 7 and 8, 10 to 13: how a run ends.
+
+
+@pytest.fixture
+def recorded() -> Any:
+    with mock.patch("holdfast.launcher.events.record") as record:
+        yield record
+
+
+def test_workers_that_fail(backend: dict[str, Any], tmp_path: Path, files: Path, recorded: mock.Mock) -> None:
+    launch = elastic_launch(config(**backend), sys.executable)
+    with pytest.raises(ChildFailedError) as caught:
+        launch("-u", script(tmp_path), f"--touch-file-dir={files}", "--fail")
+    recorded.assert_called_once()
+    assert recorded.call_args.args[0].name == "torchelastic.worker.status.SUCCEEDED"
+    assert touched(files) == []
+    text = str(caught.value)
+    assert f"{tmp_path / 'script.py'} FAILED" in text
+    assert "RuntimeError: on purpose" in text.splitlines()[-1]
+
+
+class Outcome:
+    """The launcher with an agent that does as it is told, and a handler that is watched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, recorded: mock.Mock) -> None:
+        self.recorded = recorded
+        self.handler = mock.Mock()
+        self.agent = mock.Mock()
+        monkeypatch.setattr(registry, "get_rendezvous_handler", mock.Mock(return_value=self.handler))
+        monkeypatch.setattr(launcher, "LocalElasticAgent", mock.Mock(return_value=self.agent))
+
+    def launch(self, effect: Any) -> Any:
+        self.agent.run.side_effect = [effect]
+        return elastic_launch(config(), ten_and)("RANK")
+
+    def event(self) -> mock.Mock:
+        """The one event that was recorded."""
+        self.recorded.assert_called_once()
+        event: mock.Mock = self.recorded.call_args.args[0]
+        return event
+
+
+@pytest.fixture
+def outcome(monkeypatch: pytest.MonkeyPatch, recorded: mock.Mock) -> Outcome:
+    return Outcome(monkeypatch, recorded)
+
+
+def test_success_closes_the_rendezvous(outcome: Outcome) -> None:
+    assert outcome.launch(RunResult(WorkerState.SUCCEEDED, return_values={0: "a"})) == {0: "a"}
+    outcome.handler.shutdown.assert_called_once_with()
+    assert outcome.event() is outcome.agent.get_event_succeeded.return_value
+
+
+def test_failure_closes_the_rendezvous(outcome: Outcome) -> None:
+    failure = ProcessFailure(0, 4711, 3, "/no/such/file")
+    result = RunResult(WorkerState.FAILED, failures={2: failure}, stopped={1: "SIGTERM"})
+    with pytest.raises(ChildFailedError) as caught:
+        outcome.launch(result)
+    assert (caught.value.name, caught.value.failures, caught.value.stopped) == ("ten_and", {2: failure}, {1: "SIGTERM"})
+    outcome.handler.shutdown.assert_called_once_with()
+    assert outcome.event() is outcome.agent.get_event_succeeded.return_value
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_does_not_close_the_rendezvous(outcome: Outcome, number: signal.Signals) -> None:
+    error = SignalException("enough", number)
+    with pytest.raises(SignalException) as caught:
+        outcome.launch(error)
+    assert caught.value is error
+    outcome.handler.shutdown.assert_not_called()
+    assert outcome.event() is outcome.agent.get_event_failed.return_value
+
+
+class OwnError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [RuntimeError("of the agent"), OwnError("kind")])
+def test_any_other_error_closes_the_rendezvous(outcome: Outcome, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        outcome.launch(error)
+    assert caught.value is error
+    outcome.handler.shutdown.assert_called_once_with()
+    assert outcome.event() is outcome.agent.get_event_failed.return_value
+
+
+def test_what_is_no_error_records_nothing(outcome: Outcome) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        outcome.launch(KeyboardInterrupt())
+    outcome.handler.shutdown.assert_called_once_with()
+    outcome.recorded.assert_not_called()
+
+
+def test_a_node_that_left_quietly_has_no_results(outcome: Outcome) -> None:
+    assert outcome.launch(RunResult(WorkerState.SUCCEEDED)) == {}
+    assert outcome.event() is outcome.agent.get_event_succeeded.return_value
+
+
+@pytest.mark.parametrize("effect", [RunResult(WorkerState.SUCCEEDED), RuntimeError("of the agent")])
+def test_a_shutdown_that_fails_hides_nothing(outcome: Outcome, effect: Any, caplog: pytest.LogCaptureFixture) -> None:
+    outcome.handler.shutdown.side_effect = ConnectionError("nobody there")
+    if isinstance(effect, Exception):
+        with pytest.raises(RuntimeError, match="of the agent"):
+            outcome.launch(effect)
+    else:
+        assert outcome.launch(effect) == {}
+    assert "the rendezvous could not be shut down: ConnectionError: nobody there" in caplog.text
+
+
+def test_a_site_that_replaces_the_metrics_and_fails(outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher.metrics, "initialize_metrics", mock.Mock(side_effect=OSError("no metrics")))
+    with pytest.raises(OSError, match="no metrics"):
+        outcome.launch(RunResult(WorkerState.SUCCEEDED))
+    outcome.handler.shutdown.assert_called_once_with()
+    assert outcome.event() is outcome.agent.get_event_failed.return_value
+
+
+def test_events_go_where_the_config_says(outcome: Outcome, tmp_path: Path) -> None:
+    outcome.agent.run.side_effect = [RunResult(WorkerState.SUCCEEDED)]
+    path = f"file:{tmp_path / 'events'}"
+    elastic_launch(config(event_log_handler=path), ten_and)("RANK")
+    assert outcome.recorded.call_args.args[1] == path
+
+
+# What it is called.
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "args", "name"),
+    [
+        (ten_and, [], "ten_and"),
+        (functools.partial(functools.partial(ten_and, "RANK")), [], "ten_and"),
+        (sys.executable, [], ""),
+        (sys.executable, ["-u"], ""),
+        (sys.executable, ["-u", "script.py"], "script.py"),
+        (sys.executable, ["-u", "script.py", "other.py"], "script.py"),
+        (sys.executable, [""], ""),
+        ("/usr/bin/other", ["script.py"], "/usr/bin/other"),
+        (None, [], ""),
+        (None, ["script.py"], ""),
+    ],
+)
+def test_names(entrypoint: Any, args: list[Any], name: str) -> None:
+    assert launcher._get_entrypoint_name(entrypoint, args) == name
+
+
+# Mistakes, before anything is started.
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"rdzv_backend": "static"}, "needs an endpoint"),
+        ({"rdzv_backend": "static", "rdzv_endpoint": "localhost"}, "'localhost' of the static rendezvous has no port"),
+        ({"rdzv_backend": "none-such"}, "unknown rendezvous backend 'none-such'"),
+        ({"signals_to_handle": "SIGTERM,SIGFOO"}, "'SIGFOO'"),
+        ({"signals_to_handle": "SIGKILL"}, "SIGKILL"),
+        ({"event_log_handler": "none-such"}, "'none-such'"),
+        ({"start_method": "clone"}, "'clone'"),
+        ({"min_nodes": 0}, "min_nodes is 0"),
+        ({"min_nodes": 3, "max_nodes": 2}, "max_nodes is 2"),
+    ],
+)
+def test_mistakes(options: dict[str, Any], text: str) -> None:
+    wrong = config()
+    for name, value in options.items():
+        setattr(wrong, name, value)
+    with pytest.raises(UserError, match=text):
+        elastic_launch(wrong, ten_and)("RANK")
+
+
+@pytest.mark.parametrize(("workers", "entrypoint"), [(0, ten_and), (-1, "true"), (1, None), (1, "")])
+def test_no_workers_or_nothing_to_run(workers: int, entrypoint: Any) -> None:
+    with pytest.raises(AssertionError):
+        elastic_launch(config(workers), entrypoint)()
+
+
+def test_a_program_that_is_not_there() -> None:
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        elastic_launch(config(), "no-such-program")()
+
+
+# LaunchConfig.
+
+
+def test_the_time_out_of_the_rendezvous() -> None:
+    given: dict[str, Any] = {"timeout": 7, "other": 1}
+    assert LaunchConfig(1, 1, 1).rdzv_configs == {"timeout": 900}
+    assert LaunchConfig(1, 1, 1, rdzv_configs=given).rdzv_configs == {"timeout": 7, "other": 1}
+    assert LaunchConfig(1, 1, 1, rdzv_configs=given, rdzv_timeout=60).rdzv_configs == {"timeout": 60, "other": 1}
+    assert given == {"timeout": 7, "other": 1}, "the caller's dictionary is the caller's"
+
+
+@pytest.mark.parametrize(
+    ("variable", "explicit", "expected"),
+    [("", None, 30), ("12", None, 12), ("12", 5, 5), ("", 0, 0), ("0", None, 0), ("rubbish", 3, 3)],
+)
+def test_the_grace_of_workers(
+    monkeypatch: pytest.MonkeyPatch, variable: str, explicit: int | None, expected: int
+) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", variable)
+    assert LaunchConfig(1, 1, 1, shutdown_timeout=explicit).shutdown_timeout == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "explicit", "text"),
+    [
+        ("", -1, "shutdown_timeout must be non-negative"),
+        ("-5", None, "shutdown_timeout must be non-negative"),
+        ("soon", None, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a number of seconds, not 'soon'"),
+    ],
+)
+def test_a_grace_that_makes_no_sense(
+    monkeypatch: pytest.MonkeyPatch, variable: str, explicit: int | None, text: str
+) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", variable)
+    with pytest.raises(ValueError, match=text):
+        LaunchConfig(1, 1, 1, shutdown_timeout=explicit)
+
+
+def test_defaults() -> None:
+    made = LaunchConfig(1, 2, 3)
+    assert isinstance(made.logs_specs, DefaultLogsSpecs)
+    assert (made.role, made.rdzv_backend, made.max_restarts, made.monitor_interval) == ("default_role", "etcd", 3, 0.1)
+    assert (made.start_method, made.event_log_handler) == ("spawn", "null")
+    assert made.signals_to_handle == "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    made.logs_specs.remove_if_unused()
+
+
+def test_a_run_without_an_id_gets_one_and_the_config_stays_as_it_was() -> None:
+    without = config(1, run_id="")
+    ids = [elastic_launch(without, entrypoints.told)()[0]["TORCHELASTIC_RUN_ID"] for _ in range(2)]
+    assert without.run_id == ""
+    assert ids[0] != ids[1]
+    assert all(id_.isdecimal() for id_ in ids)
+
+
+def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert elastic_launch(config(1, logs_specs=None), "true")() == {0: None}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_signals_are_told_to_whoever_reads_the_environment() -> None:
+    told = launch_agent(
+        config(1, signals_to_handle="SIGTERM,SIGUSR2"), entrypoints.environment, ["TORCHELASTIC_SIGNALS_TO_HANDLE"]
+    )
+    assert told[0] == {b"TORCHELASTIC_SIGNALS_TO_HANDLE": b"SIGTERM,SIGUSR2"}
+
+
+def test_a_health_check_server_is_started_and_stopped() -> None:
+    server = mock.Mock()
+    assert elastic_launch(config(1), "true", health_check_server=server)() == {0: None}
+    server.start.assert_called_once_with()
+    server.stop.assert_called_once_with()

@@ -1,0 +1,567 @@
+"""Every process has an owner, and no owner leaks one, whoever is killed or told to stop, and when."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.process import DefaultLogsSpecs, start_processes
+from tests import support
+
+PROGRAMS = Path(__file__).parent.parent / "programs"
+WORKER = str(PROGRAMS / "worker.py")
+# What a worker can leave below it; the last two are not its children any more.
+KINDS = "child,session,daemon,daemon-session"
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+# The promise is a second; the deadline is for machines that are busy.
+PROMPTLY_S = 10
+
+
+class Launch:
+    """A launching program that runs, and what its workers said."""
+
+    def __init__(self, process: subprocess.Popen[str], mailbox: support.Mailbox, gate: Path) -> None:
+        self.process = process
+        self.pid = process.pid
+        self.directory = gate.parent
+        self.mailbox = mailbox
+        self._gate = gate
+
+    def hear(self, what: str, count: int = 1) -> list[int]:
+        """Wait for that many messages of a kind; their pids. Others that come before are an error."""
+        said = [line.rsplit(" ", 2) for line in self.mailbox.take(count)]
+        assert [words[0] for words in said] == [what] * count
+        return [int(words[2]) for words in said]
+
+    def hear_group(self, ranks: int, below_each: int) -> dict[str, list[int]]:
+        """Every worker of the group with what it has started: pids by kind."""
+        said = [line.split() for line in self.mailbox.take(ranks * (1 + below_each))]
+        group: dict[str, list[int]] = {"worker": [], "grandchild": []}
+        for what, _, pid in said:
+            group[what].append(int(pid))
+        assert len(group["worker"]) == ranks
+        return group
+
+    def open_gate(self, rank: int = 0) -> None:
+        """Let that worker go on to what it was told to do."""
+        Path(f"{self._gate}{rank}").write_text("go")
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def outcome(self, deadline_s: float = support.DEADLINE_S) -> dict[str, Any]:
+        self.process.wait(deadline_s)
+        out, err = ((self.directory / name).read_text() for name in ("out", "err"))
+        assert out, err
+        return {**json.loads(out.splitlines()[-1]), "stderr": err}
+
+
+@pytest.fixture
+def launch(tmp_path: Path, mailbox: support.Mailbox) -> Iterator[Any]:
+    gate = tmp_path / "gate"
+    for rank in range(2):
+        os.mkfifo(f"{gate}{rank}")
+    with contextlib.ExitStack() as running:
+
+        def start(*worker_args: str, preexec_fn: Any = None, **order: Any) -> Launch:
+            order = {"mailbox": str(mailbox), "entry": [sys.executable, WORKER, str(mailbox), *worker_args], **order}
+            env = {**os.environ, "GATE": str(gate)}
+            script = str(PROGRAMS / "launch.py")
+            # Files, because a process that cannot be killed would keep a pipe open.
+            out, err = (running.enter_context(open(tmp_path / name, "w")) for name in ("out", "err"))
+            options = {"env": env, "preexec_fn": preexec_fn, "stdout": out, "stderr": err}
+            process = support.python(script, json.dumps(order), **options)
+            return Launch(running.enter_context(process), mailbox, gate)
+
+        yield start
+
+
+# Somebody is killed.
+
+
+def test_the_agent_is_killed(launch: Any) -> None:
+    job = launch("--start", KINDS, nproc=2)
+    group = job.hear_group(2, 4)
+    spawner = support.spawner_of(group["worker"][0])
+    job.send(signal.SIGKILL)
+    assert support.survivors([*group["worker"], *group["grandchild"], spawner], PROMPTLY_S) == []
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_the_agent_of_functions_is_killed(launch: Any, mailbox: support.Mailbox, method: str) -> None:
+    job = launch(nproc=2, start_method=method, entry=["@wait_forever", str(mailbox)])
+    pids = mailbox.numbers(2)
+    job.send(signal.SIGKILL)
+    assert support.survivors(pids, PROMPTLY_S) == []
+
+
+def test_the_agent_is_killed_although_a_child_of_its_program_holds_its_descriptors(
+    tmp_path: Path, mailbox: support.Mailbox
+) -> None:
+    """A fork of the agent's process keeps a copy of the socket to the spawner open."""
+    source = f"""
+        import os, sys, time
+        from holdfast.process import DefaultLogsSpecs, start_processes
+        context = start_processes("t", sys.executable, {{0: ({WORKER!r}, {str(mailbox)!r})}}, {{0: {{}}}},
+                                  DefaultLogsSpecs("/dev/null"))
+        if os.fork() == 0:
+            with open({str(mailbox)!r}, "w") as box:
+                box.write(f"copy - {{os.getpid()}}\\n")
+            time.sleep(600)
+        context.wait()
+    """
+    with support.python(support.write_script(tmp_path / "main.py", source)) as process:
+        said = {line.split()[0]: int(line.split()[2]) for line in mailbox.take(2)}
+        os.kill(process.pid, signal.SIGKILL)
+        assert support.survivors([said["worker"]], PROMPTLY_S) == []
+        assert support.alive(said["copy"])
+        os.kill(said["copy"], signal.SIGKILL)
+
+
+def test_the_spawner_is_killed_and_the_group_restarts(launch: Any) -> None:
+    job = launch("--start", KINDS, "--life", "0", nproc=2, max_restarts=1)
+    group = job.hear_group(2, 4)
+    first_spawner = support.spawner_of(group["worker"][0])
+    os.kill(first_spawner, signal.SIGKILL)
+    job.hear("replacement", 2)
+    assert [pid for pid in [*group["worker"], *group["grandchild"]] if support.alive(pid)] == []
+    assert job.outcome()["how"] == "success"
+
+
+def test_the_spawner_is_killed_and_no_restart_is_left(launch: Any) -> None:
+    job = launch("--start", KINDS, nproc=2)
+    group = job.hear_group(2, 4)
+    os.kill(support.spawner_of(group["worker"][0]), signal.SIGKILL)
+    outcome = job.outcome()
+    assert outcome["how"] == "ChildFailedError"
+    assert "the spawner that owned it was killed by SIGKILL" in outcome["text"]
+    assert [pid for pid in [*group["worker"], *group["grandchild"]] if support.alive(pid)] == []
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_the_spawner_of_functions_is_killed(launch: Any, mailbox: support.Mailbox, method: str) -> None:
+    job = launch(nproc=2, start_method=method, entry=["@wait_forever", str(mailbox)])
+    pids = mailbox.numbers(2)
+    os.kill(support.spawner_of(pids[0]), signal.SIGKILL)
+    outcome = job.outcome()
+    assert "the spawner that owned it was killed by SIGKILL" in outcome["text"]
+    assert not any(support.alive(pid) for pid in pids)
+
+
+def test_a_spawner_that_does_not_answer_is_killed_with_everything_it_owns(mailbox: support.Mailbox) -> None:
+    args = {rank: (WORKER, str(mailbox), "--start", KINDS) for rank in range(2)}
+    envs: dict[int, dict[str, str]] = {0: {}, 1: {}}
+    context = start_processes("t", sys.executable, args, envs, DefaultLogsSpecs("/dev/null"))
+    pids = [int(line.split()[2]) for line in mailbox.take(10)]
+    spawner = support.spawner_of(context.pids()[0])
+    os.kill(spawner, signal.SIGSTOP)
+    context.close(timeout=0)
+    assert [pid for pid in [*pids, spawner] if support.alive(pid)] == []
+
+
+def test_a_worker_is_killed_and_its_tree_is_gone_before_it_is_replaced(launch: Any, tmp_path: Path) -> None:
+    script = support.write_script(tmp_path / "reborn.py", f"""
+        import os, subprocess, sys
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.execv(sys.executable, [sys.executable, {WORKER!r}, *sys.argv[1:]])
+        left = [pid for pid in open({str(tmp_path / "pids")!r}).read().split() if os.path.exists(f"/proc/{{pid}}")]
+        with open(sys.argv[1], "w") as box:
+            box.write(f"left{{left}} - 0\\n")
+    """)  # fmt: skip
+    mailbox = tmp_path / "mailbox"
+    entry = [sys.executable, script, str(mailbox), "--start", KINDS]
+    job = launch(nproc=1, max_restarts=1, entry=entry)
+    group = job.hear_group(1, 4)
+    (tmp_path / "pids").write_text(" ".join(map(str, [*group["worker"], *group["grandchild"]])))
+    os.kill(group["worker"][0], signal.SIGKILL)
+    job.hear("left[]")
+    assert job.outcome()["how"] == "success"
+
+
+@pytest.mark.parametrize(("then", "how"), [("exit 0", "success"), ("exit 3", "ChildFailedError")])
+def test_what_a_worker_leaves_behind_goes_with_it(launch: Any, then: str, how: str) -> None:
+    job = launch("--start", KINDS, "--then", then)
+    group = job.hear_group(1, 4)
+    job.open_gate()
+    assert job.outcome()["how"] == how
+    assert [pid for pid in group["grandchild"] if support.alive(pid)] == []
+
+
+def test_what_a_worker_leaves_behind_goes_while_others_still_run(launch: Any) -> None:
+    job = launch("--start", KINDS, "--then", "exit 0", nproc=2)
+    trees: dict[str, list[int]] = {"0": [], "1": []}
+    for _, rank, pid in (line.split() for line in job.mailbox.take(10)):
+        trees[rank].append(int(pid))
+    job.open_gate(0)
+    assert support.survivors(trees["0"], PROMPTLY_S) == []
+    assert all(support.alive(pid) for pid in trees["1"])
+    job.open_gate(1)
+    assert job.outcome()["how"] == "success"
+
+
+# The kill ladder, on every path to it.
+
+
+def test_a_stubborn_worker_when_a_peer_fails(launch: Any) -> None:
+    job = launch("--on", "SIGTERM", "--then", "exit 3", "--rank", "1", nproc=2, shutdown_timeout=1)
+    pids = job.hear("worker", 2)
+    job.open_gate(1)
+    job.hear("worker-SIGTERM")
+    outcome = job.outcome()
+    assert outcome["how"] == "ChildFailedError"
+    assert "rank 0 (SIGKILL, 1 s after SIGTERM)" in outcome["text"]
+    assert not any(support.alive(pid) for pid in pids)
+
+
+def test_a_stubborn_worker_when_the_group_restarts(launch: Any) -> None:
+    options = ("--on", "SIGTERM", "--then", "exit 3", "--rank", "1", "--life", "0")
+    job = launch(*options, nproc=2, shutdown_timeout=1, max_restarts=1)
+    pids = job.hear("worker", 2)
+    job.open_gate(1)
+    job.hear("worker-SIGTERM")
+    job.hear("replacement", 2)
+    assert not any(support.alive(pid) for pid in pids)
+    assert job.outcome()["how"] == "success"
+
+
+def test_a_stubborn_worker_when_a_node_wants_to_join(launch: Any, tmp_path: Path) -> None:
+    job = launch("--on", "SIGTERM", shutdown_timeout=1, newcomer=str(tmp_path / "newcomer"))
+    (pid,) = job.hear("worker")
+    (tmp_path / "newcomer").touch()
+    job.hear("worker-SIGTERM")
+    (successor,) = job.hear("worker")
+    assert not support.alive(pid)
+    job.send(signal.SIGTERM)
+    job.hear("worker-SIGTERM")
+    assert job.outcome()["how"] == "SignalException"
+    assert not support.alive(successor)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_stubborn_worker_when_the_agent_gets_a_signal(launch: Any, name: str) -> None:
+    """The worker is sent what the agent got."""
+    job = launch("--on", "SIGTERM,SIGINT", "--start", KINDS, shutdown_timeout=1)
+    group = job.hear_group(1, 4)
+    job.send(signal.Signals[name])
+    job.hear(f"worker-{name}")
+    outcome = job.outcome()
+    assert (outcome["how"], outcome["signal"]) == ("SignalException", name)
+    assert not any(support.alive(pid) for pid in [*group["worker"], *group["grandchild"]])
+    assert job.mailbox.rest() == [], "nobody but the leader got a signal before the last one"
+
+
+def test_a_stubborn_worker_when_its_group_is_closed(mailbox: support.Mailbox) -> None:
+    args = {0: (WORKER, str(mailbox), "--on", "SIGTERM", "--start", KINDS)}
+    context = start_processes("t", sys.executable, args, {0: {}}, DefaultLogsSpecs("/dev/null"))
+    pids = [int(line.split()[2]) for line in mailbox.take(5)]
+    context.close(timeout=1)
+    assert not any(support.alive(pid) for pid in pids)
+    assert context.stopped() == {0: "SIGKILL, 1 s after SIGTERM"}
+    assert [line.split()[0] for line in mailbox.rest()] == ["worker-SIGTERM"]
+
+
+def test_grandchildren_may_finish_what_they_do_within_the_grace_of_their_leader(mailbox: support.Mailbox) -> None:
+    """The leader waits for its child after SIGTERM; the child, which has no handler, must not have got one."""
+    code = f"""
+        import os, signal, subprocess, time
+        child = subprocess.Popen(["sh", "-c", "read line; echo saved - $$ > {mailbox}"], stdin=subprocess.PIPE)
+        def finish(number, frame):
+            child.communicate(b"go\\n")
+            os._exit(0)
+        signal.signal(signal.SIGTERM, finish)
+        with open("{mailbox}", "w") as box:
+            box.write("there\\n")
+        time.sleep(600)
+    """
+    script = support.write_script(mailbox.path.parent / "leader.py", code)
+    context = start_processes("t", sys.executable, {0: (script,)}, {0: {}}, DefaultLogsSpecs("/dev/null"))
+    mailbox.take()
+    context.close(timeout=60)
+    assert context.stopped() == {0: "SIGTERM"}
+    assert [line.split()[0] for line in mailbox.rest()] == ["saved"]
+
+
+# Signals to the agent, in every phase.
+
+
+def while_joining(launch: Any, order: dict[str, Any]) -> tuple[Launch, list[int]]:
+    job = launch(block_in_join=1, **order)
+    assert job.mailbox.take() == ["joining"]
+    return job, []
+
+
+def while_starting(launch: Any, order: dict[str, Any]) -> tuple[Launch, list[int]]:
+    """The first of many workers is there, the last is not, or at least has not been looked at."""
+    job = launch(nproc=20, **order)
+    return job, job.hear("worker")
+
+
+def while_running(launch: Any, order: dict[str, Any]) -> tuple[Launch, list[int]]:
+    job = launch("--start", "daemon-session", nproc=2, **order)
+    group = job.hear_group(2, 1)
+    return job, [*group["worker"], *group["grandchild"]]
+
+
+def while_stopping(launch: Any, order: dict[str, Any]) -> tuple[Launch, list[int]]:
+    order = {**order, "max_restarts": 3, "shutdown_timeout": 1}
+    job = launch("--on", "SIGTERM", "--then", "exit 3", "--rank", "1", nproc=2, **order)
+    pids = job.hear("worker", 2)
+    job.open_gate(1)
+    job.hear("worker-SIGTERM")
+    return job, pids
+
+
+def while_rejoining(launch: Any, order: dict[str, Any]) -> tuple[Launch, list[int]]:
+    job = launch("--then", "exit 3", "--rank", "1", nproc=2, max_restarts=3, block_in_join=2, **order)
+    pids = job.hear("worker", 2)
+    job.open_gate(1)
+    assert job.mailbox.take() == ["joining"]
+    return job, pids
+
+
+def while_waiting_for_peers(launch: Any, order: dict[str, Any]) -> tuple[Launch, list[int]]:
+    job = launch("--then", "exit 0", nodes=2, **order)
+    pids = job.hear("worker")
+    job.open_gate()
+    assert job.mailbox.take() == ["at the barrier"]
+    return job, pids
+
+
+PHASES = {
+    "joining": while_joining,
+    "starting": while_starting,
+    "running": while_running,
+    "stopping": while_stopping,
+    "rejoining": while_rejoining,
+    "waiting for peers": while_waiting_for_peers,
+}
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_signal_takes_the_node_away_and_closes_nothing(launch: Any, phase: str, name: str) -> None:
+    order = {"signals_to_handle": ",".join(SIGNALS), "handled": list(SIGNALS)}
+    job, pids = PHASES[phase](launch, order)
+    job.send(signal.Signals[name])
+    outcome = job.outcome()
+    assert (outcome["how"], outcome["signal"]) == ("SignalException", name)
+    assert outcome["shutdowns"] == 0, "a leave is never a close"
+    assert outcome["joins"] == (2 if phase == "rejoining" else 1), "nothing new is begun"
+    assert sorted(outcome["restored"]) == sorted(SIGNALS)
+    assert not any(support.alive(pid) for pid in pids)
+
+
+def test_a_hangup_that_was_ignored_stays_ignored(launch: Any) -> None:
+    job = launch("--then", "exit 0", ignored=["SIGHUP"])
+    (pid,) = job.hear("worker")
+    ignored = next(
+        int(line.split()[1], 16) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigIgn" in line
+    )
+    assert ignored & 1 << (signal.SIGHUP - 1), "for the workers too"
+    job.send(signal.SIGHUP)
+    job.open_gate()
+    assert job.outcome()["how"] == "success"
+
+
+def test_signals_that_nobody_asked_for_keep_their_meaning(launch: Any) -> None:
+    job = launch("--then", "exit 0", signals_to_handle="SIGTERM", handled=["SIGINT", "SIGUSR1"])
+    job.hear("worker")
+    job.send(signal.SIGINT)
+    job.send(signal.SIGUSR1)
+    job.open_gate()
+    outcome = job.outcome()
+    assert outcome["how"] == "success"
+    assert outcome["restored"] == ["SIGINT", "SIGUSR1"]
+
+
+def test_a_second_interrupt_ends_all_patience(launch: Any) -> None:
+    job = launch("--on", "SIGINT", nproc=2, shutdown_timeout=600)
+    pids = job.hear("worker", 2)
+    job.send(signal.SIGINT)
+    job.hear("worker-SIGINT", 2)
+    job.send(signal.SIGINT)
+    assert job.outcome()["signal"] == "SIGINT"
+    assert not any(support.alive(pid) for pid in pids)
+
+
+def test_a_second_sigterm_does_not_shorten_the_grace(launch: Any) -> None:
+    job = launch("--on", "SIGTERM", shutdown_timeout=2)
+    (pid,) = job.hear("worker")
+    began = time.monotonic()
+    job.send(signal.SIGTERM)
+    job.hear("worker-SIGTERM")
+    job.send(signal.SIGTERM)
+    job.send(signal.SIGTERM)
+    assert support.survivors([pid]) == []
+    assert time.monotonic() - began >= 2
+    assert job.outcome()["signal"] == "SIGTERM"
+
+
+def test_a_signal_in_the_main_thread_does_not_concern_a_launch_in_another(
+    mailbox: support.Mailbox, tmp_path: Path
+) -> None:
+    source = f"""
+        import signal, sys, threading
+        from holdfast import LaunchConfig, elastic_launch
+        from holdfast.process import DefaultLogsSpecs
+        config = LaunchConfig(1, 1, 1, rdzv_backend="standalone", logs_specs=DefaultLogsSpecs("/dev/null"))
+        got = []
+        signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+        launch = lambda: print(elastic_launch(config, sys.executable)({WORKER!r}, {str(mailbox)!r}, "--then", "exit 0"))
+        thread = threading.Thread(target=launch)
+        thread.start()
+        thread.join()
+        print(got)
+    """
+    gate = tmp_path / "gate"
+    os.mkfifo(f"{gate}0")
+    path = support.write_script(tmp_path / "main.py", source)
+    with support.python(path, env={**os.environ, "GATE": str(gate)}) as process:
+        mailbox.take()
+        os.kill(process.pid, signal.SIGTERM)
+        Path(f"{gate}0").write_text("go")
+        out, err = process.communicate(timeout=support.DEADLINE_S)
+    assert (process.returncode, out) == (0, "{0: None}\n[15]\n"), err
+
+
+# A process that cannot be killed, and one that the kernel kills.
+
+
+@pytest.fixture
+def freezer() -> Iterator[Path]:
+    """A control group (version 1) that freezes what is put into it: not even SIGKILL ends a frozen process."""
+    group = Path("/sys/fs/cgroup/freezer") / f"holdfast-{uuid.uuid4().hex[:8]}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"the control group freezer (version 1) cannot be used here: {error}")
+    yield group
+    (group / "freezer.state").write_text("THAWED")
+    pids = [int(text) for text in (group / "cgroup.procs").read_text().split()]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    support.survivors(pids)
+    support.wait_until(lambda: not (group / "cgroup.procs").read_text().strip(), "the frozen processes are gone")
+    group.rmdir()
+
+
+def freeze(group: Path, pid: int) -> None:
+    (group / "cgroup.procs").write_text(str(pid))
+    (group / "freezer.state").write_text("FROZEN")
+    support.wait_until(lambda: (group / "freezer.state").read_text().strip() == "FROZEN", "it is frozen")
+
+
+def test_an_unkillable_process_is_named_when_a_peer_fails(launch: Any, freezer: Path) -> None:
+    job = launch("--then", "exit 3", "--rank", "1", nproc=2, shutdown_timeout=1, max_restarts=3)
+    said = {rank: int(pid) for _, rank, pid in (line.split() for line in job.mailbox.take(2))}
+    freeze(freezer, said["0"])
+    job.open_gate(1)
+    outcome = job.outcome(60)
+    assert outcome["how"] == "ChildFailedError"
+    assert outcome["joins"] == 1, "its successor could not own what it holds"
+    assert f"process {said['0']} cannot be killed" in outcome["text"]
+    assert "rank 1 exited with code 3" in outcome["text"]
+    assert str(said["0"]) in outcome["stderr"]
+
+
+def test_an_unkillable_process_does_not_hold_up_a_signal(launch: Any, freezer: Path) -> None:
+    job = launch(nproc=1, shutdown_timeout=1)
+    (pid,) = job.hear("worker")
+    freeze(freezer, pid)
+    job.send(signal.SIGTERM)
+    outcome = job.outcome(60)
+    assert (outcome["how"], outcome["shutdowns"]) == ("SignalException", 0)
+    assert f"process {pid} (state D)" in outcome["stderr"]
+
+
+def test_an_unkillable_process_when_nobody_failed(launch: Any, freezer: Path, tmp_path: Path) -> None:
+    job = launch(nproc=1, shutdown_timeout=1, newcomer=str(tmp_path / "newcomer"))
+    (pid,) = job.hear("worker")
+    freeze(freezer, pid)
+    (tmp_path / "newcomer").touch()
+    outcome = job.outcome(60)
+    assert outcome["how"] == "HostError"
+    assert f"processes that cannot be killed are left on this node: {pid}" in outcome["text"]
+
+
+def test_a_worker_in_uninterruptible_sleep_makes_the_group_unhealthy(
+    launch: Any, freezer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT", "0.2")
+    job = launch(nproc=2, shutdown_timeout=1, max_restarts=3)
+    pids = job.hear("worker", 2)
+    freeze(freezer, pids[0])
+    outcome = job.outcome(60)
+    assert outcome["how"] == "HostError", "it is stuck so deeply that it cannot be killed"
+    assert str(pids[0]) in outcome["text"]
+    assert f"worker {pids[0]} has been in uninterruptible sleep for 0.2 s" in outcome["stderr"]
+    assert outcome["joins"] == 1
+    assert not support.alive(pids[1])
+
+
+def test_a_worker_that_was_stuck_and_can_be_killed_is_a_failure(
+    launch: Any, freezer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT", "0.2")
+    job = launch("--on", "SIGTERM", nproc=2, shutdown_timeout=60)
+    said = {rank: int(pid) for _, rank, pid in (line.split() for line in job.mailbox.take(2))}
+    freeze(freezer, said["0"])
+    assert job.mailbox.take()[0].startswith("worker-SIGTERM 1"), "the group is being stopped"
+    (freezer / "freezer.state").write_text("THAWED")
+    for pid in said.values():
+        os.kill(pid, signal.SIGKILL)
+    outcome = job.outcome()
+    assert outcome["how"] == "ChildFailedError"
+    assert "it had been in uninterruptible sleep for 0.2 s" in outcome["text"]
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """A control group (either version) with little memory."""
+    name = f"holdfast-{uuid.uuid4().hex[:8]}"
+    first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    is_first = (first / "memory.limit_in_bytes").exists()
+    group = (first if is_first else second) / name
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if is_first else "memory.max")).write_text(str(200 << 20))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"no control group for memory can be made here: {error}")
+    with contextlib.suppress(OSError):
+        (group / ("memory.swappiness" if is_first else "memory.swap.max")).write_text("0")
+    yield group
+    support.wait_until(lambda: not (group / "cgroup.procs").read_text().strip(), "all are gone")
+    group.rmdir()
+
+
+@pytest.mark.parametrize("through_a_shell", [False, True])
+def test_the_kernels_memory_killer_is_named(
+    launch: Any, small_memory: Path, mailbox: support.Mailbox, through_a_shell: bool
+) -> None:
+    def enter() -> None:
+        (small_memory / "cgroup.procs").write_text(str(os.getpid()))
+
+    order = {}
+    if through_a_shell:
+        order["entry"] = ["sh", "-c", f"{sys.executable} {WORKER} {mailbox} --then eat; exit $?"]
+    job = launch("--then", "eat", preexec_fn=enter, **order)
+    job.hear("worker")
+    job.open_gate()
+    outcome = job.outcome()
+    assert outcome["how"] == "ChildFailedError"
+    assert "the kernel's memory killer ended 1 process of cgroup" in outcome["text"]
+    assert small_memory.name in outcome["text"]

@@ -1,0 +1,109 @@
+"""torch's own code in workers: it finds what it expects, and restarts do not disturb each other."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.launcher import LaunchConfig, elastic_launch
+from holdfast.process import DefaultLogsSpecs
+from holdfast.process.errors import ChildFailedError
+from tests import support
+
+SCRIPT = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+def main():
+    torch.set_num_threads(1)
+    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    dist.init_process_group("gloo", init_method="env://")
+    total = torch.ones(1) * (dist.get_rank() + 1)
+    dist.all_reduce(total)
+    if life < int(sys.argv[2]) and dist.get_rank() == 1:
+        raise ValueError("the loss is not a number")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        seen = {"launched": dist.is_torchelastic_launched(), "sum": total.item(), "world": dist.get_world_size()}
+        with open(sys.argv[1], "w") as file:
+            json.dump({**seen, "life": life}, file)
+    dist.destroy_process_group()
+
+record(main)()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    return support.write_script(tmp_path / "train.py", SCRIPT)
+
+
+def config(tmp_path: Path, max_restarts: int, **options: object) -> LaunchConfig:
+    logs = DefaultLogsSpecs(str(tmp_path / "logs"))
+    common = {"rdzv_backend": "standalone", "max_restarts": max_restarts, "logs_specs": logs, "shutdown_timeout": 10}
+    return LaunchConfig(1, 1, 2, **{**common, **options})  # type: ignore[arg-type]
+
+
+def test_a_torch_program_with_one_restart(tmp_path: Path, script: str) -> None:
+    out = tmp_path / "out"
+    elastic_launch(config(tmp_path, 1), sys.executable)(script, str(out), "1")
+    assert json.loads(out.read_text()) == {"launched": True, "sum": 3.0, "world": 2, "life": 1}
+
+
+def test_what_torchs_record_writes_is_found(tmp_path: Path, script: str) -> None:
+    with pytest.raises(ChildFailedError) as caught:
+        elastic_launch(config(tmp_path, 0), sys.executable)(script, str(tmp_path / "out"), "1")
+    rank, failure = caught.value.get_first_failure()
+    assert rank == 1
+    assert "ValueError: the loss is not a number" in str(failure.message)
+    assert 'raise ValueError("the loss is not a number")' in failure.traceback_text()
+    assert Path(failure.error_file).is_file()
+    assert "the loss is not a number" in str(caught.value).splitlines()[-1]
+
+
+def test_twenty_restarts_in_a_row(tmp_path: Path) -> None:
+    """Each life of the group forms anew, and never meets what the life before it has left.
+
+    The functions are forked, so that torch is imported once and not forty times.
+    """
+    path = support.write_script(tmp_path / "rounds.py", """
+        import os, sys
+        import torch
+        import torch.distributed as dist
+        from holdfast.launcher import LaunchConfig, elastic_launch
+        from holdfast.process import DefaultLogsSpecs
+
+        def work(directory):
+            torch.set_num_threads(1)
+            life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            dist.init_process_group("gloo")
+            total = torch.ones(1) * 10 ** dist.get_rank()
+            dist.all_reduce(total)
+            with open(f"{directory}/{life}.{dist.get_rank()}", "w") as file:
+                file.write(f"{total.item():g}")
+            if life < 20 and dist.get_rank() == life % 2:
+                os._exit(7)
+            dist.barrier()
+            dist.destroy_process_group()
+            return life
+
+        config = LaunchConfig(1, 1, 2, rdzv_backend="standalone", max_restarts=20, start_method="fork",
+                              logs_specs=DefaultLogsSpecs("/dev/null"), shutdown_timeout=10)
+        assert elastic_launch(config, work)(sys.argv[1]) == {0: 20, 1: 20}
+    """)  # fmt: skip
+    lives = tmp_path / "lives"
+    lives.mkdir()
+    with support.python(path, lives) as process:
+        _, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    # A worker may be stopped before it writes, because its peer has died; the one that dies has written.
+    for life in range(20):
+        assert (lives / f"{life}.{life % 2}").read_text() == "11"
+    assert {path.read_text() for path in lives.iterdir()} == {"11"}
+    assert (lives / "20.0").exists()
+    assert (lives / "20.1").exists()
