@@ -27,6 +27,7 @@ HOOKS = (
     "remembered",
     "world_sealed",
     "stop_ordered",
+    "expelled",
     "place_received",
     "workers_started",
     "workers_gone",
@@ -179,6 +180,7 @@ class _Ledger(Checker):
         self.rejoined: set[str] = set()
         self.finished: set[str] = set()
         self.leaving: set[str] = set()
+        self.lost: set[str] = set()
         self.failures: list[Failure] = []
         self.was_stopped_for_failure: bool | None = None
         self.was_coordinator_restarted = False
@@ -211,6 +213,10 @@ class _Ledger(Checker):
         if round == self.world.round and key in self.world.keys and key not in self.rejoined:
             self.failures.append(failure)
 
+    def expelled(self, key: str) -> None:
+        if key not in self.rejoined and key not in self.finished:
+            self.lost.add(key)
+
     def stop_ordered(self, round: int) -> None:
         if self.world is not None and round == self.world.round and self.was_stopped_for_failure is None:
             self.was_stopped_for_failure = bool(self.failures)
@@ -218,12 +224,12 @@ class _Ledger(Checker):
     def missing(self) -> list[str]:
         """Members that were lost or have left."""
         assert self.world is not None
-        present = (self.rejoined | self.finished) - self.leaving
+        present = (self.rejoined | self.finished) - self.leaving - self.lost
         return [key for key in self.world.keys if key not in present]
 
     def world_sealed(self, world: World) -> None:
         self.world = world
-        self.rejoined, self.finished, self.leaving = set(), set(), set()
+        self.rejoined, self.finished, self.leaving, self.lost = set(), set(), set(), set()
         self.failures = []
         self.was_stopped_for_failure = None
         self.was_coordinator_restarted = False

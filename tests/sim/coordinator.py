@@ -166,6 +166,7 @@ class Coordinator:
             case words.Refuse(key, reason):
                 self._dismiss(key, messages.Refused(reason))
             case words.Expel(key, reason):
+                self.checks.expelled(key)
                 self._dismiss(key, messages.Expelled(reason))
             case words.TellOutcome(keys, outcome):
                 self._tell(keys, messages.Ended(outcome))
