@@ -1,0 +1,247 @@
+"""One client of a coordinator: the handshake, the limits, and the way in and out.
+
+A client that sends junk, sends too much, sends nothing, or does not read what it is sent costs one connection and
+nothing else:
+
+* a stranger has `_HANDSHAKE_TIMEOUT_S` to prove itself and may send a few kilobytes until then,
+* whoever does not read its answers is not read from either, and is cut off if what it is told nevertheless (that its
+  round is stopped, say) piles up,
+* whoever is not heard of for a long time is cut off by the coordinator's `sweep`; honest agents send heartbeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from holdfast.rendezvous import messages
+from holdfast.rendezvous.messages import PROTOCOL_VERSION, Frames, Malformed, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+_HANDSHAKE_TIMEOUT_S = 10.0
+_GOODBYE_TIMEOUT_S = 5.0
+_UNREAD_LIMIT_BYTES = 4 << 20
+_RUN_ID_LIMIT = 1024
+_TLS_HELLO = b"\x16\x03"
+
+
+class Run(Protocol):
+    """The run that a client takes part in."""
+
+    def take(self, connection: Connection, message: messages.ToCoordinator) -> None: ...
+
+    def detach(self, connection: Connection) -> None: ...
+
+
+class House(Protocol):
+    """Where the client came in."""
+
+    token: bytes | None
+    tls: ssl.SSLContext | None
+
+    def enter(self, connection: Connection, run_id: str) -> Run: ...
+
+    def complain(self, about: str, problem: str) -> None: ...
+
+    def came(self, connection: Connection) -> None: ...
+
+    def gone(self, connection: Connection) -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """`key` is the node that speaks here, once it has said so; `name` tells this connection from all others."""
+
+    def __init__(self, house: House, name: str) -> None:
+        self.name = name
+        self.key = ""
+        self.heard_at = 0.0
+        self.peer = "a client"
+        self._house = house
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._frames = Frames(messages.Handshake, messages.MAX_HANDSHAKE_BYTES)
+        self._nonce = os.urandom(messages.NONCE_BYTES)
+        self._run: Run | None = None
+        self._is_closing = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._has_spoken = False
+
+    # What the transport calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.peer = _peer_of(transport)
+        self.heard_at = self._loop.time()
+        self._house.came(self)
+        self._timer = self._loop.call_later(_HANDSHAKE_TIMEOUT_S, self._too_slow)
+        if self._house.tls is None:
+            self._greet()
+        else:
+            transport.pause_reading()
+            self._task = self._loop.create_task(self._secure(transport, self._house.tls))
+
+    def data_received(self, data: bytes) -> None:
+        self._has_spoken = True
+        self._frames.feed(data)
+        try:
+            while not self._is_closing and (message := self._frames.next()) is not None:
+                self._take(message)
+        except Malformed as error:
+            is_tls = self._run is None and data.startswith(_TLS_HELLO)
+            self._refuse("speaks TLS, this coordinator does not" if is_tls else f"sent junk: {error}")
+        except Exception:
+            logger.exception("serving %s failed", self.peer)
+            self.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_closing = True
+        if self._timer is not None:
+            self._timer.cancel()
+        run, self._run = self._run, None
+        self._house.gone(self)
+        if run is not None:
+            run.detach(self)
+
+    def pause_writing(self) -> None:
+        if self._transport is not None and not self._is_closing:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._transport is not None and not self._is_closing:
+            self._transport.resume_reading()
+
+    # The handshake.
+
+    async def _secure(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        limit_s = _HANDSHAKE_TIMEOUT_S
+        try:
+            secured = await self._loop.start_tls(
+                transport, self, tls, server_side=True, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=1.0
+            )
+        except OSError as error:
+            reason = getattr(error, "reason", "") or error or "it went away"
+            self._refuse(f"does not get a TLS connection: {reason}")
+            self.connection_lost(error)  # Nobody else says so about one that was never secured.
+        else:
+            assert secured is not None
+            self._transport = secured
+            self._greet()
+
+    def _greet(self) -> None:
+        self.send(messages.Challenge(PROTOCOL_VERSION, self._nonce, self._house.token is not None))
+
+    def _take(self, message: object) -> None:
+        self.heard_at = self._loop.time()
+        if self._run is not None:
+            self._run.take(self, message)  # type: ignore[arg-type]  # the decoder lets nothing else through
+        elif isinstance(message, messages.Hello):
+            self._meet(message)
+        else:
+            self._refuse(f"sent {type(message).__name__} where a hello was expected")
+
+    def _meet(self, hello: messages.Hello) -> None:
+        token = self._house.token
+        problem = objection(hello, token, self._nonce)
+        if problem:
+            self.send(messages.Denied(problem))
+            self._refuse(f"is turned away: {problem}")
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        proof = b"" if token is None else messages.prove(token, b"coordinator", hello.run_id, hello.nonce, self._nonce)
+        self.send(messages.Welcome(proof))
+        self._frames.expect(messages.ToCoordinator)
+        self._run = self._house.enter(self, hello.run_id)
+
+    def _too_slow(self) -> None:
+        wants = " (this coordinator speaks TLS)" if self._house.tls is not None else ""
+        is_silent = not self._has_spoken
+        said = f"said nothing for {_HANDSHAKE_TIMEOUT_S:g} s{wants}" if is_silent else "was too slow to say hello"
+        self._refuse(said)
+
+    def _refuse(self, problem: str) -> None:
+        if not self._is_closing:
+            self._house.complain(self.peer, problem)
+            self.close()
+
+    # The way out.
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.send_frame(encode(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        transport.write(frame)
+        if transport.get_write_buffer_size() > _UNREAD_LIMIT_BYTES:
+            self._house.complain(self.peer, "does not read what it is sent, and is cut off")
+            self.abort()
+
+    def close(self) -> None:
+        """Send what is to be sent, if the other side still reads, and hang up."""
+        self._is_closing = True
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
+            has_unsent = transport.get_write_buffer_size() > 0
+            transport.close()
+            if has_unsent:
+                self._loop.call_later(_GOODBYE_TIMEOUT_S, transport.abort)
+
+    def abort(self) -> None:
+        self._is_closing = True
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def objection(hello: messages.Hello, token: bytes | None, nonce: bytes) -> str:
+    """Why whoever says this hello, after it was sent this nonce, is not let in; or nothing."""
+    if hello.version != PROTOCOL_VERSION:
+        return f"it speaks version {hello.version} of the protocol, this coordinator speaks {PROTOCOL_VERSION}"
+    if not hello.run_id or len(hello.run_id) > _RUN_ID_LIMIT:
+        return f"a run id has 1 to {_RUN_ID_LIMIT} characters, not {len(hello.run_id)}"
+    if token is None:
+        return "it brings a token, but this coordinator was started without one" if hello.proof else ""
+    if not hello.proof:
+        return "this coordinator wants a token, and it brings none"
+    expected = messages.prove(token, b"agent", hello.run_id, nonce, hello.nonce)
+    return "" if messages.is_proof(hello.proof, expected) else "its token is not the one of this coordinator"
+
+
+def _peer_of(transport: asyncio.Transport) -> str:
+    name = transport.get_extra_info("peername")
+    if not isinstance(name, tuple):
+        return "a client"
+    return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+
+
+class Complaints:
+    """What is said about strangers: at most so many lines in a minute, however many strangers there are."""
+
+    def __init__(self, say: Callable[[str], None], most_in_a_minute: int = 30) -> None:
+        self._say = say
+        self._most = most_in_a_minute
+        self._minute = -1
+        self._count = 0
+
+    def add(self, about: str, problem: str, now: float) -> None:
+        minute = int(now // 60)
+        if minute != self._minute:
+            unsaid = self._count - self._most
+            if unsaid > 0:
+                self._say(f"{unsaid} more connections were closed for such reasons")
+            self._minute, self._count = minute, 0
+        self._count += 1
+        if self._count <= self._most:
+            self._say(f"{about} {problem}")
