@@ -19,6 +19,7 @@ LAYERS = {
     "rendezvous": {"telemetry", "errors", "records"},
     "process": {"diagnosis", "telemetry", "errors", "records"},
     "diagnosis": {"telemetry", "errors", "records"},
+    "timer": {"telemetry", "errors", "records"},
     "telemetry": {"errors", "records"},
     "errors": set(),
     "records": set(),
@@ -28,7 +29,16 @@ LAYERS = {
 }
 
 PURE = {
-    "agent/lifecycle.py": {"holdfast.errors"},
+    "agent/lifecycle.py": {"holdfast.errors", "holdfast.records"},
+    "rendezvous/membership.py": {"holdfast.rendezvous"},
+    "rendezvous/restart.py": {"holdfast.rendezvous"},
+    "rendezvous/session.py": {"holdfast.records"},
+    "rendezvous/world.py": set(),
+    "rendezvous/outcome.py": set(),
+    "rendezvous/vocabulary.py": {"holdfast.records", "holdfast.rendezvous"},
+    "rendezvous/participant.py": {"holdfast.records", "holdfast.rendezvous"},
+    "rendezvous/keyvalues.py": {"holdfast.rendezvous"},
+    "timer/table.py": set(),
     "agent/ranks.py": {"holdfast.agent.model"},
     "agent/environment.py": {"holdfast.agent.model", "holdfast.errors"},
     "diagnosis/report.py": set(),

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import options
-from holdfast.cli.options import OPTIONS, Option, help_text
+from holdfast.cli.help import help_text
+from holdfast.cli.options import OPTIONS, Option
 from holdfast.cli.parser import RunParser
 
 ROOT = Path(__file__).parents[2]
@@ -308,7 +309,7 @@ def test_help_goes_to_stdout_even_if_the_environment_is_wrong(
 
 def test_docs_are_up_to_date() -> None:
     made = subprocess.run(
-        [sys.executable, "-m", "holdfast.cli.options"], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-m", "holdfast.cli.help"], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert made.stderr == ""
-    assert (ROOT / "docs" / "cli.md").read_text() == made.stdout, "run: python -m holdfast.cli.options > docs/cli.md"
+    assert (ROOT / "docs" / "cli.md").read_text() == made.stdout, "run: python -m holdfast.cli.help > docs/cli.md"

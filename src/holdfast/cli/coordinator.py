@@ -53,6 +53,9 @@ def main(argv: list[str]) -> int:
     except HoldfastError as error:
         print(f"holdfast coordinator: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
+    except OSError as error:
+        print(f"holdfast coordinator: error: cannot serve: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

@@ -1,79 +1,20 @@
 """Every option of `holdfast run`, declared once.
 
 The parser, the `PET_*` environment variables, the text of `--help` and docs/cli.md are all made from
-`OPTIONS`. parser.py says how a command line is read.
-
-    python -m holdfast.cli.options > docs/cli.md
+`OPTIONS`. parser.py says how a command line is read, help.py how the table is told to people.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.cli import values
+
 PROGRAM = "holdfast run"
 USAGE = "holdfast run [options] script [arguments of the script]"
-
-_YES = frozenset({"1", "true", "yes"})
-_NO = frozenset({"0", "false", "no"})
-
-
-def _text(text: str) -> str:
-    return text
-
-
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def _seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
-
-
-_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def _duration_s(text: str) -> float:
-    """`90`, `90s`, `1.5m`, `2h` as seconds."""
-    word = text.strip().lower()
-    unit_s = _UNITS_S.get(word[-1:])
-    try:
-        seconds = float(word[:-1]) * unit_s if unit_s else float(word)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration such as 30, 30s, 5m or 2h")
-    return seconds
-
-
-def _exit_codes(text: str) -> frozenset[int]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    try:
-        return frozenset(int(name) for name in names)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of exit codes such as 2,64") from None
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(name.strip() for name in text.split(",") if name.strip())
-
-
-def _yes_or_no(text: str) -> bool:
-    word = text.strip().lower()
-    if word in _YES:
-        return True
-    if word in _NO:
-        return False
-    raise argparse.ArgumentTypeError(f"{text!r} is neither yes (1, true, yes) nor no (0, false, no)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +25,7 @@ class Option:
     group: str
     help: str
     metavar: str | None = None
-    parse: Callable[[str], Any] = _text
+    parse: Callable[[str], Any] = values.text
     default: Any = None
     choices: tuple[str, ...] = ()
     in_environment: bool = True
@@ -120,7 +61,7 @@ class Option:
 
 
 def _flag(*flags: str, group: str, text: str, in_environment: bool = True) -> Option:
-    return Option(flags, group, text, parse=_yes_or_no, default=False, in_environment=in_environment)
+    return Option(flags, group, text, parse=values.yes_or_no, default=False, in_environment=in_environment)
 
 
 WORKERS = "Workers"
@@ -231,7 +172,7 @@ OPTIONS: tuple[Option, ...] = (
         "The rank that this node shall have, from 0. For static it is needed on every node but the first; "
         "otherwise it is a wish that is honoured in every round that is large enough.",
         metavar="RANK",
-        parse=_whole_number,
+        parse=values.whole_number,
     ),
     Option(
         ("--master-addr",),
@@ -246,7 +187,7 @@ OPTIONS: tuple[Option, ...] = (
         "The port on the master where the workers meet; only for static without an endpoint. Left out, it "
         "is 29500 between machines, and a free port on a machine alone.",
         metavar="PORT",
-        parse=_whole_number,
+        parse=values.whole_number,
     ),
     Option(
         ("--local-addr",),
@@ -259,14 +200,14 @@ OPTIONS: tuple[Option, ...] = (
         NODES,
         "How long to wait for enough nodes before the run fails (10m if left out).",
         metavar="TIME",
-        parse=_duration_s,
+        parse=values.duration_s,
     ),
     Option(
         ("--last-call",),
         NODES,
         "How long the first round waits for more nodes once there are enough (5s if left out).",
         metavar="TIME",
-        parse=_duration_s,
+        parse=values.duration_s,
     ),
     Option(
         ("--lease",),
@@ -274,7 +215,7 @@ OPTIONS: tuple[Option, ...] = (
         "How long a node may be silent before its place is given away; its own side kills its workers before "
         "that (5s if left out).",
         metavar="TIME",
-        parse=_duration_s,
+        parse=values.duration_s,
     ),
     Option(
         ("--admit",),
@@ -308,7 +249,7 @@ OPTIONS: tuple[Option, ...] = (
         FAILURES,
         "How often the workers may be restarted after failures, in the whole run, before it fails for good.",
         metavar="N",
-        parse=_whole_number,
+        parse=values.whole_number,
         default=0,
     ),
     Option(
@@ -317,14 +258,14 @@ OPTIONS: tuple[Option, ...] = (
         "Count only the restarts of the last TIME, so that --max-restarts 5 --restart-window 10m means five in ten "
         "minutes.",
         metavar="TIME",
-        parse=_duration_s,
+        parse=values.duration_s,
     ),
     Option(
         ("--restart-backoff",),
         FAILURES,
         "Wait this long before a restart, and twice as long before each further one, up to a minute.",
         metavar="TIME",
-        parse=_duration_s,
+        parse=values.duration_s,
         default=0,
     ),
     Option(
@@ -332,7 +273,7 @@ OPTIONS: tuple[Option, ...] = (
         FAILURES,
         "Exit codes of workers that end the run at once, whatever restarts are left.",
         metavar="CODES",
-        parse=_exit_codes,
+        parse=values.exit_codes,
         default="",
     ),
     Option(
@@ -341,14 +282,14 @@ OPTIONS: tuple[Option, ...] = (
         "Exceptions of workers that end the run at once, by class name. Left out, they are the errors in a program "
         "that no restart cures: SyntaxError, IndentationError, TabError, ImportError, ModuleNotFoundError.",
         metavar="NAMES",
-        parse=_names,
+        parse=values.names,
     ),
     Option(
         ("--uncounted-exit-codes",),
         FAILURES,
         "Exit codes of workers after which a restart costs nothing (a job that was told to make room).",
         metavar="CODES",
-        parse=_exit_codes,
+        parse=values.exit_codes,
         default="",
     ),
     Option(
@@ -356,7 +297,7 @@ OPTIONS: tuple[Option, ...] = (
         FAILURES,
         "Exceptions of workers after which a restart costs nothing, by class name.",
         metavar="NAMES",
-        parse=_names,
+        parse=values.names,
         default="",
     ),
     Option(
@@ -364,7 +305,7 @@ OPTIONS: tuple[Option, ...] = (
         FAILURES,
         "The time that each worker gets to end by itself before it is killed; another name for --shutdown-timeout.",
         metavar="TIME",
-        parse=_duration_s,
+        parse=values.duration_s,
     ),
     Option(
         ("--shutdown-timeout",),
@@ -372,7 +313,7 @@ OPTIONS: tuple[Option, ...] = (
         "The time that workers get to end by themselves before they are killed; 0 kills at once. Left out, "
         "it is TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30.",
         metavar="SECONDS",
-        parse=_whole_number,
+        parse=values.whole_number,
     ),
     Option(
         ("--signals-to-handle",),
@@ -387,7 +328,7 @@ OPTIONS: tuple[Option, ...] = (
         "How often to look again where nothing reports by itself. Workers of this machine are watched by "
         "events, so this matters to plug-in agents and rendezvous handlers only.",
         metavar="SECONDS",
-        parse=_seconds,
+        parse=values.seconds,
         default=0.1,
     ),
     Option(
@@ -453,132 +394,3 @@ OPTIONS: tuple[Option, ...] = (
         default="null",
     ),
 )
-
-_HELP_INVOCATION = "-h, --help"
-_HELP_TEXT = "Show this text."
-
-_INTRODUCTION = (
-    "Start workers on this machine, as part of a run on one machine or many, and keep them together: if one "
-    "fails, all are stopped and, if restarts are left, started again.",
-    "An option that is not given is taken from the environment: --max-restarts from PET_MAX_RESTARTS, and "
-    "so on. For a flag 1, true or yes means on and 0, false or no means off.",
-)
-
-EXIT_CODES: tuple[tuple[str, str], ...] = (
-    ("0", "all workers succeeded"),
-    ("1", "the workers failed for good, or the run could not be carried on"),
-    ("2", "wrong usage; nothing was started"),
-    ("128+n", "stopped by signal n, for example 143 after SIGTERM"),
-)
-
-EXAMPLES: tuple[tuple[str, str], ...] = (
-    (
-        "four workers on this machine, restarted at most three times",
-        "--nproc-per-node 4 --max-restarts 3 train.py",
-    ),
-    (
-        "one worker for each GPU, their output on the console and in files",
-        "--nproc-per-node gpu -t 3 train.py",
-    ),
-    (
-        "the second of two machines, each looking after its own workers",
-        "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 \\\n    --rdzv-conf coordinator_port=off train.py",
-    ),
-)
-
-
-# --- help and documentation ---------------------------------------------------------------------------------
-
-
-def _options_of(group: str) -> Iterator[tuple[str, str]]:
-    for option in OPTIONS:
-        if option.group == group:
-            note = f" (default: {option.default_text})" if option.default_text else ""
-            yield option.invocation, option.help + note
-    if group == OUTPUT:
-        yield _HELP_INVOCATION, _HELP_TEXT
-
-
-def _examples() -> Iterator[str]:
-    return (f"# {what}\n{PROGRAM} {line}" for what, line in EXAMPLES)
-
-
-def help_text(width: int) -> str:
-    """What `--help` prints, at most `width` columns wide."""
-    from textwrap import TextWrapper, indent
-
-    def wrap(text: str, column: int) -> str:
-        pad = " " * column
-        wrapper = TextWrapper(width, initial_indent=pad, subsequent_indent=pad, break_on_hyphens=False)
-        return wrapper.fill(text)
-
-    def entry(name: str, text: str, column: int = 24) -> str:
-        body = wrap(text, column)
-        head = f"  {name}"
-        return head + body[len(head) :] if len(head) + 2 <= column else f"{head}\n{body}"
-
-    parts = [f"usage: {USAGE}", *(wrap(text, 0) for text in _INTRODUCTION)]
-    for group in GROUPS:
-        parts.append("\n".join([f"{group}:", *(entry(name, text) for name, text in _options_of(group))]))
-    parts.append("\n".join(["Exit status:", *(entry(code, text, 10) for code, text in EXIT_CODES)]))
-    parts.append("\n".join(["Examples:", *(indent(example, "  ") for example in _examples())]))
-    return "\n\n".join(parts) + "\n"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _row(option: Option) -> str:
-    default = f"`{option.default_text}`" if option.default_text else ""
-    variable = f"`{option.variable}`" if option.variable else ""
-    cells = (f"`{option.invocation}`", default, variable, option.help)
-    return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
-
-
-_READING_RULES = (
-    "The first token that is neither an option nor an option's value is the script; all that follows is the "
-    "script's own. A value comes from the command line (the last one given wins), else from the environment "
-    "variable named below, else it is the default. An empty variable counts as unset.",
-    "Options are written with dashes or underscores, and may be shortened as long as they mean one option: "
-    "`--nproc 4` is `--nproc-per-node 4`. In the script's arguments, `${local_rank}` stands for the "
-    "worker's local rank, and `$$` for a dollar sign.",
-)
-
-_OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
-    ("PYTHON_EXEC", "the Python that runs the workers, instead of holdfast's own"),
-    ("OMP_NUM_THREADS", "if unset and there is more than one local worker, the workers get 1"),
-    (
-        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
-        "what stands in front of tee'd lines, with `${role_name}`, `${rank}` and `${local_rank}`",
-    ),
-    ("TORCHELASTIC_ERROR_FILE", "where the cause is written, as JSON, if the run fails"),
-    ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "seconds, if `--shutdown-timeout` is not given"),
-    (
-        "LOGLEVEL",
-        "how much holdfast says if neither `-q` nor `-v` is given: `debug`, `info`, `warning` or `error`",
-    ),
-    ("NO_COLOR", "if set, holdfast's own lines are never coloured"),
-)
-
-
-def document() -> str:
-    """docs/cli.md."""
-    parts = ["# holdfast run", f"```\n{USAGE}\n```", *_INTRODUCTION, *_READING_RULES]
-    for group in GROUPS:
-        header = f"## {group}\n\n| option | default | environment | meaning |\n|---|---|---|---|"
-        parts.append("\n".join([header, *(_row(option) for option in OPTIONS if option.group == group)]))
-    parts.append(_small_table("Other environment variables", "variable", _OTHER_VARIABLES))
-    parts.append(_small_table("Exit status", "status", EXIT_CODES))
-    examples = "\n\n".join(_examples())
-    parts.append(f"## Examples\n\n```sh\n{examples}\n```")
-    return "\n\n".join(parts) + "\n"
-
-
-def _small_table(title: str, first: str, rows: Sequence[tuple[str, str]]) -> str:
-    lines = [f"## {title}", "", f"| {first} | meaning |", "|---|---|", *(f"| `{a}` | {b} |" for a, b in rows)]
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(document())

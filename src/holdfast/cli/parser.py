@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from holdfast.cli import console
-from holdfast.cli.options import OPTIONS, PROGRAM, USAGE, Option, help_text
+from holdfast.cli.help import help_text
+from holdfast.cli.options import OPTIONS, PROGRAM, USAGE, Option
 
 
 class _UsageError(Exception):

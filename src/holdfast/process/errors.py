@@ -64,6 +64,8 @@ class ProcessFailure:
     timestamp: int = field(init=False)
 
     def __post_init__(self) -> None:
+        # The hint about decorators is for failures of which others know no more than the exit code.
+        self._silence = TRACEBACK_HINT if self.evidence is None else f"exit code {self.exitcode}, without a word"
         data = self._read_error_file()
         if data is None:
             self.error_file = NOT_AVAILABLE
@@ -141,9 +143,7 @@ class ProcessFailure:
         if self.exitcode < 0:
             ended = f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"
             return f"{ended}: {evidence.memory}" if evidence.memory else ended
-        # The hint is for failures that others describe; who has evidence has already looked everywhere.
-        silent = TRACEBACK_HINT if self.evidence is None else f"exit code {self.exitcode}, and nothing said why"
-        return evidence.memory or report.last_line(evidence.stderr_tail).strip() or silent
+        return evidence.memory or report.last_line(evidence.stderr_tail).strip() or self._silence
 
     def _has_no_error(self) -> bool:
         return bool(self.error_file_data["message"] == _NO_MESSAGE)

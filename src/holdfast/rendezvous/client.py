@@ -9,6 +9,7 @@ closed connection or a missing answer means is the participant's business.
 from __future__ import annotations
 
 import collections
+import errno
 import itertools
 import logging
 import os
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
 _HANDSHAKE_TIMEOUT_S = 5.0
 _GOODBYE_S = 2.0
+_BEFORE_COMPLAINT_S = 3.0
 
 
 class TurnedAway(HoldfastError):  # noqa: N818
@@ -59,6 +61,8 @@ class Dial:
         """A connection on which both sides have proved who they are. Raises OSError or `TurnedAway`."""
         sock = socket.create_connection((self.host, self.port), self.timeout_s)
         try:
+            if sock.getsockname() == sock.getpeername():  # On one host the kernel may connect a socket to itself.
+                raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.settimeout(_HANDSHAKE_TIMEOUT_S)
             if self.tls is not None:
@@ -155,6 +159,12 @@ class Client:
         self._numbers = itertools.count(1)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_stopping = False
+        self._has_been_welcome = False
+        self.out_of_reach_since: float | None = time.monotonic()
+        """Since when there is no connection; None while there is one."""
+        self.last_problem = ""
+        """Why the last attempt to connect failed."""
+        self._told_problem = ""
         self._thread = threading.Thread(target=self._run, name="holdfast-client", daemon=True)
 
     def start(self) -> None:
@@ -252,16 +262,31 @@ class Client:
         try:
             self._before_dialling()
             self._sock, self._frames = self._dial.connect()
-        except OSError as error:
-            was_refused = isinstance(error, ConnectionRefusedError)
-            logger.debug("cannot reach the coordinator at %s: %s", self._dial.endpoint, error)
-            self._step(session.ConnectFailed(was_refused, random.random()))
+        except (OSError, TurnedAway) as error:
+            self._cannot_connect(error)
             return
+        self._has_been_welcome, self.out_of_reach_since, self._told_problem = True, None, ""
         self._step(session.Connected())
         with self._lock:
             unanswered = [answer.request for answer in self._answers.values()]
         for request in unanswered:
             self._send(request)
+
+    def _cannot_connect(self, error: OSError | TurnedAway) -> None:
+        """To be turned away at first is a mistake that somebody must correct. Whoever turns away a node that was
+        welcome before may be gone the next moment, and the right one be back."""
+        if isinstance(error, TurnedAway) and not self._has_been_welcome:
+            raise error
+        self._tell_problem(str(error))
+        self._step(session.ConnectFailed(isinstance(error, ConnectionRefusedError), random.random()))
+
+    def _tell_problem(self, problem: str) -> None:
+        """Once, and not before it has lasted: a coordinator that is being started refuses connections, too."""
+        self.last_problem = problem
+        has_lasted = time.monotonic() - (self.out_of_reach_since or 0.0) > _BEFORE_COMPLAINT_S
+        if has_lasted and problem != self._told_problem:
+            self._told_problem = problem
+            logger.warning("no coordinator can be reached at %s (%s), still trying", self._dial.endpoint, problem)
 
     def _send(self, message: messages.ToCoordinator) -> None:
         if self._sock is not None:
@@ -295,7 +320,12 @@ class Client:
                 self._lose_connection()
                 return
             self._frames.feed(data)
-            self._take_messages(self._frames)
+            try:
+                self._take_messages(self._frames)
+            except Malformed as error:
+                logger.warning("the coordinator at %s sent junk: %s", self._dial.endpoint, error)
+                self._lose_connection()
+                return
 
     def _take_messages(self, frames: Frames) -> None:
         while (message := frames.next()) is not None:
@@ -309,6 +339,7 @@ class Client:
 
     def _lose_connection(self) -> None:
         self._close()
+        self.out_of_reach_since = time.monotonic()
         self._step(session.Disconnected(random.random()))
 
     def _close(self) -> None:

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_PORT = 29400
 _RESOLVE_PATIENCE_S = 5.0
 
-_Arrival = participant.WorldSealed | participant.RunEnded | participant.JoinRefused | participant.PlaceLost | Exception
+_Arrival = participant.WorldSealed | participant.RunEnded | participant.JoinRefused | Exception
 
 
 class TcpRendezvousHandler(RendezvousHandler, Coordination):
@@ -213,12 +213,8 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
         """Before each attempt to connect: if nobody listens at the endpoint and it is ours, start a coordinator."""
         if self._options.is_host is False:
             return
-        sock = hosting.try_to_listen(self._host, self._port)
-        if sock is None:
-            return
-        with sock:
-            logger.debug("starting a coordinator at %s:%d", self._host, self._port)
-            hosting.start_coordinator(sock, self._options.coordinator_options())
+        if hosting.host_unless_hosted(self._host, self._port, self._options.coordinator_options()):
+            logger.debug("started a coordinator at %s:%d", self._host, self._port)
 
     def _drop_stale_arrivals(self) -> None:
         """What came before this join, and was not waited for, is about rounds that are over."""
@@ -228,15 +224,14 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
                 raise arrival
 
     def _await_round(self, client: Client) -> Round:
-        deadline = time.monotonic() + self._options.join_timeout_s + self._options.session.lease_s
+        """The coordinator decides how long a round may take to form; what is bounded here is to be out of its reach."""
+        deadline = time.monotonic() + self._options.join_timeout_s
         while True:
             try:
                 arrival = self._arrivals.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise RendezvousTimeoutError(
-                    f"no coordinator could be reached at {self._host}:{self._port} within "
-                    f"{self._options.join_timeout_s:g} s"
-                ) from None
+                deadline = self._patience_ends(client)
+                continue
             match arrival:
                 case participant.WorldSealed(place):
                     return self._as_round(client, place)
@@ -244,11 +239,22 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
                     raise RunOver(outcome)
                 case participant.JoinRefused(reason):
                     raise UserError(f"run {self._run_id!r} does not take this node: {reason}")
-                case participant.PlaceLost():
-                    self._hold_port()
-                    client.post(participant.JoinRequested(self._held_port()))
                 case Exception():
                     raise arrival
+
+    def _patience_ends(self, client: Client) -> float:
+        """When to give up unless the coordinator is reached before. Raises if that time has come."""
+        now = time.monotonic()
+        out_of_reach_since = client.out_of_reach_since
+        if out_of_reach_since is None:
+            return now + self._options.join_timeout_s
+        deadline = out_of_reach_since + self._options.join_timeout_s
+        if now < deadline:
+            return deadline
+        raise RendezvousTimeoutError(
+            f"no coordinator could be reached at {self._host}:{self._port} within {self._options.join_timeout_s:g} s"
+            f"{client.last_problem and f'; the last attempt: {client.last_problem}'}"
+        )
 
     def _as_round(self, client: Client, place: Place) -> Round:
         remote = RemoteStore(client, timedelta(seconds=self._options.read_timeout_s))
@@ -274,8 +280,6 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
             case participant.RoundStopped(round, reason):
                 self._mailbox.put(RoundStopped(round, reason))
             case participant.PlaceLost(round, reason):
-                # Both hear of it: whoever waits for a round joins again, whoever runs one stops.
-                self._arrivals.put(delivery)
                 self._mailbox.put(PlaceLost(round, reason))
             case participant.RunEnded(outcome):
                 self._outcome = outcome
