@@ -180,4 +180,6 @@ def test_unknown_backends_are_refused_in_one_line(backend: str, install: Callabl
     install("[holdfast.handlers]\nfirst = MODULE:first\n")
     with pytest.raises(UserError) as caught:
         registry.get_rendezvous_handler(parameters(backend))
-    assert str(caught.value) == (f"unknown rendezvous backend {backend!r}; available: c10d, first, standalone, static, tcp")
+    assert str(caught.value) == (
+        f"unknown rendezvous backend {backend!r}; available: c10d, first, standalone, static, tcp"
+    )
