@@ -45,8 +45,8 @@ PURE = {
     "process/lines.py": set(),
 }
 DATA_MODULES = {
-    "__future__", "collections", "collections.abc", "dataclasses", "enum", "functools", "heapq", "itertools", "json", "math",
-    "re", "signal", "string", "types", "typing",
+    "__future__", "collections", "collections.abc", "dataclasses", "enum", "functools", "heapq", "itertools", "json",
+    "math", "re", "signal", "string", "types", "typing",
 }  # fmt: skip
 LINE_LIMIT = 520
 

@@ -25,6 +25,7 @@ from holdfast.process.logs import DefaultLogsSpecs, Std
 from holdfast.process.numa import AffinityMode, NumaOptions
 from holdfast.process.signals import SignalException
 from holdfast.rendezvous.api import RendezvousTimeoutError
+from holdfast.rendezvous.restart import RestartPolicy
 
 HOLDFAST = [sys.executable, "-m", "holdfast"]
 UUID4 = re.compile(r"[0-9a-f]{12}4[0-9a-f]{3}[89ab][0-9a-f]{15}")
@@ -131,6 +132,7 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         duplicate_stderr_filters=["z"],
         virtual_local_rank=True,
         shutdown_timeout=0,
+        restart_policy=RestartPolicy(max_restarts=5, backoff_s=0),
     )
     assert made == expected
 
