@@ -1,0 +1,391 @@
+"""Real agents and real workers, many on one host: how a run forms, fails, grows, shrinks and ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import nodes, support
+from tests.nodes import Scene
+
+LONG_S = 60  # For a wait that the test says will not happen.
+
+
+@pytest.fixture
+def mark() -> str:
+    return os.environ[support.TEST_MARK]
+
+
+@pytest.fixture
+def scene(tmp_path: Path, mark: str) -> Iterator[Scene]:
+    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], mark) as stage:
+        yield stage
+
+
+def last_line(log: str) -> str:
+    return log.strip().splitlines()[-1]
+
+
+# Forming.
+
+
+def test_at_max_nodes_a_round_begins_at_once(scene: Scene) -> None:
+    for name in "ab":
+        scene.start(name, "1:2", "--nproc-per-node", "4", last_call=LONG_S)
+    lives = scene.await_world(8)
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}
+    assert len(scene.lives()) == 8
+    assert {life.round for life in lives} == {1}
+
+
+def test_below_max_nodes_a_round_begins_after_the_last_call(scene: Scene) -> None:
+    scene.start("a", "1:2", "--nproc-per-node", "4")
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0}
+    assert [life.rank for life in scene.lives()] == [0, 1, 2, 3]
+
+
+def test_requested_ranks_are_honoured(scene: Scene) -> None:
+    ranks = {"a": 2, "b": 0, "c": 1}
+    for name, rank in ranks.items():
+        scene.start(name, "3", rank=rank)
+    assert {life.node: life.rank for life in scene.await_world(3)} == ranks
+    scene.order("exit 3", round=1, rank=0)
+
+
+def test_nodes_of_different_roles_and_sizes(scene: Scene) -> None:
+    scene.start("a", "3", "--role", "trainer", "--nproc-per-node", "1", rank=0)
+    scene.start("b", "3", "--role", "trainer", "--nproc-per-node", "2", rank=1)
+    scene.start("c", "3", "--role", "reader", "--nproc-per-node", "3", rank=2)
+    lives = scene.await_world(6)
+    names = ("GROUP_RANK", "LOCAL_RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
+    assert [tuple(life.told[name] for name in names) for life in lives] == [
+        ("0", "0", "trainer", "0", "3"),
+        ("1", "0", "trainer", "1", "3"),
+        ("1", "1", "trainer", "2", "3"),
+        ("2", "0", "reader", "0", "3"),
+        ("2", "1", "reader", "1", "3"),
+        ("2", "2", "reader", "2", "3"),
+    ]
+    scene.order("exit 0")
+    assert set(scene.ended().values()) == {0}
+
+
+def test_too_few_nodes_in_time(scene: Scene) -> None:
+    nodes = [scene.start(name, "4", join_timeout=2) for name in "ab"]
+    assert scene.ended() == {"a": 1, "b": 1}
+    for node in nodes:
+        assert "2/4 joined, waiting for 2" in node.log
+        line = last_line(node.log)
+        assert "only 2 of at least 4 nodes joined within 2 s (2 missing)" in line
+        assert all(f"-{each.pid}-" in line for each in nodes), line
+    assert not scene.lives()
+
+
+def test_a_node_with_other_settings_is_refused(scene: Scene) -> None:
+    scene.start("a", "1:2")
+    scene.await_world(1)
+    b = scene.start("b", "1:3")
+    assert b.wait() == 2
+    assert last_line(b.log).endswith("does not take this node: the run has max_nodes=2, this node has max_nodes=3")
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 2}
+    assert len(scene.lives()) == 1, "the run did not notice"
+
+
+def test_a_rank_that_another_node_has_asked_for_is_refused(scene: Scene) -> None:
+    a = scene.start("a", "1:2", rank=0)
+    scene.await_world(1)
+    b = scene.start("b", "1:2", rank=0)
+    assert b.wait() == 2
+    assert re.search(rf"rank 0 was asked for, but \S+-{a.pid}-\S+ has asked for it before", last_line(b.log))
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 2}
+    assert len(scene.lives()) == 1
+
+
+# Failures of workers.
+
+
+def test_a_failure_restarts_the_workers_of_all_nodes(scene: Scene) -> None:
+    agents = [scene.start(name, "2", "--nproc-per-node", "2", "--max-restarts", "3") for name in "ab"]
+    first = scene.await_world(4)
+    scene.order("exit 3", rank=2, round=1)
+    second = scene.await_world(4, after=1)
+    scene.order("exit 0", round=2)
+    assert scene.ended() == {"a": 0, "b": 0}
+    assert [(life.round, life.restarts) for life in first + second] == [(1, 0)] * 4 + [(2, 1)] * 4
+    assert [life.node for life in first] == [life.node for life in second], "survivors keep their ranks"
+    stopped = [life.rank for life in scene.lives(round=1) if life.was_asked_to_stop]
+    assert stopped == [0, 1, 3]
+    for agent in agents:
+        assert "rank 2 exited with code 3" in agent.log
+        assert "restart 1 of 3" in agent.log
+
+
+def test_the_budget_is_of_the_run(scene: Scene) -> None:
+    agents = [scene.start(name, "3", "--max-restarts", "2") for name in "abc"]
+    for rank in range(3):
+        scene.await_world(3, after=rank)
+        scene.order("exit 3", rank=rank, round=rank + 1)
+    assert scene.ended() == {"a": 1, "b": 1, "c": 1}
+    assert {life.restarts for life in scene.lives()} == {0, 1, 2}
+    assert len({last_line(agent.log) for agent in agents}) == 1, "every node tells the same cause"
+    assert "rank 2 exited with code 3" in last_line(agents[0].log)
+
+
+def test_without_restarts_a_failure_ends_the_run_everywhere(scene: Scene) -> None:
+    agents = [scene.start(name, "2", "--nproc-per-node", "2") for name in "ab"]
+    scene.await_world(4)
+    scene.order("raise something broke", rank=1)
+    assert scene.ended() == {"a": 1, "b": 1}
+    assert len(scene.lives()) == 4
+    for agent in agents:
+        assert "rank 1 failed: RuntimeError: something broke" in last_line(agent.log)
+
+
+def test_a_killed_worker_is_a_failure_like_any_other(scene: Scene) -> None:
+    for name in "ab":
+        scene.start(name, "2", "--max-restarts", "1")
+    victim = scene.await_world(2)[1]
+    os.kill(victim.pid, signal.SIGKILL)
+    assert {life.restarts for life in scene.await_world(2, after=1)} == {1}
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+def test_a_node_that_finished_early_waits(scene: Scene) -> None:
+    a, b = (scene.start(name, "2") for name in "ab")
+    lives = scene.await_world(2)
+    scene.order("exit 0", rank=0)
+    assert not support.survivors([lives[0].pid])
+    with pytest.raises(AssertionError):
+        support.wait_until(lambda: not (a.is_running and b.is_running), "the end of a node", deadline_s=1.5)
+    scene.order("exit 0", rank=1)
+    assert scene.ended() == {"a": 0, "b": 0}
+    assert len(scene.lives()) == 2
+
+
+def test_a_node_that_finished_early_restarts_with_the_others(scene: Scene) -> None:
+    for name in "ab":
+        scene.start(name, "2", "--max-restarts", "1")
+    lives = scene.await_world(2)
+    scene.order("exit 0", rank=0, round=1)
+    assert not support.survivors([lives[0].pid])
+    scene.order("exit 3", rank=1, round=1)
+    scene.await_world(2, after=1)
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+# Changes of membership.
+
+
+def test_growing_and_shrinking_is_not_charged(scene: Scene) -> None:
+    scene.start("a", "1:3")
+    scene.await_world(1)
+    scene.start("b", "1:3")
+    second = scene.await_world(2)
+    c = scene.start("c", "1:3")
+    third = scene.await_world(3)
+    c.send(signal.SIGTERM)
+    fourth = scene.await_world(2, after=third[0].round)
+    scene.order("exit 0", round=fourth[0].round)
+    assert scene.ended() == {"a": 0, "b": 0, "c": 143}
+    assert [life.node for life in second + third + fourth] == ["a", "b", "a", "b", "c", "a", "b"]
+    assert {life.restarts for life in scene.lives()} == {0}
+    assert all(life.was_asked_to_stop for life in scene.lives() if life.round < fourth[0].round)
+
+
+def test_a_newcomer_waits_for_the_next_restart_if_told_so(scene: Scene) -> None:
+    a = scene.start("a", "1:2", "--max-restarts", "1", admit="on-restart")
+    scene.await_world(1)
+    b = scene.start("b", "1:2", "--max-restarts", "1", admit="on-restart")
+    b.await_line("stands? by|waits")
+    assert len(scene.lives()) == 1
+    scene.order("exit 3", round=1)
+    assert [life.node for life in scene.await_world(2)] == ["a", "b"]
+    scene.order("exit 0", round=2)
+    assert scene.ended() == {"a": 0, "b": 0}
+    assert "joins" not in a.log
+
+
+def test_a_standby_takes_the_place_of_a_lost_node(scene: Scene) -> None:
+    a, b = (scene.start(name, "1:2") for name in "ab")
+    scene.await_world(2)
+    c = scene.start("c", "1:2")
+    c.await_line("stands? by|waits")
+    b.send(signal.SIGKILL)
+    lives = scene.await_world(2, after=1)
+    assert [life.node for life in lives] == ["a", "c"] or [life.node for life in lives] == ["c", "a"]
+    assert {life.restarts for life in lives} == {0}
+    scene.order("exit 0", round=lives[0].round)
+    assert scene.ended() == {"a": 0, "b": -9, "c": 0}
+    assert "this node has lost" not in a.log
+
+
+def test_a_standby_ends_with_the_run(scene: Scene) -> None:
+    scene.start("a", "1")
+    scene.await_world(1)
+    b = scene.start("b", "1")
+    b.await_line("stands? by|waits")
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}
+    assert len(scene.lives()) == 1
+
+
+def test_a_killed_agent_is_lost_and_the_others_go_on(scene: Scene) -> None:
+    agents = {name: scene.start(name, "1:3", "--nproc-per-node", "2") for name in "abc"}
+    first = scene.await_world(6)
+    host = first[0].node
+    victim = next(agent for name, agent in agents.items() if name != host)
+    victim.send(signal.SIGKILL)
+    second = scene.await_world(4, after=1)
+    scene.order("exit 0", round=second[0].round)
+    codes = scene.ended()
+    assert codes.pop(victim.name) == -9
+    assert set(codes.values()) == {0}
+    assert {life.restarts for life in second} == {0}
+    for agent in agents.values():
+        if agent is not victim:
+            assert re.search(rf"-{victim.pid}-\S+ is lost", agent.log)
+
+
+def test_below_min_nodes_the_run_waits_for_a_new_node(scene: Scene) -> None:
+    agents = [scene.start(name, "3") for name in "abc"]
+    scene.await_world(3)
+    agents[1].send(signal.SIGKILL)
+    agents[0].await_line("2/3 joined, waiting for 1")
+    assert {life.round for life in scene.lives()} == {1}
+    scene.start("d", "3")
+    lives = scene.await_world(3, after=1)
+    assert {life.node for life in lives} == {"a", "c", "d"}
+    scene.order("exit 0", round=lives[0].round)
+    assert scene.ended() == {"a": 0, "b": -9, "c": 0, "d": 0}
+
+
+@pytest.mark.parametrize("how", ["together", "alone"])
+def test_a_lost_node_explains_the_failures_around_it(scene: Scene, how: str) -> None:
+    """No restart is allowed and the survivors' workers fail, too, before anybody knows of the loss."""
+    agents = {name: scene.start(name, "2:3", args=("--collective",)) for name in "abc"}
+    first = scene.await_world(3)
+    victim = agents[first[0 if how == "together" else 2].node]
+    victim.send(signal.SIGKILL)
+    second = scene.await_world(2, after=1)
+    assert {life.restarts for life in second} == {0}
+    scene.order("exit 0", round=second[0].round)
+    codes = scene.ended()
+    assert codes.pop(victim.name) == -9
+    assert set(codes.values()) == {0}
+    for name in codes:
+        assert re.search(rf"-{victim.pid}-\S+ is lost", agents[name].log), agents[name].log
+
+
+def test_a_node_that_is_told_to_stop_leaves_the_run(scene: Scene) -> None:
+    agents = {name: scene.start(name, "1:2") for name in "ab"}
+    leaver = agents[scene.await_world(2)[0].node]
+    leaver.send(signal.SIGTERM)
+    assert leaver.wait() == 143
+    second = scene.await_world(1, after=1)
+    scene.order("exit 0", round=second[0].round)
+    codes = scene.ended()
+    assert codes.pop(leaver.name) == 143
+    assert list(codes.values()) == [0]
+    other = agents[second[0].node]
+    assert re.search(rf"-{leaver.pid}-\S+ leaves", other.log)
+    assert {life.restarts for life in second} == {0}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_node_that_waits_can_be_stopped(scene: Scene, number: signal.Signals) -> None:
+    a = scene.start("a", "2")
+    a.await_line("1/2 joined, waiting for 1")
+    a.send(number)
+    assert a.wait() == 128 + number
+    for name in "bc":
+        scene.start(name, "2")
+    assert {life.node for life in scene.await_world(2)} == {"b", "c"}
+
+
+def test_a_frozen_agent_loses_its_workers_in_time(scene: Scene) -> None:
+    """The check of every scene compares the times: its workers must be gone before the others start again."""
+    agents = {name: scene.start(name, "1:2") for name in "ab"}
+    first = scene.await_world(2)
+    frozen = agents[first[1].node]
+    frozen.send(signal.SIGSTOP)
+    second = scene.await_world(1, after=1)
+    assert not support.alive(first[1].pid)
+    frozen.send(signal.SIGCONT)
+    third = scene.await_world(2, after=second[0].round)
+    assert "lost its place" in frozen.log
+    assert {life.restarts for life in third} == {0}
+    scene.order("exit 0", round=third[0].round)
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+# The coordinator.
+
+
+def test_training_goes_on_while_the_coordinator_is_replaced(scene: Scene) -> None:
+    for name in "ab":
+        scene.start(name, "2", "--max-restarts", "1")
+    first = scene.await_world(2)
+    coordinator = scene.await_coordinator()
+    os.kill(coordinator, signal.SIGKILL)
+    scene.await_coordinator(other_than=coordinator)
+    support.wait_until(lambda: is_past(scene, first, 2.5), "the lease to pass")
+    assert [life.events for life in scene.lives()] == [("start", "connected")] * 2
+    scene.order("exit 3", rank=1, round=1)
+    assert {(life.round, life.restarts) for life in scene.await_world(2, after=1)} == {(2, 1)}
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+def is_past(scene: Scene, lives: list[nodes.Life], seconds: float) -> bool:
+    """Whether all of these workers have lived for so long."""
+    pids = {life.pid for life in lives}
+    return all(life.last_seen_at - life.started_at > seconds * 1e9 for life in scene.lives() if life.pid in pids)
+
+
+def test_the_coordinator_outlives_the_agent_that_started_it(scene: Scene) -> None:
+    a = scene.start("a", "1:2")
+    coordinator = scene.await_coordinator()
+    scene.start("b", "1:2")
+    scene.await_world(2)
+    a.send(signal.SIGKILL)
+    second = scene.await_world(1, after=1)
+    assert second[0].node == "b"
+    assert scene.coordinator() == coordinator
+    scene.order("exit 0", round=second[0].round)
+    assert scene.ended() == {"a": -9, "b": 0}
+
+
+def test_two_runs_share_a_coordinator(scene: Scene, tmp_path: Path, mark: str) -> None:
+    with nodes.scene(tmp_path / "other", mark, scene.port) as other:
+        for name in "ab":
+            scene.start(name, "2")
+        scene.await_world(2)
+        other.start("c", "1", "--max-restarts", "1")
+        other.await_world(1)
+        assert scene.coordinator() == other.coordinator()
+        scene.order("exit 3", rank=0)
+        assert [node.wait() for node in scene.nodes] == [1, 1]
+        other.order("exit 3", round=1)
+        other.await_world(1, after=1)
+        other.order("exit 0")
+        assert other.ended() == {"c": 0}
+    assert scene.ended() == {"a": 1, "b": 1}
+
+
+def test_the_same_run_id_again_is_another_run(scene: Scene) -> None:
+    scene.order("exit 0")
+    for name in "ab":
+        assert scene.start(name, "1", close_linger=LONG_S).wait() == 0
+    assert [life.node for life in scene.lives()] == ["a", "b"]

@@ -1,0 +1,393 @@
+"""Runs of many nodes on this host: agents as processes, and what their workers saw.
+
+A `Scene` is one run: an endpoint, a worker script and the agents that take part. Its workers do nothing but write
+down what happens to them, every few milliseconds that they are alive, on one clock: so whether workers of two worlds
+were ever alive together can be read from their files. They do as they are told through a file, too.
+
+Every scene is checked at its end, without being asked: the workers of each round agree about it, rounds have master
+ports of their own, and no worker of a round was alive when one of a later round had started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from tests import support
+
+T = TypeVar("T")
+
+DEADLINE_S = 60.0
+
+# Quick, and in the proportions that the defaults have.
+SETTINGS = {
+    "heartbeat": "0.3",
+    "lease": "2",
+    "drop_timeout": "0.9",
+    "reconnect_grace": "0.3",
+    "last_call": "0.5",
+    "close_linger": "0.5",
+    "join_timeout": "60",
+}
+
+_OUR_VARIABLES = ("PET_", "HOLDFAST_", "TORCHELASTIC_", "TORCH_ELASTIC_")
+
+WORKER = '''
+"""Notes what happens to it, and does what it is told: `exit CODE`, `raise TEXT`, `kill SIGNAL`.
+
+With --collective it is connected to rank 0 and fails as soon as that connection breaks, and rank 0 if any does.
+"""
+
+import json, os, select, signal, socket, sys, time
+
+home = sys.argv[1]
+notes = os.open(f"{home}/notes/{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+told = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK",
+        "ROLE_WORLD_SIZE", "HOLDFAST_ROUND", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "TEST_NODE")
+
+
+def note(event, **more):
+    line = {"at": time.monotonic_ns(), "pid": os.getpid(), "event": event, **more}
+    os.write(notes, json.dumps(line).encode() + b"\\n")
+
+
+def on_term(number, frame):
+    note("SIGTERM")
+    if "--stubborn" not in sys.argv:
+        os._exit(128 + number)
+
+
+def orders():
+    try:
+        with open(f"{home}/orders.json") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return []
+
+
+def obey(order):
+    what, _, argument = order.partition(" ")
+    note("end", order=order)
+    if what == "exit":
+        sys.exit(int(argument))
+    if what == "kill":
+        os.kill(os.getpid(), int(argument))
+    raise RuntimeError(argument)
+
+
+def connect():
+    """What a collective needs: one connection to every other rank, here through rank 0."""
+    address = (me["MASTER_ADDR"], int(me["MASTER_PORT"]))
+    if me["RANK"] == "0":
+        with socket.create_server(address) as server:
+            return [server.accept()[0] for _ in range(int(me["WORLD_SIZE"]) - 1)]
+    while True:
+        try:
+            return [socket.create_connection(address)]
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+
+
+signal.signal(signal.SIGTERM, on_term)
+me = {name: os.environ[name] for name in told}
+note("start", **me)
+peers = connect() if "--collective" in sys.argv else []
+note("connected")
+while True:
+    readable, _, _ = select.select(peers, [], [], 0.01)
+    note("alive")
+    for condition, order in orders():
+        if all(me[name] == value for name, value in condition.items()):
+            obey(order)
+    if readable:
+        obey("exit 7")
+'''
+
+
+@dataclass(frozen=True)
+class Life:
+    """One worker process, as its notes tell it. Times are of the clock that all processes of a host share."""
+
+    pid: int
+    told: dict[str, str]
+    started_at: int
+    last_seen_at: int
+    events: tuple[str, ...]
+
+    @property
+    def round(self) -> int:
+        return int(self.told["HOLDFAST_ROUND"])
+
+    @property
+    def rank(self) -> int:
+        return int(self.told["RANK"])
+
+    @property
+    def world_size(self) -> int:
+        return int(self.told["WORLD_SIZE"])
+
+    @property
+    def restarts(self) -> int:
+        return int(self.told["TORCHELASTIC_RESTART_COUNT"])
+
+    @property
+    def master(self) -> str:
+        return f"{self.told['MASTER_ADDR']}:{self.told['MASTER_PORT']}"
+
+    @property
+    def node(self) -> str:
+        return self.told["TEST_NODE"]
+
+    @property
+    def was_asked_to_stop(self) -> bool:
+        return "SIGTERM" in self.events
+
+
+def _read_life(path: Path) -> Life | None:
+    lines = path.read_text().splitlines(keepends=True)
+    notes = [json.loads(line) for line in lines if line.endswith("\n")]
+    if not notes:
+        return None
+    first = {name: value for name, value in notes[0].items() if name.isupper()}
+    events = tuple(note["event"] for note in notes if note["event"] != "alive")
+    return Life(notes[0]["pid"], first, notes[0]["at"], notes[-1]["at"], events)
+
+
+class Node:
+    """One agent, as a process with a log of its own."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], path: Path) -> None:
+        self.name = name
+        self.process = process
+        self._path = path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return self._path.read_text(errors="replace")
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def await_line(self, pattern: str, deadline_s: float = DEADLINE_S) -> str:
+        """The first line that has the pattern in it."""
+
+        def find() -> re.Match[str] | None:
+            found = re.search(f"^.*(?:{pattern}).*$", self.log, re.MULTILINE)
+            assert found or self.is_running, f"{self.name} has ended without a line of {pattern!r}\n{self.log}"
+            return found
+
+        try:
+            return support.wait_until(find, f"{pattern!r} in the log of {self.name}", deadline_s)[0]
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log}") from None
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} has not ended after {deadline_s:g} s\n{self.log}") from None
+
+
+class Scene:
+    """One run."""
+
+    def __init__(self, home: Path, mark: str, port: int | None = None) -> None:
+        self.home = home
+        self.port = port or support.free_port()
+        self.run_id = home.name
+        self.nodes: list[Node] = []
+        self._mark = mark
+        self._orders: list[tuple[dict[str, str], str]] = []
+        (home / "notes").mkdir(parents=True)
+        (home / "tmp").mkdir()
+        self.script = support.write_script(home / "worker.py", WORKER)
+
+    # Agents.
+
+    def start(
+        self,
+        name: str,
+        nnodes: str,
+        *options: str,
+        script: str = "",
+        args: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+        **settings: Any,
+    ) -> Node:
+        """An agent. `settings` are those of --rdzv-conf that differ from `SETTINGS`."""
+        conf = ",".join(f"{key}={value}" for key, value in {**SETTINGS, **settings}.items())
+        command = [sys.executable, "-m", "holdfast", "run", "--nnodes", nnodes, "--rdzv-backend", "tcp"]
+        command += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", self.run_id, "--rdzv-conf", conf]
+        command += [*options, script or self.script, str(self.home), *args]
+        path = self.home / f"{name}.log"
+        with path.open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.home,
+                env=self._environment(name, env or {}),
+                start_new_session=True,
+            )
+        node = Node(name, process, path)
+        self.nodes.append(node)
+        return node
+
+    def _environment(self, name: str, env: dict[str, str]) -> dict[str, str]:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(_OUR_VARIABLES)}
+        kept.pop("XDG_RUNTIME_DIR", None)
+        ours = {"TMPDIR": str(self.home / "tmp"), "TEST_NODE": name, support.TEST_MARK: self._mark}
+        return {**kept, **ours, **env}
+
+    # Workers.
+
+    def order(self, what: str, **condition: object) -> None:
+        """Tell workers what to do: those of whom each condition (rank, round, node, restarts) holds."""
+        names = {
+            "rank": "RANK",
+            "round": "HOLDFAST_ROUND",
+            "node": "TEST_NODE",
+            "restarts": "TORCHELASTIC_RESTART_COUNT",
+            "size": "WORLD_SIZE",
+        }
+        self._orders.append(({names[name]: str(value) for name, value in condition.items()}, what))
+        fresh = self.home / "orders.fresh"
+        fresh.write_text(json.dumps(self._orders))
+        fresh.replace(self.home / "orders.json")
+
+    def lives(self, **told: object) -> list[Life]:
+        """All workers so far of whom this holds (`round`, `node`, `rank`), by round and rank."""
+        found = [life for path in (self.home / "notes").iterdir() if (life := _read_life(path))]
+        chosen = [life for life in found if all(getattr(life, name) == value for name, value in told.items())]
+        return sorted(chosen, key=lambda life: (life.round, life.rank))
+
+    def await_world(self, size: int, after: int = 0, deadline_s: float = DEADLINE_S) -> list[Life]:
+        """The workers of the first complete world of that many workers whose round is later than `after`."""
+
+        def find() -> list[Life] | None:
+            self._nobody_failed_itself()
+            for lives in self._rounds().values():
+                is_whole = [life.rank for life in lives] == list(range(lives[0].world_size))
+                is_ready = all("connected" in life.events for life in lives)
+                if lives[0].round > after and len(lives) == size and is_whole and is_ready:
+                    return lives
+            return None
+
+        return self._await(find, f"a world of {size} after round {after}", deadline_s)
+
+    def _await(self, condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
+        """Like `support.wait_until`, but tells how things stand when it gives up."""
+        try:
+            return support.wait_until(condition, what, deadline_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self}") from None
+
+    def _nobody_failed_itself(self) -> None:
+        for node in self.nodes:
+            assert "fault in holdfast" not in node.log, f"{node.name}\n{node.log}"
+
+    def _rounds(self) -> dict[int, list[Life]]:
+        rounds: dict[int, list[Life]] = defaultdict(list)
+        for life in self.lives():
+            rounds[life.round].append(life)
+        return dict(sorted(rounds.items()))
+
+    # The coordinator.
+
+    def coordinator(self) -> int | None:
+        """The process that listens at the endpoint."""
+        for each in support.marked(self._mark):
+            with contextlib.suppress(psutil.Error):
+                for connection in psutil.Process(each).net_connections("tcp"):
+                    if connection.status == psutil.CONN_LISTEN and connection.laddr.port == self.port:
+                        return each
+        return None
+
+    def await_coordinator(self, other_than: int | None = None) -> int:
+        def find() -> int | None:
+            pid = self.coordinator()
+            return pid if pid != other_than else None
+
+        return self._await(find, f"a coordinator at port {self.port}")
+
+    # The end.
+
+    def ended(self) -> dict[str, int]:
+        """The exit codes of all nodes, once all have ended; then the coordinator ends too, and leaves nothing."""
+        codes = {node.name: node.wait() for node in self.nodes}
+        self._await(lambda: self.coordinator() is None, "the end of the coordinator")
+        left = [str(path) for path in (self.home / "tmp").glob("holdfast-*/*")]
+        assert not left, f"files left behind: {left}\n{self}"
+        return codes
+
+    def check(self) -> None:
+        """What holds for every run, whatever happened to it."""
+        self._nobody_failed_itself()
+        rounds = self._rounds()
+        masters = [{life.master for life in lives} for lives in rounds.values()]
+        for round, lives in rounds.items():
+            ranks = [life.rank for life in lives]
+            assert len(set(ranks)) == len(ranks), f"round {round} has the ranks {ranks}\n{self}"
+            for what in ("world_size", "restarts", "master"):
+                values = {getattr(life, what) for life in lives}
+                assert len(values) == 1, f"round {round} does not agree about {what}: {values}\n{self}"
+        assert len(set.union(set(), *masters)) == len(masters), f"rounds share a master port: {masters}\n{self}"
+        self._check_overlap(list(rounds.values()))
+
+    def _check_overlap(self, rounds: list[list[Life]]) -> None:
+        seen_until, who = 0, None
+        for lives in rounds:
+            for life in lives:
+                assert life.started_at > seen_until, f"{life}\nstarted while there was\n{who}\n{self}"
+            last = max(lives, key=lambda life: life.last_seen_at)
+            if last.last_seen_at > seen_until:
+                seen_until, who = last.last_seen_at, last
+
+    def close(self) -> None:
+        """Kill the agents that are left, and the coordinator, which may have a reason to be there."""
+        for node in self.nodes:
+            if node.is_running:
+                node.process.kill()
+                node.process.wait()
+        pid = self.coordinator()
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        left = support.survivors(support.marked(self._mark), deadline_s=10)
+        assert not left, f"processes left behind: {left}\n{self}"
+
+    def __str__(self) -> str:
+        logs = "\n".join(f"--- {node.name} ({node.process.poll()})\n{node.log[-6000:]}" for node in self.nodes)
+        return "\n".join([*map(str, self.lives()), logs])
+
+
+@contextlib.contextmanager
+def scene(home: Path, mark: str, port: int | None = None) -> Iterator[Scene]:
+    stage = Scene(home, mark, port)
+    try:
+        yield stage
+    finally:
+        stage.close()
+    stage.check()
