@@ -222,7 +222,7 @@ class Membership:
             commands += self._stop(f"{facts.node_id} has left the round", departed=facts)
         self._owing.discard(facts.key)
         self._add(facts, Stage.WAITING, now)
-        return commands + self._maybe_admit(facts)
+        return commands
 
     def _objection(self, facts: NodeFacts, settings: Settings) -> str:
         """Why this node cannot take part in this run, or nothing."""
@@ -239,14 +239,6 @@ class Membership:
         rivals = (node for node in self._nodes.values() if node.facts.requested_rank == rank and node.is_open)
         taken_by = next((node.facts.node_id for node in rivals if node.facts.node_id != facts.node_id), None)
         return f"rank {rank} was asked for, but {taken_by} has asked for it before" if taken_by else ""
-
-    def _maybe_admit(self, facts: NodeFacts) -> list[Command]:
-        assert self.settings is not None
-        if self.phase is not Phase.RUNNING or self.settings.admit is not Admit.NOW:
-            return []
-        assert self.world is not None
-        has_room = len(self.world.members) < self.settings.max_nodes
-        return self._stop(f"{facts.node_id} joins") if has_room else []
 
     def _returned(self, event: NodeReturned, now: float) -> list[Command]:
         facts, place = event.facts, event.place
@@ -417,11 +409,23 @@ class Membership:
         keys = tuple(key for key in self.world.keys if key in self._nodes and key != gone)
         return [StopRound(keys, self.world.round, reason)]
 
+    def _maybe_admit(self, now: float) -> list[Command]:
+        """Whoever waits below max is let in. Mostly it has just joined; it may also have been silent when the round
+        was sealed, or have been there before a restarted coordinator adopted the round."""
+        assert self.settings is not None
+        assert self.world is not None
+        if self.settings.admit is not Admit.NOW or len(self.world.members) >= self.settings.max_nodes:
+            return []
+        newcomers = self._ready(now)
+        return self._stop(f"{newcomers[0].node_id} joins") if newcomers else []
+
     def _advance(self, now: float) -> list[Command]:
         """Whatever is due now that the event has been taken in."""
         commands: list[Command] = []
         if self.phase is Phase.RUNNING and not self._unfinished:
             commands += self._end(Outcome(End.SUCCEEDED, "all workers have succeeded"))
+        if self.phase is Phase.RUNNING and self._waiting:
+            commands += self._maybe_admit(now)
         if self.phase is Phase.STOPPING and not self._owing:
             commands += self._judge(now)
         if self.phase is Phase.FORMING:
