@@ -1,0 +1,319 @@
+"""The coordinator's key-value store: one request after the other, and who is answered what."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from holdfast.rendezvous import keyvalues
+from holdfast.rendezvous.keyvalues import KeyValues
+from holdfast.rendezvous.messages import StoreAnswer, StoreRequest, encode
+
+_numbers = itertools.count(1)
+
+
+def ask(store: KeyValues, operation: str, *keys: str, client: str = "a", now: float = 0.0, **fields: Any) -> Any:
+    """The client's own answer, or None if it has to wait; answers to others must not be among them."""
+    answers = ask_all(store, operation, *keys, client=client, now=now, **fields)
+    assert all(name == client for name, _ in answers)
+    return answers[0][1] if answers else None
+
+
+def ask_all(
+    store: KeyValues, operation: str, *keys: str, client: str = "a", now: float = 0.0, **fields: Any
+) -> list[tuple[str, StoreAnswer]]:
+    request = StoreRequest(client.encode(), next(_numbers), operation, keys, **fields)
+    return store.handle(client, request, now)
+
+
+def value(store: KeyValues, key: str) -> bytes | None:
+    answer = ask(store, "get", key)
+    return answer.values[0] if not answer.problem else None
+
+
+def test_set_and_get() -> None:
+    store = KeyValues()
+    assert ask(store, "set", "k", values=(b"1",)).problem == ""
+    assert value(store, "k") == b"1"
+    ask(store, "set", "k", values=(b"2",))
+    assert value(store, "k") == b"2"
+    ask(store, "set", "x", "y", values=(b"3", b"4"))
+    assert ask(store, "get", "y", "k", "x").values == (b"4", b"2", b"3")
+
+
+def test_an_answer_carries_the_number_of_its_request() -> None:
+    store = KeyValues()
+    request = StoreRequest(b"a", 77, "set", ("k",), (b"",))
+    assert store.handle("a", request, 0.0) == [("a", StoreAnswer(77))]
+
+
+@pytest.mark.parametrize(
+    ("before", "amount", "after"),
+    [(None, 5, 5), (b"7", 3, 10), (b"7", -9, -2), (b"-3", 0, -3), (b" 4 ", 1, 5), (b"0", 2**62, 2**62)],
+)
+def test_add(before: bytes | None, amount: int, after: int) -> None:
+    store = KeyValues()
+    if before is not None:
+        ask(store, "set", "n", values=(before,))
+    answer = ask(store, "add", "n", amount=amount)
+    assert (answer.amount, answer.problem) == (after, "")
+    assert value(store, "n") == str(after).encode()
+
+
+@pytest.mark.parametrize(
+    ("before", "amount", "words"),
+    [
+        (b"seven", 1, "cannot add to 'n', its value is not a number"),
+        (b"", 1, "not a number"),
+        (b"9" * 5000, 1, "not a number"),
+        (b"%d" % (2**63 - 1), 1, "out of range"),
+        (b"%d" % -(2**63), -1, "out of range"),
+    ],
+)
+def test_add_that_cannot_be(before: bytes, amount: int, words: str) -> None:
+    store = KeyValues()
+    ask(store, "set", "n", values=(before,))
+    answer = ask(store, "add", "n", amount=amount)
+    assert words in answer.problem
+    encode(answer)  # What is out of range must not break the answer.
+    assert value(store, "n") == before
+
+
+@pytest.mark.parametrize(
+    ("before", "expected", "desired", "answer", "after"),
+    [
+        (None, b"", b"x", b"x", b"x"),
+        (None, b"y", b"x", b"y", None),
+        (b"y", b"y", b"x", b"x", b"x"),
+        (b"z", b"y", b"x", b"z", b"z"),
+        (b"", b"", b"x", b"x", b"x"),
+        (b"z", b"", b"x", b"z", b"z"),
+    ],
+)
+def test_compare_set(before: bytes | None, expected: bytes, desired: bytes, answer: bytes, after: bytes | None) -> None:
+    store = KeyValues()
+    if before is not None:
+        ask(store, "set", "k", values=(before,))
+    assert ask(store, "compare_set", "k", values=(expected, desired)).values == (answer,)
+    assert value(store, "k") == after
+
+
+def test_delete_and_check() -> None:
+    store = KeyValues()
+    ask(store, "set", "x", "y", values=(b"1", b"2"))
+    assert ask(store, "check", "x", "y").amount == 1
+    assert ask(store, "delete", "x").amount == 1
+    assert ask(store, "delete", "x").amount == 0
+    assert ask(store, "check", "x", "y").amount == 0
+    assert ask(store, "check", "y").amount == 1
+    assert ask(store, "check").amount == 1
+
+
+@pytest.mark.parametrize(
+    ("operation", "keys", "values"),
+    [
+        ("explode", ("k",), ()),
+        ("", ("k",), ()),
+        ("set", ("k",), ()),
+        ("set", ("k",), (b"1", b"2")),
+        ("add", (), ()),
+        ("add", ("k", "l"), ()),
+        ("compare_set", ("k",), (b"1",)),
+        ("delete", ("k", "l"), ()),
+    ],
+)
+def test_requests_that_mean_nothing_are_answered(operation: str, keys: tuple[str, ...], values: Any) -> None:
+    answer = ask(KeyValues(), operation, *keys, values=values)
+    assert f"does not know {operation!r} with {len(keys)} keys and {len(values)} values" in answer.problem
+
+
+# Waiting.
+
+
+@pytest.mark.parametrize("operation", ["get", "wait"])
+def test_whoever_waits_is_answered_when_the_last_key_is_there(operation: str) -> None:
+    store = KeyValues()
+    assert ask(store, operation, "x", "y", client="b", timeout_s=10.0) is None
+    assert len(ask_all(store, "set", "x", values=(b"1",))) == 1
+    _, (client, answer) = ask_all(store, "set", "y", values=(b"2",))
+    assert client == "b"
+    assert answer.values == ((b"1", b"2") if operation == "get" else ())
+    assert store.next_deadline() is None
+
+
+@pytest.mark.parametrize(
+    ("operation", "fields"),
+    [("set", {"values": (b"1",)}), ("add", {"amount": 1}), ("compare_set", {"values": (b"", b"1")})],
+)
+def test_whatever_makes_a_key_wakes_those_who_wait(operation: str, fields: dict[str, Any]) -> None:
+    store = KeyValues()
+    for client in ("b", "c"):
+        ask(store, "get", "k", client=client, timeout_s=10.0)
+    own, *others = ask_all(store, operation, "k", **fields)
+    assert own[0] == "a"
+    assert [(client, answer.values) for client, answer in others] == [("b", (b"1",)), ("c", (b"1",))]
+
+
+def test_what_makes_no_key_wakes_nobody() -> None:
+    store = KeyValues()
+    ask(store, "get", "k", client="b", timeout_s=10.0)
+    ask(store, "compare_set", "k", values=(b"other", b"1"))
+    ask(store, "delete", "k")
+    assert store.next_deadline() == 10.0
+
+
+def test_a_key_that_was_deleted_while_another_was_missing_is_waited_for_again() -> None:
+    store = KeyValues()
+    ask(store, "get", "x", "y", client="b", timeout_s=10.0)
+    ask(store, "set", "x", values=(b"1",))
+    ask(store, "delete", "x")
+    assert ask(store, "set", "y", values=(b"2",)).problem == ""
+    _, (client, answer) = ask_all(store, "set", "x", values=(b"3",))
+    assert (client, answer.values) == ("b", (b"3", b"2"))
+
+
+def test_time_runs_out_for_each_by_itself() -> None:
+    store = KeyValues()
+    for client, timeout_s in (("b", 5.0), ("c", 3.0), ("d", 5.0)):
+        ask(store, "get", "k", client=client, now=100.0, timeout_s=timeout_s)
+    assert store.next_deadline() == 103.0
+    assert store.expire(102.9) == []
+    assert [(client, answer.problem) for client, answer in store.expire(103.0)] == [("c", "timeout")]
+    assert store.next_deadline() == 105.0
+    assert {client for client, _ in store.expire(200.0)} == {"b", "d"}
+    assert store.next_deadline() is None
+    assert len(ask_all(store, "set", "k", values=(b"",))) == 1
+
+
+def test_no_time_means_now() -> None:
+    assert ask(KeyValues(), "get", "k", timeout_s=0.0).problem == "timeout"
+
+
+def test_a_client_that_is_gone_waits_no_more() -> None:
+    store = KeyValues()
+    ask(store, "get", "k", client="b", timeout_s=5.0)
+    ask(store, "wait", "k", "l", client="b", timeout_s=9.0)
+    ask(store, "get", "k", client="c", timeout_s=7.0)
+    store.drop_client("b")
+    store.drop_client("nobody")
+    assert store.next_deadline() == 7.0
+    answers = ask_all(store, "set", "k", values=(b"1",))
+    assert [client for client, _ in answers] == ["a", "c"]
+    assert not store.is_empty
+    ask(store, "delete", "k")
+    assert store.is_empty
+
+
+# Repetitions.
+
+
+@pytest.mark.parametrize(
+    ("operation", "fields", "after"),
+    [
+        ("add", {"amount": 5}, b"10"),
+        ("compare_set", {"values": (b"5", b"8")}, b"8"),
+        ("set", {"values": (b"1",)}, b"1"),
+    ],
+)
+def test_a_request_that_comes_again_changes_nothing_more(operation: str, fields: Any, after: bytes) -> None:
+    store = KeyValues()
+    ask(store, "set", "n", values=(b"5",))
+    request = StoreRequest(b"sender", 1, operation, ("n",), **fields)
+    (_, first), *_ = store.handle("a", request, 0.0)
+    assert value(store, "n") == after
+    ask(store, "set", "n", values=(b"99",))
+    assert store.handle("another connection", request, 1.0) == [("another connection", first)]
+    assert value(store, "n") == b"99"
+
+
+def test_a_deletion_that_comes_again_says_the_same() -> None:
+    store = KeyValues()
+    ask(store, "set", "n", values=(b"5",))
+    request = StoreRequest(b"sender", 1, "delete", ("n",))
+    assert [store.handle("a", request, 0.0)[0][1].amount for _ in range(2)] == [1, 1]
+
+
+def test_the_same_number_of_another_client_is_another_request() -> None:
+    store = KeyValues()
+    for sender in (b"one", b"two"):
+        store.handle("a", StoreRequest(sender, 1, "add", ("n",), amount=1), 0.0)
+    assert value(store, "n") == b"2"
+
+
+# Limits.
+
+
+def test_a_full_store_takes_all_of_a_request_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyvalues, "MAX_STORED_BYTES", 3000)
+    store = KeyValues()
+    ask(store, "set", "big", values=(bytes(1000),))
+    ask(store, "wait", "x", client="b", timeout_s=5.0)
+    answer = ask(store, "set", "x", "y", values=(bytes(1000), bytes(1000)))
+    assert "the store is full" in answer.problem
+    assert ask(store, "check", "x").amount == 0
+    assert store.next_deadline() == 5.0  # Nobody was woken for what is not there.
+    assert "full" in ask(store, "compare_set", "x", values=(b"", bytes(3000))).problem
+    ask(store, "delete", "big")
+    assert ask(store, "set", "y", "z", values=(bytes(1000), bytes(1000))).problem == ""
+
+
+def test_the_same_value_again_needs_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyvalues, "MAX_STORED_BYTES", 3000)
+    store = KeyValues()
+    for _ in range(10):
+        assert ask(store, "set", "k", values=(bytes(2000),)).problem == ""
+
+
+def test_many_small_keys_count_for_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyvalues, "MAX_STORED_BYTES", 100_000)
+    store = KeyValues()
+    taken = sum(ask(store, "set", f"{number}", values=(b"",)).problem == "" for number in range(1000))
+    assert 100 < taken < 1000
+
+
+def test_not_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyvalues, "MAX_WAITING_BYTES", 10_000)
+    store = KeyValues()
+    answers = [ask(store, "get", "k", client=f"c{number}", timeout_s=5.0) for number in range(100)]
+    refused = [answer for answer in answers if answer is not None]
+    assert 80 < len(refused) < 100
+    assert all(answer.problem == "too many requests wait already" for answer in refused)
+    for number in range(100):
+        store.drop_client(f"c{number}")
+    assert ask(store, "get", "k", timeout_s=5.0) is None
+
+
+def test_what_is_kept_for_repetitions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyvalues, "MAX_REMEMBERED_BYTES", 50_000)
+    store = KeyValues()
+    for number in range(1000):
+        store.handle("a", StoreRequest(b"s", number, "add", ("n",), amount=1), 0.0)
+    assert store.handle("a", StoreRequest(b"s", 999, "add", ("n",), amount=1), 0.0)[0][1].amount == 1000
+    assert store.handle("a", StoreRequest(b"s", 0, "add", ("n",), amount=1), 0.0)[0][1].amount == 1001
+
+
+def test_values_that_fit_into_no_answer_are_a_problem_and_not_a_crash() -> None:
+    store = KeyValues()
+    for key in "xy":
+        ask(store, "set", key, values=(bytes(600_000),))
+    assert "too large for one answer" in ask(store, "get", "x", "y").problem
+    assert len(ask(store, "get", "x").values[0]) == 600_000
+
+
+def test_whatever_could_be_sent_can_be_got() -> None:
+    store = KeyValues()
+    request = StoreRequest(b"", 1, "set", ("",), (bytes((1 << 20) - 99),))
+    encode(request)
+    store.handle("a", request, 0.0)
+    encode(ask(store, "get", ""))
+
+
+def test_deadlines_that_are_over_are_not_kept() -> None:
+    store = KeyValues()
+    for number in range(5000):
+        ask(store, "get", f"k{number}", timeout_s=1e6)
+        ask_all(store, "set", f"k{number}", values=(b"",))
+        ask(store, "delete", f"k{number}")
+    assert len(store._deadlines) < 200
