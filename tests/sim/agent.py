@@ -155,7 +155,7 @@ class Agent:
             case participant.JoinRefused(reason):
                 self.refusal = reason
                 self.exit()
-            case participant.ProgressSeen():
+            case participant.ProgressSeen() | participant.NoticeSeen():
                 pass
             case _:
                 assert_never(command)

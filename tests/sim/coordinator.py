@@ -172,6 +172,8 @@ class Coordinator:
                 self._tell(keys, messages.Ended(outcome))
             case words.ShowProgress(keys, joined, wanted, max_nodes, seconds_left):
                 self._tell(keys, messages.Progress(joined, wanted, max_nodes, seconds_left))
+            case words.Announce(keys, text):
+                self._tell(keys, messages.Notice(text))
             case words.ForgetRun():
                 self.machine = None  # The next who asks is answered from the disk.
             case _:

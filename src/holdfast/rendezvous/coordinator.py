@@ -162,6 +162,9 @@ class RunHost:
                 self._send(keys, messages.Ended(outcome))
             case vocabulary.ShowProgress(keys, joined, wanted, max_nodes, seconds_left):
                 self._send(keys, messages.Progress(joined, wanted, max_nodes, seconds_left))
+            case vocabulary.Announce(keys, text):
+                logger.info("run %r: %s", self.run_id, text)
+                self._send(keys, messages.Notice(text))
             case vocabulary.Remember(memory):
                 self._owner.files.remember(self.run_id, memory)
             case vocabulary.ForgetRun():

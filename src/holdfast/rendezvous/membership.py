@@ -44,6 +44,7 @@ from holdfast.rendezvous import restart
 from holdfast.rendezvous.outcome import End, Failure, Outcome
 from holdfast.rendezvous.vocabulary import (
     Admit,
+    Announce,
     CloseRequested,
     Command,
     ConnectionClosed,
@@ -136,6 +137,8 @@ class Membership:
         self._progress_due: float | None = None
         self._progress_shown = -1
         self._forget_at: float | None = None
+        self._has_lost_nodes = False
+        self._is_end_told = False
         self._story: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
         if memory and memory.outcome:
             self.phase, self.outcome = Phase.ENDED, memory.outcome
@@ -206,7 +209,7 @@ class Membership:
                 self.settings = self.settings or event.settings
                 self._add(facts, Stage.WAITING, now)
                 return [TellOutcome((facts.key,), self.outcome)]
-            case ConnectionClosed(key) | NodeLeft(key):
+            case NodeLeft(key):
                 self._remove(key)
         return []
 
@@ -222,7 +225,7 @@ class Membership:
             commands += self._stop(f"{facts.node_id} has left the round", departed=facts)
         self._owing.discard(facts.key)
         self._add(facts, Stage.WAITING, now)
-        return commands
+        return commands + ([] if self.phase is not Phase.RUNNING or self._has_room() else self._stand_by((facts.key,)))
 
     def _objection(self, facts: NodeFacts, settings: Settings) -> str:
         """Why this node cannot take part in this run, or nothing."""
@@ -349,9 +352,11 @@ class Membership:
         commands: list[Command] = []
         dropped = [key for key in self._dropping if (self._nodes[key].drop_at or 0.0) <= now]
         for key in sorted(dropped):
+            self._has_lost_nodes = True
             commands += self._gone(key, "is lost: it did not come back")
         while self._nodes and self._lease_ends(node := next(iter(self._nodes.values()))) <= now:
             if node.is_open:
+                self._has_lost_nodes = True
                 commands += self._gone(node.key, "is lost: it was not heard of")
                 commands.append(Expel(node.key, "it was not heard of for too long"))
             else:
@@ -401,7 +406,7 @@ class Membership:
         """Stop the round for everybody. Whether the run goes on is decided when all are accounted for."""
         assert self.world is not None
         if departed is not None:
-            self._departed.append(departed.node_id)
+            self._departed.append(reason)
         if self.phase is not Phase.RUNNING:
             return []
         self.phase = Phase.STOPPING
@@ -412,12 +417,19 @@ class Membership:
     def _maybe_admit(self, now: float) -> list[Command]:
         """Whoever waits below max is let in. Mostly it has just joined; it may also have been silent when the round
         was sealed, or have been there before a restarted coordinator adopted the round."""
+        newcomers = self._ready(now) if self._has_room() else []
+        return self._stop(f"{newcomers[0].node_id} joins") if newcomers else []
+
+    def _has_room(self) -> bool:
         assert self.settings is not None
         assert self.world is not None
-        if self.settings.admit is not Admit.NOW or len(self.world.members) >= self.settings.max_nodes:
-            return []
-        newcomers = self._ready(now)
-        return self._stop(f"{newcomers[0].node_id} joins") if newcomers else []
+        return self.settings.admit is Admit.NOW and len(self.world.members) < self.settings.max_nodes
+
+    def _stand_by(self, keys: tuple[str, ...]) -> list[Command]:
+        assert self.world is not None
+        count = len(self.world.members)
+        nodes = "1 node" if count == 1 else f"{count} nodes"
+        return [Announce(keys, f"round {self.round} runs with {nodes}, this node stands by")] if keys else []
 
     def _advance(self, now: float) -> list[Command]:
         """Whatever is due now that the event has been taken in."""
@@ -440,6 +452,8 @@ class Membership:
         assert self.world is not None
         self._not_before = now
         commands: list[Command] = []
+        if self._failures and self._departed:
+            commands.append(self._explanation())
         if self._failures and not self._departed:
             cause = restart.root_cause(self._failures)
             decision = restart.decide(self.settings.policy, self._charged_at, cause, now)
@@ -454,6 +468,13 @@ class Membership:
         self.world = None
         self.phase = Phase.FORMING
         return commands
+
+    def _explanation(self) -> Command:
+        """The first word of this round's end was a failure; by now it is known what was behind it."""
+        shown, rest = self._departed[:_NAMED_AT_MOST], len(self._departed) - _NAMED_AT_MOST
+        who = "; ".join(shown) + (f"; and {rest} more" if rest > 0 else "")
+        keys = tuple(key for key, node in self._nodes.items() if node.is_open)
+        return Announce(keys, f"{who} (the failures of round {self.round} are put down to that, and not charged)")
 
     def _form(self, now: float) -> list[Command]:
         if not self._nodes or self.settings is None:
@@ -500,7 +521,7 @@ class Membership:
         for key in world.keys:
             self._nodes[key].stage = Stage.RUNNING
             self._waiting.discard(key)
-        return [Remember(self._memory()), SealWorld(world)]
+        return [Remember(self._memory()), SealWorld(world), *self._stand_by(tuple(sorted(self._waiting)))]
 
     def _forming_deadlines(self) -> list[float]:
         """Those of the future; one that has passed without effect needs something else to happen."""
@@ -544,14 +565,19 @@ class Membership:
     def _end(self, outcome: Outcome) -> list[Command]:
         self.phase = Phase.ENDED
         self.outcome = outcome
+        self._is_end_told = True
         keys = tuple(key for key, node in self._nodes.items() if node.is_open)
         told: list[Command] = [TellOutcome(keys, outcome)] if keys else []
         return [Remember(self._memory()), *told]
 
     def _maybe_forget(self, now: float) -> list[Command]:
+        """At once if everybody who was there has confirmed the end, so that the run's name can be used again. A node
+        that was lost may still come back, and a run that was closed keeps its door closed, for a while."""
         if self._forget_at is None:
             self._forget_at = now + (self.settings.close_linger_s if self.settings else 0.0)
-        return [ForgetRun()] if now >= self._forget_at else []
+        is_closed = self.outcome is not None and self.outcome.end is End.CLOSED
+        have_all_heard = self._is_end_told and not self._nodes and not self._has_lost_nodes and not is_closed
+        return [ForgetRun()] if have_all_heard or now >= self._forget_at else []
 
     def _memory(self) -> Memory:
         return Memory(self.round, self.restarts_used, self.outcome)

@@ -171,7 +171,11 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     seconds_left: float
 
 
-FromCoordinator = HeartbeatAnswer | Sealed | Stop | Refused | Expelled | Ended | Progress
+class Notice(msgspec.Struct, frozen=True, tag=True):
+    text: str
+
+
+FromCoordinator = HeartbeatAnswer | Sealed | Stop | Refused | Expelled | Ended | Progress | Notice
 Answer = FromCoordinator | StoreAnswer
 
 

@@ -131,7 +131,12 @@ class ProgressSeen:
     seconds_left: float
 
 
-Delivery = WorldSealed | RoundStopped | PlaceLost | RunEnded | JoinRefused | ProgressSeen
+@record
+class NoticeSeen:
+    text: str
+
+
+Delivery = WorldSealed | RoundStopped | PlaceLost | RunEnded | JoinRefused | ProgressSeen | NoticeSeen
 Command = Send | Delivery | session.Connect | session.SetLease
 
 
@@ -255,10 +260,13 @@ class Participant:
             case messages.Refused(reason):
                 return self._finish(JoinRefused(reason), now)
             case messages.Ended(outcome):
-                return self._finish(RunEnded(outcome), now)
+                # The coordinator may forget the run when everybody has confirmed its end.
+                return [*self._say(messages.Left()), *self._finish(RunEnded(outcome), now)]
             case messages.Progress(joined, wanted, max_nodes, seconds_left):
                 is_waiting = self.standing is Standing.WAITING
                 return [ProgressSeen(joined, wanted, max_nodes, seconds_left)] if is_waiting else []
+            case messages.Notice(text):
+                return [NoticeSeen(text)]
         assert_never(message)
 
     def _sealed(self, key: str, place: Place, now: float) -> list[Command]:

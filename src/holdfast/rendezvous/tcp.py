@@ -287,6 +287,8 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
                 self._mailbox.put(RunEnded(outcome))
             case participant.ProgressSeen(joined, wanted, max_nodes, seconds_left):
                 self._show_progress(joined, wanted, max_nodes, seconds_left)
+            case participant.NoticeSeen(text):
+                logger.info("%s", text)
 
     def _show_progress(self, joined: int, wanted: int, max_nodes: int, seconds_left: float) -> None:
         if joined >= wanted:

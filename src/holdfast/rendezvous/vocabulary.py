@@ -195,6 +195,14 @@ class ShowProgress:
 
 
 @record
+class Announce:
+    """Tell these nodes something that a person wants to read in their logs, and nobody else acts on."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+@record
 class Remember:
     """Write this down before any command that follows is carried out."""
 
@@ -206,4 +214,4 @@ class ForgetRun:
     """The run is over and everybody has heard, or nobody is left to hear."""
 
 
-Command = SealWorld | StopRound | Refuse | Expel | TellOutcome | ShowProgress | Remember | ForgetRun
+Command = SealWorld | StopRound | Refuse | Expel | TellOutcome | ShowProgress | Announce | Remember | ForgetRun
