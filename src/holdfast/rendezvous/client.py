@@ -9,7 +9,6 @@ closed connection or a missing answer means is the participant's business.
 from __future__ import annotations
 
 import collections
-import errno
 import itertools
 import logging
 import os
@@ -19,116 +18,23 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from holdfast.errors import HoldfastError
-from holdfast.rendezvous import messages, participant, session
-from holdfast.rendezvous.messages import PROTOCOL_VERSION, Frames, Malformed, StoreAnswer, StoreRequest, encode
+from holdfast.rendezvous import messages, participant, reach, session
+from holdfast.rendezvous.api import RendezvousConnectionError
+from holdfast.rendezvous.dial import HANDSHAKE_TIMEOUT_S, Dial, Silent, TurnedAway
+from holdfast.rendezvous.messages import Frames, Malformed, StoreAnswer, StoreRequest, encode
 from holdfast.rendezvous.participant import Participant
-
-if TYPE_CHECKING:
-    import ssl
+from holdfast.rendezvous.reach import Obstacle, Reach
 
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 16
-_HANDSHAKE_TIMEOUT_S = 5.0
 _GOODBYE_S = 2.0
-_BEFORE_COMPLAINT_S = 3.0
+_LONGEST_WAIT_S = 1e9
 
-
-class TurnedAway(HoldfastError):  # noqa: N818
-    """The coordinator does not want to talk to us, or is not one. Trying again would not help."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dial:
-    """Where the coordinator is and how to speak to it."""
-
-    host: str
-    port: int
-    run_id: str
-    token: bytes | None = None
-    tls: ssl.SSLContext | None = None
-    timeout_s: float = 2.0
-
-    @property
-    def endpoint(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    def connect(self) -> tuple[socket.socket, Frames]:
-        """A connection on which both sides have proved who they are. Raises OSError or `TurnedAway`."""
-        sock = socket.create_connection((self.host, self.port), self.timeout_s)
-        try:
-            if sock.getsockname() == sock.getpeername():  # On one host the kernel may connect a socket to itself.
-                raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.settimeout(_HANDSHAKE_TIMEOUT_S)
-            if self.tls is not None:
-                sock = self._wrap(sock)
-            frames = self._shake_hands(sock)
-            sock.setblocking(False)
-            return sock, frames
-        except BaseException:
-            sock.close()
-            raise
-
-    def _wrap(self, sock: socket.socket) -> socket.socket:
-        import ssl
-
-        assert self.tls is not None
-        try:
-            return self.tls.wrap_socket(sock, server_hostname=self.host)
-        except ssl.SSLCertVerificationError as error:
-            raise TurnedAway(f"the certificate of {self.endpoint} is not accepted: {error.verify_message}") from None
-        except ssl.SSLError as error:
-            raise TurnedAway(f"no TLS connection to {self.endpoint}: {error.reason or error}") from None
-
-    def _shake_hands(self, sock: socket.socket) -> Frames:
-        frames = Frames(messages.Handshake)
-        challenge = self._read(sock, frames)
-        if not isinstance(challenge, messages.Challenge):
-            raise TurnedAway(f"{self.endpoint} answers, but it is not a holdfast coordinator")
-        if challenge.version != PROTOCOL_VERSION:
-            raise TurnedAway(
-                f"the coordinator at {self.endpoint} speaks version {challenge.version} of the protocol, "
-                f"this agent speaks {PROTOCOL_VERSION}"
-            )
-        if self.token is not None and not challenge.wants_token:
-            raise TurnedAway(f"this agent has a token, but the coordinator at {self.endpoint} was started without one")
-        nonce = os.urandom(32)
-        proof = b""
-        if self.token is not None:
-            proof = messages.prove(self.token, b"agent", self.run_id, challenge.nonce, nonce)
-        sock.sendall(encode(messages.Hello(PROTOCOL_VERSION, self.run_id, nonce, proof)))
-        self._check(self._read(sock, frames), nonce, challenge.nonce)
-        frames.expect(messages.Answer)
-        return frames
-
-    def _check(self, answer: object, nonce: bytes, challenge: bytes) -> None:
-        if isinstance(answer, messages.Denied):
-            raise TurnedAway(f"the coordinator at {self.endpoint} turned this agent away: {answer.reason}")
-        if not isinstance(answer, messages.Welcome):
-            raise ConnectionResetError(f"{self.endpoint} closed the connection")
-        if self.token is None:
-            return
-        expected = messages.prove(self.token, b"coordinator", self.run_id, nonce, challenge)
-        if not messages.is_proof(answer.proof, expected):
-            raise TurnedAway(f"the coordinator at {self.endpoint} does not know this agent's token")
-
-    def _read(self, sock: socket.socket, frames: Frames) -> object | None:
-        try:
-            while (message := frames.next()) is None:
-                data = sock.recv(_READ_BYTES)
-                if not data:
-                    return None
-                frames.feed(data)
-            return message
-        except Malformed:
-            raise TurnedAway(f"{self.endpoint} answers, but it is not a holdfast coordinator") from None
-        except TimeoutError:
-            raise TurnedAway(f"{self.endpoint} accepts connections but says nothing; is it a coordinator?") from None
+CONNECTION_CLOSED = "the connection to the coordinator is closed"
 
 
 class Client:
@@ -141,14 +47,16 @@ class Client:
         deliver: Callable[[participant.Delivery], None],
         set_lease: Callable[[float | None], None],
         fail: Callable[[Exception], None],
-        before_dialling: Callable[[], None] = lambda: None,
+        when_refused: Callable[[], None] = lambda: None,
+        patience_s: float = 600.0,
     ) -> None:
+        """`when_refused` is called when nobody listens there: it may start a coordinator."""
         self._dial = dial
         self._node = node
         self._deliver = deliver
         self._set_lease = set_lease
         self._fail = fail
-        self._before_dialling = before_dialling
+        self._when_refused = when_refused
         self._sock: socket.socket | None = None
         self._frames: Frames | None = None
         self._outgoing = bytearray()
@@ -159,12 +67,8 @@ class Client:
         self._numbers = itertools.count(1)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_stopping = False
-        self._has_been_welcome = False
-        self.out_of_reach_since: float | None = time.monotonic()
-        """Since when there is no connection; None while there is one."""
-        self.last_problem = ""
-        """Why the last attempt to connect failed."""
-        self._told_problem = ""
+        self._is_over = False
+        self.reach = Reach(dial.endpoint, patience_s, time.monotonic())
         self._thread = threading.Thread(target=self._run, name="holdfast-client", daemon=True)
 
     def start(self) -> None:
@@ -176,14 +80,15 @@ class Client:
 
     def request(self, operation: str, keys: tuple[str, ...], timeout_s: float, **fields: object) -> StoreAnswer:
         """Ask the run's key-value store; from any thread. Survives a reconnect: what got no answer is asked again."""
+        timeout_s = min(max(timeout_s, 0.0), _LONGEST_WAIT_S)
         number = next(self._numbers)
         request = StoreRequest(self._sender, number, operation, keys, timeout_s=timeout_s, **fields)  # type: ignore[arg-type]
+        encode(request)  # What is too large is the caller's mistake and must not surface in the thread.
         answer = _Answer(request)
         with self._lock:
             self._answers[number] = answer
-        self._put(request)
         try:
-            return answer.wait(timeout_s + _HANDSHAKE_TIMEOUT_S)
+            return answer.wait(timeout_s + HANDSHAKE_TIMEOUT_S) if self._put(request) else answer.closed()
         finally:
             with self._lock:
                 self._answers.pop(number, None)
@@ -191,37 +96,56 @@ class Client:
     def stop(self) -> None:
         """Send what is to be sent, and end."""
         self._is_stopping = True
-        os.eventfd_write(self._wake_fd, 1)
+        self._put(None)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_GOODBYE_S + self._dial.timeout_s)
 
-    def _put(self, item: participant.AgentEvent | StoreRequest) -> None:
+    def _put(self, item: participant.AgentEvent | StoreRequest | None) -> bool:
+        """Hand something to the thread, or just wake it up; False if it has ended."""
         with self._lock:
-            self._inbox.append(item)
-        os.eventfd_write(self._wake_fd, 1)
+            if self._is_over:
+                return False
+            if item is not None:
+                self._inbox.append(item)
+            os.eventfd_write(self._wake_fd, 1)
+            return True
 
     # The thread.
 
     def _run(self) -> None:
         try:
-            goodbye_at: float | None = None
-            while goodbye_at is None or (self._outgoing and time.monotonic() < goodbye_at):
-                if self._is_stopping and goodbye_at is None:
-                    goodbye_at = time.monotonic() + _GOODBYE_S
-                self._wait(goodbye_at)
+            while not self._is_stopping:
+                self._wait(self._node.next_deadline())
                 self._turn()
+            self._say_goodbye()
         except Exception as error:
             self._fail(error)
         finally:
             self._close()
+            self._end()
 
-    def _wait(self, goodbye_at: float | None) -> None:
-        deadlines = [each for each in (self._node.next_deadline(), goodbye_at) if each is not None]
+    def _say_goodbye(self) -> None:
+        """What the agent has said last goes out, if the coordinator can be reached at all."""
+        goodbye_at = time.monotonic() + _GOODBYE_S
+        self._turn()
+        while self._outgoing and time.monotonic() < goodbye_at:
+            self._wait(goodbye_at)
+            self._flush()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._is_over = True
+            os.close(self._wake_fd)
+            unanswered = list(self._answers.values())
+        for answer in unanswered:
+            answer.give(answer.closed())
+
+    def _wait(self, deadline: float | None) -> None:
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)
         if self._sock is not None:
             poller.register(self._sock, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
-        left_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         poller.poll(None if left_s is None else left_s * 1000)
 
     def _turn(self) -> None:
@@ -260,12 +184,11 @@ class Client:
 
     def _connect(self) -> None:
         try:
-            self._before_dialling()
             self._sock, self._frames = self._dial.connect()
         except (OSError, TurnedAway) as error:
             self._cannot_connect(error)
             return
-        self._has_been_welcome, self.out_of_reach_since, self._told_problem = True, None, ""
+        self._say(self.reach.reached())
         self._step(session.Connected())
         with self._lock:
             unanswered = [answer.request for answer in self._answers.values()]
@@ -273,20 +196,24 @@ class Client:
             self._send(request)
 
     def _cannot_connect(self, error: OSError | TurnedAway) -> None:
-        """To be turned away at first is a mistake that somebody must correct. Whoever turns away a node that was
-        welcome before may be gone the next moment, and the right one be back."""
-        if isinstance(error, TurnedAway) and not self._has_been_welcome:
-            raise error
-        self._tell_problem(str(error))
-        self._step(session.ConnectFailed(isinstance(error, ConnectionRefusedError), random.random()))
+        was_refused = isinstance(error, ConnectionRefusedError)
+        self._say(self.reach.failed(_obstacle(error), _words(error, self._dial.host), time.monotonic()))
+        # Before anything that takes time: a refusal extends the lease.
+        self._step(session.ConnectFailed(was_refused, random.random()))
+        if was_refused:
+            self._let_somebody_listen()
 
-    def _tell_problem(self, problem: str) -> None:
-        """Once, and not before it has lasted: a coordinator that is being started refuses connections, too."""
-        self.last_problem = problem
-        has_lasted = time.monotonic() - (self.out_of_reach_since or 0.0) > _BEFORE_COMPLAINT_S
-        if has_lasted and problem != self._told_problem:
-            self._told_problem = problem
-            logger.warning("no coordinator can be reached at %s (%s), still trying", self._dial.endpoint, problem)
+    def _let_somebody_listen(self) -> None:
+        try:
+            self._when_refused()
+        except HoldfastError as error:
+            self._say(self.reach.failed(Obstacle.CANNOT_HOST, str(error), time.monotonic()))
+
+    def _say(self, word: reach.Say | reach.GiveUp | None) -> None:
+        if isinstance(word, reach.GiveUp):
+            raise RendezvousConnectionError(word.text)
+        if word is not None:
+            logger.warning("%s", word.text)
 
     def _send(self, message: messages.ToCoordinator) -> None:
         if self._sock is not None:
@@ -339,7 +266,7 @@ class Client:
 
     def _lose_connection(self) -> None:
         self._close()
-        self.out_of_reach_since = time.monotonic()
+        self.reach.lost(time.monotonic())
         self._step(session.Disconnected(random.random()))
 
     def _close(self) -> None:
@@ -357,6 +284,9 @@ class _Answer:
         self._came = threading.Event()
         self._answer: StoreAnswer | None = None
 
+    def closed(self) -> StoreAnswer:
+        return StoreAnswer(self.request.number, problem=CONNECTION_CLOSED)
+
     def give(self, answer: StoreAnswer) -> None:
         self._answer = answer
         self._came.set()
@@ -371,3 +301,22 @@ class _Answer:
 def _would_block(error: OSError) -> bool:
     """TLS has its own words for it."""
     return type(error).__name__ in ("SSLWantReadError", "SSLWantWriteError")
+
+
+def _obstacle(error: OSError | TurnedAway) -> Obstacle:
+    match error:
+        case Silent():
+            return Obstacle.SILENT
+        case TurnedAway():
+            return Obstacle.TURNED_AWAY
+        case socket.gaierror():
+            return Obstacle.NAME_UNKNOWN
+        case ConnectionResetError() | BrokenPipeError():
+            return Obstacle.HUNG_UP
+    return Obstacle.UNREACHABLE
+
+
+def _words(error: OSError | TurnedAway, host: str) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"the name {host!r} does not resolve ({error.strerror})"
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

@@ -27,7 +27,7 @@ from holdfast.rendezvous.api import (
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from holdfast.rendezvous.client import Client, Dial
+from holdfast.rendezvous.client import Client
 from holdfast.rendezvous.coordination import (
     Coordination,
     Mailbox,
@@ -38,6 +38,7 @@ from holdfast.rendezvous.coordination import (
     RunEnded,
     RunOver,
 )
+from holdfast.rendezvous.dial import Dial
 from holdfast.rendezvous.options import TcpOptions
 from holdfast.rendezvous.outcome import Failure, Outcome
 from holdfast.rendezvous.participant import Participant
@@ -176,7 +177,9 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
         dial = Dial(self._host, self._port, self._run_id, self._options.token, self._options.client_tls())
         session = Session(self._options.session, may_outlive_lease=self._options.continue_when_isolated)
         node = Participant(self._facts, self._options.settings(self._policy), session)
-        self._client = Client(dial, node, self._deliver, self._lease, self._arrivals.put, self._maybe_host)
+        patience_s = self._options.join_timeout_s
+        fail = self._arrivals.put
+        self._client = Client(dial, node, self._deliver, self._lease, fail, self._maybe_host, patience_s)
         self._client.start()
         return self._client
 
@@ -245,15 +248,15 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
     def _patience_ends(self, client: Client) -> float:
         """When to give up unless the coordinator is reached before. Raises if that time has come."""
         now = time.monotonic()
-        out_of_reach_since = client.out_of_reach_since
-        if out_of_reach_since is None:
+        since = client.reach.since
+        if since is None:
             return now + self._options.join_timeout_s
-        deadline = out_of_reach_since + self._options.join_timeout_s
+        deadline = since + self._options.join_timeout_s
         if now < deadline:
             return deadline
         raise RendezvousTimeoutError(
             f"no coordinator could be reached at {self._host}:{self._port} within {self._options.join_timeout_s:g} s"
-            f"{client.last_problem and f'; the last attempt: {client.last_problem}'}"
+            f"{client.reach.last_problem and f'; the last attempt: {client.reach.last_problem}'}"
         )
 
     def _as_round(self, client: Client, place: Place) -> Round:
