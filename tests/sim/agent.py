@@ -237,6 +237,8 @@ class Agent:
             case lifecycle.ReportFailure(round):
                 assert self.group is not None
                 assert self.group.failure is not None
+                if self.participant.standing is participant.Standing.MEMBER:
+                    self.checks.failure_reported(self.participant.facts.key, round)
                 self.tell(participant.FailureReported(round, self._named(self.group.failure)))
             case lifecycle.ReportSuccess(round):
                 self.tell(participant.SuccessReported(round))

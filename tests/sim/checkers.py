@@ -28,6 +28,7 @@ HOOKS = (
     "world_sealed",
     "stop_ordered",
     "expelled",
+    "failure_reported",
     "place_received",
     "workers_started",
     "workers_gone",
@@ -194,9 +195,8 @@ class _Ledger(Checker):
             return
         match message:
             case messages.Join(facts):
-                failed = getattr(message, "failed", None)
-                if failed is not None and facts.key not in self.rejoined:
-                    self._fail(facts.key, failed.round, failed.failure)
+                if message.failure is not None:
+                    self._fail(facts.key, message.last_round, message.failure)
                 self.rejoined.add(facts.key)
             case messages.Return(facts, _, place, Stage.FINISHED) if place.round == world.round:
                 self.finished.add(facts.key)
@@ -271,6 +271,25 @@ class FailuresAreCharged(_Ledger):
         if self.was_coordinator_restarted or not self.was_stopped_for_failure or self.missing():
             return False
         return not any(failure.exitcode in self.settings.policy.uncounted_exit_codes for failure in self.failures)
+
+
+class NoFailureIsForgotten(_Ledger):
+    """A failure that a node has reported is known when the node joins again, whatever became of its connection."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._reported: dict[str, int] = {}
+
+    def failure_reported(self, key: str, round: int) -> None:
+        self._reported[key] = round
+
+    def stop_ordered(self, round: int) -> None:
+        super().stop_ordered(round)
+        if self.world is None or round != self.world.round or self.failures or self.was_coordinator_restarted:
+            return
+        for key in self.rejoined & set(self.world.keys):
+            if self._reported.get(key) == round:
+                self.object(f"{key} has joined again, and nobody knows that it failed in round {round}")
 
 
 class RootCause(_Ledger):
@@ -388,6 +407,7 @@ RULES: tuple[type[Checker], ...] = (
     SurvivorsKeepOrder,
     MembershipIsFree,
     FailuresAreCharged,
+    NoFailureIsForgotten,
     RootCause,
     SuccessIsUnanimous,
     RestartsWithinBudget,

@@ -97,10 +97,12 @@ class Coordinator:
             self.network.send_down(link, messages.HeartbeatAnswer(message.number))
             return
         self.checks.message_received(link, message)
+        if self.engine.random.random() < 0.05:
+            self._step(words.TimePassed())  # A timer may be too early; it will look again.
         match message:
-            case messages.Join(facts, settings, last_round, replaces):
+            case messages.Join(facts, settings, last_round, replaces, failure):
                 self._bind(link, facts.key)
-                self._step(words.NodeJoined(facts, settings, last_round, replaces))
+                self._step(words.NodeJoined(facts, settings, last_round, replaces, failure))
             case messages.Return(facts, settings, place, stage):
                 self._bind(link, facts.key)
                 self._step(words.NodeReturned(facts, settings, place, stage))

@@ -102,9 +102,9 @@ class RunHost:
             case messages.StoreRequest():
                 self._answer(self._store.handle(connection.name, message, self._loop.time()))
                 self._arm()
-            case messages.Join(facts, settings, last_round, replaces):
+            case messages.Join(facts, settings, last_round, replaces, failure):
                 self._identify(connection, facts.key)
-                self.feed(vocabulary.NodeJoined(facts, settings, last_round, replaces))
+                self.feed(vocabulary.NodeJoined(facts, settings, last_round, replaces, failure))
             case messages.Return(facts, settings, place, stage):
                 self._identify(connection, facts.key)
                 self.feed(vocabulary.NodeReturned(facts, settings, place, stage))

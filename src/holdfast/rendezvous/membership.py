@@ -128,7 +128,7 @@ class Membership:
         self._unfinished: set[str] = set()  # Members of this round whose workers have not succeeded.
         self._arrivals = 0
         self._charged_at: list[float] = [now] * self.restarts_used
-        self._failures: list[Failure] = []
+        self._failures: dict[str, Failure] = {}  # In the order in which they were reported, one for each node.
         self._departed: list[str] = []
         self._previous: tuple[str, ...] = ()
         self._not_before = now
@@ -221,6 +221,8 @@ class Membership:
         self.settings = self.settings or event.settings
         self.round = max(self.round, event.last_round)
         commands = self._gone(event.replaces, "has lost its place") if event.replaces else []
+        if event.failure is not None:
+            commands += self._failed(facts.key, event.last_round, event.failure)
         if facts.key in self._owing and self.phase is Phase.RUNNING:
             commands += self._stop(f"{facts.node_id} has left the round", departed=facts)
         self._owing.discard(facts.key)
@@ -326,7 +328,7 @@ class Membership:
         is_of_stop = self.phase is Phase.STOPPING and not self._failures
         if is_of_stop or not self._is_current(key, round):
             return []
-        self._failures.append(failure)
+        self._failures.setdefault(key, failure)
         return self._stop(failure.text)
 
     def _finish(self, node: _Node) -> None:
@@ -398,7 +400,7 @@ class Membership:
         self._has_seen_no_round = False
         self.world, self.round = world, world.round
         self._owing, self._unfinished = set(world.keys), set(world.keys)
-        self._failures, self._departed = [], []
+        self._failures, self._departed = {}, []
         self._forming_since = self._enough_since = self._progress_due = None
         self._progress_shown = -1
 
@@ -455,7 +457,7 @@ class Membership:
         if self._failures and self._departed:
             commands.append(self._explanation())
         if self._failures and not self._departed:
-            cause = restart.root_cause(self._failures)
+            cause = restart.root_cause(list(self._failures.values()))
             decision = restart.decide(self.settings.policy, self._charged_at, cause, now)
             if isinstance(decision, restart.GiveUp):
                 return self._end(Outcome(End.FAILED, decision.reason, cause))

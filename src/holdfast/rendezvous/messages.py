@@ -96,6 +96,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     settings: Settings
     last_round: int = 0
     replaces: str = ""
+    failure: Failure | None = None
 
 
 class Return(msgspec.Struct, frozen=True, tag=True):
@@ -235,9 +236,10 @@ def _problem(message: object) -> str:
             # Another version is refused as such; what its nonces are like is its own business.
             is_sound = version != PROTOCOL_VERSION or len(nonce) == NONCE_BYTES
             return "" if is_sound else f"a nonce of {len(nonce)} bytes"
-        case Join(facts, settings, last_round, replaces):
+        case Join(facts, settings, last_round, replaces, failure):
             is_sound = bounds.is_round(last_round) and len(replaces) <= 2 * bounds.MAX_NAME
             problem = bounds.facts_problem(facts) or bounds.settings_problem(settings)
+            problem = problem or bounds.failure_problem(failure)
             return problem or ("" if is_sound else f"last round {last_round}")
         case Return(facts, settings, place, _):
             problem = bounds.facts_problem(facts) or bounds.settings_problem(settings)

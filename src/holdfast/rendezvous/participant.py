@@ -210,12 +210,14 @@ class Participant:
         commands = self._step_session(session.PlaceGivenUp(), now)
         self.facts = replace(self.facts, port=port)
         self.standing = Standing.WAITING
-        self.place, self._failure, self._stage = None, None, Stage.RUNNING
+        self.place, self._stage = None, Stage.RUNNING
         self._asked_at = now
         return commands + self._say(self._join_message())
 
     def _join_message(self) -> messages.Join:
-        return messages.Join(self.facts, self.settings, self.last_round, self._replaces)
+        """With the failure of the round before: the report of it may have met a closed connection."""
+        failure = self._failure.failure if self._failure else None
+        return messages.Join(self.facts, self.settings, self.last_round, self._replaces, failure)
 
     def _report_failure(self, report: FailureReported) -> list[Command]:
         if not self._is_in(report.round):
@@ -279,7 +281,7 @@ class Participant:
             return commands  # It was so late that the place is lost already.
         self.standing = Standing.MEMBER
         self.place, self.last_round = place, place.round
-        self._replaces = ""
+        self._replaces, self._failure = "", None
         return [*commands, WorldSealed(place)]
 
     def _lose_place(self, reason: str, now: float) -> list[Command]:
@@ -292,14 +294,14 @@ class Participant:
                 assert self.place is not None
                 lost = PlaceLost(self.place.round, reason)
                 self._be_reborn()
-                self.standing, self.place, self._failure = Standing.OUTSIDE, None, None
+                self.standing, self.place = Standing.OUTSIDE, None
                 return [*self._step_session(session.PlaceRevoked(), now), lost]
             case Standing.LEAVING:
                 return self._step_session(session.PlaceRevoked(), now)
         return []
 
     def _be_reborn(self) -> None:
-        self._replaces = self.facts.key
+        self._replaces, self._failure = self.facts.key, None
         self.facts = replace(self.facts, incarnation=self.facts.incarnation + 1)
 
     def _finish(self, end: RunEnded | JoinRefused, now: float) -> list[Command]:

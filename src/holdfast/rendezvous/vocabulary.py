@@ -61,12 +61,14 @@ class NodeJoined:
     """A node asks for a place in the next round; none of its workers are alive.
 
     `last_round` is the highest round that it has seen. `replaces` is the incarnation that it gave up, or empty.
+    `failure` is what its workers of that round failed of, in case that the report of it got lost.
     """
 
     facts: NodeFacts
     settings: Settings
     last_round: int = 0
     replaces: str = ""
+    failure: Failure | None = None
 
 
 @record
