@@ -153,8 +153,10 @@ class Session:
         self._story: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
 
     def step(self, event: Event, now: float) -> list[Command]:
-        commands = self._react(event, now)
+        # Before and after: what comes when the time has passed cannot bring back workers that the spawner has killed.
         lost = self._lose_place_if_due(now)
+        commands = self._react(event, now)
+        lost += self._lose_place_if_due(now)
         commands += [*self._tell_lease(), *lost]
         self._story.append((now, event, tuple(commands)))
         return commands
@@ -261,11 +263,15 @@ class Session:
             return self._heartbeat(now)
         return []
 
-    def _lose_place_if_due(self, now: float) -> list[Command]:
+    def has_lapsed(self, now: float) -> bool:
+        """Whether the workers may not live any longer and nobody has said so yet."""
         until = self.workers_may_live_until()
-        if until is None or now < until or self._lost_at is not None:
+        return until is not None and now >= until and self._lost_at is None
+
+    def _lose_place_if_due(self, now: float) -> list[Command]:
+        if not self.has_lapsed(now):
             return []
-        self._lost_at = until
+        self._lost_at = self.workers_may_live_until()
         return [LosePlace()]
 
     def _tell_lease(self) -> list[Command]:
