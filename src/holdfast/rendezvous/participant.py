@@ -166,7 +166,7 @@ class Participant:
         return None if self.standing is Standing.DONE else self._session.next_deadline()
 
     def step(self, event: Event, now: float) -> list[Command]:
-        if self._session.has_lapsed(now):
+        if isinstance(event, AgentEvent) and self._session.has_lapsed(now):
             # First of all: workers that the spawner has killed by now have neither failed nor succeeded.
             return [*self._step_session(session.TimePassed(), now), *self.step(event, now)]
         match event:
