@@ -208,7 +208,7 @@ def test_a_newcomer_waits_for_the_next_restart_if_told_so(scene: Scene) -> None:
     a = scene.start("a", "1:2", "--max-restarts", "1", admit="on-restart")
     scene.await_world(1)
     b = scene.start("b", "1:2", "--max-restarts", "1", admit="on-restart")
-    b.await_line("stands? by|waits")
+    b.await_line("this node stands by")
     assert len(scene.lives()) == 1
     scene.order("exit 3", round=1)
     assert [life.node for life in scene.await_world(2)] == ["a", "b"]
@@ -221,7 +221,7 @@ def test_a_standby_takes_the_place_of_a_lost_node(scene: Scene) -> None:
     a, b = (scene.start(name, "1:2") for name in "ab")
     scene.await_world(2)
     c = scene.start("c", "1:2")
-    c.await_line("stands? by|waits")
+    c.await_line("this node stands by")
     b.send(signal.SIGKILL)
     lives = scene.await_world(2, after=1)
     assert [life.node for life in lives] == ["a", "c"] or [life.node for life in lives] == ["c", "a"]
@@ -235,7 +235,7 @@ def test_a_standby_ends_with_the_run(scene: Scene) -> None:
     scene.start("a", "1")
     scene.await_world(1)
     b = scene.start("b", "1")
-    b.await_line("stands? by|waits")
+    b.await_line("this node stands by")
     scene.order("exit 0")
     assert scene.ended() == {"a": 0, "b": 0}
     assert len(scene.lives()) == 1
