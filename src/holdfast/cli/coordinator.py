@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import logging
+import os
 import signal
 import socket
 import sys
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from holdfast.errors import HoldfastError, UserError
+from holdfast.errors import HoldfastError, HostError, UserError
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.coordinator import Coordinator
+
+_IDLE_TIMEOUT_S = 60.0
 
 _EPILOG = """\
 The agents of a run find a coordinator at their --rdzv-endpoint. If nobody listens there, the agent on whose host
@@ -47,46 +55,94 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    args = get_parser().parse_args(argv)
+    parser = get_parser()
+    args = parser.parse_args(argv)
+    if args.idle_timeout is not None and not 0 < args.idle_timeout < float("inf"):
+        parser.error(f"--idle-timeout {args.idle_timeout:g} is not a time above 0")
     try:
-        return asyncio.run(_serve(args))
+        asyncio.run(_serve_by_hand(args) if args.fd is None else _serve_for_a_run(args))
+        return 0
     except HoldfastError as error:
         print(f"holdfast coordinator: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except OSError as error:
-        print(f"holdfast coordinator: error: cannot serve: {error}", file=sys.stderr)
+        print(f"holdfast coordinator: error: cannot serve: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
 
-async def _serve(args: argparse.Namespace) -> int:
+async def _serve_by_hand(args: argparse.Namespace) -> None:
+    """For a person: it tells what happens, and ends when it is told to."""
+    logging.basicConfig(level=logging.INFO, format="holdfast coordinator: %(message)s")
+    sock = _listen(args.listen)
+    coordinator = _coordinator(args, sock, args.idle_timeout)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, coordinator.stop)
+    host, port = sock.getsockname()[:2]
+    shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    await coordinator.serve(lambda: logging.getLogger("holdfast").info("listening at %s", shown))
+
+
+async def _serve_for_a_run(args: argparse.Namespace) -> None:
+    """Started by an agent: it ends with the run, or when nobody is there, and speaks to its log only."""
+    from holdfast.rendezvous import hosting, statefiles
+
+    sock = socket.socket(fileno=args.fd)
+    log = statefiles.default_directory() / f"coordinator-{sock.getsockname()[1]}.log"
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    coordinator = _coordinator(args, sock, _IDLE_TIMEOUT_S)
+    try:
+        await coordinator.serve(lambda: _withdraw(log))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        print(hosting.READY)  # Another one was faster, and serves.
+    else:
+        log.unlink(missing_ok=True)
+
+
+def _coordinator(args: argparse.Namespace, sock: socket.socket, idle_timeout_s: float | None) -> Coordinator:
     from holdfast.rendezvous import options
     from holdfast.rendezvous.coordinator import Coordinator
 
-    is_by_hand = args.fd is None
-    sock = _listen(args.listen) if is_by_hand else socket.socket(fileno=args.fd)
-    if is_by_hand:
-        logging.basicConfig(level=logging.INFO, format="holdfast coordinator: %(message)s")
-    idle_timeout_s = args.idle_timeout if is_by_hand else 60.0
-    coordinator = Coordinator(
+    _allow_many_connections()
+    return Coordinator(
         sock,
         token=options.read_token(args.token_file),
         tls=options.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
         idle_timeout_s=idle_timeout_s,
     )
-    loop = asyncio.get_running_loop()
-    if is_by_hand:
-        host, port = sock.getsockname()[:2]
-        logging.getLogger("holdfast").info("listening at %s:%d", host, port)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, coordinator.stop)
-    else:
-        # It was started for a run, not by a person; it ends with the run, or when nobody is there.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    await coordinator.serve()
-    return 0
+
+
+def _allow_many_connections() -> None:
+    """A connection is a descriptor, and the usual limit is there for programs that use select."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):
+            pass
+
+
+def _withdraw(log: Path) -> None:
+    """Tell whoever started us that all is well, and keep nothing of it: its terminal, its directory."""
+    from holdfast.rendezvous import hosting, statefiles
+
+    print(hosting.READY, flush=True)
+    output = os.open(os.devnull, os.O_WRONLY)
+    try:
+        statefiles.make_private(log.parent)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        pass  # Then nobody reads what it says.
+    for fd in (1, 2):
+        os.dup2(output, fd)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    os.chdir("/")
 
 
 def _listen(endpoint: str | None) -> socket.socket:
@@ -96,9 +152,8 @@ def _listen(endpoint: str | None) -> socket.socket:
         raise UserError("--listen HOST:PORT is required")
     host, port = endpoints.parse_rendezvous_endpoint(endpoint, 29400)
     try:
-        sock = hosting.try_to_listen(host, port)
+        return hosting.listen(host, port)
     except socket.gaierror as error:
         raise UserError(f"cannot listen at {endpoint}: the name does not resolve ({error.strerror})") from None
-    if sock is None:
-        raise UserError(f"cannot listen at {endpoint}: the address is not of this host, or the port is taken")
-    return sock
+    except HostError as error:
+        raise UserError(str(error)) from None

@@ -17,60 +17,85 @@ time, and hands it over. Where that fails to keep two apart, the second finds th
 from __future__ import annotations
 
 import errno
-import ipaddress
-import logging
+import fcntl
 import os
+import select
 import socket
 import sys
+import time
 
 from holdfast.errors import HostError
 
-logger = logging.getLogger(__name__)
+_NOT_OURS = (errno.EADDRNOTAVAIL, errno.EINVAL, errno.EAFNOSUPPORT)
+_START_PATIENCE_S = 10.0
 
-_NOT_OURS = (errno.EADDRNOTAVAIL, errno.EINVAL)
+READY = "ready"
+"""What a coordinator says to whoever started it, once it serves."""
 
 
-def try_to_bind(host: str, port: int) -> socket.socket | None:
-    """A socket bound to exactly this address; None if the address is another host's or somebody listens there."""
+class NotThisHost(HostError):  # noqa: N818
+    """The address belongs to another host."""
+
+
+class PortTaken(HostError):  # noqa: N818
+    """Somebody listens there."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to exactly this address, which does not listen."""
+    problem = ""
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
-        sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            return sock
+            return _bind(family, address)
         except OSError as error:
-            sock.close()
             if error.errno == errno.EADDRINUSE:
-                return None
+                raise PortTaken(f"cannot listen at {host}:{port}: the port is taken") from None
             if error.errno not in _NOT_OURS:
                 raise HostError(f"cannot listen at {host}:{port}: {error.strerror}") from None
-    return None
+            problem = f" ({address[0]})" if address[0] != host else ""
+    raise NotThisHost(f"cannot listen at {host}:{port}: that is not an address of this host{problem}")
 
 
-def try_to_listen(host: str, port: int) -> socket.socket | None:
+def _bind(family: socket.AddressFamily, address: tuple[object, ...]) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        return sock
+    except OSError:
+        sock.close()
+        raise
+
+
+def listen(host: str, port: int) -> socket.socket:
     """The same, and it listens."""
-    sock = try_to_bind(host, port)
-    if sock is None:
-        return None
+    sock = bind(host, port)
     try:
         sock.listen(4096)
         return sock
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            return None
+            raise PortTaken(f"cannot listen at {host}:{port}: the port is taken") from None
         raise HostError(f"cannot listen at {host}:{port}: {error.strerror}") from None
 
 
 def host_unless_hosted(host: str, port: int, options: list[str]) -> bool:
-    """Start a coordinator if the endpoint is this host's and nobody serves it or is about to."""
-    sock = try_to_bind(host, port)
-    if sock is None:
+    """Start a coordinator if nobody serves the endpoint or is about to. Raises `NotThisHost`, or why it cannot."""
+    try:
+        sock = bind(host, port)
+    except PortTaken:
         return False
-    with sock, socket.socket(socket.AF_UNIX) as guard:
-        address, bound_port = sock.getsockname()[:2]
+    with sock:
+        return host_at(sock, options)
+
+
+def host_at(sock: socket.socket, options: list[str]) -> bool:
+    """Start a coordinator on a bound socket, unless somebody is about to."""
+    with socket.socket(socket.AF_UNIX) as guard:
+        address, port = sock.getsockname()[:2]
         try:
-            guard.bind(f"\0holdfast-coordinator-{address}-{bound_port}")
+            guard.bind(f"\0holdfast-coordinator-{address}-{port}")
         except OSError:
             return False
         start_coordinator(sock, guard, options)
@@ -78,26 +103,49 @@ def host_unless_hosted(host: str, port: int, options: list[str]) -> bool:
 
 
 def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[str]) -> None:
-    """Start a coordinator that outlives this process, and keeps the guard for as long as it lives. It is silent."""
-    fd = sock.fileno()
+    """Start a coordinator that outlives this process, and keeps the guard for as long as it lives.
+
+    Returns when it serves. What it has to say until then is the error if it does not come to that; later it is
+    silent here and keeps a log of its own.
+    """
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     # The first process only makes the second, so that the coordinator is nobody's child here.
     code = (
         f"import os, sys; os._exit(0) if os.fork() else None; sys.path.insert(0, {root!r}); "
         "from holdfast.cli.coordinator import main; sys.exit(main(sys.argv[1:]))"
     )
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    hears, says = os.pipe2(os.O_CLOEXEC)
+    # Copies, none of which can be in the place of a standard descriptor, should one of those be closed.
+    fd, kept, output = (fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in (sock.fileno(), guard.fileno(), says))
+    os.close(says)
+    # Without -P a file in the working directory could take the place of a module that the coordinator needs.
+    command = [sys.executable, "-P", "-c", code, "--fd", str(fd), *options]
+    try:
+        try:
+            _spawn(command, keep=(fd, kept), output=output)
+        finally:
+            for each in (fd, kept, output):
+                os.close(each)
+        said = _words_until_ready(hears)
+    finally:
+        os.close(hears)
+    if said is not None:
+        raise HostError(f"the coordinator cannot be started: {said or 'it ended without a word'}")
+
+
+def _spawn(command: list[str], keep: tuple[int, ...], output: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    actions = [(null, 0), (output, 1), (output, 2), *((fd, fd) for fd in keep)]
     try:
         pid = os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-c", code, "--fd", str(fd), *options],
+            command[0],
+            command,
             os.environ,
-            file_actions=[
-                *((os.POSIX_SPAWN_DUP2, kept, kept) for kept in (fd, guard.fileno())),
-                *((os.POSIX_SPAWN_DUP2, null, standard) for standard in (0, 1, 2)),
-            ],
+            file_actions=[(os.POSIX_SPAWN_DUP2, source, target) for source, target in actions],
             setsid=True,
         )
+    except OSError as error:
+        raise HostError(f"the coordinator cannot be started: {error.strerror}") from None
     finally:
         os.close(null)
     try:
@@ -106,16 +154,30 @@ def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[s
         pass
 
 
+def _words_until_ready(fd: int) -> str | None:
+    """None when it is ready, or takes so long that nothing can be said about it; else its last line."""
+    ends = time.monotonic() + _START_PATIENCE_S
+    said = b""
+    while select.select([fd], [], [], max(0.0, ends - time.monotonic()))[0]:
+        data = os.read(fd, 1 << 16)
+        if not data:
+            break
+        said += data
+    else:
+        return None
+    lines = said.decode(errors="replace").strip().splitlines() or [""]
+    last = lines[-1].removeprefix("holdfast coordinator: error: ")
+    return None if last == READY else last
+
+
 def own_address(host: str, port: int) -> str:
     """The address of this node that reaches the endpoint: the one that others can reach, too. Sends nothing."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
-def is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
+    problem: OSError | None = None
+    for family, _, _, _, address in socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            problem = problem or error
+    raise problem or OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))

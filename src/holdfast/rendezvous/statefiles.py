@@ -58,8 +58,7 @@ class StateFiles:
         path = self.path(run_id)
         temporary = path.with_suffix(f".{os.getpid()}")
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_private(self._directory)
+            make_private(self._directory)
             temporary.write_bytes(msgspec.json.encode(_Page(_boot_id(), memory)))
             temporary.replace(path)
         except OSError as error:
@@ -71,6 +70,11 @@ class StateFiles:
             self.path(run_id).unlink(missing_ok=True)
         except OSError as error:
             logger.warning("the state of run %r cannot be removed (%s): %s", run_id, self.path(run_id), error)
+
+
+def make_private(directory: Path) -> None:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(directory)
 
 
 def _check_private(directory: Path) -> None:

@@ -213,11 +213,15 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
         return int(self._held.getsockname()[1])
 
     def _maybe_host(self) -> None:
-        """Before each attempt to connect: if nobody listens at the endpoint and it is ours, start a coordinator."""
+        """Nobody listens at the endpoint: if it is ours, start a coordinator."""
         if self._options.is_host is False:
             return
-        if hosting.host_unless_hosted(self._host, self._port, self._options.coordinator_options()):
-            logger.debug("started a coordinator at %s:%d", self._host, self._port)
+        try:
+            if hosting.host_unless_hosted(self._host, self._port, self._options.coordinator_options()):
+                logger.debug("started a coordinator at %s:%d", self._host, self._port)
+        except hosting.NotThisHost as error:
+            if self._options.is_host:
+                raise UserError(f"is_host is true, but {error}") from None
 
     def _drop_stale_arrivals(self) -> None:
         """What came before this join, and was not waited for, is about rounds that are over."""
