@@ -14,9 +14,12 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -209,6 +212,68 @@ class Node:
             raise AssertionError(f"{self.name} has not ended after {deadline_s:g} s\n{self.log}") from None
 
 
+class Relay:
+    """Stands between a node and the coordinator, as a network does that can fail."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._server.getsockname()[1])
+        self._lock = threading.Lock()
+        self._is_silent = False
+        self._pairs: dict[socket.socket, socket.socket] = {}
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def be_silent(self, is_silent: bool) -> None:
+        """Connections stay open, or are even made, and carry nothing."""
+        with self._lock:
+            self._is_silent = is_silent
+        os.write(self._wake_write, b".")
+
+    def hang_up(self) -> None:
+        """Every connection breaks; new ones can be made."""
+        with self._lock:
+            for sock in self._pairs:
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        os.close(self._wake_write)
+        self._thread.join()
+        for sock in (self._server, *self._pairs):
+            sock.close()
+        os.close(self._wake_read)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                watched = [] if self._is_silent else [self._server, *self._pairs]
+            ready, _, _ = select.select([self._wake_read, *watched], [], [])
+            if self._wake_read in ready and not os.read(self._wake_read, 64):
+                return
+            with self._lock:
+                for sock in watched:
+                    if sock in ready:
+                        self._pass_on(sock)
+
+    def _pass_on(self, sock: socket.socket) -> None:
+        if sock is self._server:
+            with contextlib.suppress(OSError):
+                near, far = self._server.accept()[0], socket.create_connection(("127.0.0.1", self._target_port))
+                self._pairs.update({near: far, far: near})
+        elif sock in self._pairs:
+            try:
+                data = sock.recv(1 << 16)
+                self._pairs[sock].sendall(data)
+            except OSError:
+                data = b""
+            if not data:
+                for each in (self._pairs[sock], sock):
+                    each.close()
+                    del self._pairs[each]
+
+
 class Scene:
     """One run."""
 
@@ -217,6 +282,7 @@ class Scene:
         self.port = port or support.free_port()
         self.run_id = home.name
         self.nodes: list[Node] = []
+        self._coordinators: list[Node] = []
         self._mark = mark
         self._orders: list[tuple[dict[str, str], str]] = []
         (home / "notes").mkdir(parents=True)
@@ -232,14 +298,19 @@ class Scene:
         *options: str,
         script: str = "",
         args: tuple[str, ...] = (),
-        env: dict[str, str] | None = None,
+        port: int | None = None,
         **settings: Any,
     ) -> Node:
         """An agent. `settings` are those of --rdzv-conf that differ from `SETTINGS`."""
         conf = ",".join(f"{key}={value}" for key, value in {**SETTINGS, **settings}.items())
         command = [sys.executable, "-m", "holdfast", "run", "--nnodes", nnodes, "--rdzv-backend", "tcp"]
-        command += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", self.run_id, "--rdzv-conf", conf]
+        command += ["--rdzv-endpoint", f"127.0.0.1:{port or self.port}", "--rdzv-id", self.run_id, "--rdzv-conf", conf]
         command += [*options, script or self.script, str(self.home), *args]
+        node = self._launch(name, command)
+        self.nodes.append(node)
+        return node
+
+    def _launch(self, name: str, command: list[str]) -> Node:
         path = self.home / f"{name}.log"
         with path.open("ab") as log:
             process = subprocess.Popen(
@@ -248,18 +319,15 @@ class Scene:
                 stdout=log,
                 stderr=log,
                 cwd=self.home,
-                env=self._environment(name, env or {}),
+                env=self._environment(name),
                 start_new_session=True,
             )
-        node = Node(name, process, path)
-        self.nodes.append(node)
-        return node
+        return Node(name, process, path)
 
-    def _environment(self, name: str, env: dict[str, str]) -> dict[str, str]:
+    def _environment(self, name: str) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(_OUR_VARIABLES)}
         kept.pop("XDG_RUNTIME_DIR", None)
-        ours = {"TMPDIR": str(self.home / "tmp"), "TEST_NODE": name, support.TEST_MARK: self._mark}
-        return {**kept, **ours, **env}
+        return {**kept, "TMPDIR": str(self.home / "tmp"), "TEST_NODE": name, support.TEST_MARK: self._mark}
 
     # Workers.
 
@@ -316,6 +384,14 @@ class Scene:
 
     # The coordinator.
 
+    def start_coordinator(self) -> Node:
+        """By hand."""
+        endpoint = f"127.0.0.1:{self.port}"
+        node = self._launch("coordinator", [sys.executable, "-m", "holdfast", "coordinator", "--listen", endpoint])
+        self._coordinators.append(node)
+        node.await_line("listening at")
+        return node
+
     def coordinator(self) -> int | None:
         """The process that listens at the endpoint."""
         for each in support.marked(self._mark):
@@ -367,7 +443,7 @@ class Scene:
 
     def close(self) -> None:
         """Kill the agents that are left, and the coordinator, which may have a reason to be there."""
-        for node in self.nodes:
+        for node in self.nodes + self._coordinators:
             if node.is_running:
                 node.process.kill()
                 node.process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import nodes, support
-from tests.nodes import Scene
+from tests.nodes import Relay, Scene
 
 LONG_S = 60  # For a wait that the test says will not happen.
 
@@ -55,9 +56,12 @@ def test_below_max_nodes_a_round_begins_after_the_last_call(scene: Scene) -> Non
 def test_requested_ranks_are_honoured(scene: Scene) -> None:
     ranks = {"a": 2, "b": 0, "c": 1}
     for name, rank in ranks.items():
-        scene.start(name, "3", rank=rank)
+        scene.start(name, "3", "--max-restarts", "1", "--node-rank", str(rank))
     assert {life.node: life.rank for life in scene.await_world(3)} == ranks
     scene.order("exit 3", round=1, rank=0)
+    assert {life.node: life.rank for life in scene.await_world(3, after=1)} == ranks
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0, "c": 0}
 
 
 def test_nodes_of_different_roles_and_sizes(scene: Scene) -> None:
@@ -161,6 +165,20 @@ def test_a_killed_worker_is_a_failure_like_any_other(scene: Scene) -> None:
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+def test_nobody_starts_before_a_stubborn_worker_is_gone(scene: Scene) -> None:
+    """It ignores SIGTERM; the check of every scene sees to it that the next round waits for its end."""
+    for name in "ab":
+        scene.start(name, "2", "--max-restarts", "1", "--shutdown-timeout", "1", args=("--stubborn",))
+    scene.await_world(2)
+    scene.order("exit 3", rank=0, round=1)
+    scene.await_world(2, after=1)
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}
+    stubborn = scene.lives(round=1, rank=1)[0]
+    assert stubborn.was_asked_to_stop
+    assert stubborn.last_seen_at - stubborn.started_at > 1e9
+
+
 def test_a_node_that_finished_early_waits(scene: Scene) -> None:
     a, b = (scene.start(name, "2") for name in "ab")
     lives = scene.await_world(2)
@@ -218,10 +236,12 @@ def test_a_newcomer_waits_for_the_next_restart_if_told_so(scene: Scene) -> None:
 
 
 def test_a_standby_takes_the_place_of_a_lost_node(scene: Scene) -> None:
-    a, b = (scene.start(name, "1:2") for name in "ab")
-    scene.await_world(2)
-    c = scene.start("c", "1:2")
+    """It may have to stand by for longer than it would take a round to form."""
+    a, b = (scene.start(name, "1:2", join_timeout=1) for name in "ab")
+    first = scene.await_world(2)
+    c = scene.start("c", "1:2", join_timeout=1)
     c.await_line("this node stands by")
+    support.wait_until(lambda: is_past(scene, first, 3.0), "some time to pass")
     b.send(signal.SIGKILL)
     lives = scene.await_world(2, after=1)
     assert [life.node for life in lives] == ["a", "c"] or [life.node for life in lives] == ["c", "a"]
@@ -330,6 +350,41 @@ def test_a_frozen_agent_loses_its_workers_in_time(scene: Scene) -> None:
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@pytest.fixture
+def relay(scene: Scene) -> Iterator[Relay]:
+    link = Relay(scene.port)
+    yield link
+    link.close()
+
+
+def test_a_node_that_the_network_cuts_off_loses_its_workers_in_time(scene: Scene, relay: Relay) -> None:
+    scene.start("a", "1:2", rank=0)
+    b = scene.start("b", "1:2", port=relay.port, rank=1, is_host="false")
+    first = scene.await_world(2)
+    relay.be_silent(True)
+    second = scene.await_world(1, after=1)
+    assert not support.alive(first[1].pid)
+    relay.be_silent(False)
+    third = scene.await_world(2, after=second[0].round)
+    assert "lost its place" in b.log
+    assert {life.restarts for life in third} == {0}
+    scene.order("exit 0", round=third[0].round)
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+def test_a_connection_that_breaks_and_is_made_again_disturbs_nobody(scene: Scene, relay: Relay) -> None:
+    scene.start("a", "2", "--max-restarts", "1", rank=0)
+    scene.start("b", "2", "--max-restarts", "1", port=relay.port, rank=1, is_host="false")
+    first = scene.await_world(2)
+    relay.hang_up()
+    support.wait_until(lambda: is_past(scene, first, 2.5), "some time to pass")
+    assert [life.events for life in scene.lives()] == [("start", "connected")] * 2
+    scene.order("exit 3", rank=1, round=1)
+    scene.await_world(2, after=1)
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
 # The coordinator.
 
 
@@ -384,8 +439,109 @@ def test_two_runs_share_a_coordinator(scene: Scene, tmp_path: Path, mark: str) -
     assert scene.ended() == {"a": 1, "b": 1}
 
 
-def test_the_same_run_id_again_is_another_run(scene: Scene) -> None:
+def test_the_same_run_id_again_is_another_run(scene: Scene, tmp_path: Path, mark: str) -> None:
+    """Nobody has to wait until the first one is forgotten, however long it would be remembered."""
     scene.order("exit 0")
+    assert scene.start("a", "1", close_linger=LONG_S).wait() == 0
+    with nodes.scene(tmp_path / "again", mark, scene.port) as again:
+        again.run_id = scene.run_id
+        again.order("exit 0")
+        assert again.start("b", "1", close_linger=LONG_S).wait() == 0
+        assert [life.node for life in again.lives()] == ["b"]
+
+
+def test_the_loss_of_the_coordinators_host(scene: Scene) -> None:
+    a, b = (scene.start(name, "1:2", rank=rank) for rank, name in enumerate("ab"))
+    scene.await_world(2)
+    coordinator = scene.await_coordinator()
+    os.kill(coordinator, signal.SIGKILL)
+    a.send(signal.SIGKILL)
+    second = scene.await_world(1, after=1)
+    assert (second[0].node, second[0].restarts) == ("b", 0)
+    assert re.search("rank 0 is lost", b.log), b.log
+    scene.order("exit 0", round=second[0].round)
+    assert scene.ended() == {"a": -9, "b": 0}
+
+
+def test_a_frozen_coordinator_costs_a_round_and_no_restart(scene: Scene) -> None:
+    """Nobody can tell that from a network that is cut, so all workers are stopped in time."""
     for name in "ab":
-        assert scene.start(name, "1", close_linger=LONG_S).wait() == 0
-    assert [life.node for life in scene.lives()] == ["a", "b"]
+        scene.start(name, "2")
+    first = scene.await_world(2)
+    coordinator = scene.await_coordinator()
+    os.kill(coordinator, signal.SIGSTOP)
+    assert not support.survivors(life.pid for life in first)
+    os.kill(coordinator, signal.SIGCONT)
+    second = scene.await_world(2, after=1)
+    assert {life.restarts for life in second} == {0}
+    scene.order("exit 0", round=second[0].round)
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+def test_a_coordinator_that_was_started_by_hand(scene: Scene) -> None:
+    """Agents that may not start one wait for it, and go on without it until there is another."""
+    agents = [scene.start(name, "2", "--max-restarts", "1", is_host="false") for name in "ab"]
+    agents[0].await_line("no coordinator can be reached at 127.0.0.1")
+    coordinator = scene.start_coordinator()
+    first = scene.await_world(2)
+    coordinator.send(signal.SIGKILL)
+    coordinator.wait()
+    support.wait_until(lambda: is_past(scene, first, 4.0), "more than a lease to pass")
+    coordinator = scene.start_coordinator()
+    scene.order("exit 3", rank=0, round=1)
+    scene.await_world(2, after=1)
+    assert [life.events for life in scene.lives(round=1, rank=1)] == [("start", "connected", "SIGTERM")]
+    scene.order("exit 0")
+    assert [agent.wait() for agent in agents] == [0, 0]
+    assert coordinator.is_running
+    coordinator.send(signal.SIGTERM)
+    assert coordinator.wait() == 0
+
+
+# A real job.
+
+TRAINING = '''
+"""Adds up the numbers below its argument, each of them by an all-reduce; goes on from where its checkpoint is."""
+
+import json, os, sys, time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+home, count = Path(sys.argv[1]), int(sys.argv[2])
+checkpoint = home / "checkpoint.json"
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+step, total = json.loads(checkpoint.read_text()) if checkpoint.exists() else (0, 0.0)
+while step < count:
+    share = torch.tensor([step / size], dtype=torch.float64)
+    dist.all_reduce(share)
+    step, total = step + 1, total + share.item()
+    if rank == 0:
+        fresh = checkpoint.with_suffix(".fresh")
+        fresh.write_text(json.dumps([step, total]))
+        fresh.replace(checkpoint)
+    time.sleep(0.02)
+dist.barrier()
+(home / f"result-{rank}-of-{size}-restarts-{os.environ['TORCHELASTIC_RESTART_COUNT']}").write_text(str(total))
+dist.destroy_process_group()
+'''
+
+
+def test_a_torch_job_loses_a_node_and_ends_with_the_right_sum(scene: Scene) -> None:
+    """All-reduces are under way, so the survivors fail, too; no restart is allowed, and none is charged."""
+    count = 100
+    script = support.write_script(scene.home / "training.py", TRAINING)
+    agents = [
+        scene.start(name, "1:2", "--nproc-per-node", "2", script=script, args=(str(count),), rank=rank)
+        for rank, name in enumerate("ab")
+    ]
+    checkpoint = scene.home / "checkpoint.json"
+    support.wait_until(lambda: checkpoint.exists() and json.loads(checkpoint.read_text())[0] > 5, "some steps")
+    agents[0].send(signal.SIGKILL)
+    assert scene.ended() == {"a": -9, "b": 0}
+    results = {path.name: float(path.read_text()) for path in scene.home.glob("result-*")}
+    expected = pytest.approx(sum(range(count)))
+    assert results == {f"result-{rank}-of-2-restarts-0": expected for rank in range(2)}
+    assert re.search(rf"-{agents[0].pid}-\S+ is lost", agents[1].log), agents[1].log
