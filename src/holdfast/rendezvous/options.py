@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from holdfast.rendezvous.vocabulary import Admit, Settings
 
 if TYPE_CHECKING:
     import ssl
+
+logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "HOLDFAST_TOKEN"
 _LAUNCHER_DEFAULT_TIMEOUT_S = 900  # What `LaunchConfig` supplies when the user says nothing.
@@ -72,11 +75,12 @@ class TcpOptions:
         unknown = sorted(set(config) - _KNOWN)
         if unknown:
             raise UserError(f"unknown rendezvous setting {unknown[0]!r}; there are {', '.join(sorted(KEYS))}")
+        _check_compatible(params.backend, config)
         session = _session(config)
-        drop_timeout_s = _seconds(config, "drop_timeout", 2.0)
+        drop_timeout_s = _seconds(config, "drop_timeout", max(2.0, 1.2 * _own_side_s(session)))
         _check_fencing(session, drop_timeout_s)
         token_file = str(config.get("token_file") or "")
-        rank = config.get("rank")
+        tls_cert, tls_key, tls_ca = _tls_files(config)
         return cls(
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
@@ -90,12 +94,12 @@ class TcpOptions:
             continue_when_isolated=_on_isolation(config.get("on_isolation", "stop")),
             is_host=params.get_as_bool("is_host"),
             local_addr=params.local_addr,
-            requested_rank=None if rank is None else int(rank),
+            requested_rank=params.get_as_int("rank"),
             token=read_token(token_file),
             token_file=token_file,
-            tls_cert=str(config.get("tls_cert") or ""),
-            tls_key=str(config.get("tls_key") or ""),
-            tls_ca=str(config.get("tls_ca") or ""),
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_ca=tls_ca,
         )
 
     def settings(self, policy: RestartPolicy) -> Settings:
@@ -112,17 +116,22 @@ class TcpOptions:
             policy=policy,
         )
 
+    @property
+    def speaks_tls(self) -> bool:
+        return bool(self.tls_ca or self.tls_cert)
+
     def client_tls(self) -> ssl.SSLContext | None:
-        if not (self.tls_ca or self.tls_cert):
+        """The coordinator must show a certificate of `tls_ca`, or of an authority that this host trusts anyway."""
+        if not self.speaks_tls:
             return None
         import ssl
 
         try:
             context = ssl.create_default_context(cafile=self.tls_ca or None)
-            if self.tls_cert:
-                context.load_cert_chain(self.tls_cert, self.tls_key or None)
-        except (OSError, ssl.SSLError) as error:
-            raise UserError(f"the TLS files cannot be used: {error}") from None
+        except (OSError, ValueError) as error:
+            raise _unusable("authority", self.tls_ca, error) from None
+        if self.tls_cert:
+            _load_certificate(context, self.tls_cert, self.tls_key)
         return context
 
     def coordinator_options(self) -> list[str]:
@@ -139,16 +148,31 @@ class TcpOptions:
 def server_tls(cert: str, key: str, ca: str) -> ssl.SSLContext | None:
     """With a CA, clients must show a certificate that it has signed."""
     if not cert:
+        if key or ca:
+            raise UserError("TLS needs a certificate (tls_cert), not only a key or an authority")
         return None
     import ssl
 
     try:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=ca or None)
-        context.load_cert_chain(cert, key or None)
-        context.verify_mode = ssl.CERT_REQUIRED if ca else ssl.CERT_NONE
-    except (OSError, ssl.SSLError) as error:
-        raise UserError(f"the TLS files cannot be used: {error}") from None
+    except (OSError, ValueError) as error:
+        raise _unusable("authority", ca, error) from None
+    _load_certificate(context, cert, key)
+    context.verify_mode = ssl.CERT_REQUIRED if ca else ssl.CERT_NONE
     return context
+
+
+def _load_certificate(context: ssl.SSLContext, cert: str, key: str) -> None:
+    try:
+        # An answer to a question for a passphrase, which would otherwise be asked on the terminal.
+        context.load_cert_chain(cert, key or None, password="")
+    except (OSError, ValueError) as error:
+        raise _unusable("certificate", " with ".join(filter(None, (cert, key))), error) from None
+
+
+def _unusable(what: str, file: str, error: OSError | ValueError) -> UserError:
+    reason = getattr(error, "reason", "") or getattr(error, "strerror", "") or str(error)
+    return UserError(f"the TLS {what} {file} cannot be used: {reason}")
 
 
 def read_token(path: str) -> bytes | None:
@@ -166,21 +190,52 @@ def read_token(path: str) -> bytes | None:
     return token
 
 
+def _check_compatible(backend: str, config: dict[str, Any]) -> None:
+    """Settings that other launchers have and that mean something else here, or nothing."""
+    store_type = str(config.get("store_type", "tcp")).strip().lower()
+    if store_type != "tcp":
+        raise UserError(f"store_type must be tcp, not {config['store_type']!r}: nodes meet at a coordinator")
+    if "heartbeat_timeout" in config:
+        _seconds(config, "heartbeat_timeout", 5.0)
+        logger.warning("the rendezvous setting heartbeat_timeout has no effect; lease is how long a node may be silent")
+    if "coordinator_port" in config and backend != "static":
+        raise UserError(f"coordinator_port is for static runs; the backend {backend!r} meets at the endpoint itself")
+
+
 def _session(config: dict[str, Any]) -> SessionSettings:
-    heartbeat_s = _seconds(config, "heartbeat", 1.0)
-    # torchelastic's way to say it: so many heartbeats may be missed.
-    attempts = config.get("keep_alive_max_attempt")
-    default_lease_s = 5.0 if attempts is None else heartbeat_s * float(attempts)
+    """Where one of heartbeat and lease is given, the other follows from it."""
+    has_lease = "lease" in config
+    lease_s = _seconds(config, "lease", 5.0)
+    heartbeat_s = _seconds(config, "heartbeat", min(1.0, lease_s / 4) if has_lease else 1.0)
+    if not has_lease:
+        lease_s = _attempts(config) * heartbeat_s if "keep_alive_max_attempt" in config else max(5.0, 3 * heartbeat_s)
     return SessionSettings(
         heartbeat_s=heartbeat_s,
-        lease_s=_seconds(config, "lease", default_lease_s),
+        lease_s=lease_s,
         reconnect_grace_s=_seconds(config, "reconnect_grace", 0.5),
     )
 
 
+def _attempts(config: dict[str, Any]) -> int:
+    """torchelastic's way to say how long the lease is: so many heartbeats may be missed."""
+    value = config["keep_alive_max_attempt"]
+    try:
+        attempts = int(value)
+    except (TypeError, ValueError):
+        attempts = 0
+    if attempts < 1:
+        raise UserError(f"the rendezvous setting keep_alive_max_attempt must be a number above 0, not {value!r}")
+    return attempts
+
+
+def _own_side_s(session: SessionSettings) -> float:
+    """After how long at most a node whose connection was closed has killed its workers, clocks permitting."""
+    return 1.1 * (session.heartbeat_s + session.reconnect_grace_s)
+
+
 def _check_fencing(session: SessionSettings, drop_timeout_s: float) -> None:
-    """A node's place may be given away only after its own side must have killed its workers, clocks permitting."""
-    own_side_s = 1.1 * (session.heartbeat_s + session.reconnect_grace_s)
+    """A node's place may be given away only after its own side must have killed its workers."""
+    own_side_s = _own_side_s(session)
     if drop_timeout_s <= own_side_s:
         raise UserError(
             f"drop_timeout={drop_timeout_s:g} is too short: it must be longer than heartbeat + reconnect_grace "
@@ -190,11 +245,17 @@ def _check_fencing(session: SessionSettings, drop_timeout_s: float) -> None:
         raise UserError(f"lease={session.lease_s:g} is too short for a heartbeat every {session.heartbeat_s:g} s")
 
 
+def _tls_files(config: dict[str, Any]) -> tuple[str, str, str]:
+    cert, key, ca = (str(config.get(name) or "") for name in ("tls_cert", "tls_key", "tls_ca"))
+    if key and not cert:
+        raise UserError(f"tls_key {key!r} is the key of no certificate: tls_cert is missing")
+    return cert, key, ca
+
+
 def _join_timeout_s(config: dict[str, Any]) -> float:
-    if "join_timeout" in config:
-        return _seconds(config, "join_timeout", 600.0)
-    timeout_s = _seconds(config, "timeout", _LAUNCHER_DEFAULT_TIMEOUT_S)
-    return 600.0 if timeout_s == _LAUNCHER_DEFAULT_TIMEOUT_S else timeout_s
+    # The launcher's own default is a number, what a user writes on the command line is text.
+    is_launchers_default = config.get("timeout") == _LAUNCHER_DEFAULT_TIMEOUT_S and "join_timeout" not in config
+    return 600.0 if is_launchers_default else _seconds(config, "join_timeout", 600.0)
 
 
 def _seconds(config: dict[str, Any], key: str, default: float) -> float:
