@@ -80,16 +80,6 @@ def listen(host: str, port: int) -> socket.socket:
         raise HostError(f"cannot listen at {host}:{port}: {error.strerror}") from None
 
 
-def host_unless_hosted(host: str, port: int, options: list[str]) -> bool:
-    """Start a coordinator if nobody serves the endpoint or is about to. Raises `NotThisHost`, or why it cannot."""
-    try:
-        sock = bind(host, port)
-    except PortTaken:
-        return False
-    with sock:
-        return host_at(sock, options)
-
-
 def host_at(sock: socket.socket, options: list[str]) -> bool:
     """Start a coordinator on a bound socket, unless somebody is about to."""
     with socket.socket(socket.AF_UNIX) as guard:

@@ -17,8 +17,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from holdfast.errors import UserError
-from holdfast.rendezvous import endpoints, hosting, participant
+from holdfast.errors import HostError, UserError
+from holdfast.rendezvous import bounds, endpoints, hosting, participant
 from holdfast.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -46,7 +46,7 @@ from holdfast.rendezvous.remote_store import RemoteStore
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.rendezvous.session import Session
 from holdfast.rendezvous.store import PrefixStore
-from holdfast.rendezvous.world import NodeFacts, Place
+from holdfast.rendezvous.world import NodeFacts, Place, is_loopback
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.participant import Delivery
@@ -142,7 +142,7 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
         return self._await_round(client)
 
     def report_failure(self, round: int, failure: Failure) -> None:
-        self._post(participant.FailureReported(round, failure))
+        self._post(participant.FailureReported(round, bounds.clipped(failure)))
 
     def report_success(self, round: int, timeout_s: float) -> None:
         self._post(participant.SuccessReported(round))
@@ -173,6 +173,8 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
     # Joining.
 
     def _connect(self) -> Client:
+        if self._port == 0:
+            self._host_somewhere()
         self._facts = self._described(self._facts)
         dial = Dial(self._host, self._port, self._run_id, self._options.token, self._options.client_tls())
         session = Session(self._options.session, may_outlive_lease=self._options.continue_when_isolated)
@@ -192,7 +194,9 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
         deadline = time.monotonic() + _RESOLVE_PATIENCE_S
         while True:
             try:
-                return hosting.own_address(self._host, self._port)
+                address = hosting.own_address(self._host, self._port)
+                self._warn_of_loopback(address)
+                return address
             except socket.gaierror as error:
                 problem = f"the name {self._host!r} does not resolve ({error.strerror})"
             except OSError as error:
@@ -202,11 +206,29 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
                 raise RendezvousConnectionError(f"the endpoint {self._host}:{self._port}: {problem}; {tried}")
             time.sleep(0.5)
 
+    def _warn_of_loopback(self, address: str) -> None:
+        """Many hosts know themselves by a name that only they take for a loopback address."""
+        means_loopback = is_loopback(self._host)
+        if is_loopback(address) and not means_loopback and self._options.max_nodes > 1:
+            logger.warning(
+                "on this host the endpoint's name %r means %s, where no other host can reach it; "
+                "if there are others, give an address instead of the name",
+                self._host,
+                address,
+            )
+
     def _hold_port(self) -> None:
         """A fresh master port for every round, bound and held, so that no round meets what another has left."""
         if self._held is not None:
             self._held.close()
-        self._held = endpoints.bind_port(self._facts.address)
+            self._held = None
+        try:
+            self._held = endpoints.bind_port(self._facts.address)
+        except HostError:
+            if not self._options.local_addr:
+                raise
+            # The user says that others reach this node there, which may be so although no interface has the address.
+            self._held = endpoints.bind_port("")
 
     def _held_port(self) -> int:
         assert self._held is not None
@@ -217,11 +239,32 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
         if self._options.is_host is False:
             return
         try:
-            if hosting.host_unless_hosted(self._host, self._port, self._options.coordinator_options()):
-                logger.debug("started a coordinator at %s:%d", self._host, self._port)
+            with hosting.bind(self._host, self._port) as sock:
+                self._start_coordinator(sock)
+        except hosting.PortTaken:
+            pass  # Somebody was faster.
         except hosting.NotThisHost as error:
             if self._options.is_host:
-                raise UserError(f"is_host is true, but {error}") from None
+                raise UserError(f"is_host is true, but this node {error}") from None
+
+    def _host_somewhere(self) -> None:
+        """Port 0 is any free port of this host, which nobody else can know: good for one node."""
+        if self._options.max_nodes > 1:
+            raise UserError(
+                f"the endpoint {self._host}:0 names no port, so {self._options.max_nodes} nodes cannot meet there"
+            )
+        with hosting.bind(self._host, 0) as sock:
+            self._port = sock.getsockname()[1]
+            self._start_coordinator(sock)
+
+    def _start_coordinator(self, sock: socket.socket) -> None:
+        if self._options.speaks_tls and not self._options.tls_cert:
+            raise UserError(
+                f"nobody listens at {self._host}:{self._port}, and without tls_cert this node cannot start a "
+                "coordinator that speaks TLS"
+            )
+        if hosting.host_at(sock, self._options.coordinator_options()):
+            logger.debug("started a coordinator at %s:%d", self._host, self._port)
 
     def _drop_stale_arrivals(self) -> None:
         """What came before this join, and was not waited for, is about rounds that are over."""

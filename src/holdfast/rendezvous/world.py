@@ -87,6 +87,13 @@ def _runs(members: Sequence[NodeFacts]) -> tuple[Run, ...]:
     return tuple(Run(role, size, sum(1 for _ in group)) for (role, size), group in groups)
 
 
+def is_loopback(address: str) -> bool:
+    """Whether an address means the host itself, on every host another one. Names other than `localhost` do not."""
+    if address.startswith("127.") and address.count(".") == 3:
+        return True
+    return address in ("::1", "localhost") or address.startswith("::ffff:127.")
+
+
 def arrange(previous: Sequence[str], candidates: Iterable[NodeFacts], max_nodes: int) -> tuple[NodeFacts, ...]:
     """The members of the next round, in order.
 
