@@ -50,6 +50,7 @@ EXAMPLES: list[Any] = [
     messages.Expelled("it was not heard of"),
     messages.Ended(Outcome(End.FAILED, "no restarts are left", FAILURE)),
     messages.Progress(6, 8, 10, 540.5),
+    messages.Notice("standing by"),
 ]
 
 

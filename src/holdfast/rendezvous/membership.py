@@ -35,6 +35,7 @@ to return. If all do, nobody notices anything.
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict, deque
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -69,7 +70,7 @@ from holdfast.rendezvous.vocabulary import (
     WorkersFailed,
     WorkersSucceeded,
 )
-from holdfast.rendezvous.world import NodeFacts, Place, World, arrange
+from holdfast.rendezvous.world import NodeFacts, Place, World, arrange, unreachable_between_hosts
 
 _STORY_LENGTH = 40
 _NAMED_AT_MOST = 8
@@ -123,6 +124,8 @@ class Membership:
         # In the order in which they were last heard of: the first is the next whose lease may end.
         self._nodes: OrderedDict[str, _Node] = OrderedDict()
         self._dropping: set[str] = set()
+        self._drop_times: list[tuple[float, str]] = []  # A heap, with some that are not true any more.
+        self._claims: dict[int, set[str]] = {}  # Who has asked for which rank.
         self._waiting: set[str] = set()  # Joined, connected, and without workers.
         self._owing: set[str] = set()  # Members of this round whose workers may be alive.
         self._unfinished: set[str] = set()  # Members of this round whose workers have not succeeded.
@@ -236,14 +239,19 @@ class Membership:
             mine, theirs = getattr(ours, each.name), getattr(settings, each.name)
             if mine != theirs:
                 return f"the run has {each.name}={_plain(mine)}, this node has {each.name}={_plain(theirs)}"
+        other = next(iter(self._nodes.values()), None)
+        unreachable = unreachable_between_hosts(facts, other.facts) if other else ""
+        return unreachable or self._objection_to_rank(facts, ours.max_nodes)
+
+    def _objection_to_rank(self, facts: NodeFacts, max_nodes: int) -> str:
         rank = facts.requested_rank
         if rank is None:
             return ""
-        if not 0 <= rank < ours.max_nodes:
-            return f"rank {rank} was asked for, but the run has at most {ours.max_nodes} nodes"
-        rivals = (node for node in self._nodes.values() if node.facts.requested_rank == rank and node.is_open)
-        taken_by = next((node.facts.node_id for node in rivals if node.facts.node_id != facts.node_id), None)
-        return f"rank {rank} was asked for, but {taken_by} has asked for it before" if taken_by else ""
+        if not 0 <= rank < max_nodes:
+            return f"rank {rank} was asked for, but the run has at most {max_nodes} nodes"
+        rivals = (self._nodes[key] for key in self._claims.get(rank, ()))
+        names = sorted(node.facts.node_id for node in rivals if node.is_open and node.facts.node_id != facts.node_id)
+        return f"rank {rank} was asked for, but {names[0]} has asked for it before" if names else ""
 
     def _returned(self, event: NodeReturned, now: float) -> list[Command]:
         facts, place = event.facts, event.place
@@ -253,7 +261,7 @@ class Membership:
         if self.world is not None and self.world.round == place.round:
             self._take_up(facts, place.rank, now)
         node = self._nodes.get(facts.key)
-        is_member = self.world is not None and self.world.round == place.round and facts.key in self.world.keys
+        is_member = self.world is not None and self.world.round == place.round
         if node is None or not is_member or node.stage is Stage.WAITING:
             self.round = max(self.round, place.round)
             return [Expel(facts.key, f"its place in round {place.round} was given up")]
@@ -279,6 +287,8 @@ class Membership:
         """A member of an adopted round has returned: it takes the place of its stand-in."""
         assert self.world is not None
         assert self.settings is not None
+        if rank >= len(self.world.members):
+            return
         stand_in = self.world.members[rank].key
         if not stand_in.startswith(_STAND_IN) or stand_in not in self._nodes:
             return
@@ -321,6 +331,7 @@ class Membership:
     def _drop(self, node: _Node, at: float) -> None:
         node.drop_at = at
         self._dropping.add(node.key)
+        heapq.heappush(self._drop_times, (at, node.key))
         self._waiting.discard(node.key)
 
     def _failed(self, key: str, round: int, failure: Failure) -> list[Command]:
@@ -372,9 +383,15 @@ class Membership:
 
     def _next_loss_at(self) -> float | None:
         """The next time at which somebody may be lost. All leases are equally long, so the first in line tells."""
-        drops = (self._nodes[key].drop_at for key in self._dropping)
+        while self._drop_times and not self._is_dropped_at(*self._drop_times[0]):
+            heapq.heappop(self._drop_times)
+        drops = [self._drop_times[0][0]] if self._drop_times else []
         oldest = [self._lease_ends(next(iter(self._nodes.values())))] if self._nodes else []
-        return min([*(at for at in drops if at is not None), *oldest], default=None)
+        return min([*drops, *oldest], default=None)
+
+    def _is_dropped_at(self, at: float, key: str) -> bool:
+        node = self._nodes.get(key)
+        return node is not None and node.drop_at == at
 
     def _gone(self, key: str, how: str) -> list[Command]:
         """A node is out, and none of its workers can be alive."""
@@ -389,7 +406,9 @@ class Membership:
         return self._stop(f"{node.facts.node_id} {how}", departed=node.facts)
 
     def _remove(self, key: str) -> None:
-        self._nodes.pop(key, None)
+        node = self._nodes.pop(key, None)
+        if node is not None and node.facts.requested_rank is not None:
+            self._claims[node.facts.requested_rank].discard(key)
         self._waiting.discard(key)
         self._dropping.discard(key)
 
@@ -585,10 +604,12 @@ class Membership:
         return Memory(self.round, self.restarts_used, self.outcome)
 
     def _add(self, facts: NodeFacts, stage: Stage, now: float) -> _Node:
-        known = self._nodes.pop(facts.key, None)
+        known = self._nodes.get(facts.key)
         self._remove(facts.key)
         self._arrivals += 1
         node = self._nodes[facts.key] = _Node(facts, stage, known.arrival if known else self._arrivals, now)
+        if facts.requested_rank is not None:
+            self._claims.setdefault(facts.requested_rank, set()).add(facts.key)
         if stage is Stage.WAITING:
             self._waiting.add(facts.key)
         return node

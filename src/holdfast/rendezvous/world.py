@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -94,6 +95,21 @@ def is_loopback(address: str) -> bool:
     return address in ("::1", "localhost") or address.startswith("::ffff:127.")
 
 
+def unreachable_between_hosts(newcomer: NodeFacts, member: NodeFacts) -> str:
+    """What is wrong if one of them is where only its own host can reach it, and the other is not; or nothing."""
+    if not newcomer.address or not member.address or is_loopback(newcomer.address) == is_loopback(member.address):
+        return ""
+    if is_loopback(newcomer.address):
+        return (
+            f"its address is {newcomer.address}, where no other host can reach it, and {member.node_id} is at "
+            f"{member.address}; give this node an address with --local-addr"
+        )
+    return (
+        f"its address is {newcomer.address}, but {member.node_id} is at {member.address}, where no other host can "
+        f"reach it; give {member.node_id} an address with --local-addr"
+    )
+
+
 def arrange(previous: Sequence[str], candidates: Iterable[NodeFacts], max_nodes: int) -> tuple[NodeFacts, ...]:
     """The members of the next round, in order.
 
@@ -107,21 +123,23 @@ def arrange(previous: Sequence[str], candidates: Iterable[NodeFacts], max_nodes:
 
 
 def _choose(previous: Sequence[str], candidates: list[NodeFacts], max_nodes: int) -> list[NodeFacts]:
-    ranked = sorted(candidates, key=lambda node: node.key not in previous)
+    survivors = set(previous)
+    ranked = sorted(candidates, key=lambda node: node.key not in survivors)
     return ranked[:max_nodes]
 
 
 def _line_up(previous: Sequence[str], chosen: list[NodeFacts]) -> list[NodeFacts]:
     """Survivors in their old order with newcomers in the holes between them."""
     by_key = {node.key: node for node in chosen}
-    newcomers = [node for node in chosen if node.key not in previous]
+    survivors = set(previous)
+    newcomers = deque(node for node in chosen if node.key not in survivors)
     line = []
     for key in previous:
         if key in by_key:
             line.append(by_key[key])
         elif newcomers:
-            line.append(newcomers.pop(0))
-    return line + newcomers
+            line.append(newcomers.popleft())
+    return [*line, *newcomers]
 
 
 def _place(line: list[NodeFacts]) -> tuple[NodeFacts, ...]:
