@@ -1,14 +1,18 @@
-"""The run's key-value store, over the agent's connection to its coordinator."""
+"""The run's key-value store, over the agent's connection to its coordinator.
+
+It lives in the coordinator's memory: it is empty after the coordinator process was replaced.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
 
-from holdfast.rendezvous.api import RendezvousStateError
-from holdfast.rendezvous.client import Client
+from holdfast.errors import UserError
+from holdfast.rendezvous.api import RendezvousConnectionError
+from holdfast.rendezvous.client import CONNECTION_CLOSED, Client
 from holdfast.rendezvous.messages import StoreAnswer
-from holdfast.rendezvous.store import Store, StoreTimeoutError
+from holdfast.rendezvous.store import Store, StoreTimeoutError, as_bytes, name_some
 
 
 class RemoteStore(Store):
@@ -29,15 +33,25 @@ class RemoteStore(Store):
         self, operation: str, keys: Sequence[str], timeout: timedelta | None = None, **fields: object
     ) -> StoreAnswer:
         timeout_s = (self._timeout if timeout is None else timeout).total_seconds()
-        answer = self._client.request(operation, tuple(keys), timeout_s, **fields)
+        try:
+            answer = self._client.request(operation, tuple(keys), timeout_s, **fields)
+        except ValueError as error:
+            raise UserError(f"store: {error}") from None
+        if not answer.problem:
+            return answer
         if answer.problem == "timeout":
-            raise StoreTimeoutError(f"{operation} of {', '.join(map(repr, keys))} took more than {timeout_s:g} s")
-        if answer.problem:
-            raise RendezvousStateError(answer.problem)
-        return answer
+            raise StoreTimeoutError(self._late(keys, timeout_s))
+        if answer.problem == CONNECTION_CLOSED:
+            raise RendezvousConnectionError(f"store: {answer.problem}")
+        raise UserError(f"store: {answer.problem}")
+
+    def _late(self, keys: Sequence[str], timeout_s: float) -> str:
+        is_cut_off = self._client.reach.since is not None
+        why = "; the coordinator is out of reach" if is_cut_off else ""
+        return f"store: timed out after {timeout_s:g} s waiting for {name_some([repr(key) for key in keys])}{why}"
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._ask("set", [key], values=(_bytes(value),))
+        self._ask("set", [key], values=(as_bytes(value),))
 
     def get(self, key: str) -> bytes:
         return self._ask("get", [key]).values[0]
@@ -46,7 +60,9 @@ class RemoteStore(Store):
         return list(self._ask("get", keys).values)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
-        self._ask("set", keys, values=tuple(_bytes(value) for value in values))
+        if len(keys) != len(values):
+            raise UserError(f"multi_set got {len(keys)} keys but {len(values)} values")
+        self._ask("set", keys, values=tuple(as_bytes(value) for value in values))
 
     def add(self, key: str, amount: int) -> int:
         return self._ask("add", [key], amount=amount).amount
@@ -58,11 +74,7 @@ class RemoteStore(Store):
         return bool(self._ask("check", keys).amount)
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        return self._ask("compare_set", [key], values=(_bytes(expected), _bytes(desired))).values[0]
+        return self._ask("compare_set", [key], values=(as_bytes(expected), as_bytes(desired))).values[0]
 
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("delete", [key]).amount)
-
-
-def _bytes(value: bytes | str) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)

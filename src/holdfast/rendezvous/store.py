@@ -101,7 +101,7 @@ class InProcessStore(Store):
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         if len(keys) != len(values):
             raise UserError(f"multi_set got {len(keys)} keys but {len(values)} values")
-        encoded = [_to_bytes(value) for value in values]
+        encoded = [as_bytes(value) for value in values]
         with self._changed:
             self._values.update(zip(keys, encoded, strict=True))
             self._changed.notify_all()
@@ -129,7 +129,7 @@ class InProcessStore(Store):
         timeout_s = timeout.total_seconds()
         if self._changed.wait_for(lambda: self._has_all(keys), min(timeout_s, threading.TIMEOUT_MAX)):
             return
-        missing = _named([repr(key) for key in keys if key not in self._values])
+        missing = name_some([repr(key) for key in keys if key not in self._values])
         raise StoreTimeoutError(f"store: timed out after {timeout_s:g} s waiting for {missing}")
 
     def _has_all(self, keys: Sequence[str]) -> bool:
@@ -140,7 +140,7 @@ class InProcessStore(Store):
             return self._has_all(keys)
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        old, new = _to_bytes(expected), _to_bytes(desired)
+        old, new = as_bytes(expected), as_bytes(desired)
         with self._changed:
             current = self._values.get(key)
             if current == old or (current is None and not old):
@@ -202,7 +202,8 @@ class PrefixStore(Store):
         return self._store.delete_key(self._full(key))
 
 
-def _to_bytes(value: bytes | str) -> bytes:
+def as_bytes(value: bytes | str) -> bytes:
+    """A value as a store keeps it."""
     if isinstance(value, str):
         return value.encode()
     if not isinstance(value, bytes | bytearray | memoryview):
@@ -217,7 +218,8 @@ def _to_int(key: str, value: bytes) -> int:
         raise UserError(f"store: cannot add to {key!r}, its value {value[:40]!r} is not a number") from None
 
 
-def _named(names: Sequence[str]) -> str:
+def name_some(names: Sequence[str]) -> str:
+    """Names in a row, and no more than a reader can take in."""
     more = ", ..." if len(names) > _MAX_NAMED else ""
     return ", ".join(names[:_MAX_NAMED]) + more
 
@@ -338,7 +340,7 @@ def _trace(
     store.set(gate, "open")
     if not missing:
         return "; the others came too late"
-    return f"; missing ranks: {_named([decode(other) for other in missing])}"
+    return f"; missing ranks: {name_some([decode(other) for other in missing])}"
 
 
 def _missing_ranks(store: Store, world_size: int, prefix: str, timeout_s: float) -> list[int]:
