@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -242,8 +243,7 @@ def test_a_program_that_the_kernel_refuses(holdfast: Holdfast, content: str, rea
     assert (ended.code, ended.err) == (1, f"holdfast run: error: the system refuses './job': {reason}\n")
 
 
-def test_a_worker_that_changes_nothing_but_exits_early(holdfast: Holdfast) -> None:
-    """It is gone before anybody looks."""
+def test_workers_that_are_gone_before_anybody_looks(holdfast: Holdfast) -> None:
     assert holdfast.run("--nproc-per-node=4", "--no-python", "true").code == 0
 
 
@@ -409,16 +409,12 @@ JUNK = """
 
 
 def test_binary_junk(holdfast: Holdfast) -> None:
-    import random
-
     junk = random.Random(1).randbytes(300_000)
     ended = holdfast.run("-q", holdfast.script(JUNK))
     assert (ended.code, ended.raw_out == junk, ended.raw_err == junk) == (0, True, True)
 
 
 def test_binary_junk_with_tee(holdfast: Holdfast) -> None:
-    import random
-
     junk = random.Random(1).randbytes(300_000)
     ended = holdfast.run("-q", "-t3", "--log-dir=logs", holdfast.script(JUNK))
     assert ended.code == 0
