@@ -357,5 +357,9 @@ def serve_forked(
 def main() -> None:
     sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, int(sys.argv[1]))
     os.set_inheritable(sock.fileno(), False)
-    Spawner(Channel(sock), sys.argv[2]).serve()
+    try:
+        Spawner(Channel(sock), sys.argv[2]).serve()
+    except OSError as error:
+        # Out of descriptors or memory. The agent learns that we are gone, and tells the user in one line.
+        os._exit(error.errno or 1)
     sys.stderr = None  # Nothing that the interpreter says while it ends concerns a user.
