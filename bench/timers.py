@@ -6,7 +6,7 @@
 Prints a Markdown table of medians with the middle half in brackets:
 
 * how many requests a second a server takes when four processes write as fast as the pipe lets them, and whether
-  it counts every one;
+  it counts every one; and the processor time that it spends on each;
 * how many requests a second four processes get through with the library's own client, and how many it refuses;
 * how long after its deadline a process is signalled: with the turn of 0.1 s that agents use, and with the default
   of 10 s. holdfast is measured with and without the stacks that it logs before the signal; torch's logs none.
@@ -50,6 +50,8 @@ class Rate:
     """What came of one rush of requests."""
 
     per_second: float
+    cpu_us: float
+    """What the server's process spent on each request."""
     missing: int
     """Sent, but never counted by the server."""
     refused: int
@@ -72,6 +74,7 @@ def serve(kind: str, path: str, interval_s: float) -> None:
     signal.signal(SIGNAL, signal.SIG_IGN)
     server = _make_server(kind, path, interval_s)
     server.start()
+    idle_s = time.process_time()
     print("ready", flush=True)
     for line in sys.stdin:
         target, until_s = int(line), time.monotonic() + DEADLINE_S
@@ -81,7 +84,7 @@ def serve(kind: str, path: str, interval_s: float) -> None:
             if server._request_count != seen:
                 seen, seen_s = server._request_count, time.monotonic()
             time.sleep(0.002)
-        print(json.dumps([server._request_count, time.monotonic()]), flush=True)
+        print(json.dumps([server._request_count, time.monotonic(), time.process_time() - idle_s]), flush=True)
 
 
 def _torch_timer() -> Any:
@@ -202,12 +205,12 @@ def rush(kind: str, client: str, count_each: int) -> Rate:
             refused = sum(int(sender.hear()) for sender in senders)
             sent = SENDERS * count_each - refused
             serving.tell(sent)
-            counted, counted_s = json.loads(serving.hear())
+            counted, counted_s, cpu_s = json.loads(serving.hear())
         finally:
             for sender in senders:
                 sender.end()
     # A client may raise after its line was written; that is not a loss, and hides none of another run.
-    return Rate(counted / (counted_s - begun_s), max(0, sent - counted), refused)
+    return Rate(counted / (counted_s - begun_s), cpu_s / counted * 1e6, max(0, sent - counted), refused)
 
 
 def delays_ms(kind: str, interval_s: float, repetitions: int, victim: Sequence[str]) -> list[float]:
@@ -263,6 +266,7 @@ def _rate_rows(quick: bool) -> list[Row]:
     through = f"requests/s through the library's own client, {SENDERS} processes"
     return [
         Row("requests/s a server takes", _rate(raw[0]), _rate(raw[1]), repetitions),
+        Row("processor time of the server for each of them", _cost(raw[0]), _cost(raw[1]), repetitions),
         Row(through, _rate(own[0]), _rate(own[1]), repetitions),
     ]
 
@@ -296,6 +300,10 @@ def _rate(rates: Sequence[Rate]) -> str:
     text = _spread(series(rate.per_second for rate in rates), "/s")
     missing, refused = sum(rate.missing for rate in rates), sum(rate.refused for rate in rates)
     return f"{text}; lost {missing:,}, refused {refused:,}"
+
+
+def _cost(rates: Sequence[Rate]) -> str:
+    return _spread(series(rate.cpu_us for rate in rates), "us")
 
 
 def _spread(found: Series, unit: str) -> str:

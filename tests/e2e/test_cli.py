@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,9 @@ from typing import Any
 import pytest
 
 from tests import support
-from tests.e2e.command import COMMAND, Ended, Holdfast, clean_environment
+from tests.e2e.command import COMMAND, Ended, Holdfast
+
+AS_MODULE = (sys.executable, "-m", "holdfast", "run")
 
 # Prints, as one line, what a worker can see of itself.
 SHOW = """
@@ -55,7 +56,7 @@ def told(ended: Ended, variable: str) -> list[str | None]:
 # --- how a run ends -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [(COMMAND, "run"), (sys.executable, "-m", "holdfast", "run")], ids=["script", "-m"])
+@pytest.mark.parametrize("command", [(COMMAND, "run"), AS_MODULE], ids=["script", "-m"])
 def test_success(holdfast: Holdfast, command: tuple[str, ...]) -> None:
     ended = holdfast.run("--nproc-per-node", "2", holdfast.script(SHOW), "a", "--b", command=command)
     first, second = facts(ended)
@@ -68,7 +69,7 @@ def test_success(holdfast: Holdfast, command: tuple[str, ...]) -> None:
 
 def test_the_module_by_its_own_name(holdfast: Holdfast) -> None:
     """The counterpart of `python -m torch.distributed.run`."""
-    command = (sys.executable, "-m", "holdfast.cli.run")
+    command = (*AS_MODULE[:2], "holdfast.cli.run")
     assert told(holdfast.run(holdfast.script(SHOW), command=command), "RANK") == ["0"]
     assert holdfast.run("nothing.py", command=command).code == 2
 
@@ -128,23 +129,17 @@ def test_success_after_a_restart(holdfast: Holdfast) -> None:
     ended = holdfast.run("--nproc-per-node=2", "--max-restarts=2", holdfast.script(FAIL_ONCE))
     assert ended.code == 0, str(ended)
     assert sorted(ended.lines)[-2:] == ["out 1 0", "out 1 1"]
-    assert [line.partition(" (pid")[0] for line in ended.own] == [
-        "holdfast: started 2 workers of job.py",
-        "holdfast: rank 1 failed: ValueError: the first time fails (exit code 1, pid "
-        + re.search(r"pid (\d+)\); restart", ended.err)[1]
-        + "); restart 1 of 2",
-        "holdfast: started 2 workers of job.py",
+    assert [re.sub(r"pids? [\d, ]+", "", line) for line in ended.own] == [
+        "holdfast: started 2 workers of job.py ()",
+        "holdfast: rank 1 failed: ValueError: the first time fails (exit code 1, ); restart 1 of 2",
+        "holdfast: started 2 workers of job.py ()",
         "holdfast: all 2 workers finished after 1 restart",
     ]
     assert "Cause:" not in ended.err
 
 
 def test_every_restart_is_told_with_its_cause(holdfast: Holdfast) -> None:
-    ended = holdfast.run(
-        "--max-restarts=2",
-        holdfast.script("import os, sys; sys.exit(int(os.environ['ROUND_CODE']))"),
-        env={"ROUND_CODE": "9"},
-    )
+    ended = holdfast.run("--max-restarts=2", holdfast.script("import sys; sys.exit(9)"))
     assert ended.code == 1
     told = [line for line in ended.own if "exited with code 9" in line]
     assert [line.rpartition("; ")[2] for line in told] == ["restart 1 of 2", "restart 2 of 2", "no restarts left"]
@@ -251,7 +246,7 @@ def test_a_script_sees_what_plain_python_shows(holdfast: Holdfast) -> None:
     stdin = holdfast.directory / "stdin"
     stdin.write_text("stdin\n")
     with stdin.open("rb") as file:
-        ended = holdfast.run("-q", script, "x", stdin=file)
+        ended = holdfast.run("-q", script, "x", stdin=file, command=AS_MODULE)
     assert ended.lines == plain.stdout.decode().splitlines()
     assert ended.raw_err == plain.stderr
 
@@ -349,22 +344,6 @@ def test_help(holdfast: Holdfast, args: list[str], words: list[str]) -> None:
 # --- what workers are told ------------------------------------------------------------------------------------
 
 
-def test_the_environment_of_the_workers(holdfast: Holdfast) -> None:
-    workers = facts(holdfast.run("--nproc-per-node=2", "--max-restarts=3", "--rdzv-id=mine", holdfast.script(SHOW)))
-    for rank, worker in enumerate(workers):
-        env = worker["env"]
-        assert {name: env.get(name) for name in EXPECTED} == {
-            **EXPECTED,
-            "RANK": f"{rank}",
-            "LOCAL_RANK": f"{rank}",
-            "ROLE_RANK": f"{rank}",
-        }
-        assert env["MASTER_ADDR"] == "127.0.0.1"
-        assert 0 < int(env["MASTER_PORT"]) < 65536
-        assert env["TORCHELASTIC_ERROR_FILE"].endswith(f"/attempt_0/{rank}/error.json")
-    assert len({worker["env"]["MASTER_PORT"] for worker in workers}) == 1
-
-
 EXPECTED = {
     "RANK": "",
     "LOCAL_RANK": "",
@@ -383,6 +362,22 @@ EXPECTED = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     "HOLDFAST_ROUND": "1",
 }
+
+
+def test_the_environment_of_the_workers(holdfast: Holdfast) -> None:
+    workers = facts(holdfast.run("--nproc-per-node=2", "--max-restarts=3", "--rdzv-id=mine", holdfast.script(SHOW)))
+    for rank, worker in enumerate(workers):
+        env = worker["env"]
+        assert {name: env.get(name) for name in EXPECTED} == {
+            **EXPECTED,
+            "RANK": f"{rank}",
+            "LOCAL_RANK": f"{rank}",
+            "ROLE_RANK": f"{rank}",
+        }
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert 0 < int(env["MASTER_PORT"]) < 65536
+        assert env["TORCHELASTIC_ERROR_FILE"].endswith(f"/attempt_0/{rank}/error.json")
+    assert len({worker["env"]["MASTER_PORT"] for worker in workers}) == 1
 
 
 @pytest.mark.parametrize(
@@ -609,8 +604,3 @@ def test_grandchildren_go_with_their_worker(holdfast: Holdfast) -> None:
         subprocess.Popen(["sleep", "3600"])
     """)
     assert holdfast.run("--nproc-per-node=2", script).code == 0
-
-
-def test_clean_environment_is_what_it_says() -> None:
-    assert not [name for name in clean_environment() if name.startswith(("PET_", "TORCHELASTIC_"))]
-    assert shutil.which("holdfast", path=str(Path(COMMAND).parent)) == COMMAND

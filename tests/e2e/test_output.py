@@ -13,6 +13,7 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -138,7 +139,7 @@ def on_terminal(
     holdfast: Holdfast, *args: str, env: dict[str, str] | None = None, streams: str = "stdin stdout stderr"
 ) -> tuple[Ended, str]:
     with terminal() as (near, far):
-        given = dict.fromkeys(streams.split(), far)
+        given: dict[str, Any] = dict.fromkeys(streams.split(), far)
         running = holdfast.start(*args, env={"TERM": "xterm", **(env or {})}, **given)
         os.close(far)
         shown = near.read_to_end()

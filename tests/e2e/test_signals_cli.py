@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -250,7 +251,7 @@ def test_no_signal_is_lost_once_signals_are_handled(
     for delay_ms in [0, 0, 5, 10, 20, 40, 80]:
         running = holdfast.start(script, command=command)
         # The last one to be taken over; Python itself handles SIGINT from its own start.
-        wait_until(lambda running=running: running.catches(signal.SIGTERM), "a handler is installed")
+        wait_until(partial(running.catches, signal.SIGTERM), "a handler is installed")
         time.sleep(delay_ms / 1000)
         running.send(number)
         ended = running.wait()

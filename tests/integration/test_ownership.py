@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from holdfast.errors import HostError
 from holdfast.process import DefaultLogsSpecs, start_processes
+from holdfast.process.link import SpawnerLink
 from tests import support
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
@@ -44,10 +46,10 @@ class Launch:
         assert [words[0] for words in said] == [what] * count
         return [int(words[2]) for words in said]
 
-    def hear_group(self, ranks: int, below_each: int) -> dict[str, list[int]]:
-        """Every worker of the group with what it has started: pids by kind."""
-        said = [line.split() for line in self.mailbox.take(ranks * (1 + below_each))]
-        group: dict[str, list[int]] = {"worker": [], "grandchild": []}
+    def hear_group(self, ranks: int, below_each: int, *, running: bool = False) -> dict[str, list[int]]:
+        """Every worker of the group with what it has started: pids by kind. `running`: the agent knows them all."""
+        said = [line.split() for line in self.mailbox.take(ranks * (1 + below_each) + running)]
+        group: dict[str, list[int]] = {"worker": [], "grandchild": [], "running": []}
         for what, _, pid in said:
             group[what].append(int(pid))
         assert len(group["worker"]) == ranks
@@ -130,18 +132,17 @@ def test_the_agent_is_killed_although_a_child_of_its_program_holds_its_descripto
 
 
 def test_the_spawner_is_killed_and_the_group_restarts(launch: Any) -> None:
-    job = launch("--start", KINDS, "--life", "0", nproc=2, max_restarts=1)
-    group = job.hear_group(2, 4)
-    first_spawner = support.spawner_of(group["worker"][0])
-    os.kill(first_spawner, signal.SIGKILL)
+    job = launch("--start", KINDS, "--life", "0", nproc=2, max_restarts=1, tell_running=True)
+    group = job.hear_group(2, 4, running=True)
+    os.kill(support.spawner_of(group["worker"][0]), signal.SIGKILL)
     job.hear("replacement", 2)
     assert [pid for pid in [*group["worker"], *group["grandchild"]] if support.alive(pid)] == []
     assert job.outcome()["how"] == "success"
 
 
 def test_the_spawner_is_killed_and_no_restart_is_left(launch: Any) -> None:
-    job = launch("--start", KINDS, nproc=2)
-    group = job.hear_group(2, 4)
+    job = launch("--start", KINDS, nproc=2, tell_running=True)
+    group = job.hear_group(2, 4, running=True)
     os.kill(support.spawner_of(group["worker"][0]), signal.SIGKILL)
     outcome = job.outcome()
     assert outcome["how"] == "ChildFailedError"
@@ -151,12 +152,48 @@ def test_the_spawner_is_killed_and_no_restart_is_left(launch: Any) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_the_spawner_of_functions_is_killed(launch: Any, mailbox: support.Mailbox, method: str) -> None:
-    job = launch(nproc=2, start_method=method, entry=["@wait_forever", str(mailbox)])
-    pids = mailbox.numbers(2)
+    job = launch(nproc=2, start_method=method, tell_running=True, entry=["@wait_forever", str(mailbox)])
+    pids = [int(line) for line in mailbox.take(3) if not line.startswith("running")]
     os.kill(support.spawner_of(pids[0]), signal.SIGKILL)
     outcome = job.outcome()
     assert "the spawner that owned it was killed by SIGKILL" in outcome["text"]
     assert not any(support.alive(pid) for pid in pids)
+
+
+def test_the_spawner_is_killed_and_an_orphan_that_executed_nothing_is_found(
+    launch: Any, mailbox: support.Mailbox
+) -> None:
+    job = launch(start_method="forkserver", tell_running=True, entry=["@leave_daemon", str(mailbox)])
+    pids = [int(line) for line in mailbox.take(3) if not line.startswith("running")]
+    spawner = next(pid for pid in map(support.spawner_of, pids) if pid not in pids)
+    os.kill(spawner, signal.SIGKILL)
+    assert job.outcome()["how"] == "ChildFailedError"
+    assert not any(support.alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_orphans_of_functions_go_with_the_agent(launch: Any, mailbox: support.Mailbox, method: str) -> None:
+    job = launch(start_method=method, entry=["@leave_daemon", str(mailbox)])
+    pids = mailbox.numbers(2)
+    job.send(signal.SIGKILL)
+    assert support.survivors(pids, PROMPTLY_S) == []
+
+
+def test_the_spawner_is_killed_before_all_workers_are_started(
+    mailbox: support.Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is known of the rest, so nothing can be restarted; it is said, and nothing is left."""
+    prepare = SpawnerLink.prepare
+
+    def prepare_and_die(link: SpawnerLink) -> None:
+        prepare(link)
+        os.kill(link._pid, signal.SIGKILL)
+
+    monkeypatch.setattr(SpawnerLink, "prepare", prepare_and_die)
+    args: dict[int, Any] = dict.fromkeys(range(3), (WORKER, str(mailbox)))
+    envs: dict[int, dict[str, str]] = {rank: {} for rank in range(3)}
+    with pytest.raises(HostError, match="not all started: the spawner was killed by SIGKILL"):
+        start_processes("t", sys.executable, args, envs, DefaultLogsSpecs("/dev/null"))
 
 
 def test_a_spawner_that_does_not_answer_is_killed_with_everything_it_owns(mailbox: support.Mailbox) -> None:

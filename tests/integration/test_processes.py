@@ -606,6 +606,34 @@ def test_two_hundred_workers(starter: Starter) -> None:
     assert result.return_values == dict.fromkeys(range(200))
 
 
+LIMITED_SCRIPT = """
+import resource, sys
+from holdfast.process import DefaultLogsSpecs, start_processes
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (700, 700))
+envs = {rank: {} for rank in range(200)}
+context = start_processes("t", "sleep", {rank: ("0",) for rank in range(200)}, envs, DefaultLogsSpecs("/dev/null"))
+result = context.wait(60)
+context.close()
+assert result.return_values == dict.fromkeys(range(200)), result
+"""
+
+
+def test_starting_takes_few_descriptors_beyond_those_that_stay(tmp_path: Path) -> None:
+    """Three stay open for each worker; an order has five, in this process, on their way, and in the spawner."""
+    with support.python(support.write_script(tmp_path / "main.py", LIMITED_SCRIPT)) as process:
+        _, err = process.communicate(timeout=support.DEADLINE_S)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_too_many_workers_for_the_limit_are_refused_in_one_line(tmp_path: Path) -> None:
+    source = LIMITED_SCRIPT.replace("(700, 700)", "(300, 300)")
+    with support.python(support.write_script(tmp_path / "main.py", source)) as process:
+        _, err = process.communicate(timeout=support.DEADLINE_S)
+    assert process.returncode == 1
+    assert "Too many open files" in err.splitlines()[-1]
+
+
 def test_many_forked_workers(starter: Starter) -> None:
     result = starter.run(entrypoints.act, "success", ranks=60, start_method="fork")
     assert result.return_values == {rank: f"rank {rank}" for rank in range(60)}

@@ -35,6 +35,7 @@ from holdfast.timer import (
     stacks,
     wire,
 )
+from holdfast.timer.api import RETRY_DELAY_S
 from holdfast.timer.local import MultiprocessingRequestQueue
 from tests.support import DEADLINE_S, python, survivors, wait_until, write_script
 
@@ -361,6 +362,20 @@ def test_a_kill_that_fails_is_tried_again_until_it_works(
     assert len(warnings(caplog, "will try again: [Errno 1] not yet")) == 1
 
 
+def test_between_two_tries_there_is_a_pause(
+    watch: Watch, bystander: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits_until: list[float] = []
+    monkeypatch.setattr(FileTimerServer, "_reap_worker", lambda self, pid, sig: False)
+    monkeypatch.setattr(FileTimerServer, "_wait_until", lambda self, until_s: waits_until.append(until_s))
+    watch.server.register_timers([past(bystander.pid, "a")])
+    watch.server._run_watchdog()
+    first_ended = time.monotonic()
+    watch.server._run_watchdog()
+    assert waits_until[0] <= first_ended
+    assert waits_until[1] >= first_ended + RETRY_DELAY_S
+
+
 # Dumps of stacks take time and may fail
 
 
@@ -387,6 +402,19 @@ def test_requests_are_read_while_stacks_are_taken_and_stop_does_not_wait(
     end.set()
     assert bystander.poll() is None
     assert running.rest() == ["timer expired", "watchdog stopped"]
+
+
+def test_a_process_that_goes_while_its_stacks_are_taken_was_not_killed(
+    watch: Watch, bystander: subprocess.Popen[bytes]
+) -> None:
+    def too_late(pid: int) -> str:
+        bystander.terminate()
+        return str(bystander.wait(DEADLINE_S))
+
+    watch.server._dump_stacks = too_late
+    watch.write(past(bystander.pid, "a"))
+    watch.server.run_once()
+    assert watch.rest() == ["timer expired", "watchdog stopped"]
 
 
 def failing(pid: int) -> str:

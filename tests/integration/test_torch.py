@@ -104,6 +104,6 @@ def test_twenty_restarts_in_a_row(tmp_path: Path) -> None:
     # A worker may be stopped before it writes, because its peer has died; the one that dies has written.
     for life in range(20):
         assert (lives / f"{life}.{life % 2}").read_text() == "11"
-    assert {path.read_text() for path in lives.iterdir()} == {"11"}
+    assert {path.read_text() for path in lives.iterdir()} <= {"11", ""}
     assert (lives / "20.0").exists()
     assert (lives / "20.1").exists()

@@ -44,6 +44,7 @@ class Handler:
     def __init__(self) -> None:
         self.shutdowns = 0
         self.joins = 0
+        self.is_asked = False
 
     def get_backend(self) -> str:
         return "told"
@@ -68,6 +69,10 @@ class Handler:
         pass
 
     def num_nodes_waiting(self) -> int:
+        """Agents ask as soon as all workers run."""
+        if ORDER.get("tell_running") and not self.is_asked:
+            self.is_asked = True
+            tell("running - 0")
         path = ORDER.get("newcomer")
         return int(bool(path and self.joins == 1 and os.path.exists(path)))
 

@@ -354,4 +354,5 @@ def _describe_end(exitcode: int | None) -> str:
         return "vanished"
     if exitcode < 0:
         return f"was killed by {signals.signal_name(-exitcode)}"
-    return f"exited with code {exitcode}"
+    # The spawner ends with the number of the error that it could not live with.
+    return f"gave up: {os.strerror(exitcode)}" if exitcode > 1 else f"exited with code {exitcode}"

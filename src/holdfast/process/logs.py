@@ -145,7 +145,10 @@ class DefaultLogsSpecs(LogsSpecs):
         root = os.fspath(log_dir) if log_dir else _new_directory(_temp_root(), _TEMP_PREFIX)
         super().__init__(root, redirects, tee, local_ranks_filter)
         # Workers may change their directory, so they get absolute paths even if the user gave a relative one.
-        self._home = os.path.abspath(root)
+        try:
+            self._home = os.path.abspath(root)
+        except OSError as error:  # The working directory is gone, so a path from there leads nowhere.
+            raise _log_dir_error(root, error) from None
         self._run_dir: str | None = None
         self._attempt = 0
         if not self._is_temporary and not self._keeps_nothing:

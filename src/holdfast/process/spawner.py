@@ -389,5 +389,9 @@ def serve_forked(
 def main() -> NoReturn:
     sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, int(sys.argv[1]))
     os.set_inheritable(sock.fileno(), False)
-    Spawner(Channel(sock), sys.argv[2]).serve()
+    try:
+        Spawner(Channel(sock), sys.argv[2]).serve()
+    except OSError as error:
+        # Out of descriptors or memory. The agent learns that we are gone, and tells the user in one line.
+        os._exit(error.errno or 1)
     os._exit(0)  # There is nothing to take apart.

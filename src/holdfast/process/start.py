@@ -48,6 +48,10 @@ from holdfast.process.slots import Slot, Stop, UnreadableValue
 
 logger = logging.getLogger(__name__)
 
+# A black box, a pidfd, and a pipe and a file for each of two streams.
+_DESCRIPTORS_A_WORKER = 6
+_DESCRIPTORS_TO_SPARE = 64
+
 DEFAULT_GRACE_S = 30.0
 # Each order has about five descriptors in flight. More at once would not start anything sooner.
 _MOST_UNDERWAY = 16
@@ -136,6 +140,7 @@ class PContext(abc.ABC):
             self._link = self._make_link()
         if self._lease is not None:
             self._link.lend_lease(self._lease)
+        _allow_descriptors(_DESCRIPTORS_A_WORKER * self.nprocs)
         self._link.prepare()
         self._outlets.start()
         for rank in range(self.nprocs):
@@ -357,6 +362,18 @@ class PContext(abc.ABC):
         for slot in self._slots.values():
             slot.close()
         self._resources.close()
+
+
+def _allow_descriptors(wanted: int) -> None:
+    """Raise this process's limit of open files if so many more would not fit. The spawner was started before, so
+    workers keep the limit that the user gave them."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + wanted + _DESCRIPTORS_TO_SPARE
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class SubprocessContext(PContext):
