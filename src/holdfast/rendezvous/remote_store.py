@@ -35,7 +35,7 @@ class RemoteStore(Store):
         timeout_s = (self._timeout if timeout is None else timeout).total_seconds()
         try:
             answer = self._client.request(operation, tuple(keys), timeout_s, **fields)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise UserError(f"store: {error}") from None
         if not answer.problem:
             return answer

@@ -63,13 +63,20 @@ class StateFiles:
             temporary.replace(path)
         except OSError as error:
             logger.warning("the state of run %r cannot be written down (%s): %s", run_id, path, error)
-            temporary.unlink(missing_ok=True)
+            _remove_quietly(temporary)
 
     def forget(self, run_id: str) -> None:
         try:
             self.path(run_id).unlink(missing_ok=True)
         except OSError as error:
             logger.warning("the state of run %r cannot be removed (%s): %s", run_id, self.path(run_id), error)
+
+
+def _remove_quietly(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError:
+        pass
 
 
 def make_private(directory: Path) -> None:

@@ -1,0 +1,227 @@
+"""The settings of the tcp backend: every key, every older spelling, and every way to get one wrong."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.errors import UserError
+from holdfast.rendezvous import options
+from holdfast.rendezvous.api import RendezvousParameters
+from holdfast.rendezvous.options import KEYS, TcpOptions
+from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.rendezvous.session import SessionSettings
+from holdfast.rendezvous.vocabulary import Admit, Settings
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOLDFAST_TOKEN", raising=False)
+
+
+def read(backend: str = "tcp", local_addr: str | None = None, **config: Any) -> TcpOptions:
+    parameters = RendezvousParameters(backend, "host:1", "run", 2, 4, local_addr, **config)
+    return TcpOptions.from_parameters(parameters)
+
+
+DEFAULTS = TcpOptions(min_nodes=2, max_nodes=4)
+
+
+def session(**changes: float) -> SessionSettings:
+    return replace(SessionSettings(), **changes)
+
+
+def test_nothing_said() -> None:
+    assert read() == DEFAULTS
+    assert DEFAULTS.session == SessionSettings(heartbeat_s=1.0, lease_s=5.0, reconnect_grace_s=0.5)
+    assert DEFAULTS.settings(RestartPolicy(3)) == Settings(
+        2, 4, 600.0, 5.0, 1.0, 5.0, 2.0, 10.0, Admit.NOW, RestartPolicy(3)
+    )
+
+
+VALUES: list[tuple[str, Any, dict[str, Any]]] = [
+    ("join_timeout", "30", {"join_timeout_s": 30.0}),
+    ("timeout", "30", {"join_timeout_s": 30.0}),
+    ("timeout", 30, {"join_timeout_s": 30.0}),
+    ("last_call", 0.5, {"last_call_s": 0.5}),
+    ("last_call_timeout", "7", {"last_call_s": 7.0}),
+    ("heartbeat", "0.5", {"session": session(heartbeat_s=0.5)}),
+    ("keep_alive_interval", 0.5, {"session": session(heartbeat_s=0.5)}),
+    ("lease", "8", {"session": session(lease_s=8.0)}),
+    ("keep_alive_max_attempt", "3", {"session": session(lease_s=3.0)}),
+    ("drop_timeout", "3", {"drop_timeout_s": 3.0}),
+    ("reconnect_grace", "0.3", {"session": session(reconnect_grace_s=0.3)}),
+    ("close_linger", 1, {"close_linger_s": 1.0}),
+    ("close_timeout", "1", {"close_linger_s": 1.0}),
+    ("admit", "on-restart", {"admit": Admit.ON_RESTART}),
+    ("on_isolation", "continue", {"continue_when_isolated": True}),
+    ("is_host", "true", {"is_host": True}),
+    ("is_host", False, {"is_host": False}),
+    ("is_host", "0", {"is_host": False}),
+    ("read_timeout", "5", {"read_timeout_s": 5.0}),
+    ("rank", "3", {"requested_rank": 3}),
+    ("rank", 0, {"requested_rank": 0}),
+    ("tls_cert", "c.pem", {"tls_cert": "c.pem"}),
+    ("tls_ca", "ca.pem", {"tls_ca": "ca.pem"}),
+    ("store_type", " TCP ", {}),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "changes"), VALUES)
+def test_one_thing_said(key: str, value: Any, changes: dict[str, Any]) -> None:
+    assert read(**{key: value}) == replace(DEFAULTS, **changes)
+
+
+def test_every_key_has_a_row() -> None:
+    elsewhere = {"token_file", "tls_key", "coordinator_port", "heartbeat_timeout"}
+    names = set(KEYS) | {alias for aliases in KEYS.values() for alias in aliases}
+    assert {key for key, _, _ in VALUES} == names - elsewhere
+
+
+def test_a_key_wins_over_its_older_spelling() -> None:
+    chosen = read(join_timeout="5", timeout="50", heartbeat="0.5", keep_alive_interval="9")
+    assert (chosen.join_timeout_s, chosen.session.heartbeat_s) == (5.0, 0.5)
+
+
+@pytest.mark.parametrize(("value", "seconds"), [(900, 600.0), ("900", 900.0), (901, 901.0)])
+def test_the_launchers_own_timeout_is_not_the_users(value: Any, seconds: float) -> None:
+    assert read(timeout=value).join_timeout_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("config", "heartbeat_s", "lease_s", "drop_timeout_s"),
+    [
+        ({"lease": 1}, 0.25, 1.0, 2.0),
+        ({"lease": 60}, 1.0, 60.0, 2.0),
+        ({"heartbeat": 10}, 10.0, 30.0, 13.86),
+        # What torchrun has by default, written out.
+        ({"keep_alive_interval": 5, "keep_alive_max_attempt": 3}, 5.0, 15.0, 7.26),
+        ({"heartbeat": 2, "lease": 4, "keep_alive_max_attempt": 9}, 2.0, 4.0, 3.3),
+    ],
+)
+def test_what_is_not_said_follows_from_what_is(
+    config: dict[str, Any], heartbeat_s: float, lease_s: float, drop_timeout_s: float
+) -> None:
+    chosen = read(**config)
+    assert (chosen.session.heartbeat_s, chosen.session.lease_s) == (heartbeat_s, lease_s)
+    assert chosen.drop_timeout_s == pytest.approx(drop_timeout_s)
+
+
+def test_the_address_is_passed_on() -> None:
+    assert read(local_addr="10.0.0.7").local_addr == "10.0.0.7"
+
+
+SECONDS = ["join_timeout", "last_call", "heartbeat", "lease", "drop_timeout", "reconnect_grace", "close_linger"]
+SECONDS += ["read_timeout", "timeout", "last_call_timeout", "keep_alive_interval", "close_timeout", "heartbeat_timeout"]
+
+
+@pytest.mark.parametrize("key", SECONDS)
+@pytest.mark.parametrize("value", ["soon", "", None, [1]])
+def test_times_that_are_none(key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"the rendezvous setting {key} must be a number of seconds, not "):
+        read(**{key: value})
+
+
+@pytest.mark.parametrize("key", SECONDS)
+@pytest.mark.parametrize("value", [0, "-1", "nan", "inf", 1e12])
+def test_times_that_cannot_be(key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"the rendezvous setting {key} must be more than 0 seconds, not "):
+        read(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"colour": "red"}, "unknown rendezvous setting 'colour'; there are admit, "),
+        ({"admit": "never"}, "admit must be now or on-restart, not 'never'"),
+        ({"on_isolation": "panic"}, "on_isolation must be stop or continue, not 'panic'"),
+        ({"is_host": "maybe"}, "'is_host' is 'maybe', which is neither true nor false"),
+        ({"rank": "first"}, "'rank' is 'first', which is not a whole number"),
+        ({"store_type": "file"}, "store_type must be tcp, not 'file'"),
+        ({"keep_alive_max_attempt": "many"}, "keep_alive_max_attempt must be a number above 0, not 'many'"),
+        ({"keep_alive_max_attempt": 0}, "keep_alive_max_attempt must be a number above 0, not 0"),
+        ({"keep_alive_max_attempt": 1}, r"lease=1 is too short for a heartbeat every 1 s"),
+        ({"lease": 1.5, "heartbeat": 1}, r"lease=1.5 is too short for a heartbeat every 1 s"),
+        ({"drop_timeout": 1.6}, r"drop_timeout=1.6 is too short: .* \(1.65 s\)"),
+        ({"drop_timeout": 2, "heartbeat": 2}, r"drop_timeout=2 is too short"),
+        ({"tls_key": "k.pem"}, "tls_key 'k.pem' is the key of no certificate: tls_cert is missing"),
+        (
+            {"coordinator_port": 1},
+            "coordinator_port is for static runs; the backend 'tcp' meets at the endpoint itself",
+        ),
+        ({"token_file": "/no/such/file"}, "the token file '/no/such/file' cannot be read: No such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_named(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        read(**config)
+
+
+def test_coordinator_port_of_static_nodes() -> None:
+    assert read("static", coordinator_port=29501) == DEFAULTS
+
+
+def test_a_setting_without_effect_is_said_to_have_none(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert read(heartbeat_timeout=5) == DEFAULTS
+    assert "heartbeat_timeout has no effect" in caplog.text
+
+
+# Tokens.
+
+
+def test_the_token_of_a_file_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOLDFAST_TOKEN", " from the environment\n")
+    assert read().token == b"from the environment"
+    file = tmp_path / "token"
+    file.write_bytes(b"from a file\xff\n")
+    chosen = read(token_file=str(file))
+    assert chosen.token == b"from a file\xff"
+    assert chosen.coordinator_options() == ["--token-file", str(file)]
+
+
+def test_an_empty_token_is_none_in_the_environment_and_a_mistake_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOLDFAST_TOKEN", "  ")
+    assert read().token is None
+    file = tmp_path / "token"
+    file.write_text("\n")
+    with pytest.raises(UserError, match="the token file .* is empty"):
+        read(token_file=str(file))
+
+
+# TLS.
+
+
+def test_a_coordinator_speaks_as_the_node_that_starts_it() -> None:
+    chosen = read(tls_cert="c", tls_key="k", tls_ca="a")
+    assert chosen.coordinator_options() == ["--tls-cert", "c", "--tls-key", "k", "--tls-ca", "a"]
+    assert read().coordinator_options() == []
+    assert read().client_tls() is None
+    assert options.server_tls("", "", "") is None
+
+
+@pytest.mark.parametrize("text", [None, "", "no certificate"])
+def test_tls_files_that_cannot_be_used(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "file.pem"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError, match=rf"the TLS authority {file} cannot be used: "):
+        read(tls_ca=str(file)).client_tls()
+    with pytest.raises(UserError, match=rf"the TLS certificate {file} with key.pem cannot be used: "):
+        read(tls_cert=str(file), tls_key="key.pem").client_tls()
+    with pytest.raises(UserError, match=rf"the TLS certificate {file} cannot be used: "):
+        options.server_tls(str(file), "", "")
+    with pytest.raises(UserError, match=rf"the TLS authority {file} cannot be used: "):
+        options.server_tls("cert.pem", "", str(file))
+
+
+@pytest.mark.parametrize(("key", "ca"), [("k", ""), ("", "a")])
+def test_a_server_without_a_certificate(key: str, ca: str) -> None:
+    with pytest.raises(UserError, match="TLS needs a certificate"):
+        options.server_tls("", key, ca)
