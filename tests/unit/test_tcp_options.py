@@ -191,7 +191,7 @@ def test_an_empty_token_is_none_in_the_environment_and_a_mistake_in_a_file(
     assert read().token is None
     file = tmp_path / "token"
     file.write_text("\n")
-    with pytest.raises(UserError, match="the token file .* is empty"):
+    with pytest.raises(UserError, match=r"the token file .* is empty"):
         read(token_file=str(file))
 
 

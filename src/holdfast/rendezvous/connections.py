@@ -72,6 +72,7 @@ class Connection(asyncio.Protocol):
         self._nonce = os.urandom(messages.NONCE_BYTES)
         self._run: Run | None = None
         self._is_closing = False
+        self._is_congested = False
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._has_spoken = False
@@ -92,14 +93,20 @@ class Connection(asyncio.Protocol):
             self._task = self._loop.create_task(self._secure(transport, self._house.tls))
 
     def data_received(self, data: bytes) -> None:
+        if not self._has_spoken and self._house.tls is None and data.startswith(_TLS_HELLO):
+            self._refuse("speaks TLS, this coordinator does not")
+            return
         self._has_spoken = True
         self._frames.feed(data)
+        self._take_all()
+
+    def _take_all(self) -> None:
+        """Every message that has come, as long as the other side takes the answers."""
         try:
-            while not self._is_closing and (message := self._frames.next()) is not None:
+            while not self._is_closing and not self._is_congested and (message := self._frames.next()) is not None:
                 self._take(message)
         except Malformed as error:
-            is_tls = self._run is None and data.startswith(_TLS_HELLO)
-            self._refuse("speaks TLS, this coordinator does not" if is_tls else f"sent junk: {error}")
+            self._refuse(f"sent junk: {error}")
         except Exception:
             logger.exception("serving %s failed", self.peer)
             self.abort()
@@ -114,12 +121,15 @@ class Connection(asyncio.Protocol):
             run.detach(self)
 
     def pause_writing(self) -> None:
+        self._is_congested = True
         if self._transport is not None and not self._is_closing:
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
+        self._is_congested = False
         if self._transport is not None and not self._is_closing:
             self._transport.resume_reading()
+            self._take_all()
 
     # The handshake.
 
