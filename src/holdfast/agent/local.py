@@ -10,11 +10,14 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Mapping
 from typing import Any
 
+from holdfast.agent import recording
 from holdfast.agent.base import SimpleElasticAgent
 from holdfast.agent.environment import RoundFacts, log_line_prefixes, macros, worker_environments
 from holdfast.agent.model import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from holdfast.agent.watchdog import Watchdog
 from holdfast.process import signals, stop
 from holdfast.process.lease import Lease
 from holdfast.process.link import SpawnerLink, launch_or_take_early
@@ -56,6 +59,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._context: PContext | None = None
         self._link: SpawnerLink | None = None
         self._held_lease: Lease | None = None
+        self._held_watchdog: Watchdog | None = None
 
     @prof
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -67,7 +71,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             name=spec.role,
             entrypoint=spec.entrypoint,
             args=args,
-            envs=worker_environments(worker_group, self._round_facts(), os.environ),
+            envs=worker_environments(worker_group, self._round_facts(self._watchdog().start()), os.environ),
             logs_specs=self._logs_specs,
             log_line_prefixes=log_line_prefixes(self._prefix_template, spec.role, worker_group.workers),
             start_method=self._start_method,
@@ -99,7 +103,15 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._coordination.set_lease_sink(self._held_lease.set)
         return self._held_lease
 
-    def _round_facts(self) -> RoundFacts:
+    def _watchdog(self) -> Watchdog:
+        if self._held_watchdog is None:
+            self._held_watchdog = Watchdog(self._handler.get_run_id(), self._record_watchdog)
+        return self._held_watchdog
+
+    def _record_watchdog(self, name: str, details: Mapping[str, str]) -> None:
+        self._record(recording.watchdog_event(self._worker_group, name, details, self._restarts_used))
+
+    def _round_facts(self, timer_path: str | None) -> RoundFacts:
         handler = self._handler
         return RoundFacts(
             run_id=handler.get_run_id(),
@@ -108,6 +120,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             max_restarts=self._policy.max_restarts,
             # A handler that was written for another launcher may not know the question.
             use_agent_store=getattr(handler, "use_agent_store", False),
+            timer_path=timer_path,
         )
 
     def _wait_for_change(self, worker_group: WorkerGroup, pushes_fd: int, timeout_s: float | None) -> None:
@@ -165,10 +178,15 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._context.close(signal.SIGTERM, self._shutdown_timeout)
 
     def _stop_group(self, group: WorkerGroup, at_once: bool) -> None:
+        self._stop_watchdog()
         if at_once and self._context is not None:
             self._context.close(signal.SIGKILL, 0)
         else:
             self._stop_workers(group)
+
+    def _stop_watchdog(self) -> None:
+        if self._held_watchdog is not None:
+            self._held_watchdog.stop()
 
     def _unkillable(self) -> tuple[int, ...]:
         return tuple(pid for pid, _ in self._context.survivors) if self._context is not None else ()
@@ -176,6 +194,7 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         if self._health_check_server is not None:
             self._health_check_server.stop()
+        self._stop_watchdog()
         if self._context is not None:
             self._context.close(death_sig, timeout)
         if self._link is not None:

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -44,6 +45,15 @@ def status_event(
     }
     source = EventSource.AGENT if worker is None else EventSource.WORKER
     return Event(f"torchelastic.worker.status.{state}", source, int(time.time()), metadata)
+
+
+def watchdog_event(group: WorkerGroup, name: str, details: Mapping[str, str], restarts_used: int) -> Event:
+    """What the watchdog did, under the name that it has for it."""
+    event = status_event(group, "RUNNING", restarts_used, 0)
+    metadata = dict(event.metadata)
+    del metadata["duration_ms"]
+    metadata["metadata"] = json.dumps({**_details(group, None, None), **details})
+    return Event(name, EventSource.AGENT, event.timestamp, metadata)
 
 
 def _details(group: WorkerGroup, worker: Worker | None, exit_code: int | None) -> dict[str, Any]:

@@ -391,8 +391,6 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
 
 def _refuse_absent_parts(environ: Mapping[str, str]) -> None:
     """To run without a part that the environment asks for would be a silent change."""
-    if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
-        raise UserError("TORCHELASTIC_ENABLE_FILE_TIMER=1: this version has no watchdog for hanging workers")
     port = environ.get("TORCHELASTIC_HEALTH_CHECK_PORT")
     if port:
         raise UserError(f"TORCHELASTIC_HEALTH_CHECK_PORT={port}: this version has no health check server")

@@ -323,7 +323,7 @@ class FileTimerServer:
         if has_thread_ended:
             self._pipe.close()
             self._wakeup.close()
-        logger.info("stopped the timer server on %s", self._pipe.path)
+        logger.debug("stopped the timer server on %s", self._pipe.path)
         self._tell("watchdog stopped", None)
 
 

@@ -1,0 +1,72 @@
+"""The agent's watchdog: a file timer server for each life of the worker group, if the environment asks for one.
+
+Workers find its pipe in `TORCHELASTIC_TIMER_FILE` and arm timers with `holdfast.timer` or with torch's own client. A
+worker whose timer expires is killed, after its stacks have been logged; to the agent that is a worker that failed,
+and the restart policy decides. A watchdog that cannot be started is a warning: it must never end a healthy job.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from holdfast.agent.model import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
+from holdfast.errors import HoldfastError
+
+if TYPE_CHECKING:
+    from holdfast.timer.file import FileTimerServer
+    from holdfast.timer.wire import FileTimerRequest
+
+logger = logging.getLogger(__name__)
+
+_TURN_S = 0.1
+
+
+class Watchdog:
+    """`tell(name, details)` is called, in the server's thread, for each event of the watchdog."""
+
+    def __init__(self, run_id: str, tell: Callable[[str, Mapping[str, str]], None]) -> None:
+        self._run_id = run_id
+        self._tell = tell
+        self._server: FileTimerServer | None = None
+
+    def start(self) -> str | None:
+        """Watch a new life of the group; returns the path that its workers are told, if there is one."""
+        self.stop()
+        path = os.environ.get(TORCHELASTIC_TIMER_FILE) or None
+        if os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER) != "1":
+            return path
+        path = path or os.path.join(tempfile.gettempdir(), f"watchdog_timer_{os.urandom(16).hex()}")
+        from holdfast.timer.file import FileTimerServer
+
+        try:
+            self._server = FileTimerServer(path, self._run_id, max_interval=_TURN_S, daemon=True, log_event=self._note)
+            self._server.start()
+        except (HoldfastError, OSError) as error:
+            logger.warning("no watchdog, workers run without: %s", error)
+            self._server = None
+            return None
+        return path
+
+    def _note(self, name: str, request: FileTimerRequest | None) -> None:
+        details = {"watchdog_event": name}
+        if request is not None:
+            details.update(_described(request))
+        self._tell(name, details)
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+
+def _described(request: Any) -> dict[str, str]:
+    return {
+        "worker_pid": str(request.worker_pid),
+        "scope_id": str(request.scope_id),
+        "expiration_time": str(request.expiration_time),
+        "signal": str(request.signal),
+    }
