@@ -63,6 +63,7 @@ class Agent:
         self._is_stopping = False
         self._pending: deque[lifecycle.Event] = deque()
         self._mailbox: deque[lifecycle.Event] = deque()
+        self._arrivals: deque[lifecycle.Event] = deque()
         self._is_turn_due = False
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._alarm = Alarm(engine, host.clock, self._ring)
@@ -169,7 +170,12 @@ class Agent:
     # The loop.
 
     def _post(self, event: lifecycle.Event) -> None:
-        self._mailbox.append(event)
+        """A loop that blocks until it is in a round waits for that alone, and looks at the rest later."""
+        is_arrival = isinstance(event, (lifecycle.WorldSealed, lifecycle.RunEnded))
+        if self.does_loop_block and is_arrival:
+            self._arrivals.append(event)
+        if not self.does_loop_block or not isinstance(event, lifecycle.WorldSealed):
+            self._mailbox.append(event)
         self._wake_loop()
 
     def _wake_loop(self) -> None:
@@ -204,7 +210,9 @@ class Agent:
         if self.machine.phase is lifecycle.Phase.RUNNING and group is not None and not group.is_alive:
             kind = lifecycle.WorkersSucceeded if group.has_succeeded else lifecycle.WorkersFailed
             return kind(group.round)
-        return self._mailbox.popleft() if self._mailbox else None
+        is_joining = self.machine.phase is lifecycle.Phase.JOINING
+        box = self._arrivals if is_joining and self.does_loop_block else self._mailbox
+        return box.popleft() if box else None
 
     def _is_busy(self) -> bool:
         return self.does_loop_block and self._is_stopping

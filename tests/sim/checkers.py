@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 HOOKS = (
     "coordinator_started",
+    "connection_closed",
     "message_received",
     "remembered",
     "world_sealed",
@@ -182,6 +183,9 @@ class _Ledger(Checker):
         self.finished: set[str] = set()
         self.leaving: set[str] = set()
         self.lost: set[str] = set()
+        self.was_away: set[str] = set()
+        """Members that came back so late that they may have been given up meanwhile."""
+        self.closed_at: dict[str, float] = {}
         self.failures: list[Failure] = []
         self.was_stopped_for_failure: bool | None = None
         self.was_coordinator_restarted = False
@@ -189,8 +193,14 @@ class _Ledger(Checker):
     def coordinator_started(self) -> None:
         self.was_coordinator_restarted = True
 
+    def connection_closed(self, key: str) -> None:
+        self.closed_at[key] = self.now()
+
     def message_received(self, link: Link, message: messages.ToCoordinator) -> None:
         world = self.world
+        key = message.facts.key if isinstance(message, (messages.Join, messages.Return)) else link.key
+        if self.now() - self.closed_at.pop(key, self.now()) >= self.settings.drop_timeout_s:
+            self.was_away.add(key)
         if world is None:
             return
         match message:
@@ -229,7 +239,7 @@ class _Ledger(Checker):
 
     def world_sealed(self, world: World) -> None:
         self.world = world
-        self.rejoined, self.finished, self.leaving, self.lost = set(), set(), set(), set()
+        self.rejoined, self.finished, self.leaving, self.lost, self.was_away = set(), set(), set(), set(), set()
         self.failures = []
         self.was_stopped_for_failure = None
         self.was_coordinator_restarted = False
@@ -269,6 +279,8 @@ class FailuresAreCharged(_Ledger):
 
     def _is_chargeable(self) -> bool:
         if self.was_coordinator_restarted or not self.was_stopped_for_failure or self.missing():
+            return False
+        if self.was_away & set(self.world.keys if self.world else ()):
             return False
         return not any(failure.exitcode in self.settings.policy.uncounted_exit_codes for failure in self.failures)
 
@@ -388,14 +400,19 @@ class EndedRunStaysEnded(Checker):
             self.object(f"{group} start although {group.node} knows of the end")
 
 
-class LeaseOnlyAfterFault(Checker):
-    """In a world without faults of network, agents and coordinator, no lease ever ends under living workers."""
+class NobodyLostWithoutReason(Checker):
+    """In a world where every node is always within reach nobody is expelled, and no lease ends under living
+    workers, whatever the coordinator process goes through."""
 
     is_calm = False
 
     def lease_ended(self, group: Group) -> None:
         if self.is_calm:
             self.object(f"{group} were killed although nothing was wrong")
+
+    def expelled(self, key: str) -> None:
+        if self.is_calm:
+            self.object(f"{key} was expelled although nothing was wrong")
 
 
 RULES: tuple[type[Checker], ...] = (
@@ -413,7 +430,7 @@ RULES: tuple[type[Checker], ...] = (
     RestartsWithinBudget,
     OneOutcome,
     EndedRunStaysEnded,
-    LeaseOnlyAfterFault,
+    NobodyLostWithoutReason,
 )
 
 
@@ -435,7 +452,7 @@ class Checks:
 
     def be_calm(self) -> None:
         for rule in self.rules:
-            if isinstance(rule, LeaseOnlyAfterFault):
+            if isinstance(rule, NobodyLostWithoutReason):
                 rule.is_calm = True
 
     def __getattr__(self, hook: str) -> Any:

@@ -89,6 +89,8 @@ class Coordinator:
     # Messages to events.
 
     def receive(self, link: Link, message: messages.ToCoordinator) -> None:
+        if self.engine.random.random() < 0.02:
+            self._step(words.TimePassed())  # A timer may be too early; it will look again.
         if link.is_dismissed:
             return
         if isinstance(message, messages.Heartbeat):
@@ -97,8 +99,6 @@ class Coordinator:
             self.network.send_down(link, messages.HeartbeatAnswer(message.number))
             return
         self.checks.message_received(link, message)
-        if self.engine.random.random() < 0.05:
-            self._step(words.TimePassed())  # A timer may be too early; it will look again.
         match message:
             case messages.Join(facts, settings, last_round, replaces, failure):
                 self._bind(link, facts.key)
@@ -135,6 +135,7 @@ class Coordinator:
     def closed(self, link: Link) -> None:
         if link.key and self._links.get(link.key) is link:
             del self._links[link.key]
+            self.checks.connection_closed(link.key)
             self._step(words.ConnectionClosed(link.key))
 
     # Commands to messages.

@@ -27,6 +27,7 @@ SLOWEST, FASTEST = 0.9535, 1.0485
 
 KINDS = (
     "lose_connection",
+    "lose_connection_for_good",
     "partition",
     "partition_one_way",
     "crash_agent",
@@ -38,8 +39,8 @@ KINDS = (
     "join_late",
     "close_run",
 )
-# Without these no connection is disturbed, so no lease may ever end.
-DISTURBING = frozenset(KINDS) - {"pause_loop", "leave", "join_late", "close_run"}
+# Without these no node is ever out of reach. A coordinator that is down is no reason to lose anybody.
+DISTURBING = frozenset(KINDS) - {"pause_loop", "crash_coordinator", "leave", "join_late", "close_run"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,9 @@ def draw_profile(random: Random) -> Profile:
     heartbeat_s, lease_s, drop_timeout_s, reconnect_grace_s = random.choice(
         ((1.0, 5.0, 2.0, 0.5), (1.0, 5.0, 2.0, 0.5), (0.5, 3.0, 1.5, 0.5), (2.0, 10.0, 4.0, 1.0))
     )
+    kinds = tuple(kind for kind in KINDS if random.random() < 0.4)
+    policy = _draw_policy(random)
+    chance_of_failure = random.choice((0.0, 0.1, 0.3) if policy.max_restarts else (0.0, 0.0, 0.2))
     settings = Settings(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
@@ -88,9 +92,8 @@ def draw_profile(random: Random) -> Profile:
         drop_timeout_s=drop_timeout_s,
         close_linger_s=random.choice((1.0, 10.0)),
         admit=random.choice((Admit.NOW, Admit.ON_RESTART)),
-        policy=_draw_policy(random),
+        policy=policy,
     )
-    kinds = tuple(kind for kind in KINDS if random.random() < 0.5)
     return Profile(
         settings=settings,
         reconnect_grace_s=reconnect_grace_s,
@@ -104,7 +107,7 @@ def draw_profile(random: Random) -> Profile:
         kinds=kinds,
         pause_between_faults_s=random.choice((0.5, 2.0, 5.0)),
         faults_for_s=random.uniform(8.0, 60.0),
-        chance_of_failure=random.choice((0.0, 0.1, 0.3)),
+        chance_of_failure=chance_of_failure,
         chance_of_hang=random.choice((0.0, 0.1)),
         chance_of_stubbornness=random.choice((0.0, 0.2)),
         work_s=random.choice((5.0, 100.0, 1000.0)),
@@ -113,7 +116,7 @@ def draw_profile(random: Random) -> Profile:
 
 def _draw_policy(random: Random) -> RestartPolicy:
     return RestartPolicy(
-        max_restarts=random.choice((0, 0, 1, 3, 100)),
+        max_restarts=random.choice((0, 0, 1, 3, 100, 100)),
         window_s=random.choice((None, None, 5.0, 20.0)),
         backoff_s=random.choice((0.0, 0.0, 0.5)),
         backoff_cap_s=2.0,
@@ -139,7 +142,7 @@ class Workload:
 
     def plan(self, host: Host, round: int, restarts_used: int) -> Plan:
         random, profile = self._random, self._profile
-        feels = random.uniform(0.01, 1.5) if random.random() < 0.7 else None
+        feels = random.random() ** 3 * 1.5 if random.random() < 0.7 else None
         consequence = Failure(text="connection closed by peer", is_consequence=random.random() < 0.7)
         stubborn = random.random() < profile.chance_of_stubbornness
         stops_after_s = random.random() ** 2 * profile.grace_s
@@ -166,7 +169,7 @@ class Misfortune:
         self._random = world.engine.random
         self._profile = profile
         self._is_over = False
-        self._is_coordinator_due = False
+        self._victim: Host | None = None
 
     def begin(self) -> None:
         if self._profile.kinds:
@@ -186,7 +189,10 @@ class Misfortune:
         self._wait()
 
     def _host(self) -> Host:
-        return self._random.choice(self._world.hosts)
+        """Often the one that was struck before: one fault alone is easily survived."""
+        if self._victim is None or self._random.random() < 0.7:
+            self._victim = self._random.choice(self._world.hosts)
+        return self._victim
 
     def _how_long_s(self) -> float:
         """Around the lease, where it matters, or anything."""
@@ -206,13 +212,27 @@ class Misfortune:
                 self._engine.note("network", "loses the connection of", host.name)
                 network.lose(link)
 
+    def _lose_connection_for_good(self) -> None:
+        """When the agent has found out, it cannot connect again for a while."""
+        self._lose_connection()
+        assert self._victim is not None
+        self._cut_when_discovered(self._victim)
+
+    def _cut_when_discovered(self, host: Host) -> None:
+        if self._is_touchable(host):
+            self._cut(host, up=True, down=True)
+        elif not self._is_over:
+            self._engine.after(0.02, self._cut_when_discovered, host)
+
     def _partition(self, *, up: bool = True, down: bool = True) -> None:
-        host, network = self._host(), self._world.network
-        if not self._is_touchable(host):
-            return
+        host = self._host()
+        if self._is_touchable(host):
+            self._cut(host, up=up, down=down)
+
+    def _cut(self, host: Host, *, up: bool, down: bool) -> None:
         what = "both ways" if up and down else "upward" if up else "downward"
         self._engine.note("network", "is cut for", host.name, what)
-        network.partition(host, up=up, down=down)
+        self._world.network.partition(host, up=up, down=down)
         self._engine.after(self._how_long_s(), self._world.heal, host)
 
     def _partition_one_way(self) -> None:
@@ -243,7 +263,10 @@ class Misfortune:
     def _crash_coordinator(self) -> None:
         if self._world.coordinator.is_up:
             self._world.coordinator.crash()
-            self._engine.after(self._random.random() ** 2 * 15, self._world.start_coordinator)
+            down_for_s = self._random.random() ** 2 * 15
+            self._engine.after(down_for_s, self._world.start_coordinator)
+            if "join_late" in self._profile.kinds and self._random.random() < 0.3:
+                self._engine.after(self._random.random() * down_for_s, self._join_late)
 
     def _freeze_coordinator(self) -> None:
         coordinator = self._world.coordinator
