@@ -201,13 +201,8 @@ class RunHost:
 
     def _time_passed(self) -> None:
         self._timer = None
-        now = self._loop.time()
-        self._answer(self._store.expire(now))
-        deadline = self._machine.next_deadline()
-        if deadline is not None and deadline <= now:
-            self.feed(vocabulary.TimePassed())
-        else:
-            self._arm()
+        self._answer(self._store.expire(self._loop.time()))
+        self.feed(vocabulary.TimePassed())
 
     def close(self) -> None:
         self._is_closed = True

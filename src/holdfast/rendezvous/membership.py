@@ -149,10 +149,10 @@ class Membership:
     # What the shell calls.
 
     def step(self, event: Event, now: float) -> list[Command]:
-        self._now = now
         if isinstance(event, NodeHeard) and not self._was_silent(event.key, now):
             self._hear(event.key, now)
             return []
+        self._now = now
         commands = self._react(event, now) + self._advance(now)
         self._story.append((now, event, tuple(commands)))
         return commands
