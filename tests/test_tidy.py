@@ -30,7 +30,9 @@ LAYERS = {
 
 PURE = {
     "agent/lifecycle.py": {"holdfast.errors", "holdfast.records"},
-    "rendezvous/membership.py": {"holdfast.rendezvous"},
+    "rendezvous/membership.py": {"holdfast.errors", "holdfast.rendezvous"},
+    "rendezvous/roster.py": {"holdfast.rendezvous"},
+    "rendezvous/forming.py": set(),
     "rendezvous/restart.py": {"holdfast.rendezvous"},
     "rendezvous/session.py": {"holdfast.records"},
     "rendezvous/world.py": set(),
@@ -48,7 +50,7 @@ DATA_MODULES = {
     "__future__", "collections", "collections.abc", "dataclasses", "enum", "functools", "heapq", "itertools", "json",
     "math", "re", "signal", "string", "types", "typing",
 }  # fmt: skip
-LINE_LIMIT = 520
+LINE_LIMIT = 500  # not counting the opening text and the imports
 
 
 def imports_of(path: Path) -> list[str]:
@@ -92,8 +94,12 @@ def test_pure_modules_import_only_data(name: str) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_modules_stay_readable(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= LINE_LIMIT, "a module that wants to be larger wants to be two"
-    assert ast.get_docstring(ast.parse(text)), "a module opens with what it is for"
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree), "a module opens with what it is for"
+    opening = (ast.Import, ast.ImportFrom, ast.Expr)
+    first = next((node.lineno for node in tree.body if not isinstance(node, opening)), 0)
+    size = len(text.splitlines()) - first
+    assert size <= LINE_LIMIT, "a module that wants to be larger wants to be two"
 
 
 def test_the_worker_bootstrap_stands_alone() -> None:

@@ -35,15 +35,16 @@ to return. If all do, nobody notices anything.
 
 from __future__ import annotations
 
-import heapq
-from collections import OrderedDict, deque
-from dataclasses import dataclass, fields
+from collections import deque
 from enum import StrEnum
 from typing import assert_never
 
+from holdfast.errors import InternalError
 from holdfast.rendezvous import restart
+from holdfast.rendezvous.forming import Progress, too_few
 from holdfast.rendezvous.outcome import End, Failure, Outcome
-from holdfast.rendezvous.vocabulary import (
+from holdfast.rendezvous.roster import Node, Roster
+from holdfast.rendezvous.vocabulary import (  # fmt: skip
     Admit,
     Announce,
     CloseRequested,
@@ -74,7 +75,6 @@ from holdfast.rendezvous.world import NodeFacts, Place, World, arrange, unreacha
 
 _STORY_LENGTH = 40
 _NAMED_AT_MOST = 8
-_PROGRESS_EVERY_S = 1.0
 _STAND_IN = "unknown node of rank "
 _SILENT_HEARTBEATS = 2.5  # This many heartbeats without a word make a node suspect.
 
@@ -86,22 +86,17 @@ class Phase(StrEnum):
     ENDED = "ENDED"
 
 
-@dataclass(slots=True)
-class _Node:
-    facts: NodeFacts
-    stage: Stage
-    arrival: int
-    heard_at: float
-    drop_at: float | None = None
-    """Its connection is closed, and it is lost at this time unless it returns."""
-
-    @property
-    def key(self) -> str:
-        return self.facts.key
-
-    @property
-    def is_open(self) -> bool:
-        return self.drop_at is None
+# How a run may go from phase to phase, and why. The picture in the documentation is made from this.
+PHASE_CHANGES: tuple[tuple[Phase, str, Phase], ...] = (
+    (Phase.FORMING, "everybody has joined, or the last call is over", Phase.RUNNING),
+    (Phase.FORMING, "a member of an earlier round returns", Phase.RUNNING),
+    (Phase.FORMING, "too few in time, or closed", Phase.ENDED),
+    (Phase.RUNNING, "a failure, a lost or leaving member, a newcomer to admit", Phase.STOPPING),
+    (Phase.RUNNING, "all workers have succeeded, or closed", Phase.ENDED),
+    (Phase.STOPPING, "everybody is accounted for, and the run goes on", Phase.FORMING),
+    (Phase.STOPPING, "the policy gives up, or closed", Phase.ENDED),
+)
+_ALLOWED = frozenset((before, after) for before, _, after in PHASE_CHANGES)
 
 
 class Membership:
@@ -121,15 +116,9 @@ class Membership:
         self._is_recovering = memory is not None
         self._has_seen_no_round = True
         self._started_at = self._now = now
-        # In the order in which they were last heard of: the first is the next whose lease may end.
-        self._nodes: OrderedDict[str, _Node] = OrderedDict()
-        self._dropping: set[str] = set()
-        self._drop_times: list[tuple[float, str]] = []  # A heap, with some that are not true any more.
-        self._claims: dict[int, set[str]] = {}  # Who has asked for which rank.
-        self._waiting: set[str] = set()  # Joined, connected, and without workers.
+        self._roster = Roster()
         self._owing: set[str] = set()  # Members of this round whose workers may be alive.
         self._unfinished: set[str] = set()  # Members of this round whose workers have not succeeded.
-        self._arrivals = 0
         self._charged_at: list[float] = [now] * self.restarts_used
         self._failures: dict[str, Failure] = {}  # In the order in which they were reported, one for each node.
         self._departed: list[str] = []
@@ -137,8 +126,7 @@ class Membership:
         self._not_before = now
         self._forming_since: float | None = None
         self._enough_since: float | None = None
-        self._progress_due: float | None = None
-        self._progress_shown = -1
+        self._progress = Progress()
         self._forget_at: float | None = None
         self._has_lost_nodes = False
         self._is_end_told = False
@@ -150,7 +138,7 @@ class Membership:
 
     def step(self, event: Event, now: float) -> list[Command]:
         if isinstance(event, NodeHeard) and not self._was_silent(event.key, now):
-            self._hear(event.key, now)
+            self._roster.hear(event.key, now)
             return []
         self._now = now
         commands = self._react(event, now) + self._advance(now)
@@ -161,7 +149,7 @@ class Membership:
         """When `TimePassed` is due unless something happens before."""
         if self.phase is Phase.ENDED:
             return self._forget_at
-        candidates = [self._next_loss_at(), self._progress_due]
+        candidates = [self._next_loss_at(), self._progress.due_at]
         if self.phase is Phase.FORMING:
             candidates += self._forming_deadlines()
         return min((each for each in candidates if each is not None), default=None)
@@ -171,7 +159,7 @@ class Membership:
 
     @property
     def node_count(self) -> int:
-        return len(self._nodes)
+        return len(self._roster)
 
     # Events.
 
@@ -184,7 +172,7 @@ class Membership:
             case NodeReturned():
                 return self._returned(event, now)
             case NodeHeard(key):
-                self._hear(key, now)
+                self._roster.hear(key, now)
                 return []
             case ConnectionClosed(key):
                 self._closed(key, now)
@@ -193,7 +181,7 @@ class Membership:
                 return self._failed(key, round, failure)
             case WorkersSucceeded(key, round):
                 if self._is_current(key, round):
-                    self._finish(self._nodes[key])
+                    self._finish(self._roster[key])
                 return []
             case NodeLeaving(key):
                 return self._leaving(key)
@@ -210,10 +198,10 @@ class Membership:
         match event:
             case NodeJoined(facts) | NodeReturned(facts):
                 self.settings = self.settings or event.settings
-                self._add(facts, Stage.WAITING, now)
+                self._roster.add(facts, Stage.WAITING, now)
                 return [TellOutcome((facts.key,), self.outcome)]
             case NodeLeft(key):
-                self._remove(key)
+                self._roster.remove(key)
         return []
 
     def _joined(self, event: NodeJoined, now: float) -> list[Command]:
@@ -229,17 +217,16 @@ class Membership:
         if facts.key in self._owing and self.phase is Phase.RUNNING:
             commands += self._stop(f"{facts.node_id} has left the round", departed=facts)
         self._owing.discard(facts.key)
-        self._add(facts, Stage.WAITING, now)
+        self._roster.add(facts, Stage.WAITING, now)
         return commands + ([] if self.phase is not Phase.RUNNING or self._has_room() else self._stand_by((facts.key,)))
 
     def _objection(self, facts: NodeFacts, settings: Settings) -> str:
         """Why this node cannot take part in this run, or nothing."""
         ours = self.settings or settings
-        for each in fields(Settings):
-            mine, theirs = getattr(ours, each.name), getattr(settings, each.name)
-            if mine != theirs:
-                return f"the run has {each.name}={_plain(mine)}, this node has {each.name}={_plain(theirs)}"
-        other = next(iter(self._nodes.values()), None)
+        difference = ours.difference(settings)
+        if difference:
+            return difference
+        other = self._roster.first()
         unreachable = unreachable_between_hosts(facts, other.facts) if other else ""
         return unreachable or self._objection_to_rank(facts, ours.max_nodes)
 
@@ -249,7 +236,7 @@ class Membership:
             return ""
         if not 0 <= rank < max_nodes:
             return f"rank {rank} was asked for, but the run has at most {max_nodes} nodes"
-        rivals = (self._nodes[key] for key in self._claims.get(rank, ()))
+        rivals = self._roster.claimants(rank)
         names = sorted(node.facts.node_id for node in rivals if node.is_open and node.facts.node_id != facts.node_id)
         return f"rank {rank} was asked for, but {names[0]} has asked for it before" if names else ""
 
@@ -260,12 +247,14 @@ class Membership:
             self._adopt(place, now)
         if self.world is not None and self.world.round == place.round:
             self._take_up(facts, place.rank, now)
-        node = self._nodes.get(facts.key)
+        node = self._roster.get(facts.key)
         is_member = self.world is not None and self.world.round == place.round
         if node is None or not is_member or node.stage is Stage.WAITING:
             self.round = max(self.round, place.round)
             return [Expel(facts.key, f"its place in round {place.round} was given up")]
-        self._reconnect(node, event.stage, now)
+        self._roster.reopen(node, now)
+        if event.stage is Stage.FINISHED:
+            self._finish(node)
         if self.phase is Phase.STOPPING:  # It may have missed that.
             return [StopRound((node.key,), place.round, "the round was stopped meanwhile")]
         return []
@@ -281,7 +270,7 @@ class Membership:
         members = tuple(NodeFacts(f"{_STAND_IN}{rank}", 0, "", 0, role, size) for rank, (role, size) in shapes)
         self._begin(World(place.round, members, place.restarts_used))
         for facts in members:
-            self._drop(self._add(facts, Stage.RUNNING, now), now + self.settings.lease_s)
+            self._roster.drop(self._roster.add(facts, Stage.RUNNING, now), now + self.settings.lease_s)
 
     def _take_up(self, facts: NodeFacts, rank: int, now: float) -> None:
         """A member of an adopted round has returned: it takes the place of its stand-in."""
@@ -290,49 +279,30 @@ class Membership:
         if rank >= len(self.world.members):
             return
         stand_in = self.world.members[rank].key
-        if not stand_in.startswith(_STAND_IN) or stand_in not in self._nodes:
+        if not stand_in.startswith(_STAND_IN) or stand_in not in self._roster:
             return
         members = list(self.world.members)
         members[rank] = facts
         self.world = World(self.world.round, tuple(members), self.world.restarts_used)
-        self._remove(stand_in)
+        self._roster.remove(stand_in)
         for keys in (self._owing, self._unfinished):
             keys.discard(stand_in)
             keys.add(facts.key)
-        self._drop(self._add(facts, Stage.RUNNING, now), now + self.settings.lease_s)
-
-    def _reconnect(self, node: _Node, stage: Stage, now: float) -> None:
-        node.drop_at = None
-        self._dropping.discard(node.key)
-        self._hear(node.key, now)
-        if stage is Stage.FINISHED:
-            self._finish(node)
-
-    def _hear(self, key: str, now: float) -> None:
-        node = self._nodes.get(key)
-        if node is not None:
-            node.heard_at = now
-            self._nodes.move_to_end(key)
+        self._roster.drop(self._roster.add(facts, Stage.RUNNING, now), now + self.settings.lease_s)
 
     def _was_silent(self, key: str, now: float) -> bool:
-        node = self._nodes.get(key)
+        node = self._roster.get(key)
         return node is not None and node.stage is Stage.WAITING and self._is_silent(node, now)
 
-    def _is_silent(self, node: _Node, now: float) -> bool:
+    def _is_silent(self, node: Node, now: float) -> bool:
         assert self.settings is not None
         return now - node.heard_at > _SILENT_HEARTBEATS * self.settings.heartbeat_s
 
     def _closed(self, key: str, now: float) -> None:
-        node = self._nodes.get(key)
+        node = self._roster.get(key)
         if node is not None and node.is_open:
             assert self.settings is not None
-            self._drop(node, now + self.settings.drop_timeout_s)
-
-    def _drop(self, node: _Node, at: float) -> None:
-        node.drop_at = at
-        self._dropping.add(node.key)
-        heapq.heappush(self._drop_times, (at, node.key))
-        self._waiting.discard(node.key)
+            self._roster.drop(node, now + self.settings.drop_timeout_s)
 
     def _failed(self, key: str, round: int, failure: Failure) -> list[Command]:
         """Workers that fail after the round was stopped for another reason fail of the stop: a peer was faster."""
@@ -342,14 +312,14 @@ class Membership:
         self._failures.setdefault(key, failure)
         return self._stop(failure.text)
 
-    def _finish(self, node: _Node) -> None:
+    def _finish(self, node: Node) -> None:
         if node.stage is Stage.RUNNING:
             node.stage = Stage.FINISHED
             self._owing.discard(node.key)
             self._unfinished.discard(node.key)
 
     def _leaving(self, key: str) -> list[Command]:
-        node = self._nodes.get(key)
+        node = self._roster.get(key)
         if node is None or node.stage is not Stage.RUNNING:
             return []
         node.stage = Stage.LEAVING
@@ -363,65 +333,55 @@ class Membership:
 
     def _lose_overdue(self, now: float) -> list[Command]:
         commands: list[Command] = []
-        dropped = [key for key in self._dropping if (self._nodes[key].drop_at or 0.0) <= now]
-        for key in sorted(dropped):
+        for key in self._roster.dropped_by(now):
             self._has_lost_nodes = True
             commands += self._gone(key, "is lost: it did not come back")
-        while self._nodes and self._lease_ends(node := next(iter(self._nodes.values()))) <= now:
+        while (node := self._roster.first()) is not None and self._lease_ends(node) <= now:
             if node.is_open:
                 self._has_lost_nodes = True
                 commands += self._gone(node.key, "is lost: it was not heard of")
                 commands.append(Expel(node.key, "it was not heard of for too long"))
             else:
-                self._nodes.move_to_end(node.key)  # It has its own deadline.
-                node.heard_at = now
+                self._roster.hear(node.key, now)  # It has its own deadline.
         return commands
 
-    def _lease_ends(self, node: _Node) -> float:
+    def _lease_ends(self, node: Node) -> float:
         assert self.settings is not None
         return node.heard_at + self.settings.lease_s
 
     def _next_loss_at(self) -> float | None:
         """The next time at which somebody may be lost. All leases are equally long, so the first in line tells."""
-        while self._drop_times and not self._is_dropped_at(*self._drop_times[0]):
-            heapq.heappop(self._drop_times)
-        drops = [self._drop_times[0][0]] if self._drop_times else []
-        oldest = [self._lease_ends(next(iter(self._nodes.values())))] if self._nodes else []
-        return min([*drops, *oldest], default=None)
-
-    def _is_dropped_at(self, at: float, key: str) -> bool:
-        node = self._nodes.get(key)
-        return node is not None and node.drop_at == at
+        oldest = self._roster.first()
+        candidates = [self._roster.next_drop_at(), self._lease_ends(oldest) if oldest else None]
+        return min((each for each in candidates if each is not None), default=None)
 
     def _gone(self, key: str, how: str) -> list[Command]:
         """A node is out, and none of its workers can be alive."""
-        node = self._nodes.get(key)
+        node = self._roster.get(key)
         if node is None:
             return []
         is_missed = key in self._owing
-        self._remove(key)
+        self._roster.remove(key)
         if not is_missed:
             return []
         self._owing.discard(key)
         return self._stop(f"{node.facts.node_id} {how}", departed=node.facts)
 
-    def _remove(self, key: str) -> None:
-        node = self._nodes.pop(key, None)
-        if node is not None and node.facts.requested_rank is not None:
-            self._claims[node.facts.requested_rank].discard(key)
-        self._waiting.discard(key)
-        self._dropping.discard(key)
-
     # Rounds.
 
     def _begin(self, world: World) -> None:
-        self.phase = Phase.RUNNING
+        self._enter(Phase.RUNNING)
         self._has_seen_no_round = False
         self.world, self.round = world, world.round
         self._owing, self._unfinished = set(world.keys), set(world.keys)
         self._failures, self._departed = {}, []
-        self._forming_since = self._enough_since = self._progress_due = None
-        self._progress_shown = -1
+        self._forming_since = self._enough_since = None
+        self._progress.reset()
+
+    def _enter(self, phase: Phase) -> None:
+        if (self.phase, phase) not in _ALLOWED:
+            raise InternalError(f"a run cannot go from {self.phase} to {phase}; before:\n{self.story()}")
+        self.phase = phase
 
     def _stop(self, reason: str, departed: NodeFacts | None = None) -> list[Command]:
         """Stop the round for everybody. Whether the run goes on is decided when all are accounted for."""
@@ -430,9 +390,9 @@ class Membership:
             self._departed.append(reason)
         if self.phase is not Phase.RUNNING:
             return []
-        self.phase = Phase.STOPPING
+        self._enter(Phase.STOPPING)
         gone = departed.key if departed else ""
-        keys = tuple(key for key in self.world.keys if key in self._nodes and key != gone)
+        keys = tuple(key for key in self.world.keys if key in self._roster and key != gone)
         return [StopRound(keys, self.world.round, reason)]
 
     def _maybe_admit(self, now: float) -> list[Command]:
@@ -457,7 +417,7 @@ class Membership:
         commands: list[Command] = []
         if self.phase is Phase.RUNNING and not self._unfinished:
             commands += self._end(Outcome(End.SUCCEEDED, "all workers have succeeded"))
-        if self.phase is Phase.RUNNING and self._waiting:
+        if self.phase is Phase.RUNNING and self._roster.waiting:
             commands += self._maybe_admit(now)
         if self.phase is Phase.STOPPING and not self._owing:
             commands += self._judge(now)
@@ -487,28 +447,28 @@ class Membership:
                 commands.append(Remember(self._memory()))
         self._previous = self.world.keys
         self.world = None
-        self.phase = Phase.FORMING
+        self._enter(Phase.FORMING)
         return commands
 
     def _explanation(self) -> Command:
         """The first word of this round's end was a failure; by now it is known what was behind it."""
         shown, rest = self._departed[:_NAMED_AT_MOST], len(self._departed) - _NAMED_AT_MOST
         who = "; ".join(shown) + (f"; and {rest} more" if rest > 0 else "")
-        keys = tuple(key for key, node in self._nodes.items() if node.is_open)
+        keys = self._roster.open_keys()
         return Announce(keys, f"{who} (the failures of round {self.round} are put down to that, and not charged)")
 
     def _form(self, now: float) -> list[Command]:
-        if not self._nodes or self.settings is None:
-            self._forming_since = self._enough_since = self._progress_due = None
+        if not self._roster or self.settings is None:
+            self._forming_since = self._enough_since = self._progress.due_at = None
             return []
         self._forming_since = now if self._forming_since is None else self._forming_since
-        if len(self._waiting) < self.settings.min_nodes:
+        if len(self._roster.waiting) < self.settings.min_nodes:
             self._enough_since = None
             if now >= self._forming_since + self.settings.join_timeout_s:
                 return self._end(Outcome(End.FAILED, self._too_few()))
         elif self._enough_since is None:
             self._enough_since = now
-        if self._is_time_to_seal(len(self._waiting), now):
+        if self._is_time_to_seal(len(self._roster.waiting), now):
             ready = self._ready(now)
             if self._is_time_to_seal(len(ready), now):
                 return self._seal(ready)
@@ -518,7 +478,7 @@ class Membership:
         assert self.settings is not None
         if now < self._sealing_allowed_at() or ready_count < self.settings.min_nodes:
             return False
-        is_everybody_there = self.round > 0 and ready_count == len(self._nodes)
+        is_everybody_there = self.round > 0 and ready_count == len(self._roster)
         if ready_count >= self.settings.max_nodes or is_everybody_there:
             return True
         return self._enough_since is not None and now >= self._enough_since + self.settings.last_call_s
@@ -531,8 +491,7 @@ class Membership:
 
     def _ready(self, now: float) -> list[NodeFacts]:
         """Who can be sealed into a world, in order of arrival."""
-        nodes = sorted((self._nodes[key] for key in self._waiting), key=lambda node: node.arrival)
-        return [node.facts for node in nodes if not self._is_silent(node, now)]
+        return [node.facts for node in self._roster.in_order_of_arrival() if not self._is_silent(node, now)]
 
     def _seal(self, ready: list[NodeFacts]) -> list[Command]:
         assert self.settings is not None
@@ -540,9 +499,9 @@ class Membership:
         world = World(self.round + 1, members, self.restarts_used)
         self._begin(world)
         for key in world.keys:
-            self._nodes[key].stage = Stage.RUNNING
-            self._waiting.discard(key)
-        return [Remember(self._memory()), SealWorld(world), *self._stand_by(tuple(sorted(self._waiting)))]
+            self._roster[key].stage = Stage.RUNNING
+            self._roster.waiting.discard(key)
+        return [Remember(self._memory()), SealWorld(world), *self._stand_by(tuple(sorted(self._roster.waiting)))]
 
     def _forming_deadlines(self) -> list[float]:
         """Those of the future; one that has passed without effect needs something else to happen."""
@@ -557,37 +516,25 @@ class Membership:
 
     def _too_few(self) -> str:
         assert self.settings is not None
-        names = sorted(self._nodes[key].facts.node_id for key in self._waiting)
-        missing = self.settings.min_nodes - len(names)
-        who = ", ".join(names[:_NAMED_AT_MOST]) + (", ..." if len(names) > _NAMED_AT_MOST else "") or "nobody"
-        return (
-            f"only {len(names)} of at least {self.settings.min_nodes} nodes joined within "
-            f"{self.settings.join_timeout_s:g} s ({missing} missing); joined: {who}"
-        )
+        names = sorted(self._roster[key].facts.node_id for key in self._roster.waiting)
+        return too_few(names, self.settings.min_nodes, self.settings.join_timeout_s)
 
     def _maybe_show_progress(self, now: float) -> list[Command]:
-        """At most once a second, so that a large world costs each node a few messages and not one for each other."""
         assert self.settings is not None
         assert self._forming_since is not None
-        if len(self._waiting) == self._progress_shown:
-            self._progress_due = None
+        waiting = tuple(sorted(self._roster.waiting))
+        if not self._progress.is_due(len(waiting), now):
             return []
-        if self._progress_due is None:
-            self._progress_due = now + _PROGRESS_EVERY_S
-        if now < self._progress_due:
-            return []
-        self._progress_shown, self._progress_due = len(self._waiting), None
         left_s = max(0.0, self._forming_since + self.settings.join_timeout_s - now)
-        wanted, most = self.settings.min_nodes, self.settings.max_nodes
-        return [ShowProgress(tuple(sorted(self._waiting)), len(self._waiting), wanted, most, left_s)]
+        return [ShowProgress(waiting, len(waiting), self.settings.min_nodes, self.settings.max_nodes, left_s)]
 
     # The end.
 
     def _end(self, outcome: Outcome) -> list[Command]:
-        self.phase = Phase.ENDED
+        self._enter(Phase.ENDED)
         self.outcome = outcome
         self._is_end_told = True
-        keys = tuple(key for key, node in self._nodes.items() if node.is_open)
+        keys = self._roster.open_keys()
         told: list[Command] = [TellOutcome(keys, outcome)] if keys else []
         return [Remember(self._memory()), *told]
 
@@ -597,22 +544,11 @@ class Membership:
         if self._forget_at is None:
             self._forget_at = now + (self.settings.close_linger_s if self.settings else 0.0)
         is_closed = self.outcome is not None and self.outcome.end is End.CLOSED
-        have_all_heard = self._is_end_told and not self._nodes and not self._has_lost_nodes and not is_closed
+        have_all_heard = self._is_end_told and not self._roster and not self._has_lost_nodes and not is_closed
         return [ForgetRun()] if have_all_heard or now >= self._forget_at else []
 
     def _memory(self) -> Memory:
         return Memory(self.round, self.restarts_used, self.outcome)
-
-    def _add(self, facts: NodeFacts, stage: Stage, now: float) -> _Node:
-        known = self._nodes.get(facts.key)
-        self._remove(facts.key)
-        self._arrivals += 1
-        node = self._nodes[facts.key] = _Node(facts, stage, known.arrival if known else self._arrivals, now)
-        if facts.requested_rank is not None:
-            self._claims.setdefault(facts.requested_rank, set()).add(facts.key)
-        if stage is Stage.WAITING:
-            self._waiting.add(facts.key)
-        return node
 
     def check(self) -> None:
         """The invariants; tests and the simulator call this after every step."""
@@ -620,16 +556,12 @@ class Membership:
         assert len(set(keys)) == len(keys)
         assert (self.phase in (Phase.RUNNING, Phase.STOPPING)) <= (self.world is not None)
         assert (self.phase is Phase.ENDED) == (self.outcome is not None)
-        assert self._waiting <= self._nodes.keys()
-        assert self._dropping <= self._nodes.keys()
+        self._roster.check()
         if self.phase is not Phase.ENDED:
-            assert self._owing <= set(keys) & self._nodes.keys()
-            assert self._waiting == {k for k, n in self._nodes.items() if n.stage is Stage.WAITING and n.is_open}
+            assert self._owing <= {key for key in keys if key in self._roster}
+            waiting = {node.key for node in self._roster if node.stage is Stage.WAITING and node.is_open}
+            assert self._roster.waiting == waiting
         if self.settings and self.world:
             assert self.settings.min_nodes <= len(keys) <= self.settings.max_nodes
             policy = self.settings.policy
             assert policy.window_s is not None or self.restarts_used <= policy.max_restarts
-
-
-def _plain(value: object) -> str:
-    return str(value.value) if isinstance(value, StrEnum) else repr(value)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from holdfast.records import record
@@ -35,6 +35,14 @@ class Settings:
     close_linger_s: float = 10.0
     admit: Admit = Admit.NOW
     policy: RestartPolicy = field(default_factory=RestartPolicy)
+
+    def difference(self, other: Settings) -> str:
+        """The first thing in which a node's settings differ from these of the run, in words; or nothing."""
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            if mine != theirs:
+                return f"the run has {each.name}={_plain(mine)}, this node has {each.name}={_plain(theirs)}"
+        return ""
 
 
 class Stage(StrEnum):
@@ -217,3 +225,7 @@ class ForgetRun:
 
 
 Command = SealWorld | StopRound | Refuse | Expel | TellOutcome | ShowProgress | Announce | Remember | ForgetRun
+
+
+def _plain(value: object) -> str:
+    return str(value.value) if isinstance(value, StrEnum) else repr(value)
