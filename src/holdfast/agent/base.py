@@ -226,7 +226,7 @@ class SimpleElasticAgent(ElasticAgent):
         signals.inbox().raise_pending()
         deadline = self._machine.next_deadline()
         left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if self._machine.phase is lifecycle.Phase.WAITING:
+        if self._machine.phase is lifecycle.Phase.WAITING or run.has_lapsed:
             signals.wait_readable([run.fileno()], left_s)
         else:
             self._wait_for_change(group, run.fileno(), run.ask_every_s)
@@ -234,7 +234,8 @@ class SimpleElasticAgent(ElasticAgent):
         if deadline is not None and time.monotonic() >= deadline:
             return [lifecycle.TimePassed(self._machine.round)]
         events: list[lifecycle.Event] = []
-        if self._machine.phase is lifecycle.Phase.RUNNING:
+        # Workers that die because the lease has run out have not failed; the push that says so is on its way.
+        if self._machine.phase is lifecycle.Phase.RUNNING and not run.has_lapsed:
             events += self._look_at_workers(group)
         return events or [self._as_event(push) for push in run.take()]
 

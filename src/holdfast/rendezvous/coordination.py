@@ -91,6 +91,11 @@ class Coordination(abc.ABC):
         """Whether this node can be given up by the run, so that its workers must not outlive its lease."""
         return False
 
+    @property
+    def has_lapsed(self) -> bool:
+        """Whether this node's lease has run out, so that its workers are being killed; `PlaceLost` is on its way."""
+        return False
+
     def set_lease_sink(self, sink: Callable[[float | None], None]) -> None:  # noqa: B027
         """Who is told until when this node's workers may live; called at once with what holds now."""
 

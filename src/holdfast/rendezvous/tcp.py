@@ -84,6 +84,7 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
         self._policy = RestartPolicy()
         self._outcome: Outcome | None = None
         self._held: socket.socket | None = None
+        self._last_round = 0
         self._lease_until: float | None = None
         self._lease_sink: Callable[[float | None], None] = lambda until: None
 
@@ -165,6 +166,11 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
     def has_leases(self) -> bool:
         return True
 
+    @property
+    def has_lapsed(self) -> bool:
+        until = self._lease_until
+        return until is not None and time.monotonic() >= until
+
     def set_lease_sink(self, sink: Callable[[float | None], None]) -> None:
         """Who is told until when this node's workers may live; called at once with what holds now."""
         self._lease_sink = sink
@@ -180,8 +186,7 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
         session = Session(self._options.session, may_outlive_lease=self._options.continue_when_isolated)
         node = Participant(self._facts, self._options.settings(self._policy), session)
         patience_s = self._options.join_timeout_s
-        fail = self._arrivals.put
-        self._client = Client(dial, node, self._deliver, self._lease, fail, self._maybe_host, patience_s)
+        self._client = Client(dial, node, self._deliver, self._lease, self._fail, self._maybe_host, patience_s)
         self._client.start()
         return self._client
 
@@ -308,6 +313,7 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
 
     def _as_round(self, client: Client, place: Place) -> Round:
         remote = RemoteStore(client, timedelta(seconds=self._options.read_timeout_s))
+        self._last_round = place.round
         store = PrefixStore(f"round/{place.round}", remote)
         master = self._master or RendezvousStoreInfo(place.master_address, place.master_port)
         found = RendezvousInfo(store, place.rank, place.node_count, master)
@@ -322,6 +328,11 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
     def _lease(self, until: float | None) -> None:
         self._lease_until = until
         self._lease_sink(until)
+
+    def _fail(self, error: Exception) -> None:
+        """The client cannot go on. Whoever runs a round stops, and finds out why when it asks for the next."""
+        self._arrivals.put(error)
+        self._mailbox.put(PlaceLost(self._last_round, str(error)))
 
     def _deliver(self, delivery: Delivery) -> None:
         match delivery:
