@@ -15,7 +15,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 LAYERS = {
     "cli": {"launcher", "agent", "rendezvous", "process", "diagnosis", "telemetry", "errors", "records"},
     "launcher": {"agent", "rendezvous", "process", "diagnosis", "telemetry", "errors", "records"},
-    "agent": {"rendezvous", "process", "diagnosis", "telemetry", "errors", "records"},
+    "agent": {"rendezvous", "process", "timer", "diagnosis", "telemetry", "errors", "records"},
     "rendezvous": {"telemetry", "errors", "records"},
     "process": {"diagnosis", "telemetry", "errors", "records"},
     "diagnosis": {"telemetry", "errors", "records"},
@@ -38,7 +38,7 @@ PURE = {
     "rendezvous/world.py": set(),
     "rendezvous/outcome.py": set(),
     "rendezvous/vocabulary.py": {"holdfast.records", "holdfast.rendezvous"},
-    "rendezvous/participant.py": {"holdfast.records", "holdfast.rendezvous"},
+    "rendezvous/participant.py": {"holdfast.errors", "holdfast.records", "holdfast.rendezvous"},
     "rendezvous/keyvalues.py": {"holdfast.rendezvous"},
     "timer/table.py": set(),
     "agent/ranks.py": {"holdfast.agent.model"},

@@ -23,7 +23,7 @@ from typing import cast
 from holdfast.errors import HoldfastError
 from holdfast.rendezvous import messages, participant, reach, session
 from holdfast.rendezvous.api import RendezvousConnectionError
-from holdfast.rendezvous.dial import HANDSHAKE_TIMEOUT_S, Dial, Silent, TurnedAway
+from holdfast.rendezvous.dial import HANDSHAKE_TIMEOUT_S, Dial, Silent, TlsRefused, TurnedAway
 from holdfast.rendezvous.messages import Frames, Malformed, StoreAnswer, StoreRequest, encode
 from holdfast.rendezvous.participant import Participant
 from holdfast.rendezvous.reach import Obstacle, Reach
@@ -307,6 +307,8 @@ def _obstacle(error: OSError | TurnedAway) -> Obstacle:
     match error:
         case Silent():
             return Obstacle.SILENT
+        case TlsRefused():
+            return Obstacle.TLS_REFUSED
         case TurnedAway():
             return Obstacle.TURNED_AWAY
         case socket.gaierror():

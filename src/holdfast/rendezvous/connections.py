@@ -237,21 +237,25 @@ def _peer_of(transport: asyncio.Transport) -> str:
 
 
 class Complaints:
-    """What is said about strangers: at most so many lines in a minute, however many strangers there are."""
+    """What is said about strangers: the same about the same host once a minute, and not too much about all."""
 
     def __init__(self, say: Callable[[str], None], most_in_a_minute: int = 30) -> None:
         self._say = say
         self._most = most_in_a_minute
         self._minute = -1
-        self._count = 0
+        self._said: set[tuple[str, str]] = set()
+        self._unsaid = 0
 
     def add(self, about: str, problem: str, now: float) -> None:
         minute = int(now // 60)
         if minute != self._minute:
-            unsaid = self._count - self._most
-            if unsaid > 0:
-                self._say(f"{unsaid} more connections were closed for such reasons")
-            self._minute, self._count = minute, 0
-        self._count += 1
-        if self._count <= self._most:
-            self._say(f"{about} {problem}")
+            if self._unsaid:
+                self._say(f"{self._unsaid} more connections were closed for such reasons")
+            self._minute, self._unsaid = minute, 0
+            self._said.clear()
+        what = (about.rpartition(":")[0], problem)
+        if what in self._said or len(self._said) >= self._most:
+            self._unsaid += 1
+            return
+        self._said.add(what)
+        self._say(f"{about} {problem}")

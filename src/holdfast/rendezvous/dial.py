@@ -32,6 +32,10 @@ class Silent(TurnedAway):
     """Somebody accepts connections and says nothing."""
 
 
+class TlsRefused(TurnedAway):
+    """Somebody hangs up as soon as it has seen our certificate, or that we have none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dial:
     """Where the coordinator is and how to speak to it."""
@@ -107,6 +111,14 @@ class Dial:
         frames.expect(messages.Answer)
         return frames
 
+    def _hung_up(self) -> Exception:
+        """Certificates of clients are looked at after the client's side of the TLS handshake is over."""
+        if self.tls is None:
+            return ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+        return TlsRefused(
+            f"{self.endpoint} closed the connection after the TLS handshake; does it want another certificate (tls_cert)?"
+        )
+
     def _check(self, answer: object, nonce: bytes, challenge: bytes) -> None:
         if isinstance(answer, messages.Denied):
             raise TurnedAway(f"the coordinator at {self.endpoint} turned this agent away: {answer.reason}")
@@ -125,7 +137,7 @@ class Dial:
                 sock.settimeout(max(0.001, ends - time.monotonic()))
                 data = sock.recv(_READ_BYTES)
                 if not data:
-                    raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+                    raise self._hung_up()
                 frames.feed(data)
             return message
         except Malformed:
@@ -134,7 +146,7 @@ class Dial:
             hint = "is it a coordinator?" if self.tls is not None else "is it a coordinator, and without TLS?"
             raise Silent(f"{self.endpoint} accepts connections but says nothing; {hint}") from None
         except OSError as error:
-            if self.tls is None or not hasattr(error, "reason"):
+            if self.tls is None:
                 raise
-            # Certificates of clients are looked at after the client's side of the TLS handshake is over.
-            raise TurnedAway(f"{self.endpoint} does not accept this agent's certificate: {error.reason}") from None
+            reason = getattr(error, "reason", "") or error.strerror
+            raise TlsRefused(f"{self.endpoint} does not accept this agent's certificate: {reason}") from None

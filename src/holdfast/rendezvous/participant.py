@@ -21,6 +21,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import assert_never
 
+from holdfast.errors import InternalError
 from holdfast.records import record
 from holdfast.rendezvous import messages, session
 from holdfast.rendezvous.outcome import Failure, Outcome
@@ -35,6 +36,26 @@ class Standing(StrEnum):
     MEMBER = "MEMBER"
     LEAVING = "LEAVING"
     DONE = "DONE"
+
+
+# How a node's standing may change, and why. The picture in the documentation is made from this.
+STANDING_CHANGES: tuple[tuple[Standing, str, Standing], ...] = (
+    (Standing.OUTSIDE, "the agent joins", Standing.WAITING),
+    (Standing.WAITING, "a world is sealed with it", Standing.MEMBER),
+    (Standing.WAITING, "the agent joins again, or its place was given up", Standing.WAITING),
+    (Standing.MEMBER, "its workers are stopped and the agent joins", Standing.WAITING),
+    (Standing.MEMBER, "its place is lost", Standing.OUTSIDE),
+    (Standing.OUTSIDE, "the agent leaves", Standing.LEAVING),
+    (Standing.WAITING, "the agent leaves", Standing.LEAVING),
+    (Standing.MEMBER, "the agent leaves", Standing.LEAVING),
+    (Standing.LEAVING, "the agent leaves again", Standing.LEAVING),
+    (Standing.OUTSIDE, "the run has ended", Standing.DONE),
+    (Standing.WAITING, "the run has ended, or refuses it", Standing.DONE),
+    (Standing.MEMBER, "the run has ended", Standing.DONE),
+    (Standing.LEAVING, "the run has ended", Standing.DONE),
+    (Standing.DONE, "the run has ended", Standing.DONE),
+)
+_ALLOWED = frozenset((before, after) for before, _, after in STANDING_CHANGES)
 
 
 # Events: what the agent does.
@@ -212,7 +233,7 @@ class Participant:
             return [self._end]
         commands = self._step_session(session.PlaceGivenUp(), now)
         self.facts = replace(self.facts, port=port)
-        self.standing = Standing.WAITING
+        self._stand(Standing.WAITING)
         self.place, self._stage = None, Stage.RUNNING
         self._asked_at = now
         return commands + self._say(self._join_message())
@@ -240,7 +261,7 @@ class Participant:
     def _leave(self) -> list[Command]:
         if self.standing is Standing.DONE:
             return []
-        self.standing = Standing.LEAVING
+        self._stand(Standing.LEAVING)
         return self._say(messages.Leaving())
 
     def _complete_leave(self, now: float) -> list[Command]:
@@ -282,7 +303,7 @@ class Participant:
         commands = self._step_session(session.PlaceTaken(self._asked_at), now)
         if key != self.facts.key:
             return commands  # It was so late that the place is lost already.
-        self.standing = Standing.MEMBER
+        self._stand(Standing.MEMBER)
         self.place, self.last_round = place, place.round
         self._replaces, self._failure = "", None
         return [*commands, WorldSealed(place)]
@@ -297,7 +318,8 @@ class Participant:
                 assert self.place is not None
                 lost = PlaceLost(self.place.round, reason)
                 self._be_reborn()
-                self.standing, self.place = Standing.OUTSIDE, None
+                self._stand(Standing.OUTSIDE)
+                self.place = None
                 return [*self._step_session(session.PlaceRevoked(), now), lost]
             case Standing.LEAVING:
                 return self._step_session(session.PlaceRevoked(), now)
@@ -309,8 +331,14 @@ class Participant:
 
     def _finish(self, end: RunEnded | JoinRefused, now: float) -> list[Command]:
         """Nobody is given anything after the end, so workers that are being stopped may take their time."""
-        self.standing, self._end = Standing.DONE, end
+        self._stand(Standing.DONE)
+        self._end = end
         return [*self._step_session(session.PlaceGivenUp(), now), end]
+
+    def _stand(self, standing: Standing) -> None:
+        if (self.standing, standing) not in _ALLOWED:
+            raise InternalError(f"node {self.facts.key} cannot go from {self.standing} to {standing}")
+        self.standing = standing
 
     # Saying things.
 

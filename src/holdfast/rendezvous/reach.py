@@ -20,6 +20,7 @@ class Obstacle(StrEnum):
     NAME_UNKNOWN = "NAME_UNKNOWN"
     HUNG_UP = "HUNG_UP"
     SILENT = "SILENT"
+    TLS_REFUSED = "TLS_REFUSED"
     TURNED_AWAY = "TURNED_AWAY"
     CANNOT_HOST = "CANNOT_HOST"
 
@@ -30,6 +31,7 @@ _PATIENCE_S = {
     Obstacle.NAME_UNKNOWN: 5.0,
     Obstacle.HUNG_UP: 8.0,
     Obstacle.SILENT: 4.0,
+    Obstacle.TLS_REFUSED: 0.5,
     Obstacle.TURNED_AWAY: 0.0,
     Obstacle.CANNOT_HOST: 0.0,
 }
