@@ -522,9 +522,9 @@ class Membership:
     def _maybe_show_progress(self, now: float) -> list[Command]:
         assert self.settings is not None
         assert self._forming_since is not None
-        waiting = tuple(sorted(self._roster.waiting))
-        if not self._progress.is_due(len(waiting), now):
+        if not self._progress.is_due(len(self._roster.waiting), now):
             return []
+        waiting = tuple(sorted(self._roster.waiting))
         left_s = max(0.0, self._forming_since + self.settings.join_timeout_s - now)
         return [ShowProgress(waiting, len(waiting), self.settings.min_nodes, self.settings.max_nodes, left_s)]
 
