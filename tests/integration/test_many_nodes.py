@@ -237,9 +237,9 @@ def test_a_newcomer_waits_for_the_next_restart_if_told_so(scene: Scene) -> None:
 
 def test_a_standby_takes_the_place_of_a_lost_node(scene: Scene) -> None:
     """It may have to stand by for longer than it would take a round to form."""
-    a, b = (scene.start(name, "1:2", join_timeout=1) for name in "ab")
+    a, b = (scene.start(name, "1:2", join_timeout=1, last_call=LONG_S) for name in "ab")
     first = scene.await_world(2)
-    c = scene.start("c", "1:2", join_timeout=1)
+    c = scene.start("c", "1:2", join_timeout=1, last_call=LONG_S)
     c.await_line("this node stands by")
     support.wait_until(lambda: is_past(scene, first, 3.0), "some time to pass")
     b.send(signal.SIGKILL)
@@ -262,7 +262,7 @@ def test_a_standby_ends_with_the_run(scene: Scene) -> None:
 
 
 def test_a_killed_agent_is_lost_and_the_others_go_on(scene: Scene) -> None:
-    agents = {name: scene.start(name, "1:3", "--nproc-per-node", "2") for name in "abc"}
+    agents = {name: scene.start(name, "1:3", "--nproc-per-node", "2", last_call=LONG_S) for name in "abc"}
     first = scene.await_world(6)
     host = first[0].node
     victim = next(agent for name, agent in agents.items() if name != host)
@@ -294,7 +294,7 @@ def test_below_min_nodes_the_run_waits_for_a_new_node(scene: Scene) -> None:
 @pytest.mark.parametrize("how", ["together", "alone"])
 def test_a_lost_node_explains_the_failures_around_it(scene: Scene, how: str) -> None:
     """No restart is allowed and the survivors' workers fail, too, before anybody knows of the loss."""
-    agents = {name: scene.start(name, "2:3", args=("--collective",)) for name in "abc"}
+    agents = {name: scene.start(name, "2:3", args=("--collective",), last_call=LONG_S) for name in "abc"}
     first = scene.await_world(3)
     victim = agents[first[0 if how == "together" else 2].node]
     victim.send(signal.SIGKILL)
@@ -309,7 +309,7 @@ def test_a_lost_node_explains_the_failures_around_it(scene: Scene, how: str) -> 
 
 
 def test_a_node_that_is_told_to_stop_leaves_the_run(scene: Scene) -> None:
-    agents = {name: scene.start(name, "1:2") for name in "ab"}
+    agents = {name: scene.start(name, "1:2", last_call=LONG_S) for name in "ab"}
     leaver = agents[scene.await_world(2)[0].node]
     leaver.send(signal.SIGTERM)
     assert leaver.wait() == 143
@@ -336,7 +336,7 @@ def test_a_node_that_waits_can_be_stopped(scene: Scene, number: signal.Signals) 
 
 def test_a_frozen_agent_loses_its_workers_in_time(scene: Scene) -> None:
     """The check of every scene compares the times: its workers must be gone before the others start again."""
-    agents = {name: scene.start(name, "1:2") for name in "ab"}
+    agents = {name: scene.start(name, "1:2", last_call=LONG_S) for name in "ab"}
     first = scene.await_world(2)
     frozen = agents[first[1].node]
     frozen.send(signal.SIGSTOP)
@@ -345,6 +345,7 @@ def test_a_frozen_agent_loses_its_workers_in_time(scene: Scene) -> None:
     frozen.send(signal.SIGCONT)
     third = scene.await_world(2, after=second[0].round)
     assert "lost its place" in frozen.log
+    assert "SIGKILL" not in frozen.log, "they did not fail, they were killed"
     assert {life.restarts for life in third} == {0}
     scene.order("exit 0", round=third[0].round)
     assert scene.ended() == {"a": 0, "b": 0}
@@ -358,8 +359,8 @@ def relay(scene: Scene) -> Iterator[Relay]:
 
 
 def test_a_node_that_the_network_cuts_off_loses_its_workers_in_time(scene: Scene, relay: Relay) -> None:
-    scene.start("a", "1:2", rank=0)
-    b = scene.start("b", "1:2", port=relay.port, rank=1, is_host="false")
+    scene.start("a", "1:2", rank=0, last_call=LONG_S)
+    b = scene.start("b", "1:2", port=relay.port, rank=1, is_host="false", last_call=LONG_S)
     first = scene.await_world(2)
     relay.be_silent(True)
     second = scene.await_world(1, after=1)
@@ -410,9 +411,9 @@ def is_past(scene: Scene, lives: list[nodes.Life], seconds: float) -> bool:
 
 
 def test_the_coordinator_outlives_the_agent_that_started_it(scene: Scene) -> None:
-    a = scene.start("a", "1:2")
+    a = scene.start("a", "1:2", last_call=LONG_S)
     coordinator = scene.await_coordinator()
-    scene.start("b", "1:2")
+    scene.start("b", "1:2", last_call=LONG_S)
     scene.await_world(2)
     a.send(signal.SIGKILL)
     second = scene.await_world(1, after=1)
@@ -451,7 +452,7 @@ def test_the_same_run_id_again_is_another_run(scene: Scene, tmp_path: Path, mark
 
 
 def test_the_loss_of_the_coordinators_host(scene: Scene) -> None:
-    a, b = (scene.start(name, "1:2", rank=rank) for rank, name in enumerate("ab"))
+    a, b = (scene.start(name, "1:2", rank=rank, last_call=LONG_S) for rank, name in enumerate("ab"))
     scene.await_world(2)
     coordinator = scene.await_coordinator()
     os.kill(coordinator, signal.SIGKILL)
@@ -534,7 +535,9 @@ def test_a_torch_job_loses_a_node_and_ends_with_the_right_sum(scene: Scene) -> N
     count = 100
     script = support.write_script(scene.home / "training.py", TRAINING)
     agents = [
-        scene.start(name, "1:2", "--nproc-per-node", "2", script=script, args=(str(count),), rank=rank)
+        scene.start(
+            name, "1:2", "--nproc-per-node", "2", script=script, args=(str(count),), rank=rank, last_call=LONG_S
+        )
         for rank, name in enumerate("ab")
     ]
     checkpoint = scene.home / "checkpoint.json"
