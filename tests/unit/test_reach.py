@@ -50,6 +50,7 @@ def test_that_it_is_reached_after_all_is_said_to_whoever_was_told() -> None:
         (Obstacle.TURNED_AWAY, 0.0),
         (Obstacle.CANNOT_HOST, 0.0),
         (Obstacle.SILENT, 5.0),
+        (Obstacle.TLS_REFUSED, 5.0),
         (Obstacle.NAME_UNKNOWN, 5.0),
         (Obstacle.HUNG_UP, 10.0),
         (Obstacle.UNREACHABLE, None),

@@ -144,7 +144,9 @@ class Connection(asyncio.Protocol):
             self._refuse(f"does not get a TLS connection: {reason}")
             self.connection_lost(error)  # Nobody else says so about one that was never secured.
         else:
-            assert secured is not None
+            if secured is None or self._is_closing:
+                self.connection_lost(None)
+                return
             self._transport = secured
             self._greet()
 

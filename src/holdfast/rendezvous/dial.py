@@ -116,7 +116,8 @@ class Dial:
         if self.tls is None:
             return ConnectionResetError(errno.ECONNRESET, "it closed the connection")
         return TlsRefused(
-            f"{self.endpoint} closed the connection after the TLS handshake; does it want another certificate (tls_cert)?"
+            f"{self.endpoint} closed the connection after the TLS handshake; "
+            "does it want another certificate (tls_cert)?"
         )
 
     def _check(self, answer: object, nonce: bytes, challenge: bytes) -> None:

@@ -1,0 +1,310 @@
+"""Coordinators and their clients for tests: as processes, in a thread with other limits, and byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from holdfast.rendezvous import hosting, messages
+from holdfast.rendezvous.api import RendezvousParameters
+from holdfast.rendezvous.coordinator import Coordinator
+from holdfast.rendezvous.messages import PROTOCOL_VERSION, Frames, encode
+from holdfast.rendezvous.tcp import TcpRendezvousHandler, create_handler
+from holdfast.rendezvous.vocabulary import Settings
+from holdfast.rendezvous.world import NodeFacts
+from tests import support
+
+DEADLINE_S = 30.0
+
+
+def default_run_id() -> str:
+    """One for each test, which may share a coordinator with others."""
+    return os.environ.get("PYTEST_CURRENT_TEST", "run").partition(" ")[0]
+
+
+class CoordinatorProcess:
+    """`holdfast coordinator` at a port of its own. What it says is in `log`, what it writes down in `home`."""
+
+    def __init__(self, home: Path, *options: str, port: int = 0, env: dict[str, str] | None = None) -> None:
+        self._said = home / f"coordinator-{time.monotonic_ns()}.err"
+        self._page = 0
+        command = [sys.executable, "-m", "holdfast", "coordinator", "--listen", f"127.0.0.1:{port}", *options]
+        environment = {**os.environ, "XDG_RUNTIME_DIR": str(home), **(env or {})}
+        with self._said.open("wb") as said:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=said, env=environment)
+        try:
+            self.port = support.wait_until(self._port_or_none, f"a coordinator that listens\n{self.log}")
+        except BaseException:
+            self.close()
+            raise
+
+    def _port_or_none(self) -> int | None:
+        found = re.search(r"listening at \S+:(\d+)", self.log)
+        assert found or self.process.poll() is None, f"it ended: {self.log}"
+        return int(found[1]) if found else None
+
+    @property
+    def log(self) -> str:
+        """What it has said since the last `turn_page`."""
+        return self._said.read_text()[self._page :]
+
+    def turn_page(self) -> None:
+        self._page += len(self.log)
+
+    def lines(self, words: str) -> list[str]:
+        return [line for line in self.log.splitlines() if words in line]
+
+    def await_line(self, words: str) -> str:
+        return support.wait_until(lambda: self.lines(words), f"{words!r} in\n{self.log}")[0]
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    @property
+    def descriptors(self) -> int:
+        return int(psutil.Process(self.process.pid).num_fds())
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(DEADLINE_S)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+
+@contextlib.contextmanager
+def coordinator(home: Path, *options: str, **more: Any) -> Iterator[CoordinatorProcess]:
+    process = CoordinatorProcess(home, *options, **more)
+    try:
+        yield process
+        assert process.process.poll() is None, f"the coordinator has ended\n{process.log}"
+        assert "Traceback" not in process.log, process.log
+    finally:
+        process.close()
+
+
+@contextlib.contextmanager
+def coordinator_thread(home: Path, **options: Any) -> Iterator[int]:
+    """A coordinator in this process, so that a test can change its limits. Gives its port."""
+    sock = hosting.bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    ready = threading.Event()
+    found: list[tuple[asyncio.AbstractEventLoop, Coordinator]] = []
+
+    async def serve() -> None:
+        server = Coordinator(sock, state_directory=home / "state", **{"idle_timeout_s": None, **options})
+        found.append((asyncio.get_running_loop(), server))
+        await server.serve(ready.set)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(DEADLINE_S)
+    try:
+        yield port
+    finally:
+        loop, server = found[0]
+        loop.call_soon_threadsafe(server.stop)
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+class Peer:
+    """A client that is driven message by message, or byte by byte."""
+
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self.sock = socket.create_connection((host, port), DEADLINE_S)
+        self._frames = Frames(messages.Handshake | messages.Answer)
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def send(self, *sent: Any) -> None:
+        self.sock.sendall(b"".join(map(encode, sent)))
+
+    def receive(self, deadline_s: float = DEADLINE_S) -> Any:
+        """The next message, or None if the other side has hung up."""
+        ends = time.monotonic() + deadline_s
+        while (message := self._frames.next()) is None:
+            self.sock.settimeout(max(0.001, ends - time.monotonic()))
+            try:
+                data = self.sock.recv(1 << 16)
+            except ConnectionResetError:
+                return None
+            if not data:
+                return None
+            self._frames.feed(data)
+        return message
+
+    def await_kind(self, kind: type) -> Any:
+        while not isinstance(message := self.receive(), kind):
+            assert message is not None, f"hung up before {kind.__name__} came"
+        return message
+
+    def is_hung_up(self) -> bool:
+        """Waits until it is."""
+        while self.receive() is not None:
+            pass
+        return True
+
+    def enter(self, run_id: str = "", token: bytes | None = None) -> Peer:
+        """The handshake."""
+        run_id = run_id or default_run_id()
+        challenge = self.await_kind(messages.Challenge)
+        nonce = os.urandom(messages.NONCE_BYTES)
+        proof = b"" if token is None else messages.prove(token, b"agent", run_id, challenge.nonce, nonce)
+        self.send(messages.Hello(PROTOCOL_VERSION, run_id, nonce, proof))
+        self.await_kind(messages.Welcome)
+        return self
+
+    def join(self, name: str, settings: Settings, **facts: Any) -> Peer:
+        self.send(messages.Join(NodeFacts(name, **facts), settings))
+        return self
+
+    def ask(self, operation: str, *keys: str, **fields: Any) -> messages.StoreAnswer:
+        self.send(messages.StoreRequest(b"peer", time.monotonic_ns(), operation, keys, **fields))
+        answer = self.await_kind(messages.StoreAnswer)
+        assert isinstance(answer, messages.StoreAnswer)
+        return answer
+
+
+@contextlib.contextmanager
+def node(port: int, nodes: str = "1", run_id: str = "", **config: Any) -> Iterator[TcpRendezvousHandler]:
+    """A handler as an agent has it. It hosts nothing unless it is told to."""
+    low, _, high = nodes.partition(":")
+    settings = {"is_host": False, "last_call": 0.2, "join_timeout": 30, "close_linger": 0.3, **config}
+    endpoint = str(settings.pop("endpoint", f"127.0.0.1:{port}"))
+    local_addr = settings.pop("local_addr", None)
+    handler = create_handler(
+        RendezvousParameters(
+            "tcp", endpoint, run_id or default_run_id(), int(low), int(high or low), local_addr, **settings
+        )
+    )
+    try:
+        yield handler
+    finally:
+        handler.shutdown()
+
+
+class Caller(threading.Thread):
+    """A call that may take its time, in a thread of its own."""
+
+    def __init__(self, call: Any, *args: Any) -> None:
+        super().__init__(daemon=True)
+        self._call, self._args = call, args
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._result = self._call(*self._args)
+        except BaseException as error:
+            self._error = error
+
+    def result(self, deadline_s: float = DEADLINE_S) -> Any:
+        self.join(deadline_s)
+        assert not self.is_alive(), f"{self._call} has not returned after {deadline_s:g} s"
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def form(*handlers: TcpRendezvousHandler) -> list[Any]:
+    """The rounds that the handlers get, in their order."""
+    callers = [Caller(each.next_round) for each in handlers]
+    return [each.result() for each in callers]
+
+
+class Proxy:
+    """A port that passes on to another one, and can cut every connection."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._lock = threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self.is_deaf = False
+        """Whether what the target says is thrown away."""
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                with self._lock:
+                    self._pairs.append((near, far))
+                threading.Thread(target=self._pump, args=(near, far, False), daemon=True).start()
+                threading.Thread(target=self._pump, args=(far, near, True), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not (is_answer and self.is_deaf):
+                    target.sendall(data)
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        with self._lock:
+            pairs, self._pairs = self._pairs, []
+        for each in (sock for pair in pairs for sock in pair):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def close(self) -> None:
+        self._listener.close()
+        self.cut()
+
+
+@contextlib.contextmanager
+def listener(says: bytes = b"", *, hangs_up: bool = False) -> Iterator[int]:
+    """A port where something else listens: it says so much to everybody, and perhaps hangs up."""
+    held: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    client, _ = server.accept()
+                    client.sendall(says)
+                    if hangs_up:
+                        client.close()
+                    else:
+                        held.append(client)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield int(server.getsockname()[1])
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join(DEADLINE_S)
+    for client in held:
+        client.close()

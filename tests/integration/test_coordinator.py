@@ -1,0 +1,474 @@
+"""A coordinator and whoever turns up there: runs side by side, wrong addresses, other versions, restarts, the end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from holdfast.errors import UserError
+from holdfast.rendezvous import dial, hosting, messages, reach
+from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from holdfast.rendezvous.coordination import RoundStopped
+from holdfast.rendezvous.tcp import TcpRendezvousHandler
+from holdfast.rendezvous.vocabulary import Settings
+from tests import support
+from tests.coordinators import Caller, CoordinatorProcess, Peer, coordinator, form, listener, node
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CoordinatorProcess]:
+    with coordinator(tmp_path_factory.mktemp("coordinator")) as process:
+        yield process
+
+
+@pytest.fixture
+def server(process: CoordinatorProcess) -> CoordinatorProcess:
+    """One coordinator for many tests, each with a run of its own."""
+    process.turn_page()
+    return process
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes seconds takes tenths of them."""
+    monkeypatch.setattr(dial, "HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(reach, "_FIRST_WORD_AFTER_S", 0.2)
+    monkeypatch.setattr(reach, "_PATIENCE_S", {each: after_s / 20 for each, after_s in reach._PATIENCE_S.items()})
+
+
+def refusal(handler: TcpRendezvousHandler) -> str:
+    """The one line that the user of this node sees."""
+    with pytest.raises(RendezvousConnectionError) as caught:
+        Caller(handler.next_round).result()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Rounds.
+
+
+def test_nodes_form_a_world(server: CoordinatorProcess) -> None:
+    with node(server.port, "3") as a, node(server.port, "3") as b, node(server.port, "3") as c:
+        rounds = form(a, b, c)
+    assert {each.number for each in rounds} == {1}
+    assert sorted(each.found.rank for each in rounds) == [0, 1, 2]
+    assert {each.found.world_size for each in rounds} == {3}
+    assert len({each.found.bootstrap_store_info for each in rounds}) == 1
+    server.await_line("round 1 sealed with 3 nodes")
+
+
+def test_the_master_port_is_held_by_the_node_of_rank_0(server: CoordinatorProcess) -> None:
+    with node(server.port) as a:
+        (found,) = form(a)
+        place = found.found.bootstrap_store_info
+        with hosting.listen(place.master_addr, place.master_port):
+            pass  # A worker can listen there, and whoever wants any free port is not given this one.
+
+
+def test_two_runs_on_one_coordinator_do_not_meet(server: CoordinatorProcess) -> None:
+    with node(server.port, "2", "one") as a, node(server.port, "2", "one") as b, node(server.port, "1", "two") as c:
+        ((first, _), (other,)) = form(a, b), form(c)
+        first.found.store.set("key", "one")
+        other.found.store.set("key", "two")
+        assert first.found.store.get("key") == b"one"
+        assert (first.found.world_size, other.found.world_size) == (2, 1)
+        c.set_closed()
+        support.wait_until(c.is_closed, "the end of the second run")
+        assert not a.is_closed()
+        assert first.found.store.get("key") == b"one"
+
+
+def first_node(server: CoordinatorProcess, settings: Settings, **facts: Any) -> Peer:
+    """A node that has joined when this returns."""
+    peer = Peer(server.port).enter().join("first", settings, **facts)
+    peer.ask("check", "anything")
+    return peer
+
+
+def test_a_node_whose_settings_differ_is_refused(server: CoordinatorProcess) -> None:
+    words = r"^run '.*' does not take this node: the run has lease_s=5.0, this node has lease_s=9.0$"
+    settings = Settings(2, 2, 30.0, 0.2, close_linger_s=0.3)
+    with first_node(server, settings), node(server.port, "2", lease=9) as b, pytest.raises(UserError, match=words):
+        Caller(b.next_round).result()
+
+
+def test_a_node_at_a_loopback_address_is_refused_among_others(server: CoordinatorProcess) -> None:
+    words = r"its address is 127\.0\.0\.1, .* first is at 192\.0\.2\.7; give this node an address with --local-addr$"
+    settings = Settings(2, 2, 30.0, 0.2, close_linger_s=0.3)
+    first = first_node(server, settings, address="192.0.2.7")
+    with first, node(server.port, "2") as b, pytest.raises(UserError, match=words):
+        Caller(b.next_round).result()
+
+
+# Where it listens.
+
+
+def test_it_listens_at_the_given_address_and_nowhere_else(server: CoordinatorProcess) -> None:
+    listening = [
+        each.laddr
+        for each in psutil.Process(server.process.pid).net_connections("inet")
+        if each.status == psutil.CONN_LISTEN
+    ]
+    assert [tuple(address) for address in listening] == [("127.0.0.1", server.port)]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", server.port), 5)
+
+
+def test_one_that_an_agent_starts_listens_at_the_endpoint_only(tmp_path: Path, own_home: None) -> None:
+    port = support.free_port()
+    with node(port, is_host=None) as a:
+        form(a)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), 5)
+        a.set_closed()
+    await_free(port)
+
+
+# Wrong ends of the line.
+
+
+class Quiet(BaseHTTPRequestHandler):
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def web_server() -> Iterator[int]:
+    with HTTPServer(("127.0.0.1", 0), Quiet) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_web_server_at_the_port() -> None:
+    with web_server() as port, node(port) as a:
+        assert f"127.0.0.1:{port} accepts connections but says nothing; is it a coordinator" in refusal(a)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_silent_listener_at_the_port() -> None:
+    with listener() as port, node(port) as a:
+        assert f"127.0.0.1:{port} accepts connections but says nothing; is it a coordinator" in refusal(a)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_somebody_who_hangs_up_at_the_port() -> None:
+    with listener(hangs_up=True) as port, node(port) as a:
+        assert "it closed the connection (tried " in refusal(a)
+
+
+@pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.6\r\n", b"\x00\x00\x00\x03abc", b"\xff" * 64])
+def test_something_else_that_speaks_first(says: bytes) -> None:
+    with listener(says) as port, node(port) as a:
+        assert refusal(a) == f"127.0.0.1:{port} answers, but it is not a holdfast coordinator"
+
+
+def test_a_coordinator_of_another_version() -> None:
+    challenge = messages.encode(messages.Challenge(99, b"its own kind of nonce", False))
+    with listener(challenge) as port, node(port) as a:
+        assert (
+            refusal(a) == f"the coordinator at 127.0.0.1:{port} speaks version 99 of the protocol, this agent speaks 1"
+        )
+
+
+def test_an_agent_of_another_version(server: CoordinatorProcess) -> None:
+    with Peer(server.port) as peer:
+        peer.await_kind(messages.Challenge)
+        peer.send(messages.Hello(99, "run", b"its own kind of nonce"))
+        denied = peer.await_kind(messages.Denied)
+        assert denied.reason == "it speaks version 99 of the protocol, this coordinator speaks 1"
+        assert peer.is_hung_up()
+    server.await_line("is turned away: it speaks version 99")
+    assert len(server.lines("turned away")) == 1
+
+
+@pytest.mark.parametrize("run_id", ["", "x" * 1025])
+def test_run_ids_that_cannot_be(server: CoordinatorProcess, run_id: str) -> None:
+    with Peer(server.port) as peer:
+        peer.await_kind(messages.Challenge)
+        peer.send(messages.Hello(1, run_id, bytes(32)))
+        assert peer.await_kind(messages.Denied).reason == f"a run id has 1 to 1024 characters, not {len(run_id)}"
+
+
+@pytest.mark.usefixtures("hasty")
+def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
+    port = support.free_port()
+    expected = pytest.raises(RendezvousTimeoutError)
+    with caplog.at_level(logging.WARNING), node(port, join_timeout=1.2) as a, expected as caught:
+        Caller(a.next_round).result()
+    assert str(caught.value) == (
+        f"no coordinator could be reached at 127.0.0.1:{port} within 1.2 s; the last attempt: Connection refused"
+    )
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert told[0].startswith(f"no coordinator can be reached at 127.0.0.1:{port}: Connection refused (tried ")
+
+
+def test_a_name_that_does_not_resolve_without_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.rendezvous.tcp._RESOLVE_PATIENCE_S", 0.2)
+    with node(0, endpoint="does-not-exist.invalid") as a:
+        said = refusal(a)
+    assert said.startswith(
+        "the endpoint does-not-exist.invalid:29400: the name 'does-not-exist.invalid' does not resolve"
+    )
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_name_that_stops_to_resolve_before_the_first_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    with node(1, endpoint="does-not-exist.invalid:1", local_addr="127.0.0.1") as a:
+        assert "the name 'does-not-exist.invalid' does not resolve" in refusal(a)
+
+
+def test_a_host_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user says that this node hosts, and it cannot."""
+    monkeypatch.setattr(
+        dial.Dial, "_reach", lambda self: (_ for _ in ()).throw(ConnectionRefusedError(111, "Connection refused"))
+    )
+    with node(1, endpoint="192.0.2.1:29400", local_addr="127.0.0.1", is_host=True) as a:
+        assert refusal(a) == (
+            "is_host is true, but this node cannot listen at 192.0.2.1:29400: that is not an address of this host"
+        )
+
+
+def test_an_address_that_only_others_can_use(server: CoordinatorProcess) -> None:
+    with node(server.port, local_addr="192.0.2.9") as a:
+        (found,) = form(a)
+        assert found.found.bootstrap_store_info.master_addr == "192.0.2.9"
+
+
+# The agent that hosts.
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def await_free(port: int) -> None:
+    def is_free() -> bool:
+        try:
+            hosting.listen("127.0.0.1", port).close()
+            return True
+        except hosting.PortTaken:
+            return False
+
+    support.wait_until(is_free, f"the end of the coordinator at port {port}")
+
+
+@pytest.mark.usefixtures("own_home")
+def test_several_agents_of_a_host_start_one_coordinator(tmp_path: Path) -> None:
+    port = support.free_port()
+    with node(port, "3", is_host=None) as a, node(port, "3", is_host=None) as b, node(port, "3", is_host=None) as c:
+        assert {each.number for each in form(a, b, c)} == {1}
+        for each in (a, b, c):
+            each.report_success(1, 10)
+        support.wait_until(lambda: all(each.is_closed() for each in (a, b, c)), "success of all")
+    await_free(port)
+    assert not list(tmp_path.glob("holdfast-*/*"))
+
+
+@pytest.mark.usefixtures("own_home")
+def test_any_free_port_does_for_one_node() -> None:
+    with node(0, is_host=None) as a, node(0, is_host=None) as b:
+        (first, second) = form(a, b)
+        assert (first.found.world_size, second.found.world_size) == (1, 1)
+        a.set_closed()
+        b.set_closed()
+        support.wait_until(lambda: a.is_closed() and b.is_closed(), "the end of both runs")
+    with node(0, "2", is_host=None) as c, pytest.raises(UserError, match=r"127\.0\.0\.1:0 names no port, so 2 nodes"):
+        c.next_round()
+
+
+@pytest.mark.usefixtures("own_home")
+def test_a_coordinator_that_cannot_start_says_why(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    port = support.free_port()
+    with node(port, is_host=None, token_file=str(token)) as a:
+        token.unlink()
+        assert refusal(a) == (
+            f"the coordinator cannot be started: the token file '{token}' cannot be read: No such file or directory"
+        )
+
+
+@pytest.mark.usefixtures("own_home")
+def test_modules_in_the_working_directory_do_not_reach_the_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "asyncio.py").write_text("raise SystemExit('the wrong asyncio')")
+    monkeypatch.chdir(tmp_path)
+    with node(0, is_host=None) as a:
+        assert form(a)[0].number == 1
+        a.set_closed()
+        support.wait_until(a.is_closed, "the end")
+
+
+# Restarts.
+
+
+def test_a_coordinator_that_was_killed_and_started_again_goes_on(tmp_path: Path) -> None:
+    first = CoordinatorProcess(tmp_path)
+    try:
+        with node(first.port, "1:3", lease=2) as a, node(first.port, "1:3", lease=2) as b:
+            assert [each.number for each in form(a, b)] == [1, 1]
+            first.kill()
+            with coordinator(tmp_path, port=first.port) as second, node(first.port, "1:3", lease=2) as c:
+                reached = [handler._client.reach for handler in (a, b) if handler._client]
+                support.wait_until(lambda: all(each.since is None for each in reached), "both are back")
+                assert a.take() == b.take() == []  # Nothing was stopped.
+                joining = Caller(c.next_round)
+                pushes = support.wait_until(a.take, "the round is stopped for the newcomer")
+                assert [type(each) for each in pushes] == [RoundStopped]
+                rounds = form(a, b) + [joining.result()]
+                assert {each.number for each in rounds} == {2}
+                assert {each.found.world_size for each in rounds} == {3}
+                assert second.lines("round 2 sealed with 3 nodes")
+    finally:
+        first.close()
+
+
+@pytest.mark.parametrize("junk", [b"", b"junk", b'{"boot_id": 5, "memory": []}'])
+def test_junk_where_its_memory_should_be(tmp_path: Path, junk: bytes) -> None:
+    first = CoordinatorProcess(tmp_path)
+    try:
+        with node(first.port, lease=2) as a:
+            form(a)
+            (state,) = tmp_path.glob("holdfast-*/*.json")
+            first.kill()
+            state.write_bytes(junk)
+            with coordinator(tmp_path, port=first.port) as second:
+                assert a._client is not None
+                client = a._client
+                support.wait_until(lambda: client.reach.since is None, "it is back")
+                assert a.take() == []
+                second.await_line("what was written down about run ")
+                assert form(a)[0].number == 2
+    finally:
+        first.close()
+
+
+# The end.
+
+
+def test_it_ends_when_nobody_has_been_there(tmp_path: Path) -> None:
+    process = CoordinatorProcess(tmp_path, "--idle-timeout", "0.3")
+    try:
+        assert process.process.wait(30) == 0
+    finally:
+        process.close()
+
+
+def test_it_ends_with_its_last_run(tmp_path: Path) -> None:
+    process = CoordinatorProcess(tmp_path, "--idle-timeout", "60")
+    try:
+        with node(process.port, "1", "one") as a, node(process.port, "1", "two") as b:
+            form(a, b)
+            for each in (a, b):
+                each.report_success(1, 10)
+            support.wait_until(lambda: a.is_closed() and b.is_closed(), "success")
+        assert process.process.wait(30) == 0
+        assert not list(tmp_path.glob("holdfast-*/*"))
+    finally:
+        process.close()
+
+
+def test_a_visitor_is_no_run(tmp_path: Path) -> None:
+    """One who looks in and leaves neither ends a coordinator nor keeps it."""
+    process = CoordinatorProcess(tmp_path, "--idle-timeout", "1")
+    try:
+        for _ in range(3):
+            with Peer(process.port) as peer:
+                peer.enter("nothing")
+        with node(process.port) as a:
+            assert form(a)[0].number == 1
+            a.set_closed()
+            support.wait_until(a.is_closed, "the end")
+        assert process.process.wait(30) == 0
+    finally:
+        process.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_when_it_is_told_to(tmp_path: Path, number: signal.Signals) -> None:
+    process = CoordinatorProcess(tmp_path)
+    with Peer(process.port) as peer:
+        peer.enter().join("a", Settings(1, 1))
+        peer.await_kind(messages.Sealed)
+        process.process.send_signal(number)
+        assert process.process.wait(30) == 0
+        assert peer.is_hung_up()
+
+
+# The command.
+
+
+def command(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast", "coordinator", *options], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_help() -> None:
+    ended = command("--help")
+    assert ended.returncode == 0
+    for word in ("--listen HOST:PORT", "--token-file", "--tls-cert", "--tls-ca", "--idle-timeout", "HOLDFAST_TOKEN"):
+        assert word in ended.stdout
+    assert "--fd" not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "--listen HOST:PORT is required"),
+        (("--listen", "127.0.0.1:99999"), "port '99999' is not a number from 0 to 65535"),
+        (("--listen", "127.0.0.1:0", "--colour", "red"), "unrecognized arguments: --colour red"),
+        (("--listen", "127.0.0.1:0", "more"), "unrecognized arguments: more"),
+        (("--listen", "does-not-exist.invalid:1"), "does-not-exist.invalid:1: the name does not resolve ("),
+        (("--listen", "192.0.2.1:29400"), "cannot listen at 192.0.2.1:29400: that is not an address of this host"),
+        (("--listen", "127.0.0.1:0", "--token-file", "/no/file"), "the token file '/no/file' cannot be read: No such"),
+        (("--listen", "127.0.0.1:0", "--tls-cert", "/no/file"), "the TLS certificate /no/file cannot be used: No such"),
+        (("--listen", "127.0.0.1:0", "--tls-ca", "/no/file"), "TLS needs a certificate (tls_cert)"),
+        (("--listen", "127.0.0.1:0", "--idle-timeout", "0"), "--idle-timeout 0 is not a time above 0"),
+        (("--listen", "127.0.0.1:0", "--idle-timeout", "nan"), "--idle-timeout nan is not a time above 0"),
+        (("--listen", "127.0.0.1:0", "--idle-timeout", "soon"), "invalid float value: 'soon'"),
+    ],
+)
+def test_wrong_options(options: tuple[str, ...], words: str) -> None:
+    ended = command(*options)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("holdfast coordinator: error: ")
+    assert words in line
+
+
+def test_a_port_that_is_taken(server: CoordinatorProcess) -> None:
+    ended = command("--listen", f"127.0.0.1:{server.port}")
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        f"holdfast coordinator: error: cannot listen at 127.0.0.1:{server.port}: the port is taken\n"
+    )
+
+
+def test_state_is_kept_when_it_is_stopped_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    process = CoordinatorProcess(tmp_path)
+    with Peer(process.port) as peer:
+        peer.enter().join("a", Settings(1, 1))
+        peer.await_kind(messages.Sealed)
+        process.close()
+    assert len(list(tmp_path.glob(f"holdfast-{os.getuid()}/{process.port}-*.json"))) == 1

@@ -1,0 +1,328 @@
+"""Who gets in: tokens and certificates, right, wrong, and on one side only. One clear line on each side."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import UserError
+from holdfast.rendezvous import connections, dial, messages, options, reach
+from holdfast.rendezvous.api import RendezvousConnectionError
+from holdfast.rendezvous.tcp import TcpRendezvousHandler
+from tests import support
+from tests.coordinators import (
+    Caller,
+    CoordinatorProcess,
+    Peer,
+    coordinator,
+    coordinator_thread,
+    form,
+    listener,
+    node,
+)
+
+TOKEN = b"open sesame"
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOLDFAST_TOKEN", raising=False)
+
+
+def refusal(handler: TcpRendezvousHandler) -> str:
+    with pytest.raises(RendezvousConnectionError) as caught:
+        Caller(handler.next_round).result()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def only_complaint(server: CoordinatorProcess) -> str:
+    """The one line that the coordinator's side has said about strangers."""
+    server.await_line("127.0.0.1:")
+    (line,) = [line for line in server.log.splitlines() if "127.0.0.1:" in line and "listening" not in line]
+    return line
+
+
+# Tokens.
+
+
+@pytest.fixture(scope="module")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("token") / "token"
+    file.write_bytes(TOKEN + b"\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def with_token(tmp_path_factory: pytest.TempPathFactory, token_file: Path) -> Iterator[CoordinatorProcess]:
+    with coordinator(tmp_path_factory.mktemp("home"), "--token-file", str(token_file)) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def without_token(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CoordinatorProcess]:
+    with coordinator(tmp_path_factory.mktemp("home")) as process:
+        yield process
+
+
+@pytest.fixture(autouse=True)
+def _new_page(with_token: CoordinatorProcess, without_token: CoordinatorProcess) -> None:
+    with_token.turn_page()
+    without_token.turn_page()
+
+
+def test_the_right_token(with_token: CoordinatorProcess, token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with node(with_token.port, "2", token_file=str(token_file)) as a:
+        monkeypatch.setenv("HOLDFAST_TOKEN", TOKEN.decode())
+        with node(with_token.port, "2") as b:
+            assert {each.number for each in form(a, b)} == {1}
+
+
+def test_the_wrong_token(with_token: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_TOKEN", "open barley")
+    with node(with_token.port) as a:
+        where = f"127.0.0.1:{with_token.port}"
+        words = "its token is not the one of this coordinator"
+        assert refusal(a) == f"the coordinator at {where} turned this agent away: {words}"
+    assert only_complaint(with_token).endswith(f"is turned away: {words}")
+
+
+def test_a_token_on_the_coordinators_side_only(with_token: CoordinatorProcess) -> None:
+    with node(with_token.port) as a:
+        assert refusal(a).endswith("turned this agent away: this coordinator wants a token, and it brings none")
+    assert only_complaint(with_token).endswith("is turned away: this coordinator wants a token, and it brings none")
+
+
+def test_a_token_on_the_agents_side_only(without_token: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_TOKEN", TOKEN.decode())
+    words = "it brings a token, but this coordinator was started without one"
+    with node(without_token.port) as a:
+        assert refusal(a).endswith(f"turned this agent away: {words}")
+    assert only_complaint(without_token).endswith(f"is turned away: {words}")
+
+
+def test_somebody_who_only_pretends_to_know_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_TOKEN", TOKEN.decode())
+    said = messages.encode(messages.Challenge(1, bytes(32), True)) + messages.encode(messages.Welcome(bytes(32)))
+    with listener(said) as port, node(port) as a:
+        assert refusal(a) == f"the coordinator at 127.0.0.1:{port} does not know this agent's token"
+
+
+def test_a_proof_cannot_be_used_again(with_token: CoordinatorProcess) -> None:
+    """What was heard on one connection opens no other."""
+    with Peer(with_token.port) as honest, Peer(with_token.port) as thief:
+        challenge = honest.await_kind(messages.Challenge)
+        nonce = bytes(32)
+        hello = messages.Hello(1, "run", nonce, messages.prove(TOKEN, b"agent", "run", challenge.nonce, nonce))
+        honest.send(hello)
+        honest.await_kind(messages.Welcome)
+        thief.send(hello)
+        assert thief.await_kind(messages.Denied).reason == "its token is not the one of this coordinator"
+
+
+def test_a_proof_is_for_one_run(with_token: CoordinatorProcess) -> None:
+    with Peer(with_token.port) as peer:
+        challenge = peer.await_kind(messages.Challenge)
+        nonce = bytes(32)
+        proof = messages.prove(TOKEN, b"agent", "run", challenge.nonce, nonce)
+        peer.send(messages.Hello(1, "another run", nonce, proof))
+        peer.await_kind(messages.Denied)
+
+
+def test_nothing_is_served_before_the_token_is_proved(with_token: CoordinatorProcess) -> None:
+    for request in (messages.StoreRequest(b"", 1, "set", ("k",), (b"v",)), messages.Close("ha"), messages.Heartbeat(1)):
+        with Peer(with_token.port) as peer:
+            peer.await_kind(messages.Challenge)
+            peer.send(request)
+            assert peer.receive() is None
+
+
+def test_an_agent_starts_a_coordinator_with_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("HOLDFAST_TOKEN", TOKEN.decode())
+    port = support.free_port()
+    with node(port, is_host=None) as a:
+        form(a)
+        monkeypatch.delenv("HOLDFAST_TOKEN")
+        with node(port, run_id="another") as stranger:
+            assert "wants a token" in refusal(stranger)
+        (log,) = tmp_path.glob("holdfast-*/coordinator-*.log")
+        words = "is turned away: this coordinator wants a token"
+        support.wait_until(lambda: words in log.read_text(), f"{words!r} in the coordinator's log")
+        a.set_closed()
+        support.wait_until(a.is_closed, "the end of the run")
+
+
+def test_a_welcome_node_that_is_turned_away_later_keeps_trying(
+    tmp_path: Path, token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another coordinator at the same port, with another token, does not end a node whose workers may run."""
+    monkeypatch.setattr(reach, "_FIRST_WORD_AFTER_S", 0.0)
+    first = CoordinatorProcess(tmp_path, "--token-file", str(token_file))
+    try:
+        with node(first.port, token_file=str(token_file), on_isolation="continue") as a:
+            form(a)
+            assert a._client is not None
+            client = a._client
+            first.kill()
+            with coordinator(tmp_path, port=first.port) as second:
+                second.await_line("is turned away: it brings a token")
+                support.wait_until(lambda: "turned this agent away" in client.reach.last_problem, "it was turned away")
+                assert a.take() == []
+                second.turn_page()
+            with coordinator(tmp_path, "--token-file", str(token_file), port=first.port):
+                support.wait_until(lambda: client.reach.since is None, "it is welcome again")
+                assert a.take() == []
+    finally:
+        first.close()
+
+
+# TLS.
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """An authority, a server's and a client's certificate of it, and another authority with a client's."""
+
+    home: Path
+
+    def __getattr__(self, name: str) -> str:
+        return str(self.home / name.replace("_", ".", 1))
+
+
+def openssl(*args: str, cwd: Path) -> None:
+    subprocess.run(["openssl", *args], cwd=cwd, check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not there to make certificates")
+    home = tmp_path_factory.mktemp("certificates")
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    for authority in ("ca", "other"):
+        about = ("-subj", f"/CN={authority}", "-keyout", f"{authority}.key", "-out", f"{authority}.pem")
+        openssl("req", "-x509", *new_key, "-days", "2", *about, cwd=home)
+    for name, authority in (("server", "ca"), ("client", "ca"), ("stranger", "other")):
+        openssl("req", *new_key, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr", cwd=home)
+        (home / f"{name}.ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+        issuer = ("-CA", f"{authority}.pem", "-CAkey", f"{authority}.key", "-CAcreateserial", "-days", "2")
+        files = ("-in", f"{name}.csr", "-out", f"{name}.pem", "-extfile", f"{name}.ext")
+        openssl("x509", "-req", *files, *issuer, cwd=home)
+    return Certificates(home)
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates) -> Iterator[CoordinatorProcess]:
+    options = ("--tls-cert", certificates.server_pem, "--tls-key", certificates.server_key)
+    with coordinator(tmp_path_factory.mktemp("home"), *options) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def mutual(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates) -> Iterator[CoordinatorProcess]:
+    options = ("--tls-cert", certificates.server_pem, "--tls-key", certificates.server_key)
+    with coordinator(tmp_path_factory.mktemp("home"), *options, "--tls-ca", certificates.ca_pem) as process:
+        yield process
+
+
+def test_a_server_with_a_certificate(secure: CoordinatorProcess, certificates: Certificates) -> None:
+    with (
+        node(secure.port, "2", tls_ca=certificates.ca_pem) as a,
+        node(secure.port, "2", tls_ca=certificates.ca_pem) as b,
+    ):
+        first, second = form(a, b)
+        first.found.store.set("large", bytes(900_000))
+        assert second.found.store.get("large") == bytes(900_000)
+    with node(secure.port, "1", "by name", endpoint=f"localhost:{secure.port}", tls_ca=certificates.ca_pem) as c:
+        assert form(c)[0].number == 1
+
+
+def test_clients_with_certificates(mutual: CoordinatorProcess, certificates: Certificates) -> None:
+    files = {"tls_cert": certificates.client_pem, "tls_key": certificates.client_key, "tls_ca": certificates.ca_pem}
+    with node(mutual.port, "2", **files) as a, node(mutual.port, "2", **files) as b:
+        assert {each.number for each in form(a, b)} == {1}
+
+
+def test_a_certificate_of_the_wrong_authority(secure: CoordinatorProcess, certificates: Certificates) -> None:
+    secure.turn_page()
+    with node(secure.port, tls_ca=certificates.other_pem) as a:
+        assert refusal(a).startswith(f"the certificate of 127.0.0.1:{secure.port} is not accepted: ")
+    assert "does not get a TLS connection: " in only_complaint(secure)
+
+
+def test_a_client_without_a_certificate(mutual: CoordinatorProcess, certificates: Certificates) -> None:
+    mutual.turn_page()
+    with node(mutual.port, tls_ca=certificates.ca_pem) as a:
+        assert "certificate" in refusal(a)
+    assert "does not get a TLS connection: PEER_DID_NOT_RETURN_A_CERTIFICATE" in only_complaint(mutual)
+
+
+def test_a_client_with_a_certificate_of_the_wrong_authority(
+    mutual: CoordinatorProcess, certificates: Certificates
+) -> None:
+    mutual.turn_page()
+    files = {"tls_cert": certificates.stranger_pem, "tls_key": certificates.stranger_key, "tls_ca": certificates.ca_pem}
+    with node(mutual.port, **files) as a:
+        assert "certificate" in refusal(a)
+    assert "does not get a TLS connection: CERTIFICATE_VERIFY_FAILED" in only_complaint(mutual)
+
+
+def test_tls_on_the_agents_side_only(without_token: CoordinatorProcess, certificates: Certificates) -> None:
+    with node(without_token.port, tls_ca=certificates.ca_pem) as a:
+        assert refusal(a).startswith(f"no TLS connection to 127.0.0.1:{without_token.port}: ")
+    assert only_complaint(without_token).endswith("speaks TLS, this coordinator does not")
+
+
+def test_tls_on_the_coordinators_side_only(
+    secure: CoordinatorProcess, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secure.turn_page()
+    monkeypatch.setattr(dial, "HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setitem(reach._PATIENCE_S, reach.Obstacle.SILENT, 0.0)
+    with node(secure.port) as a:
+        assert "accepts connections but says nothing; is it a coordinator, and without TLS?" in refusal(a)
+    assert "does not get a TLS connection: " in only_complaint(secure)
+
+
+def test_a_key_that_does_not_belong_to_the_certificate(certificates: Certificates) -> None:
+    expected = pytest.raises(UserError, match=r"the TLS certificate .*client.pem with .*server.key cannot be used: ")
+    with node(1, tls_cert=certificates.client_pem, tls_key=certificates.server_key) as a, expected:
+        a.next_round()
+
+
+def test_an_agent_starts_a_coordinator_that_speaks_tls(
+    tmp_path: Path, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    port = support.free_port()
+    host = {"tls_cert": certificates.server_pem, "tls_key": certificates.server_key, "tls_ca": certificates.ca_pem}
+    other = {"tls_cert": certificates.client_pem, "tls_key": certificates.client_key, "tls_ca": certificates.ca_pem}
+    with node(port, "2", is_host=True, **host) as a, node(port, "2", **other) as b:
+        assert {each.number for each in form(a, b)} == {1}
+        a.set_closed()
+        support.wait_until(lambda: a.is_closed() and b.is_closed(), "the end of the run")
+
+
+def test_an_agent_that_cannot_start_one_that_speaks_tls(certificates: Certificates) -> None:
+    port = support.free_port()
+    with node(port, is_host=None, tls_ca=certificates.ca_pem) as a:
+        assert refusal(a) == (
+            f"nobody listens at 127.0.0.1:{port}, and without tls_cert this node cannot start a coordinator that "
+            "speaks TLS"
+        )
+
+
+def test_a_stranger_who_is_slow_with_tls(
+    secure: CoordinatorProcess, certificates: Certificates, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(connections, "_HANDSHAKE_TIMEOUT_S", 0.3)
+    tls = options.server_tls(certificates.server_pem, certificates.server_key, "")
+    with coordinator_thread(tmp_path, tls=tls) as port, Peer(port) as peer:
+        peer.sock.sendall(b"\x16\x03\x01\x02\x00")  # The beginning of a hello that never goes on.
+        assert peer.is_hung_up()
