@@ -1,4 +1,4 @@
-"""The launcher: the scenarios that its users rely on, on one node, with the backends `static` and `standalone`."""
+"""The launcher: the scenarios that its users rely on, with the backends `static`, `standalone` and `tcp`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.process.errors import ChildFailedError, ProcessFailure
 from holdfast.rendezvous import registry
 from tests import entrypoints, support
 
-BACKENDS = ("static", "standalone")
+BACKENDS = ("static", "standalone", "tcp")
 CHECKS_SCRIPT = """
 import argparse, os, sys
 parser = argparse.ArgumentParser()
@@ -50,8 +50,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
     if request.param == "standalone":
         return {"rdzv_backend": "standalone"}
+    settings = {"rank": 0} if request.param == "static" else {"close_linger": 0.5}
     endpoint = f"127.0.0.1:{support.free_port()}"
-    return {"rdzv_backend": "static", "rdzv_endpoint": endpoint, "rdzv_configs": {"rank": 0}}
+    return {"rdzv_backend": request.param, "rdzv_endpoint": endpoint, "rdzv_configs": settings}
 
 
 def config(workers: int = 4, **options: Any) -> LaunchConfig:
@@ -124,6 +125,39 @@ def sum_of_ranks() -> int:
 
 def test_a_torch_group(backend: dict[str, Any]) -> None:
     assert elastic_launch(config(**backend), sum_of_ranks)() == {0: 6, 1: 6, 2: 6, 3: 6}
+
+
+# Scenarios 6 and 9: nodes that find each other.
+
+OTHER_AGENT = """
+import sys
+from holdfast.launcher import LaunchConfig, elastic_launch
+endpoint, script, files = sys.argv[1:]
+place = {"rdzv_backend": "c10d", "rdzv_endpoint": endpoint, "rdzv_configs": {"last_call_timeout": 60}}
+config = LaunchConfig(1, 2, 4, run_id="run", max_restarts=0, **place)
+ranks = sorted(elastic_launch(config, sys.executable)("-u", script, "--touch-file-dir=" + files))
+assert ranks in ([0, 1, 2, 3], [4, 5, 6, 7]), ranks
+"""
+
+
+def test_a_single_agent_where_there_may_be_two(tmp_path: Path, files: Path) -> None:
+    endpoint = f"127.0.0.1:{support.free_port()}"
+    made = config(rdzv_backend="tcp", rdzv_endpoint=endpoint, rdzv_configs={"last_call": 0.3})
+    made.max_nodes = 2
+    elastic_launch(made, sys.executable)("-u", script(tmp_path), f"--touch-file-dir={files}")
+    assert touched(files) == ["0", "1", "2", "3"]
+
+
+def test_two_agents(tmp_path: Path, files: Path) -> None:
+    """The other one calls the backend by the name that users of torchrun know."""
+    endpoint = f"127.0.0.1:{support.free_port()}"
+    other = support.write_script(tmp_path / "other.py", OTHER_AGENT)
+    with support.python(other, endpoint, script(tmp_path), files) as process:
+        made = config(rdzv_backend="tcp", rdzv_endpoint=endpoint, rdzv_configs={"last_call": 60})
+        made.max_nodes = 2
+        elastic_launch(made, sys.executable)("-u", script(tmp_path), f"--touch-file-dir={files}")
+        assert process.wait(support.DEADLINE_S) == 0, process.communicate()
+    assert touched(files) == [str(rank) for rank in range(8)]
 
 
 # Scenarios 7 and 8, 10 to 13: how a run ends.
