@@ -91,6 +91,17 @@ def descriptors() -> dict[int, str]:
     return found
 
 
+def open_for_writing() -> list[str]:
+    """What the worker holds open for writing and nothing else: not the reading ends of pipes."""
+    found = []
+    for number, what in descriptors().items():
+        with open(f"/proc/self/fdinfo/{number}") as listing:
+            flags = next(line.split()[1] for line in listing if line.startswith("flags"))
+        if int(flags, 8) & os.O_ACCMODE == os.O_WRONLY:
+            found.append(what)
+    return found
+
+
 def tell(mailbox: str, text: object) -> None:
     with open(mailbox, "w") as box:
         box.write(f"{text}\n")

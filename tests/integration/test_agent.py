@@ -26,7 +26,7 @@ from holdfast.agent import (
     WorkerState,
 )
 from holdfast.errors import HoldfastError, UserError
-from holdfast.process import DefaultLogsSpecs
+from holdfast.process import DefaultLogsSpecs, Std
 from holdfast.process.errors import record
 from holdfast.rendezvous import (
     RendezvousClosedError,
@@ -193,6 +193,15 @@ def test_workers_that_end_before_anybody_looks() -> None:
     """Their ends may be reported together with the start of the last one; nothing comes afterwards."""
     for _ in range(20):
         assert make_agent("true", local_world_size=4).run().state is WorkerState.SUCCEEDED
+
+
+@pytest.mark.usefixtures("no_descriptor_leak")
+def test_no_descriptor_is_left_open_after_many_rounds(tmp_path: Path) -> None:
+    handler = StandaloneRendezvous("run")
+    logs = DefaultLogsSpecs(str(tmp_path), tee=Std.ALL)
+    result = make_agent("false", handler=handler, max_restarts=20, logs_specs=logs).run()
+    assert result.is_failed()
+    handler.shutdown()
 
 
 # What workers are told.

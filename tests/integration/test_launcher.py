@@ -160,6 +160,24 @@ def test_two_agents(tmp_path: Path, files: Path) -> None:
     assert touched(files) == [str(rank) for rank in range(8)]
 
 
+def launch_within(method: str) -> dict[int, int]:
+    return elastic_launch(config(2, start_method=method), ten_and)("RANK")
+
+
+@pytest.mark.parametrize(("outer", "inner"), [("spawn", "fork"), ("fork", "fork"), ("forkserver", "spawn")])
+def test_a_launch_within_a_worker(outer: str, inner: str) -> None:
+    results = elastic_launch(config(2, start_method=outer), launch_within)(inner)
+    assert results == {0: {0: 10, 1: 11}, 1: {0: 10, 1: 11}}
+
+
+def test_a_program_that_wants_to_hear_nothing_of_its_children() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert elastic_launch(config(2), ten_and)("RANK") == {0: 10, 1: 11}
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 # Scenarios 7 and 8, 10 to 13: how a run ends.
 
 

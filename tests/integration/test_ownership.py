@@ -531,6 +531,7 @@ def test_an_unkillable_process_when_nobody_failed(launch: Any, freezer: Path, tm
     outcome = job.outcome(60)
     assert outcome["how"] == "HostError"
     assert f"processes that cannot be killed are left on this node: {pid}" in outcome["text"]
+    assert "lost" not in outcome["stderr"], "nobody waits for what it might yet write"
 
 
 def test_a_worker_in_uninterruptible_sleep_makes_the_group_unhealthy(

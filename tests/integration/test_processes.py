@@ -10,7 +10,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from holdfast.errors import UserError
 from holdfast.process import DefaultLogsSpecs, PContext, RunProcsResult, Std, start_processes
 from holdfast.process.errors import ProcessFailure
+from holdfast.process.outlets import Outlets
 from tests import entrypoints, support
 
 START_METHODS = ("spawn", "fork", "forkserver")
@@ -543,6 +544,10 @@ def test_closing_again(starter: Starter, mailbox: support.Mailbox) -> None:
         assert sorted(context.pids().values()) == sorted(pids)
         assert context.stopped() == {0: "SIGTERM", 1: "SIGTERM"}
         assert context.failures() == {}
+        result = context.wait(0)
+        assert result is not None
+        exitcodes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+        assert exitcodes == {0: -signal.SIGTERM, 1: -signal.SIGTERM}, "they have not succeeded either"
 
 
 def test_closing_what_never_started() -> None:
@@ -607,28 +612,37 @@ def test_two_hundred_workers(starter: Starter) -> None:
 
 
 LIMITED_SCRIPT = """
-import resource, sys
-from holdfast.process import DefaultLogsSpecs, start_processes
+import os, resource, signal, sys, threading
+from holdfast.process import DefaultLogsSpecs, Std, link, start_processes
 
-resource.setrlimit(resource.RLIMIT_NOFILE, (700, 700))
-envs = {rank: {} for rank in range(200)}
-context = start_processes("t", "sleep", {rank: ("0",) for rank in range(200)}, envs, DefaultLogsSpecs("/dev/null"))
+class Slow(link.SpawnerLink):
+    # The spawner comes late, when everything that does not wait for it has been sent.
+    def __init__(self, channel, pid, token):
+        super().__init__(channel, pid, token)
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (pid, signal.SIGCONT)).start()
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (720, 720))
+envs = {rank: {} for rank in range(300)}
+logs = DefaultLogsSpecs(sys.argv[1], redirects=Std.ALL)
+context = start_processes("t", "true", {rank: () for rank in range(300)}, envs, logs, link=Slow.launch())
 result = context.wait(60)
 context.close()
-assert result.return_values == dict.fromkeys(range(200)), result
+context._link.close()
+assert result.return_values == dict.fromkeys(range(300)), result
 """
 
 
 def test_starting_takes_few_descriptors_beyond_those_that_stay(tmp_path: Path) -> None:
-    """Three stay open for each worker; an order has five, in this process, on their way, and in the spawner."""
-    with support.python(support.write_script(tmp_path / "main.py", LIMITED_SCRIPT)) as process:
+    """Two stay open for each worker; an order has three more, which pile up where nobody waits for the spawner."""
+    with support.python(support.write_script(tmp_path / "main.py", LIMITED_SCRIPT), tmp_path / "logs") as process:
         _, err = process.communicate(timeout=support.DEADLINE_S)
     assert (process.returncode, err) == (0, "")
 
 
 def test_too_many_workers_for_the_limit_are_refused_in_one_line(tmp_path: Path) -> None:
-    source = LIMITED_SCRIPT.replace("(700, 700)", "(300, 300)")
-    with support.python(support.write_script(tmp_path / "main.py", source)) as process:
+    source = LIMITED_SCRIPT.replace("(720, 720)", "(400, 400)")
+    with support.python(support.write_script(tmp_path / "main.py", source), tmp_path / "logs") as process:
         _, err = process.communicate(timeout=support.DEADLINE_S)
     assert process.returncode == 1
     assert "Too many open files" in err.splitlines()[-1]
@@ -649,6 +663,29 @@ def test_outside_the_main_thread(starter: Starter, method: str) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_fork_in_another_thread_gets_no_descriptor_of_a_start_that_is_under_way(
+    starter: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. One thread has opened the stderr of its worker. 2. Another forks. 3. The first hands the stderr over."""
+    opened: list[str] = []
+    open_stderr = Outlets.open_stderr
+    with ThreadPoolExecutor(1) as pool:
+
+        def open_and_let_the_other_go(outlets: Outlets, rank: int) -> int:
+            fd = open_stderr(outlets, rank)
+            if not opened:
+                opened.append(os.readlink(f"/proc/self/fd/{fd}"))
+                forked.append(pool.submit(starter.run, entrypoints.open_for_writing, start_method="fork"))
+                wait(forked, 0.3)  # As long as it may take without its turn.
+            return fd
+
+        forked: list[Future[RunProcsResult]] = []
+        monkeypatch.setattr(Outlets, "open_stderr", open_and_let_the_other_go)
+        starter.run("true")
+        found = forked[0].result(support.DEADLINE_S).return_values[0]
+    assert opened[0] not in found
+
+
 @pytest.mark.parametrize("entrypoint", ["true", "false", entrypoints.act], ids=["true", "false", "function"])
 @pytest.mark.usefixtures("no_descriptor_leak")
 def test_no_descriptor_is_left_open(starter: Starter, entrypoint: Any) -> None:
@@ -663,12 +700,13 @@ def test_no_descriptor_is_left_open(starter: Starter, entrypoint: Any) -> None:
 
 
 @pytest.mark.usefixtures("no_descriptor_leak")
-def test_failed_starts_leave_no_descriptor_open(starter: Starter) -> None:
+def test_failed_starts_leave_no_descriptor_open(starter: Starter, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(5):
         with pytest.raises(UserError):
             starter.start(entrypoints.give, threading.Lock())
         with pytest.raises(TypeError):
             starter.start("true", envs={0: {"X": 5}})
+    assert caplog.text == "", "nothing was written, so nothing can be lost"
 
 
 # Output.

@@ -175,6 +175,8 @@ def test_descriptors_that_find_no_place_are_an_error_and_not_a_mix_up(ends: tupl
         with pytest.raises(OSError, match="Too many open files") as caught:
             theirs.receive()
         assert caught.value.errno == errno.EMFILE
+        assert not theirs.is_open
+        assert theirs.receive() == []
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         for fd in fillers:

@@ -273,7 +273,7 @@ def test_other_threads_do_not_take_the_wake_up() -> None:
     read_fd, write_fd = os.pipe()
     with cut_short(), signals.deferred() as box:
         box._note(S.SIGTERM, None)
-        in_thread(lambda: signals.wait_readable([read_fd], 0.01))
+        in_thread(lambda: signals.wait_readable([read_fd], 0.01, new_signals_only=True))
         signals.wait_readable([], 60, new_signals_only=True)
         assert box.take() is S.SIGTERM
     os.close(read_fd)

@@ -95,7 +95,8 @@ class Channel:
             data, ancillary, flags = b"", [], 0
         for _, _, payload in ancillary:
             self._descriptors.extend(struct.unpack(f"{len(payload) // 4}i", payload))
-        if flags & _socket.MSG_CTRUNC:  # The kernel dropped descriptors that found no place here.
+        if flags & _socket.MSG_CTRUNC:  # The kernel dropped descriptors that found no place here; nothing fits now.
+            self.is_open = False
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if not data:
             self.is_open = False

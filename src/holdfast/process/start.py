@@ -266,6 +266,10 @@ class PContext(abc.ABC):
             return RunProcsResult(failures=failures, stdouts=self.stdouts, stderrs=self.stderrs)
         if any(slot.exitcode is None for slot in self._slots.values()):
             return None
+        # Asked for after `close`: who was stopped has not succeeded.
+        stopped = {rank: self._failure(slot) for rank, slot in self._slots.items() if slot.exitcode}
+        if stopped:
+            return RunProcsResult(failures=stopped, stdouts=self.stdouts, stderrs=self.stderrs)
         try:
             values = {rank: slot.return_value() for rank, slot in self._slots.items()}
         except UnreadableValue:
