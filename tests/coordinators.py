@@ -281,6 +281,8 @@ class Proxy:
             each.close()
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # Else a thread that waits there keeps it open.
         self._listener.close()
         self.cut()
 

@@ -1,0 +1,255 @@
+"""The key-value store over the connection to a coordinator: everything that a store promises, between clients."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from holdfast.errors import UserError
+from holdfast.rendezvous import store as stores
+from holdfast.rendezvous.api import RendezvousConnectionError
+from holdfast.rendezvous.store import Store, StoreTimeoutError
+from tests import support
+from tests.coordinators import Caller, CoordinatorProcess, Proxy, coordinator, form, node
+
+SHORT = timedelta(seconds=0.1)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CoordinatorProcess]:
+    with coordinator(tmp_path_factory.mktemp("home")) as process:
+        yield process
+
+
+@pytest.fixture
+def clients(server: CoordinatorProcess) -> Iterator[list[Store]]:
+    """The stores of the three nodes of a round, in the order of their ranks."""
+    with node(server.port, "3") as a, node(server.port, "3") as b, node(server.port, "3") as c:
+        rounds = sorted(form(a, b, c), key=lambda each: each.found.rank)
+        yield [each.found.store for each in rounds]
+
+
+def test_set_get_and_delete(clients: list[Store]) -> None:
+    a, b, c = clients
+    a.set("key", "text")
+    assert b.get("key") == b"text"
+    b.set("key", b"\x00\xff")
+    assert c.get("key") == b"\x00\xff"
+    assert c.delete_key("key") is True
+    assert a.delete_key("key") is False
+    assert not b.check(["key"])
+
+
+def test_a_get_waits_for_another_client(clients: list[Store]) -> None:
+    a, b, c = clients
+    waiting = [Caller(each.get, "late") for each in (a, b)]
+    assert all(each.is_alive() for each in waiting)
+    c.set("late", "here")
+    assert [each.result() for each in waiting] == [b"here", b"here"]
+
+
+def test_wait(clients: list[Store]) -> None:
+    a, b, _ = clients
+    a.wait([])
+    waiting = Caller(a.wait, ["x", "y"])
+    b.set("x", "1")
+    assert waiting.is_alive()
+    b.add("y", 1)
+    waiting.result()
+
+
+def test_timeouts(clients: list[Store]) -> None:
+    a, _, _ = clients
+    with pytest.raises(StoreTimeoutError, match=r"timed out after 0.1 s waiting for 'round/1/never'$"):
+        a.wait(["never"], SHORT)
+    a.set_timeout(SHORT)
+    assert a.timeout == SHORT
+    for call in (lambda: a.get("never"), lambda: a.multi_get(["never", "no"])):
+        with pytest.raises(TimeoutError):
+            call()
+    with pytest.raises(StoreTimeoutError):
+        a.wait(["never"], timedelta(0))
+
+
+def test_time_without_end(clients: list[Store]) -> None:
+    a, b, _ = clients
+    waiting = Caller(a.wait, ["x"], timedelta.max)
+    b.set("x", "")
+    waiting.result()
+
+
+def test_add_counts_every_client(clients: list[Store]) -> None:
+    def count(store: Store) -> None:
+        for _ in range(50):
+            store.add("sum", 1)
+
+    callers = [Caller(count, store) for store in clients for _ in range(2)]
+    for each in callers:
+        each.result()
+    assert clients[0].add("sum", 0) == 300
+    assert clients[1].get("sum") == b"300"
+
+
+def test_compare_set_has_one_winner(clients: list[Store]) -> None:
+    callers = [Caller(store.compare_set, "leader", "", f"client {rank}") for rank, store in enumerate(clients)]
+    winners = {each.result() for each in callers}
+    assert len(winners) == 1
+    assert winners == {clients[0].get("leader")}
+    assert clients[0].compare_set("leader", "nobody", "me") in winners
+    assert clients[0].compare_set("missing", "expected", "me") == b"expected"
+
+
+def test_several_at_once(clients: list[Store]) -> None:
+    a, b, _ = clients
+    a.multi_set(["x", "y", "z"], ["1", b"2", "3"])
+    assert b.multi_get(["z", "x", "y"]) == [b"3", b"1", b"2"]
+    assert b.check(["x", "y", "z"])
+    assert not b.check(["x", "other"])
+    assert b.multi_get([]) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda store: store.add("word", 1), UserError, "cannot add to 'round/1/word', its value is not a number"),
+        (lambda store: store.add("n", 2**70), UserError, "store: "),
+        (lambda store: store.set("k", bytes(1 << 20)), UserError, "at most 1048576 can be sent"),
+        (lambda store: store.multi_set(["a"], ["1", "2"]), UserError, "multi_set got 1 keys but 2 values"),
+        (lambda store: store.set("k", 5), TypeError, "a store's values are bytes or text, not int"),
+    ],
+)
+def test_what_cannot_be_stored(clients: list[Store], call: Any, error: type[Exception], words: str) -> None:
+    a, b, _ = clients
+    a.set("word", "seven")
+    with pytest.raises(error, match=words):
+        call(a)
+    assert b.get("word") == b"seven"
+    a.set("still", "here")
+
+
+def test_rounds_have_stores_of_their_own(server: CoordinatorProcess) -> None:
+    with node(server.port) as a:
+        (first,) = form(a)
+        first.found.store.set("key", "first")
+        (second,) = form(a)
+        assert second.number == 2
+        assert not second.found.store.check(["key"])
+        assert first.found.store.get("key") == b"first"
+
+
+# What is built on a store.
+
+
+def test_a_barrier(clients: list[Store]) -> None:
+    arrived = [Caller(stores.barrier, store, 3, "all") for store in clients[:2]]
+    assert all(each.is_alive() for each in arrived)
+    stores.barrier(clients[2], 3, "all")
+    for each in arrived:
+        each.result()
+
+
+def test_a_barrier_names_who_is_missing(clients: list[Store]) -> None:
+    callers = [Caller(stores.barrier, clients[rank], 3, "some", 0.3, rank, None, 0.2) for rank in (0, 2)]
+    with pytest.raises(StoreTimeoutError, match=r"on rank 0: 2 of 3 had arrived; missing ranks: 1"):
+        callers[0].result()
+    with pytest.raises(StoreTimeoutError, match=r"see rank 0 for who is missing"):
+        callers[1].result()
+
+
+def test_synchronize(clients: list[Store]) -> None:
+    callers = [
+        Caller(stores.synchronize, store, f"data of {rank}".encode(), rank, 3, "exchange/")
+        for rank, store in enumerate(clients)
+    ]
+    everybodys = [f"data of {rank}".encode() for rank in range(3)]
+    assert [each.result() for each in callers] == [everybodys] * 3
+
+
+# Connections that break.
+
+
+@pytest.fixture
+def proxy(server: CoordinatorProcess) -> Iterator[Proxy]:
+    proxy = Proxy(server.port)
+    yield proxy
+    proxy.close()
+
+
+def test_a_get_that_waits_survives_a_reconnect(server: CoordinatorProcess, proxy: Proxy) -> None:
+    with node(proxy.port, "2") as a, node(server.port, "2") as b:
+        first, second = form(a, b)
+        waiting = Caller(first.found.store.get, "late")
+        for _ in range(3):
+            first.found.store.set("on its way", "")
+            proxy.cut()
+            first.found.store.set("back again", "")
+        second.found.store.set("late", "here")
+        assert waiting.result() == b"here"
+
+
+def test_what_was_carried_out_before_the_answer_got_lost_is_not_carried_out_again(
+    server: CoordinatorProcess, proxy: Proxy
+) -> None:
+    with node(proxy.port, "2") as a, node(server.port, "2") as b:
+        first, second = form(a, b)
+        for turn in range(1, 4):
+            proxy.is_deaf = True
+            adding = Caller(first.found.store.add, "sum", 1)
+            support.wait_until(lambda turn=turn: second.found.store.add("sum", 0) == turn, "it was added")
+            assert adding.is_alive()
+            proxy.is_deaf = False
+            proxy.cut()
+            assert adding.result() == turn
+        assert second.found.store.get("sum") == b"3"
+
+
+def test_while_nobody_answers_time_runs_out(server: CoordinatorProcess, proxy: Proxy) -> None:
+    with node(proxy.port, on_isolation="continue") as a:
+        store = form(a)[0].found.store
+        proxy.close()
+        store.set_timeout(SHORT)
+        with pytest.raises(StoreTimeoutError, match="waiting for 'round/1/key'; the coordinator is out of reach"):
+            store.get("key")
+
+
+def test_whoever_waits_when_the_node_leaves_is_told(server: CoordinatorProcess) -> None:
+    with node(server.port) as a:
+        store = form(a)[0].found.store
+        waiting = Caller(store.get, "never")
+        store.set("in between", "")
+    with pytest.raises(RendezvousConnectionError, match="the connection to the coordinator is closed"):
+        waiting.result()
+    with pytest.raises(RendezvousConnectionError, match="the connection to the coordinator is closed"):
+        store.set("too", "late")
+
+
+def test_many_threads_share_one_connection(clients: list[Store]) -> None:
+    """Answers find their questions, whatever the order in which they come."""
+    started = threading.Barrier(8)
+
+    def ask(number: int) -> bool:
+        started.wait()
+        for turn in range(30):
+            key = f"{number}/{turn}"
+            clients[0].set(key, key)
+            if clients[1].get(key) != key.encode() or clients[0].get(key) != key.encode():
+                return False
+        return True
+
+    callers = [Caller(ask, number) for number in range(8)]
+    assert all(each.result() for each in callers)
+
+
+def test_an_answer_does_not_wait_for_one_that_takes_longer(clients: list[Store]) -> None:
+    waiting = Caller(clients[0].get, "late")
+    began = time.monotonic()
+    clients[0].set("at once", "")
+    clients[0].get("at once")
+    assert time.monotonic() - began < 20  # The store's time-out is 60 s; behind a queue this would take as long.
+    clients[1].set("late", "")
+    waiting.result()
