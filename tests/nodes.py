@@ -281,6 +281,7 @@ class Scene:
         self.home = home
         self.port = port or support.free_port()
         self.run_id = home.name
+        self.master_port: int | None = None
         self.nodes: list[Node] = []
         self._coordinators: list[Node] = []
         self._mark = mark
@@ -302,9 +303,29 @@ class Scene:
         **settings: Any,
     ) -> Node:
         """An agent. `settings` are those of --rdzv-conf that differ from `SETTINGS`."""
+        place = ["--rdzv-backend", "tcp", "--rdzv-endpoint", f"127.0.0.1:{port or self.port}"]
+        return self._start(name, nnodes, place, options, script, args, settings)
+
+    def start_static(self, name: str, nnodes: str, rank: int, *options: str) -> Node:
+        """An agent of a run whose master port the user has fixed."""
+        if self.master_port is None:
+            self.master_port = support.free_port()
+        place = ["--master-addr", "127.0.0.1", "--master-port", str(self.master_port), "--node-rank", str(rank)]
+        return self._start(name, nnodes, place, options, "", (), {"coordinator_port": self.port})
+
+    def _start(
+        self,
+        name: str,
+        nnodes: str,
+        place: list[str],
+        options: tuple[str, ...],
+        script: str,
+        args: tuple[str, ...],
+        settings: dict[str, Any],
+    ) -> Node:
         conf = ",".join(f"{key}={value}" for key, value in {**SETTINGS, **settings}.items())
-        command = [sys.executable, "-m", "holdfast", "run", "--nnodes", nnodes, "--rdzv-backend", "tcp"]
-        command += ["--rdzv-endpoint", f"127.0.0.1:{port or self.port}", "--rdzv-id", self.run_id, "--rdzv-conf", conf]
+        command = [sys.executable, "-m", "holdfast", "run", "--nnodes", nnodes, *place]
+        command += ["--rdzv-id", self.run_id, "--rdzv-conf", conf]
         command += [*options, script or self.script, str(self.home), *args]
         node = self._launch(name, command)
         self.nodes.append(node)
@@ -429,7 +450,8 @@ class Scene:
             for what in ("world_size", "restarts", "master"):
                 values = {getattr(life, what) for life in lives}
                 assert len(values) == 1, f"round {round} does not agree about {what}: {values}\n{self}"
-        assert len(set.union(set(), *masters)) == len(masters), f"rounds share a master port: {masters}\n{self}"
+        expected = len(masters) if self.master_port is None else min(1, len(masters))
+        assert len(set.union(set(), *masters)) == expected, f"the masters of the rounds: {masters}\n{self}"
         self._check_overlap(list(rounds.values()))
 
     def _check_overlap(self, rounds: list[list[Life]]) -> None:

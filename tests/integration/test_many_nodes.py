@@ -386,6 +386,33 @@ def test_a_connection_that_breaks_and_is_made_again_disturbs_nobody(scene: Scene
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+# Nodes whose ranks and master the user has fixed.
+
+
+def test_static_nodes_restart_together(scene: Scene) -> None:
+    agents = [scene.start_static(name, "2", rank, "--max-restarts", "1") for rank, name in enumerate("ab")]
+    first = scene.await_world(2)
+    assert [(life.node, life.master) for life in first] == [(name, f"127.0.0.1:{scene.master_port}") for name in "ab"]
+    scene.order("exit 3", rank=1, round=1)
+    scene.await_world(2, after=1)
+    scene.order("exit 4", rank=0, round=2)
+    assert scene.ended() == {"a": 1, "b": 1}
+    assert len({last_line(agent.log) for agent in agents}) == 1, "every node tells the same cause"
+    assert "rank 0 exited with code 4" in last_line(agents[1].log)
+
+
+def test_a_static_node_can_be_replaced(scene: Scene) -> None:
+    a = scene.start_static("a", "2", 0)
+    scene.start_static("b", "2", 1)
+    scene.await_world(2)
+    a.send(signal.SIGKILL)
+    scene.start_static("c", "2", 0)
+    second = scene.await_world(2, after=1)
+    assert [(life.node, life.restarts) for life in second] == [("c", 0), ("b", 0)]
+    scene.order("exit 0", round=second[0].round)
+    assert scene.ended() == {"a": -9, "b": 0, "c": 0}
+
+
 # The coordinator.
 
 
