@@ -216,18 +216,32 @@ MUTATIONS = [
         _FENCING,
     ),
     Mutation(
-        "a closed connection is given up before the agent gives up", _replaced(Membership, "_closed", _drop_at_once), _FENCING
-    ),
-    Mutation(
-        "an agent does not mind a closed connection",
-        _replaced(Session, "_disconnected", lambda original: lambda self, jitter, now: self._retreat(jitter, now) or []),
+        "a closed connection is given up before the agent gives up",
+        _replaced(Membership, "_closed", _drop_at_once),
         _FENCING,
     ),
     Mutation(
-        "an agent takes a silent network for a refusal", _replaced(Session, "_connect_failed", _call_it_refused), _FENCING
+        "an agent does not mind a closed connection",
+        _replaced(
+            Session, "_disconnected", lambda original: lambda self, jitter, now: self._retreat(jitter, now) or []
+        ),
+        _FENCING,
     ),
-    Mutation("the lease is lifted when the place is lost", _replaced(Session, "_lose_place_if_due", _lift_the_lease), _FENCING),
-    Mutation("the spawner ignores the lease", _replaced(Host, "set_lease", lambda original: lambda self, until: None), _FENCING),
+    Mutation(
+        "an agent takes a silent network for a refusal",
+        _replaced(Session, "_connect_failed", _call_it_refused),
+        _FENCING,
+    ),
+    Mutation(
+        "the lease is lifted when the place is lost",
+        _replaced(Session, "_lose_place_if_due", _lift_the_lease),
+        _FENCING,
+    ),
+    Mutation(
+        "the spawner ignores the lease",
+        _replaced(Host, "set_lease", lambda original: lambda self, until: None),
+        _FENCING,
+    ),
     Mutation(
         "a place that comes too late is taken",
         _replaced(Participant, "_sealed", _start_whatever_is_late),
@@ -245,14 +259,22 @@ MUTATIONS = [
         _FENCING,
     ),
     Mutation(
-        "a lost node is charged to the budget", _replaced(Membership, "_judge", _blame_departed), frozenset({"membership_is_free"})
+        "a lost node is charged to the budget",
+        _replaced(Membership, "_judge", _blame_departed),
+        frozenset({"membership_is_free"}),
     ),
     Mutation(
-        "failures of a planned stop are charged", _replaced(Membership, "_failed", _blame_stopped), frozenset({"membership_is_free"})
+        "failures of a planned stop are charged",
+        _replaced(Membership, "_failed", _blame_stopped),
+        frozenset({"membership_is_free"}),
     ),
-    Mutation("failures cost nothing", _replaced(Membership, "_judge", _forgive_failures), frozenset({"failures_are_charged"})),
     Mutation(
-        "a failure is reported once", _replaced(Participant, "_join_message", _say_it_once), frozenset({"no_failure_is_forgotten"})
+        "failures cost nothing", _replaced(Membership, "_judge", _forgive_failures), frozenset({"failures_are_charged"})
+    ),
+    Mutation(
+        "a failure is reported once",
+        _replaced(Participant, "_join_message", _say_it_once),
+        frozenset({"no_failure_is_forgotten"}),
     ),
     Mutation(
         "stale rounds are taken for the present one",
@@ -277,7 +299,9 @@ MUTATIONS = [
     Mutation("every node is its own master", _replaced(world.World, "places", _own_master), frozenset({"ranks_agree"})),
     Mutation("the round is not counted on", _replaced(Membership, "_seal", _same_round), frozenset({"rounds_rise"})),
     Mutation(
-        "a sealed round is not written down", _replaced(Membership, "_seal", _unremembered), frozenset({"rounds_rise"}) | _FENCING
+        "a sealed round is not written down",
+        _replaced(Membership, "_seal", _unremembered),
+        frozenset({"rounds_rise"}) | _FENCING,
     ),
     Mutation(
         "a restarted coordinator forgets the end",
@@ -294,9 +318,13 @@ MUTATIONS = [
         _replaced(Membership, "_react_after_end", _tell_those_present),
         frozenset({"settles", "ends_and_everybody_knows"}),
     ),
-    Mutation("the outcome changes", _replaced(Membership, "_react_after_end", _two_outcomes), frozenset({"one_outcome"})),
     Mutation(
-        "one success is everybody's", _replaced(Membership, "_finish", _succeed_with_the_first), frozenset({"success_is_unanimous"})
+        "the outcome changes", _replaced(Membership, "_react_after_end", _two_outcomes), frozenset({"one_outcome"})
+    ),
+    Mutation(
+        "one success is everybody's",
+        _replaced(Membership, "_finish", _succeed_with_the_first),
+        frozenset({"success_is_unanimous"}),
     ),
     Mutation(
         "newcomers are let in at the moment of the join only",
@@ -311,7 +339,9 @@ MUTATIONS = [
     Mutation(
         "an agent joins again before its workers are gone",
         _replaced(
-            Lifecycle, "_stop", lambda original: lambda self, *, at_once: [*original(self, at_once=at_once), *self._join()]
+            Lifecycle,
+            "_stop",
+            lambda original: lambda self, *, at_once: [*original(self, at_once=at_once), *self._join()],
         ),
         _FENCING | _RAISE | {"one_round_per_node"},
     ),
