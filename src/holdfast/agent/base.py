@@ -209,6 +209,8 @@ class SimpleElasticAgent(ElasticAgent):
                 logger.warning("%s", _cause(self._result))
                 run.report_failure(round, _failure(self._result))
             case lifecycle.ReportSuccess(round):
+                if (group.group_world_size or 1) > 1:
+                    logger.info("the workers of this node have finished, waiting for the other nodes")
                 run.report_success(round, self._machine.peers_timeout_s)
             case lifecycle.EndRun():
                 pass
