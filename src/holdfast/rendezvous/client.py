@@ -178,6 +178,9 @@ class Client:
                     self._send(message)
                 case session.Connect():
                     self._connect()
+                case session.HangUp():
+                    self._close()
+                    self.reach.lost(time.monotonic())
                 case session.SetLease(until):
                     self._set_lease(until)
                 case _:
