@@ -196,9 +196,11 @@ class Node:
             return found
 
         try:
-            return support.wait_until(find, f"{pattern!r} in the log of {self.name}", deadline_s)[0]
+            found = support.wait_until(find, f"{pattern!r} in the log of {self.name}", deadline_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log}") from None
+        assert found is not None
+        return found[0]
 
     @property
     def is_running(self) -> bool:
@@ -249,7 +251,8 @@ class Relay:
         while True:
             with self._lock:
                 watched = [] if self._is_silent else [self._server, *self._pairs]
-            ready, _, _ = select.select([self._wake_read, *watched], [], [])
+            sources: list[socket.socket | int] = [self._wake_read, *watched]
+            ready, _, _ = select.select(sources, [], [])
             if self._wake_read in ready and not os.read(self._wake_read, 64):
                 return
             with self._lock:
@@ -386,12 +389,14 @@ class Scene:
 
         return self._await(find, f"a world of {size} after round {after}", deadline_s)
 
-    def _await(self, condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
+    def _await(self, condition: Callable[[], T | None], what: str, deadline_s: float = DEADLINE_S) -> T:
         """Like `support.wait_until`, but tells how things stand when it gives up."""
         try:
-            return support.wait_until(condition, what, deadline_s)
+            value = support.wait_until(condition, what, deadline_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self}") from None
+        assert value is not None
+        return value
 
     def _nobody_failed_itself(self) -> None:
         for node in self.nodes:

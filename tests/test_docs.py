@@ -1,6 +1,6 @@
 """The documents tell the truth: what they name exists, and what they show happens.
 
-The lifecycle diagram in docs/architecture.md is made from the machine's own table:
+The diagrams in docs/architecture.md are made from the machines' own tables:
 
     HOLDFAST_REGENERATE=1 pytest tests/test_docs.py
 """
@@ -13,7 +13,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from enum import StrEnum
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -21,14 +23,20 @@ from typing import Any
 
 import pytest
 
-from holdfast.agent.lifecycle import TRANSITIONS, Phase
+from holdfast.agent import lifecycle
 from holdfast.cli import run as cli
+from holdfast.rendezvous import membership, options, participant
+from holdfast.rendezvous.api import RendezvousParameters
+from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.rendezvous.vocabulary import Settings
+from tests import support
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 BEHAVIOUR = ROOT / "docs" / "behaviour.md"
 EXAMPLES = ROOT / "examples" / "README.md"
+MANY_NODES = ROOT / "docs" / "many-nodes.md"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -52,26 +60,67 @@ def inline_code(path: Path) -> list[str]:
     return INLINE_CODE.findall(prose(path))
 
 
-# --- the lifecycle diagram ------------------------------------------------------------------------------------------
+# --- diagrams -------------------------------------------------------------------------------------------------------
+
+Change = tuple[StrEnum, str, StrEnum]
 
 
-def lifecycle_diagram() -> str:
-    phases = list(Phase)
-    lines = ["stateDiagram-v2", f"    [*] --> {Phase.IDLE}"]
-    for (phase, event), targets in TRANSITIONS.items():
-        for target in sorted(targets, key=phases.index):
-            lines.append(f"    {phase} --> {target}: {event.__name__}")
-    lines.append(f"    {Phase.ENDED} --> [*]")
-    return "\n".join(lines) + "\n"
+def _lifecycle_changes() -> list[Change]:
+    phases = list(lifecycle.Phase)
+    return [
+        (phase, event.__name__, target)
+        for (phase, event), targets in lifecycle.TRANSITIONS.items()
+        for target in sorted(targets, key=phases.index)
+    ]
 
 
-def test_the_lifecycle_diagram_is_the_table() -> None:
-    wanted = f"```mermaid\n{lifecycle_diagram()}```"
+# The machine -> its changes, where it begins, and where it ends.
+MACHINES: dict[str, tuple[Sequence[Change], StrEnum, StrEnum]] = {
+    "lifecycle": (_lifecycle_changes(), lifecycle.Phase.IDLE, lifecycle.Phase.ENDED),
+    "membership": (membership.PHASE_CHANGES, membership.Phase.FORMING, membership.Phase.ENDED),
+    "participant": (participant.STANDING_CHANGES, participant.Standing.OUTSIDE, participant.Standing.DONE),
+}
+
+
+def diagram(name: str) -> str:
+    changes, first, last = MACHINES[name]
+    lines = ["stateDiagram-v2", f"    [*] --> {first}"]
+    for origin, label, target in changes:
+        assert not set(label) & set(":;#\n"), f"{label!r} would break the diagram"
+        lines.append(f"    {origin} --> {target}: {label}")
+    return "\n".join([*lines, f"    {last} --> [*]"]) + "\n"
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_diagrams_are_the_tables(name: str) -> None:
+    """A comment in front of each says which one it is."""
+    place = re.compile(rf"(<!-- diagram: {name};[^>]*-->\n\n)```mermaid\n.*?```", re.DOTALL)
+    wanted = f"```mermaid\n{diagram(name)}```"
     text = ARCHITECTURE.read_text()
     if os.environ.get("HOLDFAST_REGENERATE") == "1":
-        text = re.sub(r"```mermaid\n.*?```", lambda _: wanted, text, count=1, flags=re.DOTALL)
+        text = place.sub(lambda found: found[1] + wanted, text)
         ARCHITECTURE.write_text(text)
-    assert wanted in text, "HOLDFAST_REGENERATE=1 pytest tests/test_docs.py makes it anew"
+    [shown] = [found[0] for found in place.finditer(text)]
+    assert shown.endswith(wanted), "HOLDFAST_REGENERATE=1 pytest tests/test_docs.py makes it anew"
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_diagrams_are_complete(name: str) -> None:
+    """Every state can be reached, and from every state the end."""
+    changes, first, last = MACHINES[name]
+    onward = {(origin, target) for origin, _, target in changes}
+    assert _reached(first, onward) == set(type(first))
+    assert _reached(last, {(target, origin) for origin, target in onward}) == set(type(first))
+
+
+def _reached(start: StrEnum, steps: set[tuple[StrEnum, StrEnum]]) -> set[StrEnum]:
+    found, waiting = {start}, [start]
+    while waiting:
+        here = waiting.pop()
+        fresh = {target for origin, target in steps if origin == here} - found
+        found |= fresh
+        waiting.extend(fresh)
+    return found
 
 
 # --- what the documents name ----------------------------------------------------------------------------------------
@@ -156,6 +205,60 @@ def test_names_in_the_readme_can_be_imported() -> None:
         import_module(name)
 
 
+# --- the page about many nodes --------------------------------------------------------------------------------------
+
+
+def table_under(heading: str) -> list[list[str]]:
+    """The cells of the first table under a heading, without its head."""
+    text = MANY_NODES.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    rows = [re.split(r"\s*\|\s*", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) > 2
+    return rows[2:]
+
+
+def test_settings_of_the_many_nodes_page() -> None:
+    names = {key.strip("`"): set(INLINE_CODE.findall(aliases)) for key, aliases, *_ in table_under("Settings")}
+    assert names == {key: set(aliases) for key, aliases in options.KEYS.items()}
+
+
+def test_defaults_of_the_many_nodes_page() -> None:
+    found = options.TcpOptions.from_parameters(RendezvousParameters("tcp", "host:1", "run", 1, 2))
+    agreed = {**as_dictionary(found.settings(RestartPolicy())), **as_dictionary(found.session), **as_dictionary(found)}
+    checked = 0
+    for name, _, default, same, _ in table_under("Settings"):
+        key = name.strip("`")
+        if f"{key}_s" in agreed:
+            assert float(default) == agreed[f"{key}_s"], key
+            assert (same == "yes") == hasattr(Settings, f"{key}_s"), key
+            checked += 1
+    assert checked == 8
+
+
+def as_dictionary(settings: Any) -> dict[str, Any]:
+    return {each.name: getattr(settings, each.name) for each in fields(settings)}
+
+
+@cache
+def texts_in_the_code() -> frozenset[str]:
+    """Every text in the source, cut where a value is put in."""
+    constants = (
+        node.value
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    return frozenset(part for text in constants for part in re.split(r"%[drsg]", text))
+
+
+@pytest.mark.parametrize("line", [INLINE_CODE.findall(row[0])[0] for row in table_under("What the lines mean")])
+def test_lines_of_the_many_nodes_page_are_in_the_code(line: str) -> None:
+    """What stands between `<` and `>` differs."""
+    parts = [part.strip() for part in re.split(r"<\w+>", line) if len(part.strip()) > 2]
+    assert parts
+    for part in parts:
+        assert any(part in text for text in texts_in_the_code()), f"no text in the code has {part!r}"
+
+
 # --- commands -------------------------------------------------------------------------------------------------------
 
 
@@ -196,20 +299,22 @@ def test_the_readme_has_its_commands() -> None:
             assert words[1] in targets
 
 
-def execute(line: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of a document from the project's directory; what it leaves goes to `directory`."""
+def command_of(line: str) -> list[str]:
     words = shlex.split(line, comments=True)
     start = {"python": [sys.executable], "holdfast": [sys.executable, "-m", "holdfast"]}[words[0]]
+    return [*start, *words[1:]]
+
+
+def surroundings(directory: Path) -> dict[str, Any]:
+    """Commands run from the project's directory; what they leave goes to `directory`."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-    return subprocess.run(
-        [*start, *words[1:]],
-        cwd=ROOT,
-        env={**environ, "TMPDIR": str(directory)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return {"cwd": ROOT, "env": {**environ, "TMPDIR": str(directory)}, "text": True}
+
+
+def execute(line: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of a document."""
+    options = surroundings(directory)
+    return subprocess.run(command_of(line), capture_output=True, timeout=100, check=False, **options)
 
 
 EXAMPLE_LINES = [line for block in fences(EXAMPLES, "sh") for line in block.splitlines()]
@@ -249,6 +354,25 @@ def test_the_report_in_the_readme_is_what_is_printed(tmp_path: Path) -> None:
     for line in neutral(shown, "/home/me/holdfast"):
         if line.strip() != "[...]":
             assert line in printed, f"not printed, or not in this place: {line}"
+
+
+def test_two_terminals_show_what_the_readme_shows(tmp_path: Path) -> None:
+    [shown] = [block for block in fences(README, "") if "joined, waiting for" in block]
+    [line] = [line for block in fences(README, "sh") for line in block.splitlines() if "127.0.0.1:29400" in line]
+    line = line.replace(":29400", f":{support.free_port()}")
+    said = tmp_path / "first"
+    with said.open("w") as file:
+        first = subprocess.Popen(command_of(line), stdout=subprocess.DEVNULL, stderr=file, **surroundings(tmp_path))
+    try:
+        support.wait_until(lambda: "joined" in said.read_text(), "the first terminal waits for the second")
+        second = execute(line, tmp_path)
+        assert (second.returncode, first.wait(support.DEADLINE_S)) == (0, 0), second.stderr
+    finally:
+        first.kill()
+    printed = iter(neutral(said.read_text(), str(ROOT)))
+    for each in neutral(shown, ""):
+        if each.strip() != "[...]":
+            assert each in printed, f"not printed, or not in this place: {each}\n{said.read_text()}"
 
 
 def test_the_python_in_the_readme_runs() -> None:

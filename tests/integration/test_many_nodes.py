@@ -207,7 +207,7 @@ def test_a_node_that_finished_early_restarts_with_the_others(scene: Scene) -> No
 
 
 def test_growing_and_shrinking_is_not_charged(scene: Scene) -> None:
-    scene.start("a", "1:3")
+    scene.start("a", "1:3", "--log-dir", "logs", "--redirects", "3")
     scene.await_world(1)
     scene.start("b", "1:3")
     second = scene.await_world(2)
@@ -220,6 +220,8 @@ def test_growing_and_shrinking_is_not_charged(scene: Scene) -> None:
     assert [life.node for life in second + third + fourth] == ["a", "b", "a", "b", "c", "a", "b"]
     assert {life.restarts for life in scene.lives()} == {0}
     assert all(life.was_asked_to_stop for life in scene.lives() if life.round < fourth[0].round)
+    logs = list((scene.home / "logs").glob("*/attempt_*/0/stdout.log"))
+    assert len(logs) == len(scene.lives(node="a")), "every round keeps its logs"
 
 
 def test_a_newcomer_waits_for_the_next_restart_if_told_so(scene: Scene) -> None:
@@ -321,6 +323,49 @@ def test_a_node_that_is_told_to_stop_leaves_the_run(scene: Scene) -> None:
     other = agents[second[0].node]
     assert re.search(rf"-{leaver.pid}-\S+ leaves", other.log)
     assert {life.restarts for life in second} == {0}
+
+
+def test_a_standby_may_leave(scene: Scene) -> None:
+    scene.start("a", "1")
+    scene.await_world(1)
+    b = scene.start("b", "1")
+    b.await_line("this node stands by")
+    b.send(signal.SIGTERM)
+    assert b.wait() == 143
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 143}
+    assert len(scene.lives()) == 1
+
+
+def test_a_node_that_has_finished_may_leave(scene: Scene) -> None:
+    agents = {name: scene.start(name, "2") for name in "ab"}
+    first = scene.await_world(2)
+    scene.order("exit 0", rank=0)
+    assert not support.survivors([first[0].pid])
+    leaver = agents.pop(first[0].node)
+    leaver.await_line("have finished, waiting for the other nodes")
+    leaver.send(signal.SIGTERM)
+    assert leaver.wait() == 143
+    scene.order("exit 0", rank=1)
+    assert [agent.wait() for agent in agents.values()] == [0]
+    assert len(scene.lives()) == 2
+
+
+def test_a_node_may_leave_while_it_stops_its_workers(scene: Scene) -> None:
+    """One of its workers takes its time; the failure that began it all is not charged, because a member left."""
+    options = ("--shutdown-timeout", "2")
+    a = scene.start("a", "1:2", *options, args=("--stubborn",), rank=0, last_call=LONG_S)
+    scene.start("b", "1:2", *options, rank=1, last_call=LONG_S)
+    first = scene.await_world(2)
+    scene.order("exit 3", rank=1, round=1)
+    support.wait_until(lambda: scene.lives(round=1, rank=0)[0].was_asked_to_stop, "the stop")
+    a.send(signal.SIGTERM)
+    assert a.wait() == 143
+    assert not support.alive(first[0].pid)
+    second = scene.await_world(1, after=1)
+    assert (second[0].node, second[0].restarts) == ("b", 0)
+    scene.order("exit 0", round=second[0].round)
+    assert scene.ended() == {"a": 143, "b": 0}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -141,6 +141,10 @@ class Agent:
                 self.network.send_up(self.link, message)
             case session.Connect():
                 self.network.connect(self)
+            case session.HangUp():
+                assert self.link is not None, "it hung up without a connection"
+                self.network.close_by_agent(self.link)
+                self.link = None
             case session.SetLease(until):
                 self.host.set_lease(until)
             case participant.WorldSealed(place):
@@ -321,6 +325,17 @@ class Agent:
 
     def crash(self) -> None:
         self.engine.note(self.name, "is killed")
+        self._die()
+
+    def vanish(self) -> None:
+        """With the whole host, without a word."""
+        self.engine.note(self.name, "is gone with its host")
+        self.is_alive = False
+        if self.link is not None:
+            self.link.agent_open = False
+            self.link = None
+        if self.host.group is not None:
+            self.host.kill(self.host.group, "the host is gone")
         self._die()
 
     def _die(self) -> None:

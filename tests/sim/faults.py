@@ -31,6 +31,7 @@ KINDS = (
     "partition",
     "partition_one_way",
     "crash_agent",
+    "lose_host",
     "freeze_agent",
     "pause_loop",
     "crash_coordinator",
@@ -72,14 +73,14 @@ class Profile:
 def draw_profile(random: Random) -> Profile:
     host_count = random.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, 6))
     min_nodes = random.randint(1, host_count)
-    max_nodes = random.randint(min_nodes, host_count + 1)
+    max_nodes = random.randint(min_nodes, host_count + 2)
     requests_ranks = random.random() < 0.15
     if requests_ranks:
         max_nodes = max(max_nodes, host_count)
     heartbeat_s, lease_s, drop_timeout_s, reconnect_grace_s = random.choice(
         ((1.0, 5.0, 2.0, 0.5), (1.0, 5.0, 2.0, 0.5), (0.5, 3.0, 1.5, 0.5), (2.0, 10.0, 4.0, 1.0))
     )
-    kinds = tuple(kind for kind in KINDS if random.random() < 0.4)
+    kinds = _draw_kinds(random)
     policy = _draw_policy(random)
     chance_of_failure = random.choice((0.0, 0.1, 0.3) if policy.max_restarts else (0.0, 0.0, 0.2))
     settings = Settings(
@@ -114,6 +115,13 @@ def draw_profile(random: Random) -> Profile:
     )
 
 
+def _draw_kinds(random: Random) -> tuple[str, ...]:
+    """A few that do their worst, or many at once."""
+    if random.random() < 0.5:
+        return tuple(random.sample(KINDS, 2))
+    return tuple(kind for kind in KINDS if random.random() < 0.4)
+
+
 def _draw_policy(random: Random) -> RestartPolicy:
     return RestartPolicy(
         max_restarts=random.choice((0, 0, 1, 3, 100, 100)),
@@ -125,9 +133,10 @@ def _draw_policy(random: Random) -> RestartPolicy:
     )
 
 
-def draw_clock(random: Random) -> Clock:
-    """Often as wrong as it may be, because that is where a margin is found to be too small."""
-    rate = random.choice((1.0, SLOWEST, FASTEST, random.uniform(SLOWEST, FASTEST)))
+def draw_clock(random: Random, *, is_coordinator: bool = False) -> Clock:
+    """Often as wrong as it may be, and in the wrong direction, because that is where a margin is found too small."""
+    worst = FASTEST if is_coordinator else SLOWEST
+    rate = random.choice((1.0, worst, worst, random.uniform(SLOWEST, FASTEST)))
     return Clock(random.uniform(0.0, 100_000.0), rate)
 
 
@@ -243,6 +252,13 @@ class Misfortune:
         host = self._host()
         if host.agent is not None:
             host.agent.crash()
+            self._maybe_come_back(host)
+
+    def _lose_host(self) -> None:
+        """The power goes: nobody is left who could close a connection."""
+        host = self._host()
+        if host.agent is not None:
+            host.agent.vanish()
             self._maybe_come_back(host)
 
     def _maybe_come_back(self, host: Host) -> None:

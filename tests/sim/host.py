@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tests.sim.agent import Agent
 
 AGENT_DEATH_TO_WORKERS_DEATH_S = 0.2
+SPAWNER_LATENESS_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class Host:
 
     def set_lease(self, until: float | None) -> None:
         self._lease_until = until
-        self._lease.set(until)
+        self._lease.set(None if until is None else until + SPAWNER_LATENESS_S)
 
     def start(self, node: str, round: int, rank: int, restarts_used: int) -> Group:
         """A spawner whose lease has ended starts nothing: to the agent it looks as if the workers were killed."""

@@ -5,17 +5,17 @@ A mutation replaces something of the production code (or of the fake spawner) fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from holdfast.agent import lifecycle
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.rendezvous import membership, participant, session, world
 from holdfast.rendezvous import vocabulary as words
-from holdfast.rendezvous.membership import Membership, Phase
+from holdfast.rendezvous.membership import Membership
 from holdfast.rendezvous.participant import Participant
 from holdfast.rendezvous.session import Session
 from tests.sim.host import Host
@@ -43,10 +43,9 @@ def _lease_of_half_the_length(original: Any) -> Any:
 
 def _drop_at_once(original: Any) -> Any:
     def closed(self: Membership, key: str, now: float) -> None:
-        original(self, key, now)
-        node = self._nodes.get(key)
-        if node is not None and node.drop_at is not None:
-            node.drop_at = min(node.drop_at, now + 0.1)
+        node = self._roster.get(key)
+        if node is not None and node.is_open:
+            self._roster.drop(node, now + 0.1)
 
     return closed
 
@@ -81,8 +80,9 @@ def _blame_stopped(original: Any) -> Any:
 def _adopt_without_waiting(original: Any) -> Any:
     def adopt(self: Membership, place: Any, now: float) -> None:
         original(self, place, now)
-        for key in self._dropping:
-            self._nodes[key].drop_at = now + 0.2
+        for node in self._roster:
+            if not node.is_open:
+                self._roster.drop(node, now + 0.2)
 
     return adopt
 
@@ -131,7 +131,7 @@ def _own_master(original: Any) -> Any:
 
 def _admit_at_the_join_only(original: Any) -> Any:
     def admit(self: Membership, now: float) -> Any:
-        newest = next(reversed(self._nodes.values()))
+        newest = max(self._roster, key=lambda node: node.arrival)
         has_just_joined = newest.stage is words.Stage.WAITING and newest.heard_at == now
         return original(self, now) if has_just_joined else []
 
@@ -252,7 +252,7 @@ MUTATIONS = [
         _replaced(Membership, "_stop", _judge_at_once),
         _FENCING | _RAISE | {"membership_is_free"},
     ),
-    Mutation("an adopted round does not wait", _replaced(Membership, "_adopt", _adopt_without_waiting), _FENCING),
+    Mutation("an adopted round does not wait", _replaced(Membership, "_adopt", _adopt_without_waiting), frozenset({"nobody_lost_without_reason"})),
     Mutation(
         "a restarted coordinator does not wait",
         _replaced(Membership, "_sealing_allowed_at", lambda original: lambda self: self._not_before),
@@ -333,8 +333,8 @@ MUTATIONS = [
     ),
     Mutation(
         "silent nodes are never lost",
-        _replaced(Membership, "_lose_overdue", lambda original: lambda self, now: []),
-        frozenset({"settles", "no_busy_loop"}),
+        _replaced(Membership, "_lease_ends", lambda original: lambda self, node: math.inf),
+        frozenset({"settles"}),
     ),
     Mutation(
         "an agent joins again before its workers are gone",
@@ -346,5 +346,3 @@ MUTATIONS = [
         _FENCING | _RAISE | {"one_round_per_node"},
     ),
 ]
-assert Phase.FORMING
-assert lifecycle.Join

@@ -99,7 +99,9 @@ class Network:
             agent.hear(agent.connected, link)
 
     def _time_out(self, agent: Agent, began: float) -> None:
-        self.engine.at(began + self.connect_timeout_s, agent.hear, agent.connect_failed, False)
+        """Nobody answers; or a router says at once that there is no way."""
+        after_s = self.connect_timeout_s if self.engine.random.random() < 0.5 else 0.05
+        self.engine.at(began + after_s, agent.hear, agent.connect_failed, False)
 
     # Sending.
 

@@ -32,7 +32,7 @@ class FakeWorld:
         self.profile: Profile = draw_profile(random)
         settings = self.profile.settings
         self.engine = Engine(random)
-        clock = draw_clock(random)
+        clock = draw_clock(random, is_coordinator=True)
         self.checks = Checks(settings, lambda: clock.local(self.engine.now))
         if self.profile.is_calm:
             self.checks.be_calm()
@@ -117,7 +117,7 @@ class FakeWorld:
     def _set_out(self) -> None:
         self.engine.after(self.engine.random.choice((0.0, 0.0, 3.0)), self.start_coordinator)
         for _ in range(self.profile.host_count):
-            spread_s = self.engine.random.choice((0.0, 0.5, 8.0))
+            spread_s = self.engine.random.choice((0.0, 0.5, 8.0, 30.0))
             self.engine.at(self.engine.random.random() * spread_s, self.start_agent, self.add_host())
 
     def _heal_everything(self) -> None:

@@ -30,7 +30,7 @@ from holdfast.agent.blocking import call_interruptibly
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.diagnosis import report
-from holdfast.errors import HoldfastError, UserError
+from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.process import signals
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.signals import SignalException
@@ -196,6 +196,7 @@ class SimpleElasticAgent(ElasticAgent):
         group = self._worker_group
         match command:
             case lifecycle.Join():
+                signals.inbox().raise_pending()  # One that came while the workers were being stopped.
                 return [self._join(group)]
             case lifecycle.StartWorkers(round):
                 self._initialize_workers(group)
@@ -209,6 +210,8 @@ class SimpleElasticAgent(ElasticAgent):
                 logger.warning("%s", _cause(self._result))
                 run.report_failure(round, _failure(self._result))
             case lifecycle.ReportSuccess(round):
+                if (group.group_world_size or 1) > 1:
+                    logger.info("the workers of this node have finished, waiting for the other nodes")
                 run.report_success(round, self._machine.peers_timeout_s)
             case lifecycle.EndRun():
                 pass
@@ -272,6 +275,8 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _ended(self, outcome: Outcome) -> lifecycle.RunEnded:
         self._run_outcome = outcome
+        if outcome.cause is not None and self._policy.max_restarts:
+            logger.warning("no restart: %s", outcome.reason)
         is_success = outcome.end is End.SUCCEEDED
         return lifecycle.RunEnded(lifecycle.Outcome.SUCCEEDED if is_success else lifecycle.Outcome.FAILED)
 
@@ -286,15 +291,22 @@ class SimpleElasticAgent(ElasticAgent):
         if outcome is lifecycle.Outcome.SUCCEEDED:
             self._tell_success()
             return self._result
-        if self._machine.unkillable:
-            pids = ", ".join(map(str, self._machine.unkillable))
-            logger.error("processes that cannot be killed are left on this node: %s", pids)
         self._worker_group.state = WorkerState.FAILED
         settled = self._settle(self._result)
+        if self._machine.unkillable:
+            self._tell_unkillable(settled)
         result = RunResult(WorkerState.FAILED, failures=settled.failures, stopped=settled.stopped)
         if self._run_outcome is not None:
             self._add_agreed_cause(result, self._run_outcome)
         return result
+
+    def _tell_unkillable(self, settled: RunResult) -> None:
+        trouble = (
+            f"processes that cannot be killed are left on this node: {', '.join(map(str, self._machine.unkillable))}"
+        )
+        if not settled.failures:
+            raise HostError(trouble)
+        logger.error(trouble)
 
     def _add_agreed_cause(self, result: RunResult, outcome: Outcome) -> None:
         """What the run as a whole ended of, which need not be what happened here."""
@@ -312,6 +324,9 @@ class SimpleElasticAgent(ElasticAgent):
             result.cause = f"{agreed.text}, on node {agreed.node}"
 
     def _tell_success(self) -> None:
+        if self._round is None:
+            logger.info("the run has succeeded; this node was not needed")
+            return
         count, restarts = len(self._worker_group.workers), self._restarts_used
         who = f"all {count} workers" if count > 1 else "the worker"
         after = {0: "", 1: " after 1 restart"}.get(restarts, f" after {restarts} restarts")

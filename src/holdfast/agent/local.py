@@ -109,6 +109,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         return self._held_watchdog
 
     def _record_watchdog(self, name: str, details: Mapping[str, str]) -> None:
+        if name == "kill worker process" and self._context is not None:
+            self._context.blame(int(details["worker_pid"]), f"its timer {details['scope_id']} had expired")
         self._record(recording.watchdog_event(self._worker_group, name, details, self._restarts_used))
 
     def _round_facts(self, timer_path: str | None) -> RoundFacts:
@@ -125,10 +127,13 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _wait_for_change(self, worker_group: WorkerGroup, pushes_fd: int, timeout_s: float | None) -> None:
         assert self._context is not None
+        if self._context.has_ended():
+            return  # While the last workers were being started; nothing will come to wake us.
         if timeout_s is None and self._stuck.is_on:
             timeout_s = worker_group.spec.monitor_interval
         signals.wait_readable([self._context.fileno(), pushes_fd], timeout_s)
 
+    @prof
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         context = self._context
         assert context is not None

@@ -23,7 +23,7 @@ from typing import cast
 from holdfast.errors import HoldfastError
 from holdfast.rendezvous import messages, participant, reach, session
 from holdfast.rendezvous.api import RendezvousConnectionError
-from holdfast.rendezvous.dial import HANDSHAKE_TIMEOUT_S, Dial, Silent, TlsRefused, TurnedAway
+from holdfast.rendezvous.dial import Dial, Silent, TlsRefused, TurnedAway
 from holdfast.rendezvous.messages import Frames, Malformed, StoreAnswer, StoreRequest, encode
 from holdfast.rendezvous.participant import Participant
 from holdfast.rendezvous.reach import Obstacle, Reach
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
 _GOODBYE_S = 2.0
 _LONGEST_WAIT_S = 1e9
+_ANSWER_MARGIN_S = 1.0  # That the time is up is the coordinator's to say, if it can.
 
 CONNECTION_CLOSED = "the connection to the coordinator is closed"
 
@@ -88,7 +89,7 @@ class Client:
         with self._lock:
             self._answers[number] = answer
         try:
-            return answer.wait(timeout_s + HANDSHAKE_TIMEOUT_S) if self._put(request) else answer.closed()
+            return answer.wait(timeout_s + _ANSWER_MARGIN_S) if self._put(request) else answer.closed()
         finally:
             with self._lock:
                 self._answers.pop(number, None)
@@ -177,6 +178,9 @@ class Client:
                     self._send(message)
                 case session.Connect():
                     self._connect()
+                case session.HangUp():
+                    self._close()
+                    self.reach.lost(time.monotonic())
                 case session.SetLease(until):
                     self._set_lease(until)
                 case _:

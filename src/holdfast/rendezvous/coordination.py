@@ -159,6 +159,7 @@ class SoloCoordination(Coordination):
         self._restarts_used = 0
         self._failure: Failure | None = None
         self._found: RendezvousInfo | None = None
+        self._complaint = ""
 
     @property
     def has_fixed_world(self) -> bool:
@@ -211,9 +212,20 @@ class SoloCoordination(Coordination):
 
     def take(self) -> list[Push]:
         pushes = self._mailbox.take()
-        if not pushes and not self.has_fixed_world and self._handler.num_nodes_waiting() > 0:
+        if not pushes and not self.has_fixed_world and self._are_nodes_waiting():
             return [RoundStopped(self._round, "other nodes are waiting to join")]
         return pushes
+
+    def _are_nodes_waiting(self) -> bool:
+        """Workers that are well are not stopped because nobody can be asked."""
+        try:
+            return self._handler.num_nodes_waiting() > 0
+        except Exception as error:
+            complaint = f"{type(error).__name__}: {error}"
+            if complaint != self._complaint:
+                logger.warning("cannot ask whether other nodes are waiting; the workers go on: %s", complaint)
+            self._complaint = complaint
+            return False
 
     @property
     def ask_every_s(self) -> float | None:

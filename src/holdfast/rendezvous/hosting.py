@@ -96,7 +96,8 @@ def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[s
     """Start a coordinator that outlives this process, and keeps the guard for as long as it lives.
 
     Returns when it serves. What it has to say until then is the error if it does not come to that; later it is
-    silent here and keeps a log of its own.
+    silent here and keeps a log of its own. Both sockets are its own from the moment that it exists: if it died while
+    this process, frozen perhaps, still held them, nobody could take its place.
     """
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     # The first process only makes the second, so that the coordinator is nobody's child here.
@@ -112,10 +113,13 @@ def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[s
     command = [sys.executable, "-P", "-c", code, "--fd", str(fd), *options]
     try:
         try:
-            _spawn(command, keep=(fd, kept), output=output)
+            pid = _spawn(command, keep=(fd, kept), output=output)
         finally:
             for each in (fd, kept, output):
                 os.close(each)
+            sock.close()
+            guard.close()
+        _reap(pid)
         said = _words_until_ready(hears)
     finally:
         os.close(hears)
@@ -123,11 +127,11 @@ def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[s
         raise HostError(f"the coordinator cannot be started: {said or 'it ended without a word'}")
 
 
-def _spawn(command: list[str], keep: tuple[int, ...], output: int) -> None:
+def _spawn(command: list[str], keep: tuple[int, ...], output: int) -> int:
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     actions = [(null, 0), (output, 1), (output, 2), *((fd, fd) for fd in keep)]
     try:
-        pid = os.posix_spawn(
+        return os.posix_spawn(
             command[0],
             command,
             os.environ,
@@ -138,6 +142,9 @@ def _spawn(command: list[str], keep: tuple[int, ...], output: int) -> None:
         raise HostError(f"the coordinator cannot be started: {error.strerror}") from None
     finally:
         os.close(null)
+
+
+def _reap(pid: int) -> None:
     try:
         os.waitpid(pid, 0)
     except ChildProcessError:

@@ -410,7 +410,7 @@ class Membership:
         assert self.world is not None
         count = len(self.world.members)
         nodes = "1 node" if count == 1 else f"{count} nodes"
-        return [Announce(keys, f"round {self.round} runs with {nodes}, this node stands by")] if keys else []
+        return [Announce(keys, f"round {self.world.round} runs with {nodes}, this node stands by")] if keys else []
 
     def _advance(self, now: float) -> list[Command]:
         """Whatever is due now that the event has been taken in."""
@@ -452,10 +452,11 @@ class Membership:
 
     def _explanation(self) -> Command:
         """The first word of this round's end was a failure; by now it is known what was behind it."""
+        assert self.world is not None
         shown, rest = self._departed[:_NAMED_AT_MOST], len(self._departed) - _NAMED_AT_MOST
         who = "; ".join(shown) + (f"; and {rest} more" if rest > 0 else "")
         keys = self._roster.open_keys()
-        return Announce(keys, f"{who} (the failures of round {self.round} are put down to that, and not charged)")
+        return Announce(keys, f"{who} (the failures of round {self.world.round} are put down to that, and not charged)")
 
     def _form(self, now: float) -> list[Command]:
         if not self._roster or self.settings is None:

@@ -158,7 +158,7 @@ class NoticeSeen:
 
 
 Delivery = WorldSealed | RoundStopped | PlaceLost | RunEnded | JoinRefused | ProgressSeen | NoticeSeen
-Command = Send | Delivery | session.Connect | session.SetLease
+Command = Send | Delivery | session.Connect | session.SetLease | session.HangUp
 
 
 class Participant:
@@ -218,7 +218,7 @@ class Participant:
                     commands.append(Send(messages.Heartbeat(number)))
                 case session.LosePlace():
                     commands += self._lose_place("the coordinator was out of reach for too long", now)
-                case session.Connect() | session.SetLease():
+                case session.Connect() | session.SetLease() | session.HangUp():
                     commands.append(command)
                 case _:
                     assert_never(command)

@@ -76,8 +76,9 @@ def _exhausted(policy: RestartPolicy) -> str:
     if policy.max_restarts == 0:
         return "no restarts are allowed"
     within = f" within {policy.window_s:g} s" if policy.window_s is not None else ""
-    restarts = "restart" if policy.max_restarts == 1 else "restarts"
-    return f"the {policy.max_restarts} allowed {restarts}{within} are used up"
+    if policy.max_restarts == 1:
+        return f"the 1 allowed restart{within} is used up"
+    return f"the {policy.max_restarts} allowed restarts{within} are used up"
 
 
 def _backoff_s(policy: RestartPolicy, in_a_row: int) -> float:

@@ -124,11 +124,16 @@ class SetLease:
 
 
 @record
+class HangUp:
+    """Close the connection: it is open, but nothing comes through any more."""
+
+
+@record
 class LosePlace:
     """The workers are killed, and the node is nobody to the run."""
 
 
-Command = Connect | SendHeartbeat | SetLease | LosePlace
+Command = Connect | SendHeartbeat | SetLease | HangUp | LosePlace
 
 
 class Session:
@@ -260,8 +265,17 @@ class Session:
             self._attempted_at = now
             return [Connect()]
         if self.line is Line.OPEN and self._next_heartbeat_at is not None and now >= self._next_heartbeat_at:
-            return self._heartbeat(now)
+            return self._hang_up(now) if self._is_mute(now) else self._heartbeat(now)
         return []
+
+    def _is_mute(self, now: float) -> bool:
+        """A host that vanished closes no connection, and the system would go on sending to it for minutes."""
+        oldest = min(self._sent_at.values(), default=now)
+        return now - oldest >= self.settings.lease_s
+
+    def _hang_up(self, now: float) -> list[Command]:
+        self._disconnected(0.0, now)
+        return [HangUp()]
 
     def has_lapsed(self, now: float) -> bool:
         """Whether the workers may not live any longer and nobody has said so yet."""

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
+from typing import Any
 
 from holdfast.records import record
 from holdfast.rendezvous.outcome import Failure, Outcome
@@ -38,11 +39,7 @@ class Settings:
 
     def difference(self, other: Settings) -> str:
         """The first thing in which a node's settings differ from these of the run, in words; or nothing."""
-        for each in fields(self):
-            mine, theirs = getattr(self, each.name), getattr(other, each.name)
-            if mine != theirs:
-                return f"the run has {each.name}={_plain(mine)}, this node has {each.name}={_plain(theirs)}"
-        return ""
+        return _difference(self, other)
 
 
 class Stage(StrEnum):
@@ -227,5 +224,18 @@ class ForgetRun:
 Command = SealWorld | StopRound | Refuse | Expel | TellOutcome | ShowProgress | Announce | Remember | ForgetRun
 
 
+def _difference(ours: Any, theirs: Any) -> str:
+    for each in fields(ours):
+        mine, other = getattr(ours, each.name), getattr(theirs, each.name)
+        if mine == other:
+            continue
+        if is_dataclass(mine):
+            return _difference(mine, other)
+        return f"the run has {each.name}={_plain(mine)}, this node has {each.name}={_plain(other)}"
+    return ""
+
+
 def _plain(value: object) -> str:
+    if isinstance(value, frozenset):
+        return ",".join(sorted(map(str, value))) or "nothing"
     return str(value.value) if isinstance(value, StrEnum) else repr(value)

@@ -1,0 +1,90 @@
+"""Mistakes about where and how nodes meet, as a user of the command line sees them: one clear line, in seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import support
+from tests.coordinators import coordinator, listener
+
+SETTINGS = ("PET_", "HOLDFAST_", "TORCHELASTIC_", "TORCH_ELASTIC_")
+
+
+def run(home: Path, *options: str, **variables: str) -> tuple[int, list[str]]:
+    """The exit code of `holdfast run`, and what it said. Nothing must have been started."""
+    script = support.write_script(home / "job.py", "raise SystemExit('it was started')")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
+    mark = {support.TEST_MARK: os.environ[support.TEST_MARK], "XDG_RUNTIME_DIR": str(home)}
+    command = [sys.executable, "-m", "holdfast", "run", "--rdzv-backend", "c10d", "--nnodes", "2", *options, script]
+    ended = subprocess.run(
+        command, env={**inherited, **mark, **variables}, capture_output=True, text=True, timeout=60, cwd=home
+    )
+    assert "it was started" not in ended.stderr
+    return ended.returncode, ended.stderr.splitlines()
+
+
+def test_a_name_that_does_not_resolve(tmp_path: Path) -> None:
+    code, (line,) = run(tmp_path, "--rdzv-endpoint", "does-not-exist.invalid:29400")
+    assert code == 1
+    assert line.startswith("holdfast run: error: the endpoint does-not-exist.invalid:29400: the name ")
+    assert "does not resolve" in line
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    port = support.free_port()
+    options = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "is_host=false", "--join-timeout", "4")
+    code, (warning, error) = run(tmp_path, *options)
+    assert code == 1
+    assert f"no coordinator can be reached at 127.0.0.1:{port}: Connection refused (tried " in warning
+    assert error == (
+        f"holdfast run: error: no coordinator could be reached at 127.0.0.1:{port} within 4 s; "
+        "the last attempt: Connection refused"
+    )
+
+
+def test_something_else_listens(tmp_path: Path) -> None:
+    with listener(b"220 mail.example.org ESMTP\r\n") as port:
+        code, lines = run(tmp_path, "--rdzv-endpoint", f"127.0.0.1:{port}")
+    assert code == 1
+    assert lines == [f"holdfast run: error: 127.0.0.1:{port} answers, but it is not a holdfast coordinator"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "words"),
+    [
+        ("secret", "guess", "its token is not the one of this coordinator"),
+        ("secret", "", "this coordinator wants a token, and it brings none"),
+        ("", "secret", "it brings a token, but this coordinator was started without one"),
+    ],
+)
+def test_wrong_tokens(tmp_path: Path, theirs: str, ours: str, words: str) -> None:
+    with coordinator(tmp_path, env={"HOLDFAST_TOKEN": theirs}) as server:
+        code, lines = run(tmp_path, "--rdzv-endpoint", f"127.0.0.1:{server.port}", HOLDFAST_TOKEN=ours)
+        server.await_line(f"is turned away: {words}")
+    assert code == 1
+    said = f"the coordinator at 127.0.0.1:{server.port} turned this agent away: {words}"
+    assert lines == [f"holdfast run: error: {said}"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--rdzv-endpoint", "127.0.0.1:0"), "the endpoint 127.0.0.1:0 names no port, so 2 nodes cannot meet there"),
+        (("--rdzv-endpoint", "127.0.0.1:port"), "port 'port' is not a number from 0 to 65535"),
+        (("--rdzv-conf", "colour=red"), "unknown rendezvous setting 'colour'"),
+        (("--rdzv-conf", "store_type=file"), "store_type must be tcp, not 'file'"),
+        (("--rdzv-conf", "heartbeat=1", "--lease", "1"), "lease=1 is too short for a heartbeat every 1 s"),
+        (("--rdzv-conf", "tls_cert=no.pem"), "the TLS certificate no.pem cannot be used: No such file or directory"),
+        (("--token-file", "no-file"), "the token file 'no-file' cannot be read: No such file or directory"),
+    ],
+)
+def test_wrong_settings(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
+    code, (line,) = run(tmp_path, *options)
+    assert code == 2
+    assert line.startswith("holdfast run: error: ")
+    assert words in line
