@@ -335,6 +335,9 @@ class SimpleElasticAgent(ElasticAgent):
     # Start of a round.
 
     def _join(self, group: WorkerGroup) -> lifecycle.Event:
+        assert self._coordination is not None
+        if self._coordination.outcome is not None:
+            return self._ended(self._coordination.outcome)
         restarts_before = self._restarts_used
         try:
             found = self._rendezvous(group)

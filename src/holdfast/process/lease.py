@@ -24,6 +24,10 @@ class Lease:
         self._lock = threading.Lock()
         self._until: float | None = None
 
+    def __del__(self) -> None:
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+
     def set(self, until: float | None) -> None:
         """None: for as long as they like."""
         with self._lock:

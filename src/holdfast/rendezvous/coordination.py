@@ -78,6 +78,11 @@ class Coordination(abc.ABC):
     def next_round(self) -> Round:
         """Block until this node is in a round. Raises `RunOver` if there will be none. May run in a thread."""
 
+    @property
+    @abc.abstractmethod
+    def outcome(self) -> Outcome | None:
+        """How the run has ended, as far as this node has heard."""
+
     @abc.abstractmethod
     def report_failure(self, round: int, failure: Failure) -> None:
         """This node's workers have failed; they are being stopped."""
@@ -127,6 +132,9 @@ class Mailbox:
         self._items: deque[Push] = deque()
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
+    def __del__(self) -> None:
+        os.close(self._fd)
+
     def fileno(self) -> int:
         return self._fd
 
@@ -157,7 +165,8 @@ class SoloCoordination(Coordination):
         self._round = 0
         self._charged_at: list[float] = []
         self._restarts_used = 0
-        self._failure: Failure | None = None
+        self._outcome: Outcome | None = None
+        self._delay_s = 0.0
         self._found: RendezvousInfo | None = None
         self._complaint = ""
 
@@ -170,25 +179,28 @@ class SoloCoordination(Coordination):
         self._policy = policy
 
     def next_round(self) -> Round:
-        self._wait_or_give_up()
+        if self._outcome is not None:
+            raise RunOver(self._outcome)
+        delay_s, self._delay_s = self._delay_s, 0.0
+        time.sleep(delay_s)
         self._found = self._handler.next_rendezvous()
         self._round += 1
         return Round(self._round, self._restarts_used, self._found)
 
-    def _wait_or_give_up(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is None:
-            return
-        decision = restart.decide(self._policy, self._charged_at, failure, time.monotonic())
-        if isinstance(decision, restart.GiveUp):
-            raise RunOver(Outcome(End.FAILED, decision.reason, failure))
-        if decision.is_charged:
-            self._charged_at.append(time.monotonic())
-            self._restarts_used += 1
-        time.sleep(decision.delay_s)
-
     def report_failure(self, round: int, failure: Failure) -> None:
-        self._failure = failure
+        now = time.monotonic()
+        decision = restart.decide(self._policy, self._charged_at, failure, now)
+        if isinstance(decision, restart.GiveUp):
+            self._outcome = Outcome(End.FAILED, decision.reason, failure)
+            return
+        self._delay_s = decision.delay_s
+        if decision.is_charged:
+            self._charged_at.append(now)
+            self._restarts_used += 1
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return self._outcome
 
     def report_success(self, round: int, timeout_s: float) -> None:
         is_alone = self.has_fixed_world or self._found is None or self._found.world_size == 1

@@ -142,6 +142,10 @@ class TcpRendezvousHandler(RendezvousHandler, Coordination):
         client.post(participant.JoinRequested(self._held_port()))
         return self._await_round(client)
 
+    @property
+    def outcome(self) -> Outcome | None:
+        return self._outcome
+
     def report_failure(self, round: int, failure: Failure) -> None:
         self._post(participant.FailureReported(round, bounds.clipped(failure)))
 
