@@ -11,15 +11,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from holdfast.agent.lifecycle import (
     TRANSITIONS,
-    AwaitPeers,
     EndRun,
     InvalidTransition,
     Join,
     Lifecycle,
-    NodesWaiting,
     Outcome,
-    PeersFinished,
     Phase,
+    PlaceLost,
+    ReportFailure,
+    ReportSuccess,
+    RoundStopped,
+    RunEnded,
     RunRequested,
     StartWorkers,
     StopWorkers,
@@ -31,121 +33,161 @@ from holdfast.agent.lifecycle import (
     WorldSealed,
 )
 
-EVENT_TYPES: list[Any] = [
-    RunRequested, WorkersStarted, WorkersSucceeded, WorkersFailed, NodesWaiting, WorkersStopped, PeersFinished,
-    TimePassed,
+IN_A_ROUND: list[Any] = [
+    WorldSealed, WorkersStarted, WorkersSucceeded, WorkersFailed, WorkersStopped, RoundStopped, PlaceLost, TimePassed,
 ]  # fmt: skip
-nodes = st.integers(1, 4)
-
-
-def event_of(kind: Any, round: int, node_count: int = 1) -> Any:
-    return WorldSealed(round, node_count) if kind is WorldSealed else kind(round)
+PEERS_TIMEOUT_S = 10.0
+AGES = st.integers(1, 5)
+OUTCOMES = st.sampled_from(Outcome)
+UNKILLABLE = st.sampled_from([(), (), (), (7,)])
 
 
 def snapshot(machine: Lifecycle) -> dict[str, Any]:
     return {**vars(machine), "_story": machine.story()}
 
 
+def when(**expected: Any) -> Any:
+    """A precondition on what the shell has in hand."""
+    return precondition(lambda self: all(getattr(self, name) == value for name, value in expected.items()))
+
+
 class AgentLife(RuleBasedStateMachine):
     """Plays the shell: it carries commands out, in its own time, and lets things happen to the workers."""
 
-    @initialize(max_restarts=st.integers(0, 3))
-    def begin(self, max_restarts: int) -> None:
-        self.machine = Lifecycle(max_restarts, 10.0)
+    @initialize()
+    def begin(self) -> None:
+        self.machine = Lifecycle(PEERS_TIMEOUT_S)
         self.now = 0.0
-        self.failures = 0
-        self.rounds = [0]
-        self.has_killed_all = True
-        self.todo: list[Any] = []
+        self.is_joining = False
+        self.is_starting = False
+        self.is_stopping = False
+        self.is_over = False
+        self.workers: int | None = None  # The round whose workers may be alive.
+        self.told: Outcome | None = None
+        self.unkillable: tuple[int, ...] = ()
         self.take(RunRequested())
 
     def take(self, event: Any) -> None:
         self.now += 1.0
-        was = self.machine.phase
+        was, round = self.machine.phase, self.machine.round
         commands = self.machine.step(event, self.now)
         assert self.machine.phase in TRANSITIONS[was, type(event)]
-        assert len(commands) <= 1, "one thing at a time"
-        self.todo = commands
-        self.rounds.append(self.machine.round)
+        assert self.machine.round >= round, "rounds only rise"
+        for command in commands:
+            self.carry_out(command)
 
-    def is_asked_for(self, kind: type) -> bool:
-        return bool(self.todo) and isinstance(self.todo[0], kind)
+    def carry_out(self, command: Any) -> None:
+        match command:
+            case Join():
+                assert self.workers is None, "a node that joins has no workers"
+                self.is_joining = True
+            case StartWorkers(round):
+                assert self.workers is None, "one life of workers at a time"
+                self.workers, self.is_starting = round, True
+            case StopWorkers(round):
+                assert self.workers == round
+                self.is_stopping = True
+            case ReportFailure(round):
+                assert round == self.machine.round == self.workers
+            case ReportSuccess(round):
+                assert round == self.machine.round
+            case EndRun(outcome):
+                assert self.workers is None or self.unkillable
+                assert outcome is self.machine.outcome
+                self.is_over, self.is_joining = True, False
+            case _:
+                raise AssertionError(command)
 
-    @precondition(lambda self: self.is_asked_for(Join))
-    @rule(node_count=nodes)
-    def seal(self, node_count: int) -> None:
-        self.node_count = node_count
-        self.take(WorldSealed(self.machine.round, node_count))
+    @when(is_joining=True)
+    @rule(by=AGES)
+    def seal(self, by: int) -> None:
+        self.is_joining = False
+        self.take(WorldSealed(self.machine.round + by))
 
-    @precondition(lambda self: self.is_asked_for(StartWorkers))
+    @when(is_starting=True)
     @rule()
     def start(self) -> None:
+        self.is_starting = False
         self.take(WorkersStarted(self.machine.round))
 
-    @precondition(lambda self: self.is_asked_for(StopWorkers))
-    @rule(unkillable=st.sampled_from([(), (), (), (7,)]))
-    def stop(self, unkillable: tuple[int, ...]) -> None:
-        will_restart = self.todo[0].will_restart
-        self.has_killed_all = not unkillable
-        self.take(WorkersStopped(self.machine.round, unkillable))
-        assert self.is_asked_for(Join) == (will_restart and not unkillable)
-
-    @precondition(lambda self: self.is_asked_for(AwaitPeers))
-    @rule(in_time=st.booleans())
-    def meet_peers(self, in_time: bool) -> None:
-        assert self.machine.next_deadline() is not None
-        kind = PeersFinished if in_time else TimePassed
-        self.take(kind(self.machine.round))
-        assert self.machine.outcome is Outcome.SUCCEEDED
-
-    @precondition(lambda self: self.machine.phase is Phase.RUNNING)
+    @precondition(lambda self: self.workers and not self.is_starting and not self.is_over)
     @rule()
     def fail(self) -> None:
-        had_budget = self.failures < self.machine.max_restarts
-        self.failures += had_budget
         self.take(WorkersFailed(self.machine.round))
-        assert self.todo == [StopWorkers(self.machine.round, will_restart=had_budget)]
 
-    @precondition(lambda self: self.machine.phase is Phase.RUNNING)
-    @rule()
-    def newcomer(self) -> None:
-        self.take(NodesWaiting(self.machine.round))
-        assert self.todo == [StopWorkers(self.machine.round, will_restart=True)]
-
-    @precondition(lambda self: self.machine.phase is Phase.RUNNING)
+    @precondition(lambda self: self.workers and not self.is_starting and not self.is_over)
     @rule()
     def succeed(self) -> None:
+        """They are gone, except to one who is stopping them already and will say so."""
+        if not self.is_stopping:
+            self.workers = None
         self.take(WorkersSucceeded(self.machine.round))
-        assert self.is_asked_for(EndRun if self.node_count == 1 else AwaitPeers)
 
-    @precondition(lambda self: self.machine.round > 0)
-    @rule(kind=st.sampled_from([*EVENT_TYPES, WorldSealed]), age=st.integers(1, 5))
-    def old_news(self, kind: Any, age: int) -> None:
+    @when(is_stopping=True, is_over=False)
+    @rule(unkillable=UNKILLABLE)
+    def stop(self, unkillable: tuple[int, ...]) -> None:
+        self.is_stopping = self.is_starting = False
+        self.unkillable = unkillable
+        self.workers = None if not unkillable else self.workers
+        self.take(WorkersStopped(self.machine.round, unkillable))
+
+    @when(is_over=False)
+    @rule(kind=st.sampled_from([RoundStopped, PlaceLost]))
+    def pushed(self, kind: Any) -> None:
+        self.take(kind(self.machine.round))
+        assert self.machine.phase in (Phase.STOPPING, Phase.JOINING)
+
+    @when(told=None, is_over=False)
+    @rule(outcome=OUTCOMES)
+    def told_of_the_end(self, outcome: Outcome) -> None:
+        self.told = outcome
+        self.take(RunEnded(outcome))
+
+    @when(is_over=True)
+    @rule(kind=st.sampled_from(IN_A_ROUND), ahead=st.integers(-1, 2), outcome=OUTCOMES)
+    def after_the_end(self, kind: Any, ahead: int, outcome: Outcome) -> None:
         before = snapshot(self.machine)
-        assert self.machine.step(event_of(kind, self.machine.round - age), self.now) == []
+        for event in (kind(self.machine.round + ahead), RunEnded(outcome), RunRequested()):
+            assert self.machine.step(event, self.now) == []
         assert snapshot(self.machine) == before
 
-    @rule(kind=st.sampled_from([*EVENT_TYPES, WorldSealed]))
-    def impossible(self, kind: Any) -> None:
-        if (self.machine.phase, kind) in TRANSITIONS:
+    @precondition(lambda self: self.machine.next_deadline() is not None)
+    @rule()
+    def waited_long_enough(self) -> None:
+        self.now += PEERS_TIMEOUT_S
+        self.take(TimePassed(self.machine.round))
+        assert self.machine.outcome is Outcome.SUCCEEDED
+
+    @precondition(lambda self: self.machine.round > 0)
+    @rule(kind=st.sampled_from(IN_A_ROUND), age=AGES)
+    def old_news(self, kind: Any, age: int) -> None:
+        before = snapshot(self.machine)
+        assert self.machine.step(kind(self.machine.round - age), self.now) == []
+        assert snapshot(self.machine) == before
+
+    @when(is_over=False)
+    @rule(kind=st.sampled_from([kind for kind in IN_A_ROUND if kind is not WorldSealed]), ahead=st.integers(0, 2))
+    def impossible(self, kind: Any, ahead: int) -> None:
+        if not ahead and (self.machine.phase, kind) in TRANSITIONS:
             return
         before = snapshot(self.machine)
         with pytest.raises(InvalidTransition):
-            self.machine.step(event_of(kind, self.machine.round), self.now)
+            self.machine.step(kind(self.machine.round + ahead), self.now)
         assert snapshot(self.machine) == before
 
     @invariant()
     def keeps_its_promises(self) -> None:
         machine = self.machine
         machine.check()
-        assert machine.restarts_used == self.failures <= machine.max_restarts
-        assert self.rounds == sorted(self.rounds), "rounds only rise"
-        if machine.phase is Phase.ENDED:
-            assert self.todo == [EndRun(machine.outcome)]  # type: ignore[arg-type]  # ended, so it is not None
-            assert not any(phase is Phase.ENDED for phase, _ in TRANSITIONS), "ended stays ended"
-        if not self.has_killed_all:
+        assert (machine.phase is Phase.ENDED) == self.is_over, "ended stays ended, and is said once"
+        assert self.is_joining <= (machine.phase is Phase.JOINING)
+        if machine.phase is Phase.ENDED and self.unkillable:
             assert machine.outcome is Outcome.FAILED
+        elif machine.phase is Phase.ENDED and self.told:
+            assert machine.outcome is self.told
+        if machine.phase in (Phase.STARTING, Phase.RUNNING):
+            assert self.told is None, "nothing runs after the end"
 
 
 TestAgentLife = AgentLife.TestCase
-TestAgentLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAgentLife.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from holdfast.agent import lifecycle
 from holdfast.agent.lifecycle import (
-    AwaitPeers,
+    TRANSITIONS,
     EndRun,
     InvalidTransition,
     Join,
     Lifecycle,
-    NodesWaiting,
     Outcome,
-    PeersFinished,
     Phase,
+    PlaceLost,
+    ReportFailure,
+    ReportSuccess,
+    RoundStopped,
+    RunEnded,
     RunRequested,
     StartWorkers,
     StopWorkers,
@@ -32,166 +34,192 @@ from holdfast.errors import InternalError
 
 NOW = 1000.0
 PEERS_TIMEOUT_S = 300.0
+FAILED, SUCCEEDED = Outcome.FAILED, Outcome.SUCCEEDED
 
-# The way into each phase, for a world of two nodes.
+# The way into each phase. JOINING is that after a first round, so that there is a round to speak of.
+_RUNNING: list[Any] = [RunRequested(), WorldSealed(1), WorkersStarted(1)]
 WAY: dict[Phase, list[Any]] = {
     Phase.IDLE: [],
-    Phase.JOINING: [RunRequested()],
-    Phase.STARTING: [RunRequested(), WorldSealed(1, 2)],
-    Phase.RUNNING: [RunRequested(), WorldSealed(1, 2), WorkersStarted(1)],
-    Phase.STOPPING: [RunRequested(), WorldSealed(1, 2), WorkersStarted(1), WorkersFailed(1)],
-    Phase.WAITING: [RunRequested(), WorldSealed(1, 2), WorkersStarted(1), WorkersSucceeded(1)],
-    Phase.ENDED: [
-        RunRequested(),
-        WorldSealed(1, 2),
-        WorkersStarted(1),
-        WorkersSucceeded(1),
-        PeersFinished(1),
-    ],
+    Phase.JOINING: [*_RUNNING, WorkersFailed(1), WorkersStopped(1)],
+    Phase.STARTING: _RUNNING[:2],
+    Phase.RUNNING: _RUNNING,
+    Phase.STOPPING: [*_RUNNING, WorkersFailed(1)],
+    Phase.WAITING: [*_RUNNING, WorkersSucceeded(1)],
+    Phase.ENDED: [*_RUNNING, WorkersSucceeded(1), RunEnded(SUCCEEDED)],
 }
-EVENTS: list[Any] = [
-    RunRequested(1),
-    WorldSealed(1, 2),
-    WorkersStarted(1),
-    WorkersSucceeded(1),
-    WorkersFailed(1),
-    NodesWaiting(1),
-    WorkersStopped(1),
-    PeersFinished(1),
-    TimePassed(1),
-]
-# What may happen, and what it leads to, with two restarts to spend; everything else may not.
+# Every kind of event as it may come in a round; a world is that of the next.
+EVENTS: dict[type, Callable[[int], Any]] = {
+    RunRequested: lambda _: RunRequested(),
+    WorldSealed: lambda round: WorldSealed(round + 1),
+    WorkersStarted: WorkersStarted,
+    WorkersSucceeded: WorkersSucceeded,
+    WorkersFailed: WorkersFailed,
+    WorkersStopped: WorkersStopped,
+    RoundStopped: RoundStopped,
+    PlaceLost: PlaceLost,
+    RunEnded: lambda _: RunEnded(SUCCEEDED),
+    TimePassed: TimePassed,
+}
+IN_A_ROUND = [kind for kind in EVENTS if kind not in (RunRequested, RunEnded)]
+GRACE, AT_ONCE = StopWorkers(1), StopWorkers(1, at_once=True)
+# What may happen, and what it leads to; everything else may not.
 FOLLOWS: dict[tuple[Phase, type], tuple[Phase, list[Any]]] = {
-    (Phase.IDLE, RunRequested): (Phase.JOINING, [Join(1)]),
-    (Phase.JOINING, WorldSealed): (Phase.STARTING, [StartWorkers(1)]),
+    (Phase.IDLE, RunRequested): (Phase.JOINING, [Join()]),
+    (Phase.JOINING, WorldSealed): (Phase.STARTING, [StartWorkers(2)]),
+    (Phase.JOINING, PlaceLost): (Phase.JOINING, []),
+    (Phase.JOINING, RoundStopped): (Phase.JOINING, []),
+    (Phase.JOINING, RunEnded): (Phase.ENDED, [EndRun(SUCCEEDED)]),
     (Phase.STARTING, WorkersStarted): (Phase.RUNNING, []),
-    (Phase.RUNNING, WorkersSucceeded): (Phase.WAITING, [AwaitPeers(1)]),
-    (Phase.RUNNING, WorkersFailed): (Phase.STOPPING, [StopWorkers(1, will_restart=True)]),
-    (Phase.RUNNING, NodesWaiting): (Phase.STOPPING, [StopWorkers(1, will_restart=True)]),
-    (Phase.STOPPING, WorkersStopped): (Phase.JOINING, [Join(2)]),
-    (Phase.WAITING, PeersFinished): (Phase.ENDED, [EndRun(Outcome.SUCCEEDED)]),
-    (Phase.WAITING, TimePassed): (Phase.ENDED, [EndRun(Outcome.SUCCEEDED)]),
+    (Phase.STARTING, RoundStopped): (Phase.STOPPING, [GRACE]),
+    (Phase.STARTING, PlaceLost): (Phase.STOPPING, [AT_ONCE]),
+    (Phase.STARTING, RunEnded): (Phase.STOPPING, [GRACE]),
+    (Phase.RUNNING, WorkersSucceeded): (Phase.WAITING, [ReportSuccess(1)]),
+    (Phase.RUNNING, WorkersFailed): (Phase.STOPPING, [ReportFailure(1), GRACE]),
+    (Phase.RUNNING, RoundStopped): (Phase.STOPPING, [GRACE]),
+    (Phase.RUNNING, PlaceLost): (Phase.STOPPING, [AT_ONCE]),
+    (Phase.RUNNING, RunEnded): (Phase.STOPPING, [GRACE]),
+    (Phase.STOPPING, WorkersStopped): (Phase.JOINING, [Join()]),
+    (Phase.STOPPING, PlaceLost): (Phase.STOPPING, [AT_ONCE]),
+    (Phase.STOPPING, RunEnded): (Phase.STOPPING, []),
+    (Phase.STOPPING, WorkersStarted): (Phase.STOPPING, []),
+    (Phase.STOPPING, WorkersSucceeded): (Phase.STOPPING, []),
+    (Phase.STOPPING, WorkersFailed): (Phase.STOPPING, []),
+    (Phase.STOPPING, RoundStopped): (Phase.STOPPING, []),
+    (Phase.WAITING, RoundStopped): (Phase.JOINING, [Join()]),
+    (Phase.WAITING, PlaceLost): (Phase.JOINING, [Join()]),
+    (Phase.WAITING, RunEnded): (Phase.ENDED, [EndRun(SUCCEEDED)]),
+    (Phase.WAITING, TimePassed): (Phase.ENDED, [EndRun(SUCCEEDED)]),
 }
 
 
-def machine_in(phase: Phase, max_restarts: int = 2) -> Lifecycle:
-    machine = Lifecycle(max_restarts, PEERS_TIMEOUT_S)
-    for event in WAY[phase]:
-        machine.step(event, NOW)
-        machine.check()
+def machine_in(phase: Phase) -> Lifecycle:
+    machine = Lifecycle(PEERS_TIMEOUT_S)
+    take(machine, *WAY[phase])
     assert machine.phase is phase
     return machine
 
 
-def in_round(event: Any, machine: Lifecycle) -> Any:
-    return replace(event, round=machine.round)
+def take(machine: Lifecycle, *events: Any) -> list[Any]:
+    """The commands of the last event."""
+    commands: list[Any] = []
+    for event in events:
+        commands = machine.step(event, NOW)
+        machine.check()
+    return commands
 
 
-@pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize("phase", list(Phase))
-def test_every_pair(phase: Phase, event: Any) -> None:
+def state(machine: Lifecycle) -> tuple[Any, ...]:
+    return machine.phase, machine.round, machine.outcome, machine.next_deadline(), machine.story()
+
+
+def name(value: Any) -> str:
+    return str(getattr(value, "__name__", value))
+
+
+@pytest.mark.parametrize("kind", EVENTS, ids=name)
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.ENDED])
+def test_every_pair(phase: Phase, kind: type) -> None:
     machine = machine_in(phase)
-    story = machine.story()
-    event = in_round(event, machine)
-    expected = FOLLOWS.get((phase, type(event)))
-    if expected is None:
-        with pytest.raises(InvalidTransition) as caught:
-            machine.step(event, NOW)
-        assert machine.phase is phase, "an impossible event changes nothing"
-        assert type(event).__name__ in str(caught.value)
-        assert phase.value in str(caught.value)
-        assert story in str(caught.value)
-    else:
-        assert (machine.step(event, NOW), machine.phase) == (expected[1], expected[0])
-    machine.check()
+    before = state(machine)
+    event = EVENTS[kind](machine.round)
+    if (phase, kind) in FOLLOWS:
+        commands = take(machine, event)
+        assert (machine.phase, commands) == FOLLOWS[phase, kind]
+        return
+    with pytest.raises(InvalidTransition) as caught:
+        machine.step(event, NOW)
+    assert state(machine) == before, "an impossible event changes nothing"
+    assert repr(event) in str(caught.value)
+    assert f"in phase {phase}, round {machine.round}; before: {machine.story()}" in str(caught.value)
 
 
 def test_the_table_in_the_module_says_the_same() -> None:
-    assert lifecycle.TRANSITIONS.keys() == FOLLOWS.keys()
+    assert TRANSITIONS.keys() == FOLLOWS.keys()
     for pair, (phase, _) in FOLLOWS.items():
-        assert phase in lifecycle.TRANSITIONS[pair]
+        assert phase in TRANSITIONS[pair]
 
 
-@pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("kind", EVENTS, ids=name)
+def test_ended_stays_ended(kind: type) -> None:
+    machine = machine_in(Phase.ENDED)
+    before = state(machine)
+    assert take(machine, EVENTS[kind](1)) == take(machine, EVENTS[kind](7)) == []
+    assert state(machine) == before
+
+
+@pytest.mark.parametrize("kind", IN_A_ROUND, ids=name)
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.IDLE])
-def test_what_speaks_of_a_round_that_is_over_is_dropped(phase: Phase, event: Any) -> None:
+def test_what_speaks_of_a_round_that_is_over_is_dropped(phase: Phase, kind: type) -> None:
     machine = machine_in(phase)
-    before = (machine.phase, machine.round, machine.restarts_used, machine.outcome, machine.story())
-    assert machine.step(replace(event, round=machine.round - 1), NOW) == []
-    assert (machine.phase, machine.round, machine.restarts_used, machine.outcome, machine.story()) == before
+    before = state(machine)
+    assert take(machine, EVENTS[kind](machine.round - 1)) == []
+    assert state(machine) == before
 
 
-@pytest.mark.parametrize("phase", list(Phase))
-def test_what_speaks_of_a_round_to_come_is_impossible(phase: Phase) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in IN_A_ROUND if kind is not WorldSealed], ids=name)
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.ENDED])
+def test_what_speaks_of_a_round_to_come_is_impossible(phase: Phase, kind: type) -> None:
     machine = machine_in(phase)
     with pytest.raises(InvalidTransition, match=f"round={machine.round + 1}"):
-        machine.step(WorkersFailed(machine.round + 1), NOW)
+        machine.step(EVENTS[kind](machine.round + 1), NOW)
 
 
-@dataclass(frozen=True)
-class Life:
-    """What happens to the workers once they run, and what is known afterwards."""
-
-    name: str
-    max_restarts: int
-    happenings: tuple[Any, ...]
-    phase: Phase
-    restarts_used: int
-    rounds: int
-    last: list[Any]
-    outcome: Outcome | None = None
-    node_count: int = 1
+def test_rounds_may_be_skipped() -> None:
+    machine = machine_in(Phase.JOINING)
+    assert take(machine, WorldSealed(9)) == [StartWorkers(9)]
+    assert machine.round == 9
+    assert take(machine, WorkersStarted(1)) == []
+    assert machine.phase is Phase.STARTING
 
 
-FAILED, SUCCEEDED, NEWCOMER = WorkersFailed(0), WorkersSucceeded(0), NodesWaiting(0)
-LIVES = [
-    Life("success alone ends at once", 0, (SUCCEEDED,), Phase.ENDED, 0, 1, [EndRun(Outcome.SUCCEEDED)],
-         Outcome.SUCCEEDED),
-    Life("success waits for peers", 0, (SUCCEEDED,), Phase.WAITING, 0, 1, [AwaitPeers(1)], None, 2),
-    Life("no budget", 0, (FAILED,), Phase.ENDED, 0, 1, [EndRun(Outcome.FAILED)], Outcome.FAILED),
-    Life("one restart", 1, (FAILED,), Phase.RUNNING, 1, 2, []),
-    Life("one too many", 1, (FAILED, FAILED), Phase.ENDED, 1, 2, [EndRun(Outcome.FAILED)], Outcome.FAILED),
-    Life("success after failures", 3, (FAILED, FAILED, SUCCEEDED), Phase.ENDED, 2, 3, [EndRun(Outcome.SUCCEEDED)],
-         Outcome.SUCCEEDED),
-    Life("newcomers are free", 0, (NEWCOMER, NEWCOMER, NEWCOMER), Phase.RUNNING, 0, 4, []),
-    Life("newcomers leave the budget", 1, (NEWCOMER, FAILED, NEWCOMER), Phase.RUNNING, 1, 4, []),
-]  # fmt: skip
+STOPPED = WorkersStopped(1)
+UNKILLABLE = WorkersStopped(1, unkillable=(4711,))
+# From RUNNING: what happens, the last commands, and how the run ended for this node, if it did.
+ENDINGS: dict[str, tuple[list[Any], list[Any], Outcome | None]] = {
+    "workers failed, the run goes on": ([WorkersFailed(1), STOPPED], [Join()], None),
+    "workers failed, the run ends": ([WorkersFailed(1), RunEnded(FAILED), STOPPED], [EndRun(FAILED)], FAILED),
+    "told of the end after stopping": ([WorkersFailed(1), STOPPED, RunEnded(FAILED)], [EndRun(FAILED)], FAILED),
+    "ended while running": ([RunEnded(FAILED), STOPPED], [EndRun(FAILED)], FAILED),
+    "ended well while running": ([RunEnded(SUCCEEDED), STOPPED], [EndRun(SUCCEEDED)], SUCCEEDED),
+    "stopped elsewhere": ([RoundStopped(1), STOPPED], [Join()], None),
+    "stopped twice": ([RoundStopped(1), RoundStopped(1), STOPPED], [Join()], None),
+    "stopped, then ended": ([RoundStopped(1), RunEnded(FAILED), STOPPED], [EndRun(FAILED)], FAILED),
+    "place lost, then ended": ([PlaceLost(1), RunEnded(FAILED), STOPPED], [EndRun(FAILED)], FAILED),
+    "failed on the way down": ([RoundStopped(1), WorkersFailed(1), STOPPED], [Join()], None),
+    "succeeded on the way down": ([RoundStopped(1), WorkersSucceeded(1), STOPPED], [Join()], None),
+    "succeeded, peers too": ([WorkersSucceeded(1), RunEnded(SUCCEEDED)], [EndRun(SUCCEEDED)], SUCCEEDED),
+    "succeeded, a peer failed": ([WorkersSucceeded(1), RunEnded(FAILED)], [EndRun(FAILED)], FAILED),
+    "succeeded, waited long enough": ([WorkersSucceeded(1), TimePassed(1)], [EndRun(SUCCEEDED)], SUCCEEDED),
+    "succeeded, goes again": ([WorkersSucceeded(1), RoundStopped(1)], [Join()], None),
+    "unkillable": ([WorkersFailed(1), UNKILLABLE], [EndRun(FAILED)], FAILED),
+    "unkillable after a change of membership": ([RoundStopped(1), UNKILLABLE], [EndRun(FAILED)], FAILED),
+    "unkillable in a run that succeeded": ([RunEnded(SUCCEEDED), UNKILLABLE], [EndRun(FAILED)], FAILED),
+}
 
 
-@pytest.mark.parametrize("life", LIVES, ids=lambda life: life.name)
-def test_lives(life: Life) -> None:
-    machine = Lifecycle(life.max_restarts, PEERS_TIMEOUT_S)
-    commands = machine.step(RunRequested(), NOW)
-    happenings = list(life.happenings)
-    while commands and machine.phase is not Phase.WAITING:
-        event: Any
-        match commands[0]:
-            case Join(round):
-                event = WorldSealed(round, life.node_count)
-            case StartWorkers(round):
-                event = WorkersStarted(round)
-            case StopWorkers(round, _):
-                event = WorkersStopped(round)
-            case _:
-                break
-        commands = machine.step(event, NOW)
-        machine.check()
-        if machine.phase is Phase.RUNNING and happenings:
-            commands = machine.step(in_round(happenings.pop(0), machine), NOW)
-            machine.check()
-    assert not happenings
-    assert (machine.phase, machine.restarts_used, machine.round) == (life.phase, life.restarts_used, life.rounds)
-    assert (commands, machine.outcome) == (life.last, life.outcome)
-    assert machine.remaining_restarts == life.max_restarts - life.restarts_used
+@pytest.mark.parametrize("life", ENDINGS)
+def test_endings(life: str) -> None:
+    events, commands, outcome = ENDINGS[life]
+    machine = machine_in(Phase.RUNNING)
+    assert take(machine, *events) == commands
+    assert machine.outcome is outcome
+    assert machine.phase is (Phase.JOINING if outcome is None else Phase.ENDED)
+    assert machine.unkillable == ((4711,) if UNKILLABLE in events else ())
 
 
-@pytest.mark.parametrize("cause", [WorkersFailed(1), NodesWaiting(1)], ids=lambda e: type(e).__name__)
-def test_a_process_that_cannot_be_killed_ends_the_run(cause: Any) -> None:
-    machine = machine_in(Phase.RUNNING, max_restarts=5)
-    assert machine.step(cause, NOW) == [StopWorkers(1, will_restart=True)]
-    assert machine.step(WorkersStopped(1, unkillable=(4711,)), NOW) == [EndRun(Outcome.FAILED)]
-    assert machine.unkillable == (4711,)
-    machine.check()
+def test_a_lost_place_cuts_the_grace_short() -> None:
+    machine = machine_in(Phase.RUNNING)
+    assert take(machine, RoundStopped(1)) == [StopWorkers(1, at_once=False)]
+    assert take(machine, PlaceLost(1)) == [StopWorkers(1, at_once=True)]
+    assert take(machine, RoundStopped(1)) == [], "and nothing makes it longer again"
+
+
+def test_starting_workers_are_stopped_although_they_are_not_there_yet() -> None:
+    machine = machine_in(Phase.STARTING)
+    assert take(machine, RoundStopped(1)) == [GRACE]
+    assert take(machine, WorkersStarted(1)) == []
+    assert machine.phase is Phase.STOPPING
+    assert take(machine, STOPPED) == [Join()]
 
 
 def test_the_only_deadline_is_for_the_peers() -> None:
@@ -200,21 +228,25 @@ def test_the_only_deadline_is_for_the_peers() -> None:
         assert deadline == (NOW + PEERS_TIMEOUT_S if phase is Phase.WAITING else None)
 
 
+@pytest.mark.parametrize("event", [RoundStopped(1), PlaceLost(1), RunEnded(FAILED), TimePassed(1)], ids=repr)
+def test_after_the_wait_there_is_no_deadline(event: Any) -> None:
+    machine = machine_in(Phase.WAITING)
+    take(machine, event)
+    assert machine.next_deadline() is None
+
+
 def test_the_story_is_bounded_and_keeps_the_latest() -> None:
-    machine = machine_in(Phase.RUNNING, max_restarts=0)
-    for _ in range(100):
-        machine.step(NodesWaiting(machine.round), NOW)
-        machine.step(WorkersStopped(machine.round), NOW)
-        machine.step(WorldSealed(machine.round, 2), NOW)
-        machine.step(WorkersStarted(machine.round), NOW)
+    machine = machine_in(Phase.RUNNING)
+    for round in range(1, 101):
+        take(machine, RoundStopped(round), WorkersStopped(round), WorldSealed(round + 1), WorkersStarted(round + 1))
     with pytest.raises(InvalidTransition) as caught:
-        machine.step(WorkersStarted(machine.round), NOW)
+        machine.step(WorkersStarted(101), NOW)
     assert len(str(caught.value)) < 10_000
-    assert f"WorldSealed(round={machine.round}, node_count=2)" in str(caught.value)
+    assert "JOINING: WorldSealed(round=101) -> [StartWorkers(round=101)]" in str(caught.value)
     assert "RunRequested" not in str(caught.value)
     assert isinstance(caught.value, InternalError)
 
 
 def test_the_story_of_a_machine_to_which_nothing_happened() -> None:
     with pytest.raises(InvalidTransition, match="before: nothing"):
-        Lifecycle(0, 1.0).step(WorkersFailed(0), NOW)
+        Lifecycle(1.0).step(WorkersFailed(0), NOW)

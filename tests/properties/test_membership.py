@@ -1,0 +1,283 @@
+"""Whatever honest nodes do, whenever they do it: the run's machine keeps its promises.
+
+The nodes of this test do as `session` and `participant` do, but without delay: a command reaches a node at once if
+it is connected, and never if it is not. What delays, lost messages and clocks can do is the simulator's part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from holdfast.rendezvous.membership import Membership, Phase
+from holdfast.rendezvous.outcome import Failure, Outcome
+from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.rendezvous.vocabulary import (
+    Admit,
+    CloseRequested,
+    Command,
+    ConnectionClosed,
+    Expel,
+    ForgetRun,
+    Memory,
+    NodeHeard,
+    NodeJoined,
+    NodeLeaving,
+    NodeLeft,
+    NodeReturned,
+    Refuse,
+    Remember,
+    SealWorld,
+    Settings,
+    Stage,
+    StopRound,
+    TellOutcome,
+    TimePassed,
+    WorkersFailed,
+    WorkersSucceeded,
+)
+from holdfast.rendezvous.world import NodeFacts, Place
+
+NAMES = "abcde"
+WHO = st.sampled_from(NAMES)
+
+
+class Agent:
+    """A node: `place` means that it has workers, or had them and has not joined since."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.incarnation = 0
+        self.replaces = ""
+        self.last_round = 0
+        self.is_connected = False
+        self.is_waiting = False
+        self.is_told_to_stop = False
+        self.is_leaving = False
+        self.stage = Stage.RUNNING
+        self.failure: Failure | None = None
+        self.place: Place | None = None
+        self.outcome: Outcome | None = None
+
+    @property
+    def facts(self) -> NodeFacts:
+        return NodeFacts(self.name, self.incarnation)
+
+    @property
+    def key(self) -> str:
+        return self.facts.key
+
+    @property
+    def has_work(self) -> bool:
+        """Its workers run, as far as it knows, and nobody has told it to stop them."""
+        return self.place is not None and not self.is_told_to_stop and not self.failure
+
+    def take_place(self, place: Place) -> None:
+        assert self.is_waiting, "only who waits is sealed into a world"
+        assert place.round > self.last_round
+        self.is_waiting = self.is_told_to_stop = False
+        self.place, self.last_round = place, place.round
+        self.stage, self.replaces, self.failure = Stage.RUNNING, "", None
+
+    def lose_place(self) -> None:
+        self.replaces = self.key
+        self.incarnation += 1
+        self.place = self.failure = None
+        self.is_waiting = self.is_told_to_stop = False
+
+    def joins(self, settings: Settings) -> NodeJoined:
+        self.place = None
+        self.is_connected = self.is_waiting = True
+        return NodeJoined(self.facts, settings, self.last_round, self.replaces, self.failure)
+
+
+class Run(RuleBasedStateMachine):
+    @initialize(
+        bounds=st.tuples(st.integers(1, 3), st.integers(0, 2)),
+        max_restarts=st.integers(0, 3),
+        admit=st.sampled_from(Admit),
+        backoff_s=st.sampled_from([0.0, 0.0, 3.0]),
+    )
+    def begin(self, bounds: tuple[int, int], max_restarts: int, admit: Admit, backoff_s: float) -> None:
+        policy = RestartPolicy(max_restarts, backoff_s=backoff_s)
+        self.settings = Settings(bounds[0], sum(bounds), join_timeout_s=60.0, admit=admit, policy=policy)
+        self.now = 0.0
+        self.run = Membership(self.now)
+        self.agents = {name: Agent(name) for name in NAMES}
+        self.memory = Memory()
+        self.rounds: list[int] = []
+        self.is_forgotten = False
+        self.may_start_at = 0.0
+        for agent in [*self.agents.values()][: self.settings.min_nodes]:
+            self.step(agent.joins(self.settings))
+
+    # The shell.
+
+    def step(self, event: Any) -> None:
+        if self.is_forgotten:
+            return
+        for command in self.run.step(event, self.now):
+            self.carry_out(command)
+        self.run.check()
+        deadline = self.run.next_deadline()
+        if isinstance(event, TimePassed) and self.run.phase is not Phase.ENDED:
+            assert deadline is None or deadline > self.now, "a deadline that has passed is not named again"
+
+    def carry_out(self, command: Command) -> None:
+        by_key = {agent.key: agent for agent in self.agents.values() if agent.is_connected}
+        match command:
+            case Remember(memory):
+                assert memory.last_round >= self.memory.last_round
+                assert memory.restarts_used >= self.memory.restarts_used
+                self.memory = memory
+            case SealWorld(world):
+                self.check_world(world.round, world.keys)
+                for key, place in zip(world.keys, world.places(), strict=True):
+                    by_key[key].take_place(place)
+            case StopRound(keys, round):
+                for agent in [by_key[key] for key in keys if key in by_key]:
+                    if agent.place is not None:  # Else it has joined again, and with that said what it failed of.
+                        assert agent.place.round == round
+                        agent.is_told_to_stop = True
+            case Expel(key) if key in by_key:
+                by_key[key].lose_place()
+            case TellOutcome(keys, outcome):
+                for agent in [by_key[key] for key in keys]:
+                    assert agent.outcome in (None, outcome), "the same to everybody, for ever"
+                    agent.outcome, agent.place, agent.is_waiting = outcome, None, False
+            case Refuse():
+                raise AssertionError(f"all nodes are alike, but {command}")
+            case ForgetRun():
+                self.is_forgotten = True
+
+    def check_world(self, round: int, keys: tuple[str, ...]) -> None:
+        assert self.run.phase is Phase.RUNNING
+        assert self.memory.last_round == round, "written down before it is told"
+        assert self.now >= self.may_start_at, "after a crash nothing is sealed for a lease"
+        assert not self.rounds or round > self.rounds[-1], "rounds only rise"
+        self.rounds.append(round)
+        assert self.settings.min_nodes <= len(keys) <= self.settings.max_nodes
+        assert len(set(keys)) == len(keys)
+
+    # What nodes do.
+
+    @rule(name=WHO)
+    def join(self, name: str) -> None:
+        """One that is new, or has stopped its workers, or was lost; or joins again because its connection is new."""
+        agent = self.agents[name]
+        if agent.outcome is None and not agent.has_work and not agent.is_leaving:
+            self.step(agent.joins(self.settings))
+
+    @rule()
+    def all_told_to_stop_join(self) -> None:
+        for agent in self.agents.values():
+            if agent.place is not None and agent.is_told_to_stop and agent.is_connected and not agent.is_leaving:
+                self.step(agent.joins(self.settings))
+
+    @rule(missing=st.sets(WHO, max_size=1))
+    def all_come_back(self, missing: set[str]) -> None:
+        for name, agent in self.agents.items():
+            if name not in missing and not agent.is_connected:
+                self.return_(name)
+                self.join(name)
+
+    @rule(name=WHO)
+    def close(self, name: str) -> None:
+        agent = self.agents[name]
+        if agent.is_connected:
+            agent.is_connected = agent.is_waiting = False
+            self.step(ConnectionClosed(agent.key))
+
+    @rule(name=WHO)
+    def return_(self, name: str) -> None:
+        agent = self.agents[name]
+        if agent.place is not None and not agent.is_connected and agent.outcome is None:
+            agent.is_connected = True
+            place = agent.place
+            self.step(NodeReturned(agent.facts, self.settings, place, agent.stage))
+            if agent.place is place and agent.failure is not None:
+                self.step(WorkersFailed(agent.key, place.round, agent.failure))
+
+    @rule(name=WHO, is_consequence=st.booleans())
+    def fail(self, name: str, is_consequence: bool) -> None:
+        agent = self.agents[name]
+        if agent.has_work and agent.stage is Stage.RUNNING and not agent.is_leaving:
+            assert agent.place is not None
+            agent.failure = Failure(name, 0, text="broke", is_consequence=is_consequence)
+            if agent.is_connected:
+                self.step(WorkersFailed(agent.key, agent.place.round, agent.failure))
+
+    @rule(names=st.sets(WHO, min_size=1))
+    def succeed(self, names: set[str]) -> None:
+        for agent in [self.agents[name] for name in sorted(names)]:
+            if agent.has_work and agent.stage is Stage.RUNNING and not agent.is_leaving:
+                assert agent.place is not None
+                agent.stage = Stage.FINISHED
+                if agent.is_connected:
+                    self.step(WorkersSucceeded(agent.key, agent.place.round))
+
+    @rule(name=WHO)
+    def leave(self, name: str) -> None:
+        agent = self.agents[name]
+        if agent.is_connected and agent.place is not None and agent.outcome is None:
+            agent.is_leaving = True
+            self.step(NodeLeaving(agent.key))
+
+    @rule(name=WHO)
+    def gone(self, name: str) -> None:
+        """It has left, or confirms the end; a node of its name may come again."""
+        agent = self.agents[name]
+        if agent.is_connected and (agent.is_leaving or agent.is_waiting or agent.outcome is not None):
+            self.step(NodeLeft(agent.key))
+            again = self.agents[name] = Agent(name)
+            again.incarnation = agent.incarnation + 1
+
+    @rule(throw=st.integers(1, 20))
+    def user_closes_the_run(self, throw: int) -> None:
+        if throw == 20:
+            self.step(CloseRequested("enough"))
+
+    # What time and fate do.
+
+    @rule(silent=st.sets(WHO, max_size=2))
+    def sleep_until_the_deadline(self, silent: set[str]) -> None:
+        deadline = self.run.next_deadline()
+        if deadline is not None:
+            self.pass_time(max(self.now, deadline), silent)
+
+    @rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 2.0, 5.0]), silent=st.sets(WHO, max_size=2))
+    def sleep(self, seconds: float, silent: set[str]) -> None:
+        self.pass_time(self.now + seconds, silent)
+
+    def pass_time(self, until: float, silent: set[str]) -> None:
+        self.now = until
+        for agent in [agent for name, agent in self.agents.items() if name not in silent and agent.is_connected]:
+            self.step(NodeHeard(agent.key))
+        self.step(TimePassed())
+
+    @rule(throw=st.integers(1, 3))
+    def coordinator_crashes(self, throw: int) -> None:
+        if throw != 3 or self.is_forgotten:
+            return
+        for agent in self.agents.values():
+            agent.is_connected = agent.is_waiting = False
+        self.run = Membership(self.now, self.memory)
+        self.may_start_at = self.now + self.settings.lease_s
+
+    @invariant()
+    def keeps_its_promises(self) -> None:
+        self.run.check()
+        assert self.run.restarts_used <= self.settings.policy.max_restarts
+        assert self.run.round >= self.memory.last_round
+        if self.run.phase is Phase.ENDED:
+            assert self.run.outcome is not None
+            assert self.memory.outcome == self.run.outcome
+        if self.run.phase is Phase.FORMING and not self.run.node_count:
+            assert self.run.next_deadline() is None, "nobody is there, so nobody is waited for"
+
+
+Run.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRun = Run.TestCase

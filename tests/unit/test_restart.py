@@ -1,0 +1,98 @@
+"""After a failure: restart, when, and at whose cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.rendezvous.outcome import Failure
+from holdfast.rendezvous.restart import (
+    FATAL_EXCEPTIONS,
+    Decision,
+    GiveUp,
+    Restart,
+    RestartPolicy,
+    decide,
+    root_cause,
+)
+
+NOW = 1000.0
+PLAIN = Failure(exitcode=1)
+
+
+def error(exception: str) -> Failure:
+    return Failure(exitcode=1, exception=exception)
+
+
+BACKOFF = RestartPolicy(20, backoff_s=1.0, backoff_cap_s=10.0)
+WINDOW = RestartPolicy(2, window_s=10.0, backoff_s=1.0)
+CLASSES = RestartPolicy(
+    1,
+    fatal_exit_codes=frozenset({2}),
+    fatal_exceptions=frozenset({"BadData"}),
+    uncounted_exit_codes=frozenset({-15}),
+    uncounted_exceptions=frozenset({"Preempted", "BadData"}),
+)
+FREE = Restart(0.0, is_charged=False)
+
+DECISIONS: dict[str, tuple[RestartPolicy, list[float], Failure, Decision]] = {
+    "none allowed": (RestartPolicy(0), [], PLAIN, GiveUp("no restarts are allowed")),
+    "the first of one": (RestartPolicy(1), [], PLAIN, Restart(0.0, is_charged=True)),
+    "one used up": (RestartPolicy(1), [0.0], PLAIN, GiveUp("the 1 allowed restart is used up")),
+    "the last of three": (RestartPolicy(3), [0.0, 1.0], PLAIN, Restart(0.0, is_charged=True)),
+    "three used up": (RestartPolicy(3), [0.0] * 3, PLAIN, GiveUp("the 3 allowed restarts are used up")),
+    "more used than allowed": (RestartPolicy(1), [0.0] * 3, PLAIN, GiveUp("the 1 allowed restart is used up")),
+    "those before the window do not count": (WINDOW, [1.0, 2.0, NOW - 10.0], PLAIN, Restart(1.0, is_charged=True)),
+    "those within the window do": (WINDOW, [1.0, NOW - 9.9], PLAIN, Restart(2.0, is_charged=True)),
+    "too many within the window": (
+        WINDOW, [NOW - 9.9, NOW], PLAIN, GiveUp("the 2 allowed restarts within 10 s are used up")
+    ),
+    "backoff, first": (BACKOFF, [], PLAIN, Restart(1.0, is_charged=True)),
+    "backoff, second": (BACKOFF, [0.0], PLAIN, Restart(2.0, is_charged=True)),
+    "backoff, fourth": (BACKOFF, [0.0] * 3, PLAIN, Restart(8.0, is_charged=True)),
+    "backoff, capped": (BACKOFF, [0.0] * 4, PLAIN, Restart(10.0, is_charged=True)),
+    "backoff, after very many": (
+        RestartPolicy(10**6, backoff_s=1.0), [0.0] * 5000, PLAIN, Restart(60.0, is_charged=True)
+    ),
+    "no backoff, after very many": (RestartPolicy(10**6), [0.0] * 5000, PLAIN, Restart(0.0, is_charged=True)),
+    "fatal exit code": (
+        CLASSES, [], Failure(exitcode=2), GiveUp("exit code 2 is fatal, a restart would not cure it")
+    ),
+    "fatal before uncounted": (
+        CLASSES, [], error("BadData"), GiveUp("BadData is fatal, a restart would not cure it")
+    ),
+    "uncounted exit code": (CLASSES, [], Failure(exitcode=-15), FREE),
+    "uncounted exit code, used up": (CLASSES, [0.0], Failure(exitcode=-15), FREE),
+    "uncounted exception, used up": (CLASSES, [0.0], error("Preempted"), FREE),
+    "of no class": (CLASSES, [], error("OSError"), Restart(0.0, is_charged=True)),
+    "classes that were named replace the usual": (CLASSES, [], error("ImportError"), Restart(0.0, is_charged=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DECISIONS)
+def test_decide(case: str) -> None:
+    policy, charged_at, failure, expected = DECISIONS[case]
+    assert decide(policy, charged_at, failure, NOW) == expected
+
+
+@pytest.mark.parametrize("name", sorted(FATAL_EXCEPTIONS))
+def test_errors_in_the_program_are_fatal_by_default(name: str) -> None:
+    assert decide(RestartPolicy(9), [], error(name), NOW) == GiveUp(f"{name} is fatal, a restart would not cure it")
+
+
+FIRST, SECOND = Failure("a", 0, text="first"), Failure("b", 1, text="second")
+RESULT = Failure("c", 2, text="connection closed by peer", is_consequence=True)
+LATER_RESULT = Failure("d", 3, text="connection reset", is_consequence=True)
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ([FIRST], FIRST),
+        ([FIRST, SECOND], FIRST),
+        ([RESULT, SECOND, FIRST], SECOND),
+        ([RESULT, LATER_RESULT], RESULT),
+        ([RESULT], RESULT),
+    ],
+)
+def test_root_cause(failures: list[Failure], expected: Failure) -> None:
+    assert root_cause(failures) is expected
