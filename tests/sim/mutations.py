@@ -252,7 +252,11 @@ MUTATIONS = [
         _replaced(Membership, "_stop", _judge_at_once),
         _FENCING | _RAISE | {"membership_is_free"},
     ),
-    Mutation("an adopted round does not wait", _replaced(Membership, "_adopt", _adopt_without_waiting), frozenset({"nobody_lost_without_reason"})),
+    Mutation(
+        "an adopted round does not wait",
+        _replaced(Membership, "_adopt", _adopt_without_waiting),
+        frozenset({"nobody_lost_without_reason"}),
+    ),
     Mutation(
         "a restarted coordinator does not wait",
         _replaced(Membership, "_sealing_allowed_at", lambda original: lambda self: self._not_before),
