@@ -40,6 +40,8 @@ PURE = {
     "rendezvous/vocabulary.py": {"holdfast.records", "holdfast.rendezvous"},
     "rendezvous/participant.py": {"holdfast.errors", "holdfast.records", "holdfast.rendezvous"},
     "rendezvous/keyvalues.py": {"holdfast.rendezvous"},
+    "rendezvous/bounds.py": {"holdfast.rendezvous"},
+    "rendezvous/reach.py": {"holdfast.records"},
     "timer/table.py": set(),
     "agent/ranks.py": {"holdfast.agent.model"},
     "agent/environment.py": {"holdfast.agent.model", "holdfast.errors"},

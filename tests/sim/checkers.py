@@ -138,20 +138,20 @@ class OneWorldAtOnce(Checker):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._alive: set[Group] = set()
+        self._alive: dict[tuple[str, int], Group] = {}
 
     def world_sealed(self, world: World) -> None:
-        for group in self._alive:
+        for group in self._alive.values():
             self.object(f"round {world.round} was sealed while {group} are alive")
 
     def workers_started(self, group: Group) -> None:
-        for other in self._alive:
+        for other in self._alive.values():
             if other.round != group.round:
                 self.object(f"{group} start while {other} are alive")
-        self._alive.add(group)
+        self._alive[group.host.name, group.round] = group
 
     def workers_gone(self, group: Group) -> None:
-        self._alive.discard(group)
+        del self._alive[group.host.name, group.round]
 
 
 class SurvivorsKeepOrder(Checker):
@@ -442,8 +442,8 @@ def name_of(rule: type[Checker]) -> str:
 class Checks:
     """All rules at once. Each hook goes to the rules that have it."""
 
-    def __init__(self, settings: Settings, now: Callable[[], float]) -> None:
-        self.rules = [rule(settings) for rule in RULES]
+    def __init__(self, settings: Settings, now: Callable[[], float], rules: tuple[type[Checker], ...] = RULES) -> None:
+        self.rules = [rule(settings) for rule in rules]
         for rule in self.rules:
             rule.now = now
         self._listeners: dict[str, list[Any]] = {

@@ -100,7 +100,7 @@ def draw_profile(random: Random) -> Profile:
         reconnect_grace_s=reconnect_grace_s,
         grace_s=random.choice((0.5, 2.0, 8.0)),
         host_count=host_count,
-        late_hosts=random.randint(0, 2),
+        late_hosts=random.randint(0, 3),
         do_hosts_request_ranks=requests_ranks,
         does_loop_block=random.random() < 0.5,
         does_coordinator_hang_up=random.random() < 0.5,
@@ -281,7 +281,7 @@ class Misfortune:
             self._world.coordinator.crash()
             down_for_s = self._random.random() ** 2 * 15
             self._engine.after(down_for_s, self._world.start_coordinator)
-            if "join_late" in self._profile.kinds and self._random.random() < 0.3:
+            if self._random.random() < 0.5:
                 self._engine.after(self._random.random() * down_for_s, self._join_late)
 
     def _freeze_coordinator(self) -> None:

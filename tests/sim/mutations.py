@@ -13,28 +13,33 @@ from typing import Any
 from unittest.mock import patch
 
 from holdfast.agent.lifecycle import Lifecycle
-from holdfast.rendezvous import membership, participant, session, world
+from holdfast.rendezvous import membership, participant, restart, session, world
 from holdfast.rendezvous import vocabulary as words
 from holdfast.rendezvous.membership import Membership
 from holdfast.rendezvous.participant import Participant
 from holdfast.rendezvous.session import Session
 from tests.sim.host import Host
 
-Patch = AbstractContextManager[Any]
-
 
 @dataclass(frozen=True)
 class Mutation:
-    """`noticed_by` are the rules that may be the first to object."""
+    """`change` makes of what it was what it is to be. `rules` are those that may be the first to object."""
 
     name: str
-    apply: Callable[[], Patch]
-    noticed_by: frozenset[str]
+    owner: Any
+    attribute: str
+    change: Callable[[Any], Any]
+    rules: tuple[str, ...]
+
+    def apply(self) -> AbstractContextManager[Any]:
+        return patch.object(self.owner, self.attribute, self.change(getattr(self.owner, self.attribute)))
 
 
-def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], Patch]:
-    """Replace an attribute by something made of it."""
-    return lambda: patch.object(owner, name, make(getattr(owner, name)))
+def _of(name: str, owner: Any, attribute: str, change: Callable[[Any], Any], *rules: str) -> Mutation:
+    return Mutation(name, owner, attribute, change, rules)
+
+
+# How things are changed.
 
 
 def _lease_of_half_the_length(original: Any) -> Any:
@@ -196,157 +201,92 @@ def _forgive_failures(original: Any) -> Any:
     return judge
 
 
+def _last_failure(original: Any) -> Any:
+    return lambda failures: failures[-1]
+
+
 def _two_outcomes(original: Any) -> Any:
     def after_end(self: Membership, event: Any, now: float) -> Any:
-        if self.outcome is not None and isinstance(event, words.NodeReturned):
+        if self.outcome is not None and isinstance(event, (words.NodeJoined, words.NodeReturned)):
             self.outcome = replace(self.outcome, reason="it was something else")
         return original(self, event, now)
 
     return after_end
 
 
-_FENCING = frozenset({"one_world_at_once"})
-_RAISE = frozenset({"machines_never_raise"})
+def _never(original: Any) -> Any:
+    return lambda self, node: math.inf
+
+
+def _do_not_mind(original: Any) -> Any:
+    return lambda self, jitter, now: self._retreat(jitter, now) or []
+
+
+def _do_nothing(original: Any) -> Any:
+    return lambda self, *arguments: None
+
+
+def _not_before_only(original: Any) -> Any:
+    return lambda self: self._not_before
+
+
+def _any_round(original: Any) -> Any:
+    return lambda self, key, round: key in self._owing
+
+
+def _nothing_is_stale(original: Any) -> Any:
+    return lambda self, event: False
+
+
+def _join_at_once(original: Any) -> Any:
+    return lambda self, *, at_once: [*original(self, at_once=at_once), *self._join()]
+
+
+_FENCING = "one_world_at_once"
+_RAISE = "machines_never_raise"
 
 MUTATIONS = [
-    Mutation("the agent uses its whole lease", lambda: patch.object(session, "_LEASE_SHARE", 1.0), _FENCING),
-    Mutation(
-        "the coordinator waits for half a lease",
-        _replaced(Membership, "_lease_ends", _lease_of_half_the_length),
-        _FENCING,
-    ),
-    Mutation(
-        "a closed connection is given up before the agent gives up",
-        _replaced(Membership, "_closed", _drop_at_once),
-        _FENCING,
-    ),
-    Mutation(
-        "an agent does not mind a closed connection",
-        _replaced(
-            Session, "_disconnected", lambda original: lambda self, jitter, now: self._retreat(jitter, now) or []
-        ),
-        _FENCING,
-    ),
-    Mutation(
-        "an agent takes a silent network for a refusal",
-        _replaced(Session, "_connect_failed", _call_it_refused),
-        _FENCING,
-    ),
-    Mutation(
-        "the lease is lifted when the place is lost",
-        _replaced(Session, "_lose_place_if_due", _lift_the_lease),
-        _FENCING,
-    ),
-    Mutation(
-        "the spawner ignores the lease",
-        _replaced(Host, "set_lease", lambda original: lambda self, until: None),
-        _FENCING,
-    ),
-    Mutation(
-        "a place that comes too late is taken",
-        _replaced(Participant, "_sealed", _start_whatever_is_late),
-        _FENCING | _RAISE | {"ranks_agree", "rounds_rise"},
-    ),
-    Mutation(
-        "a stopped round is judged before everybody is there",
-        _replaced(Membership, "_stop", _judge_at_once),
-        _FENCING | _RAISE | {"membership_is_free"},
-    ),
-    Mutation(
-        "an adopted round does not wait",
-        _replaced(Membership, "_adopt", _adopt_without_waiting),
-        frozenset({"nobody_lost_without_reason"}),
-    ),
-    Mutation(
-        "a restarted coordinator does not wait",
-        _replaced(Membership, "_sealing_allowed_at", lambda original: lambda self: self._not_before),
-        _FENCING,
-    ),
-    Mutation(
-        "a lost node is charged to the budget",
-        _replaced(Membership, "_judge", _blame_departed),
-        frozenset({"membership_is_free"}),
-    ),
-    Mutation(
-        "failures of a planned stop are charged",
-        _replaced(Membership, "_failed", _blame_stopped),
-        frozenset({"membership_is_free"}),
-    ),
-    Mutation(
-        "failures cost nothing", _replaced(Membership, "_judge", _forgive_failures), frozenset({"failures_are_charged"})
-    ),
-    Mutation(
-        "a failure is reported once",
-        _replaced(Participant, "_join_message", _say_it_once),
-        frozenset({"no_failure_is_forgotten"}),
-    ),
-    Mutation(
-        "stale rounds are taken for the present one",
-        _replaced(Membership, "_is_current", lambda original: lambda self, key, round: key in self._owing),
-        frozenset({"membership_is_free", "root_cause", "no_failure_is_forgotten", "success_is_unanimous"}),
-    ),
-    Mutation(
-        "an agent does not know stale rounds",
-        _replaced(Lifecycle, "_is_stale", lambda original: lambda self, event: False),
-        _RAISE,
-    ),
-    Mutation(
-        "a world larger than max is sealed",
-        lambda: patch.object(membership, "arrange", _one_too_many(membership.arrange)),
-        frozenset({"size_within_bounds"}) | _RAISE,
-    ),
-    Mutation(
-        "survivors change places",
-        lambda: patch.object(membership, "arrange", _newest_first(membership.arrange)),
-        frozenset({"survivors_keep_order"}),
-    ),
-    Mutation("every node is its own master", _replaced(world.World, "places", _own_master), frozenset({"ranks_agree"})),
-    Mutation("the round is not counted on", _replaced(Membership, "_seal", _same_round), frozenset({"rounds_rise"})),
-    Mutation(
-        "a sealed round is not written down",
-        _replaced(Membership, "_seal", _unremembered),
-        frozenset({"rounds_rise"}) | _FENCING,
-    ),
-    Mutation(
-        "a restarted coordinator forgets the end",
-        _replaced(Membership, "__init__", _without_outcome),
-        frozenset({"ended_run_stays_ended", "one_outcome"}),
-    ),
-    Mutation(
-        "a restarted coordinator forgets the restarts",
-        _replaced(Membership, "__init__", _without_restarts),
-        frozenset({"restarts_within_budget"}),
-    ),
-    Mutation(
+    # Fencing: workers outlive the place of their node, or the place is given away before they are gone.
+    _of("the agent uses its whole lease", session, "_LEASE_SHARE", lambda original: 1.0, _FENCING),
+    _of("the coordinator waits for half a lease", Membership, "_lease_ends", _lease_of_half_the_length, _FENCING),
+    _of("a closed connection is given up at once", Membership, "_closed", _drop_at_once, _FENCING),
+    _of("an agent does not mind a closed connection", Session, "_disconnected", _do_not_mind, _FENCING),
+    _of("an agent takes a silent network for a refusal", Session, "_connect_failed", _call_it_refused, _FENCING),
+    _of("the lease is lifted when the place is lost", Session, "_lose_place_if_due", _lift_the_lease, _FENCING),
+    _of("the spawner ignores the lease", Host, "set_lease", _do_nothing, _FENCING),
+    _of("a place that comes too late is taken", Participant, "_sealed", _start_whatever_is_late, "ranks_agree"),
+    _of("a restarted coordinator does not wait", Membership, "_sealing_allowed_at", _not_before_only, _FENCING),
+    _of("an agent joins before its workers are gone", Lifecycle, "_stop", _join_at_once, _RAISE, _FENCING),
+    # Judging.
+    _of("a stopped round is judged at once", Membership, "_stop", _judge_at_once, _FENCING, "membership_is_free"),
+    _of("a lost node is charged to the budget", Membership, "_judge", _blame_departed, "membership_is_free"),
+    _of("failures of a planned stop are charged", Membership, "_failed", _blame_stopped, "membership_is_free"),
+    _of("failures cost nothing", Membership, "_judge", _forgive_failures, "failures_are_charged"),
+    _of("a failure is reported once", Participant, "_join_message", _say_it_once, "no_failure_is_forgotten"),
+    _of("the last failure is the cause", restart, "root_cause", _last_failure, "root_cause"),
+    _of("stale rounds are taken for the present", Membership, "_is_current", _any_round, "membership_is_free"),
+    _of("an agent does not know stale rounds", Lifecycle, "_is_stale", _nothing_is_stale, _RAISE),
+    _of("one success is everybody's", Membership, "_finish", _succeed_with_the_first, "success_is_unanimous"),
+    # Worlds.
+    _of("a world larger than max is sealed", membership, "arrange", _one_too_many, "size_within_bounds", _RAISE),
+    _of("survivors change places", membership, "arrange", _newest_first, "survivors_keep_order"),
+    _of("every node is its own master", world.World, "places", _own_master, "ranks_agree"),
+    _of("the round is not counted on", Membership, "_seal", _same_round, "rounds_rise"),
+    # A coordinator that is restarted.
+    _of("a sealed round is not written down", Membership, "_seal", _unremembered, "rounds_rise", _FENCING),
+    _of("the restarts are forgotten", Membership, "__init__", _without_restarts, "restarts_within_budget"),
+    _of("an adopted round does not wait", Membership, "_adopt", _adopt_without_waiting, "nobody_lost_without_reason"),
+    # The end, and getting there.
+    _of("the end is forgotten", Membership, "__init__", _without_outcome, "ended_run_stays_ended", "one_outcome"),
+    _of("the outcome changes", Membership, "_react_after_end", _two_outcomes, "one_outcome"),
+    _of(
         "whoever comes after the end is told nothing",
-        _replaced(Membership, "_react_after_end", _tell_those_present),
-        frozenset({"settles", "ends_and_everybody_knows"}),
+        Membership,
+        "_react_after_end",
+        _tell_those_present,
+        "settles",
+        "ends_and_everybody_knows",
     ),
-    Mutation(
-        "the outcome changes", _replaced(Membership, "_react_after_end", _two_outcomes), frozenset({"one_outcome"})
-    ),
-    Mutation(
-        "one success is everybody's",
-        _replaced(Membership, "_finish", _succeed_with_the_first),
-        frozenset({"success_is_unanimous"}),
-    ),
-    Mutation(
-        "newcomers are let in at the moment of the join only",
-        _replaced(Membership, "_maybe_admit", _admit_at_the_join_only),
-        frozenset({"settles"}),
-    ),
-    Mutation(
-        "silent nodes are never lost",
-        _replaced(Membership, "_lease_ends", lambda original: lambda self, node: math.inf),
-        frozenset({"settles"}),
-    ),
-    Mutation(
-        "an agent joins again before its workers are gone",
-        _replaced(
-            Lifecycle,
-            "_stop",
-            lambda original: lambda self, *, at_once: [*original(self, at_once=at_once), *self._join()],
-        ),
-        _FENCING | _RAISE | {"one_round_per_node"},
-    ),
+    _of("newcomers are let in when they join only", Membership, "_maybe_admit", _admit_at_the_join_only, "settles"),
+    _of("silent nodes are never lost", Membership, "_lease_ends", _never, "settles"),
 ]

@@ -20,6 +20,7 @@ import errno
 import fcntl
 import os
 import select
+import signal
 import socket
 import sys
 import time
@@ -137,6 +138,9 @@ def _spawn(command: list[str], keep: tuple[int, ...], output: int) -> int:
             os.environ,
             file_actions=[(os.POSIX_SPAWN_DUP2, source, target) for source, target in actions],
             setsid=True,
+            # Whatever this process blocks or ignores, the coordinator can be stopped as any other can.
+            setsigmask=(),
+            setsigdef=(signal.SIGTERM, signal.SIGQUIT),
         )
     except OSError as error:
         raise HostError(f"the coordinator cannot be started: {error.strerror}") from None

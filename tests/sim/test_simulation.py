@@ -1,0 +1,54 @@
+"""Every seed is a run of its own, with faults that nobody has thought of. `make sim SEEDS=100000` for many more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sim.__main__ import failure_of
+from tests.sim.engine import Violation
+from tests.sim.mutations import MUTATIONS
+from tests.sim.world import simulate
+
+CHUNKS = 20
+SEEDS_IN_A_CHUNK = 50
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_seeds(chunk: int) -> None:
+    for seed in range(chunk * SEEDS_IN_A_CHUNK, (chunk + 1) * SEEDS_IN_A_CHUNK):
+        failure = failure_of(seed)
+        if failure:
+            pytest.fail(failure, pytrace=False)
+
+
+def test_a_seed_says_all_that_there_is_to_say() -> None:
+    """Chance, time and order: a seed that failed once fails again, and in the same way."""
+    first, second = simulate(5), simulate(5)
+    assert first.profile == second.profile
+    assert first.engine.transcript.text(with_routine=True) == second.engine.transcript.text(with_routine=True)
+
+
+def test_a_seed_that_fails_tells_its_story_and_how_to_see_it_again() -> None:
+    mutation = next(each for each in MUTATIONS if each.name == "every node is its own master")
+    with mutation.apply():
+        text = next(filter(None, map(failure_of, range(20))))
+    seed = int(text.split()[1])
+    assert "ranks_agree:" in text
+    assert f"python -m tests.sim {seed} --verbose" in text
+    assert "SealWorld" in text
+
+
+def test_a_seed_can_be_seen_from_the_command_line() -> None:
+    command = [sys.executable, "-m", "tests.sim", "5", "--verbose"]
+    root = Path(__file__).parent.parent.parent
+    shown = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=True)
+    assert "nothing went wrong" in shown.stdout
+    assert simulate(5).engine.transcript.text() in shown.stdout
+
+
+def test_a_violation_names_its_rule() -> None:
+    assert Violation("rounds_rise", "round 2 after round 3").checker == "rounds_rise"
