@@ -614,7 +614,8 @@ def holdfast(*tokens: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_run_that_succeeds() -> None:
-    Path("x.py").write_text("import os, sys\nos.write(1, ' '.join([os.environ['RANK'], *sys.argv[1:]]).encode() + b'\\n')\n")
+    line = "' '.join([os.environ['RANK'], *sys.argv[1:]])"
+    Path("x.py").write_text(f"import os, sys\nos.write(1, {line}.encode() + b'\\n')\n")
     ended = holdfast("run", "-q", "--nproc-per-node=2", "x.py", "--local=${local_rank}", "--")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert sorted(ended.stdout.splitlines()) == ["0 --local=0 --", "1 --local=1 --"]
