@@ -47,9 +47,16 @@ def _occupy_standard_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
+def _drop_spawner() -> None:
+    link = sys.modules.get("holdfast.process.link")
+    if link is not None:
+        link.drop_early()
+
+
 def run() -> NoReturn:
     """End as soon as the command has: what the interpreter would still take apart is of no use to anybody."""
     code = main()
+    _drop_spawner()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -138,11 +138,14 @@ def test_success_after_a_restart(holdfast: Holdfast) -> None:
     assert "Cause:" not in ended.err
 
 
+EXHAUSTED = "no restart: the 2 allowed restarts are used up"
+
+
 def test_every_restart_is_told_with_its_cause(holdfast: Holdfast) -> None:
     ended = holdfast.run("--max-restarts=2", holdfast.script("import sys; sys.exit(9)"))
     assert ended.code == 1
     told = [line for line in ended.own if "exited with code 9" in line]
-    assert [line.rpartition("; ")[2] for line in told] == ["restart 1 of 2", "restart 2 of 2", "no restarts left"]
+    assert [line.rpartition("; ")[2] for line in told] == ["restart 1 of 2", "restart 2 of 2", EXHAUSTED]
     assert ended.last.startswith("Cause: rank 0 exited with code 9")
 
 

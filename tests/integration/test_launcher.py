@@ -40,8 +40,9 @@ open(os.path.join(options.touch_file_dir, os.environ["RANK"]), "w").close()
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     monkeypatch.setenv("HF_OF_THE_PARENT", "seen")
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("logs")))  # Where a config without logs makes its own.
     for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
         monkeypatch.setenv(name, "")  # The launcher writes the second; monkeypatch takes that back.
 

@@ -33,6 +33,7 @@ def member() -> Participant:
     node = Participant(NodeFacts("n"), Settings(), Session(SessionSettings(heartbeat_s=0.5, lease_s=LEASE_S)))
     node.step(session.TimePassed(), JOINED_AT - 1.0)
     node.step(session.Connected(), JOINED_AT - 1.0)
+    node.step(MessageCame(messages.HeartbeatAnswer(1)), JOINED_AT - 1.0)
     node.step(JoinRequested(1), JOINED_AT)
     place = Place(1, 0, 1, (Run("default", 1, 1),), "host", 1)
     node.step(MessageCame(messages.Sealed("n/0", place)), JOINED_AT)

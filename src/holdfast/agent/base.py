@@ -207,8 +207,8 @@ class SimpleElasticAgent(ElasticAgent):
                 group.state = WorkerState.STOPPED
                 return [lifecycle.WorkersStopped(round, self._unkillable())]
             case lifecycle.ReportFailure(round):
-                logger.warning("%s", _cause(self._result))
                 run.report_failure(round, _failure(self._result))
+                self._tell_failure(run.verdict)
             case lifecycle.ReportSuccess(round):
                 if (group.group_world_size or 1) > 1:
                     logger.info("the workers of this node have finished, waiting for the other nodes")
@@ -275,7 +275,8 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _ended(self, outcome: Outcome) -> lifecycle.RunEnded:
         self._run_outcome = outcome
-        if outcome.cause is not None and self._policy.max_restarts:
+        is_told = self._coordination is not None and self._coordination.verdict is not None
+        if outcome.cause is not None and self._policy.max_restarts and not is_told:
             logger.warning("no restart: %s", outcome.reason)
         is_success = outcome.end is End.SUCCEEDED
         return lifecycle.RunEnded(lifecycle.Outcome.SUCCEEDED if is_success else lifecycle.Outcome.FAILED)
@@ -323,6 +324,13 @@ class SimpleElasticAgent(ElasticAgent):
         if (self._worker_group.group_world_size or 1) > 1:
             result.cause = f"{agreed.text}, on node {agreed.node}"
 
+    def _tell_failure(self, verdict: str | None) -> None:
+        """Without restarts the final report follows at once and says it all."""
+        if verdict is None:
+            logger.warning("%s", _cause(self._result))
+        elif self._policy.max_restarts:
+            logger.warning("%s; %s", _cause(self._result), verdict)
+
     def _tell_success(self) -> None:
         if self._round is None:
             logger.info("the run has succeeded; this node was not needed")
@@ -343,7 +351,7 @@ class SimpleElasticAgent(ElasticAgent):
             found = self._rendezvous(group)
         except RunOver as over:
             return self._ended(over.outcome)
-        if found.restarts_used > restarts_before:
+        if found.restarts_used > restarts_before and self._coordination.verdict is None:
             logger.warning("restart %d of %d", found.restarts_used, self._policy.max_restarts)
         return lifecycle.WorldSealed(found.number)
 

@@ -314,6 +314,8 @@ def failure_block(index: int, fields: Mapping[str, str], evidence: Evidence) -> 
 
 def _without(stderr_tail: str, traceback: str) -> str:
     """What a worker said besides the traceback, which stands above already."""
+    if "\n" not in traceback.strip("\n"):
+        return stderr_tail  # A single line is not a traceback, but what was said last.
     return stderr_tail.removesuffix(traceback.strip("\n")).rstrip("\n")
 
 

@@ -280,6 +280,14 @@ def launch_early() -> None:
     _early = SpawnerLink.launch()
 
 
+def drop_early() -> None:
+    """It was not needed: see it off before this process ends."""
+    global _early
+    link, _early = _early, None
+    if link is not None:
+        link.close()
+
+
 def launch_or_take_early() -> SpawnerLink:
     global _early
     link, _early = _early, None

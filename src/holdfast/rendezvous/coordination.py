@@ -87,6 +87,11 @@ class Coordination(abc.ABC):
     def report_failure(self, round: int, failure: Failure) -> None:
         """This node's workers have failed; they are being stopped."""
 
+    @property
+    def verdict(self) -> str | None:
+        """What follows from the failure that was just reported, in words; None if others have yet to decide."""
+        return None
+
     @abc.abstractmethod
     def report_success(self, round: int, timeout_s: float) -> None:
         """This node's workers have all succeeded. `RunEnded` is pushed when everybody's have."""
@@ -167,6 +172,7 @@ class SoloCoordination(Coordination):
         self._restarts_used = 0
         self._outcome: Outcome | None = None
         self._delay_s = 0.0
+        self._verdict: str | None = None
         self._found: RendezvousInfo | None = None
         self._complaint = ""
 
@@ -192,11 +198,18 @@ class SoloCoordination(Coordination):
         decision = restart.decide(self._policy, self._charged_at, failure, now)
         if isinstance(decision, restart.GiveUp):
             self._outcome = Outcome(End.FAILED, decision.reason, failure)
+            self._verdict = f"no restart: {decision.reason}"
             return
         self._delay_s = decision.delay_s
+        self._verdict = "a restart that is not counted"
         if decision.is_charged:
             self._charged_at.append(now)
             self._restarts_used += 1
+            self._verdict = f"restart {self._restarts_used} of {self._policy.max_restarts}"
+
+    @property
+    def verdict(self) -> str | None:
+        return self._verdict
 
     @property
     def outcome(self) -> Outcome | None:
