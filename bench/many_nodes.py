@@ -5,8 +5,8 @@
     python bench/many_nodes.py --only push         one case; may be given more than once
 
 The nodes of `rendezvous` and `idle` are light clients in one process, which speak the real protocol with one real
-coordinator process; torch's c10d handlers stand beside them in the same run, as processes that share one import, as long as
-that is bearable. The nodes of the other cases are real agents with real workers and default settings.
+coordinator process; torch's c10d handlers stand beside them in the same run, as processes that share one import, as
+long as that is bearable. The nodes of the other cases are real agents with real workers and default settings.
 
 Prints the machine and a Markdown table, as `one_node.py` does. A bound that is not met is shown and does not change
 the exit status.
