@@ -111,9 +111,10 @@ def measure_rendezvous(repetitions: int) -> list[Row]:
     sizes = [size for size in SIZES if size + 200 < resource.getrlimit(resource.RLIMIT_NOFILE)[0]]
     theirs: dict[int, list[float]] = {size: [] for size in C10D_SIZES}
     budget_ends = time.monotonic() + C10D_BUDGET_S
-    with tempfile.TemporaryDirectory() as directory, _coordinator(directory) as (port, _):
-        ours: dict[int, list[float]] = {size: [] for size in sizes}
-        for turn in range(repetitions):
+    ours: dict[int, list[float]] = {size: [] for size in sizes}
+    for turn in range(repetitions):
+        # A fresh one each turn: the last has thousands of lost nodes to see off.
+        with tempfile.TemporaryDirectory() as directory, _coordinator(directory) as (port, _):
             for size in sizes:
                 _tell(f"rendezvous of {size} nodes, turn {turn + 1}")
                 ours[size].append(asyncio.run(_form(port, f"{size}-{turn}", size)))

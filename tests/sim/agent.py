@@ -262,7 +262,7 @@ class Agent:
     def _named(self, failure: Failure) -> Failure:
         assert self.group is not None
         node, rank, round = self.name, self.group.rank, self.group.round
-        text = failure.text if node in failure.text else f"rank {rank} on {node} in round {round}: {failure.text}"
+        text = failure.text if failure.node else f"rank {rank} on {node} in round {round}: {failure.text}"
         return Failure(node, rank, failure.exitcode, failure.exception, text, failure.is_consequence)
 
     # Workers.

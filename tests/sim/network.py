@@ -100,7 +100,8 @@ class Network:
 
     def _time_out(self, agent: Agent, began: float) -> None:
         """Nobody answers; or a router says at once that there is no way."""
-        after_s = self.connect_timeout_s if self.engine.random.random() < 0.5 else 0.05
+        is_told = not self.is_even and self.engine.random.random() < 0.5
+        after_s = 0.05 if is_told else self.connect_timeout_s
         self.engine.at(began + after_s, agent.hear, agent.connect_failed, False)
 
     # Sending.
@@ -166,15 +167,24 @@ class Network:
 
     def lose(self, link: Link) -> None:
         """Somebody in between has closed it, and what was on its way is gone."""
-        link.is_lost = True
-        for pipe in (link.up, link.down):
-            pipe.queue.clear()
-            pipe.stalled = 0
+        self._empty(link)
         random = self.engine.random
         if random.random() < 0.5:
             self.engine.after(random.random() * 0.1, self._notice_at_agent, link)
         if random.random() < 0.7:
             self.engine.after(random.random() * 0.3, self._notice_at_coordinator, link)
+
+    def break_off(self, link: Link) -> None:
+        """The same, and both ends find out at once."""
+        self._empty(link)
+        self._notice_at_agent(link)
+        self._notice_at_coordinator(link)
+
+    def _empty(self, link: Link) -> None:
+        link.is_lost = True
+        for pipe in (link.up, link.down):
+            pipe.queue.clear()
+            pipe.stalled = 0
 
     def _notice_at_agent(self, link: Link) -> None:
         if link.agent_open:

@@ -21,19 +21,31 @@ _ROUTINE = (
 )
 
 
+# How an agent does what it does; who tells a story leaves it out.
+_MEANS = ("Send", "SetLease", "Connect", "HangUp")
+
+Line = tuple[float, str, tuple[object, ...]]
+
+
 class Transcript:
-    """Everything in order. Lines of routine (heartbeats) are kept apart, so that a reader can do without."""
+    """Everything in order. What is said of an event ends with the tuple of the commands that it led to."""
 
     def __init__(self) -> None:
-        self._lines: list[tuple[float, str, tuple[object, ...]]] = []
+        self._lines: list[Line] = []
 
     def add(self, at: float, who: str, what: tuple[object, ...]) -> None:
         self._lines.append((at, who, what))
 
     def text(self, *, last: int | None = None, with_routine: bool = False) -> str:
+        """Without heartbeats and the like, unless they are wanted."""
         lines = [line for line in self._lines if with_routine or not _is_routine(line[2])]
         chosen = lines if last is None else lines[-last:]
-        return "\n".join(_line(*each) for each in chosen)
+        return "\n".join(_line(*each, between="\n" + " " * (_WHO_WIDTH + 12) + "-> ") for each in chosen)
+
+    def story(self) -> str:
+        """What the coordinator took in and did, what agents were told and did, and what became of the workers."""
+        lines = filter(None, map(_abridged, self._lines))
+        return "\n".join(_line(*each, between=" -> ") for each in lines)
 
 
 def _is_routine(what: tuple[object, ...]) -> bool:
@@ -48,8 +60,22 @@ def _is_routine(what: tuple[object, ...]) -> bool:
     return is_quiet and type(subject).__name__ in (*_ROUTINE, "TimePassed")
 
 
-def _line(at: float, who: str, what: tuple[object, ...]) -> str:
-    return f"{at:9.3f}  {who:<{_WHO_WIDTH}} {' '.join(_words(each) for each in what if each != ())}"
+def _abridged(line: Line) -> Line | None:
+    at, who, what = line
+    if _is_routine(what):
+        return None
+    if who == "coordinator" or not isinstance(what[-1], tuple):
+        return line
+    done = tuple(command for command in what[-1] if type(command).__name__ not in _MEANS)
+    said = ("hears",) if type(what[0]).__name__ == "MessageCame" else what[:-1]
+    return (at, who, (*said, done)) if done else None
+
+
+def _line(at: float, who: str, what: tuple[object, ...], between: str) -> str:
+    commands = what[-1] if isinstance(what[-1], tuple) else ()
+    said = " ".join(_words(each) for each in what if each is not commands)
+    done = "".join(between + _words(command) for command in commands)
+    return f"{at:9.3f}  {who:<{_WHO_WIDTH}} {said}{done}".rstrip()
 
 
 def _words(thing: object) -> str:
@@ -61,8 +87,6 @@ def _words(thing: object) -> str:
             return f"{thing:.3f}"
         case Enum():
             return str(thing.value)
-        case tuple() if thing and _is_record(thing[0]) and not isinstance(thing[0], NodeFacts):
-            return "".join(f"\n{'':{_WHO_WIDTH + 12}}-> {_words(each)}" for each in thing)
         case tuple() | frozenset():
             return "[" + " ".join(_words(each) for each in thing) + "]"
         case NodeFacts():
@@ -95,7 +119,7 @@ def _call(thing: object) -> str:
     said = []
     for name in type(thing).__match_args__:  # type: ignore[attr-defined]  # the caller has made sure of it
         value = getattr(thing, name)
-        if value in ("", None, ()) or isinstance(value, Settings):
+        if value in ("", None, ()) or isinstance(value, Settings) or name == "jitter":
             continue
         is_plain = _is_record(value) or isinstance(value, (str, tuple, Enum))
         said.append(_words(value) if is_plain else f"{name}={_words(value)}")

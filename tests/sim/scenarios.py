@@ -1,0 +1,335 @@
+"""Runs that people had trouble with elsewhere, as scripts. What comes of each is in `golden/`, to be read.
+
+The times are those of the defaults: heartbeats every second, a lease of 5 s, 2 s for a closed connection. Names of
+the functions are the names of the files; the first words of each are the first lines of its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.rendezvous.vocabulary import Admit
+from tests.sim.engine import Clock
+from tests.sim.host import Plan
+from tests.sim.script import Script, failing, succeeding
+
+Scenario = Callable[[], str]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def _feels(after_s: float) -> Plan:
+    """Workers that run for ever, and fail of a peer's death after a while, as collectives do."""
+    return Plan(None, feels_peers_after_s=after_s)
+
+
+# Nodes that go and come.
+
+
+@scenario
+def a_killed_agent_is_no_end() -> str:
+    """An agent is killed. The others go on without it, uncharged; when it is started again it is let in."""
+    script = Script(min_nodes=2, max_nodes=3)
+    script.nodes("abc")
+    script.kill("b", at=3.0)
+    script.node("b", at=8.0)
+    return script.tell(until=9.0)
+
+
+@scenario
+def a_node_leaves() -> str:
+    """SIGTERM to an agent means that this node goes, not that the run is closed."""
+    script = Script(min_nodes=1, max_nodes=2)
+    script.nodes("ab")
+    script.terminate("a", at=3.0)
+    script.work("b", 2, succeeding(2.0))
+    return script.tell(until=8.0)
+
+
+@scenario
+def a_host_vanishes() -> str:
+    """Nobody closes the connection: the lease tells. The workers on it died with it."""
+    script = Script(min_nodes=1, max_nodes=2)
+    script.nodes("ab")
+    script.lose("b", at=3.0)
+    return script.tell(until=9.0)
+
+
+@scenario
+def the_first_node_dies() -> str:
+    """The host of rank 0 dies. The next round has another master, and everybody is told the same one, with a new port
+    and the same count of restarts."""
+    script = Script(min_nodes=2, max_nodes=3)
+    script.nodes("abc")
+    script.kill("a", at=3.0)
+    return script.tell(until=6.0)
+
+
+@scenario
+def a_spare_node_stands_by() -> str:
+    """More nodes than max: the last one waits, is told so, and takes the place of the first that is lost."""
+    script = Script(min_nodes=2, max_nodes=2)
+    script.nodes("abc")
+    script.kill("a", at=3.0)
+    return script.tell(until=6.0)
+
+
+@scenario
+def a_newcomer_is_let_in() -> str:
+    """Below max and with `admit=now` the round is stopped in order, with grace for the workers. One agent is slow, and
+    its workers fail because their peers are gone: that is not charged, and no restart is allowed."""
+    script = Script(min_nodes=1, max_nodes=3)
+    script.nodes("ab")
+    script.work("a", 1, Plan(None, stops_after_s=1.0))
+    script.work("b", 1, _feels(0.0))
+    script.slow_down("b", at=8.0, for_s=2.0)
+    script.node("c", at=8.0)
+    return script.tell(until=11.0)
+
+
+@scenario
+def a_newcomer_waits_for_a_restart() -> str:
+    """With `admit=on-restart` it stands by until the round ends of something else."""
+    script = Script(min_nodes=1, max_nodes=3, admit=Admit.ON_RESTART, policy=RestartPolicy(max_restarts=1))
+    script.nodes("ab")
+    script.work("a", 1, failing(5.0))
+    script.node("c", at=7.0)
+    return script.tell(until=11.0)
+
+
+@scenario
+def a_late_node_is_waited_for() -> str:
+    """Two are needed; the second comes after twenty seconds, and nothing is wrong with that."""
+    script = Script(min_nodes=2, max_nodes=2)
+    script.node("a")
+    script.node("b", at=20.0)
+    return script.tell(until=21.0)
+
+
+@scenario
+def too_few_nodes() -> str:
+    """At the end of the join timeout the run fails, and says who is there and how many are missing."""
+    script = Script(min_nodes=3, max_nodes=3, join_timeout_s=10.0)
+    script.nodes("ab")
+    return script.tell(until=12.0)
+
+
+@scenario
+def ranks_are_kept() -> str:
+    """Survivors keep their order, and a newcomer fills the hole that was left."""
+    script = Script(min_nodes=3, max_nodes=4)
+    script.nodes("abcd")
+    script.kill("b", at=3.0)
+    script.node("e", at=4.0)
+    return script.tell(until=6.0)
+
+
+@scenario
+def ranks_are_given_as_asked_for() -> str:
+    """Requested ranks are honoured whatever the order of arrival; who asks for a rank that is taken is refused."""
+    script = Script(min_nodes=3, max_nodes=3)
+    script.node("a", at=0.0, rank=2)
+    script.node("b", at=0.1, rank=0)
+    script.node("x", at=0.2, rank=0)
+    script.node("c", at=0.3, rank=1)
+    return script.tell(until=1.0)
+
+
+# Failures.
+
+
+@scenario
+def a_failure_is_pushed() -> str:
+    """A worker fails, and its peers, who would wait for it for half an hour, are stopped at once."""
+    script = Script(min_nodes=3, max_nodes=3, policy=RestartPolicy(max_restarts=1))
+    script.nodes("abc")
+    script.work("b", 1, failing(2.0))
+    return script.tell(until=3.0)
+
+
+@scenario
+def one_budget_for_the_run() -> str:
+    """Two restarts, wherever the failures are. The third failure ends the run, with one cause for every node: the
+    one that speaks for itself, although a consequence of it was reported first."""
+    script = Script(min_nodes=2, max_nodes=2, policy=RestartPolicy(max_restarts=2, backoff_s=0.5))
+    script.nodes("ab")
+    script.work("a", 1, failing(1.0, "ValueError: the first"))
+    script.work("b", 2, failing(1.0, "ValueError: the second"))
+    script.work("a", 3, failing(1.0, "connection closed by peer", is_consequence=True))
+    script.work("b", 3, failing(1.001, "ValueError: the third"))
+    return script.tell(until=20.0)
+
+
+@scenario
+def a_fatal_error_is_not_tried_again() -> str:
+    """No restart cures a missing module, however many are left."""
+    script = Script(min_nodes=2, max_nodes=2, policy=RestartPolicy(max_restarts=9))
+    script.nodes("ab")
+    script.work("b", 1, failing(1.0, "ModuleNotFoundError: no module named x", exception="ModuleNotFoundError"))
+    return script.tell(until=3.0)
+
+
+@scenario
+def a_quick_rejoin_is_no_way_around_the_budget() -> str:
+    """No restarts are allowed. The node of the worker that failed is back before the others have stopped, and the run
+    still ends."""
+    script = Script(min_nodes=1, max_nodes=2)
+    script.nodes("ab")
+    script.work("a", 1, failing(1.0))
+    script.work("b", 1, Plan(None, stops_after_s=3.0))
+    return script.tell(until=10.0)
+
+
+@scenario
+def first_stop_then_judge() -> str:
+    """A node dies, its workers first, and the collective of its peer fails before anybody knows. The failure stops
+    the round at once, but it is judged when the dead one is accounted for, and then it is a consequence: the run
+    goes on although no restart is allowed."""
+    script = Script(min_nodes=1, max_nodes=2)
+    script.nodes("ab")
+    script.work("b", 1, _feels(0.0))
+    script.slow_down("a", at=2.9, for_s=1.0)
+    script.kill_workers("a", at=3.0)
+    script.kill("a", at=3.05)
+    return script.tell(until=6.0)
+
+
+@scenario
+def a_failure_behind_a_closed_connection() -> str:
+    """The connection is down when the workers fail. The report goes with the join that follows, and is charged."""
+    script = Script(min_nodes=2, max_nodes=2, policy=RestartPolicy(max_restarts=1))
+    script.nodes("ab")
+    script.work("b", 1, failing(2.0))
+    script.reset("b", at=2.13)
+    return script.tell(until=3.0)
+
+
+@scenario
+def a_stubborn_worker_is_killed() -> str:
+    """It ignores SIGTERM, and has its grace like everybody else, and no more."""
+    script = Script(grace_s=2.0, min_nodes=2, max_nodes=2, policy=RestartPolicy(max_restarts=1))
+    script.nodes("ab")
+    script.work("a", 1, failing(1.0))
+    script.work("b", 1, Plan(None, heeds_sigterm=False))
+    return script.tell(until=4.0)
+
+
+# The end.
+
+
+@scenario
+def success_is_everybodys() -> str:
+    """A node whose workers have succeeded waits for the others. One of them fails, so all start again, and succeed."""
+    script = Script(min_nodes=2, max_nodes=2, policy=RestartPolicy(max_restarts=1))
+    script.nodes("ab")
+    script.work("a", 1, succeeding(1.0))
+    script.work("b", 1, failing(2.0))
+    script.work("a", 2, succeeding(1.0))
+    script.work("b", 2, succeeding(3.0))
+    return script.tell(until=20.0)
+
+
+@scenario
+def the_end_is_told_to_who_was_away() -> str:
+    """A node is out of reach when the run is closed. It hears how it ended when it is back: the coordinator waits."""
+    script = Script(min_nodes=2, max_nodes=2)
+    script.nodes("ab")
+    script.cut("b", at=3.0, for_s=6.0)
+    script.close("a", at=4.0)
+    return script.tell(until=20.0)
+
+
+@scenario
+def a_run_is_closed() -> str:
+    """The user ends the run: everybody is told the same outcome, and workers are stopped with their grace, longer
+    than a lease if need be."""
+    script = Script(grace_s=8.0, min_nodes=2, max_nodes=2)
+    script.nodes("ab")
+    script.work("b", 1, Plan(None, stops_after_s=7.0))
+    script.close("a", at=2.0)
+    return script.tell(until=15.0)
+
+
+# Fencing.
+
+
+@scenario
+def no_split_world() -> str:
+    """With one node enough for a world, a node that is cut off does not form its own: its workers are killed before
+    the other goes on, and it comes back as a stranger."""
+    script = Script(min_nodes=1, max_nodes=2)
+    script.nodes("ab")
+    script.cut("b", at=3.0, for_s=8.0)
+    return script.tell(until=13.0)
+
+
+@scenario
+def a_frozen_agent() -> str:
+    """SIGSTOP for longer than the lease. The spawner kills the workers in time, the other goes on, and the agent
+    finds out when it is continued."""
+    script = Script(min_nodes=1, max_nodes=2)
+    script.nodes("ab")
+    script.freeze("b", at=3.0, for_s=9.0)
+    return script.tell(until=14.0)
+
+
+@scenario
+def a_connection_is_lost_and_found() -> str:
+    """A connection that is closed and open again within the grace is nobody's business."""
+    script = Script(min_nodes=2, max_nodes=2)
+    script.nodes("ab")
+    script.reset("b", at=3.0)
+    return script.tell(until=10.0)
+
+
+@scenario
+def clocks_disagree() -> str:
+    """Sixty seconds ahead, an hour behind, a tenth too slow: no clock crosses a host, so nothing happens."""
+    script = Script(min_nodes=3, max_nodes=3)
+    script.node("a", clock=Clock(60.0))
+    script.node("b", clock=Clock(100_000.0))
+    script.node("c", clock=Clock(3.0, 0.91))
+    script.work("a", 1, succeeding(30.0))
+    script.work("b", 1, succeeding(30.0))
+    script.work("c", 1, succeeding(30.0))
+    return script.tell(until=45.0)
+
+
+# The coordinator.
+
+
+@scenario
+def the_coordinator_is_killed() -> str:
+    """It is gone for ten seconds, and nobody's workers notice. What it adopts is what was there."""
+    script = Script(min_nodes=2, max_nodes=2)
+    script.nodes("ab")
+    script.kill_coordinator(at=3.0, for_s=10.0)
+    script.work("a", 1, succeeding(15.0))
+    script.work("b", 1, succeeding(16.0))
+    return script.tell(until=30.0)
+
+
+@scenario
+def a_node_dies_while_the_coordinator_is_down() -> str:
+    """The round is adopted; the one who does not return within a lease is lost, and its peer goes on in a round whose
+    number nobody has had."""
+    script = Script(min_nodes=1, max_nodes=2)
+    script.nodes("ab")
+    script.kill_coordinator(at=3.0, for_s=5.0)
+    script.kill("b", at=4.0)
+    return script.tell(until=15.0)
+
+
+@scenario
+def a_newcomer_meets_a_coordinator_that_was_restarted() -> str:
+    """It is there before the members return. The round is adopted, and then the newcomer is let in."""
+    script = Script(min_nodes=1, max_nodes=3)
+    script.nodes("ab")
+    script.kill_coordinator(at=7.0, for_s=5.0)
+    script.node("c", at=11.95)
+    return script.tell(until=14.0)

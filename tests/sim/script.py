@@ -1,0 +1,140 @@
+"""A fake world in which nothing is left to chance: a script says what happens when, and what workers do.
+
+Every message takes ten milliseconds, every clock is right unless the script says otherwise, and workers run for ever
+unless they are told to do something else.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from holdfast.rendezvous import participant
+from holdfast.rendezvous.outcome import Failure
+from holdfast.rendezvous.vocabulary import Settings
+from holdfast.rendezvous.world import NodeFacts
+from tests.sim.agent import Agent
+from tests.sim.checkers import Checks
+from tests.sim.coordinator import Coordinator
+from tests.sim.engine import Clock, Engine
+from tests.sim.host import Host, Plan, Society
+from tests.sim.network import Network
+
+DELAY_S = 0.01
+FOR_EVER = Plan(None)
+
+
+def failing(after_s: float, text: str = "ValueError: no such thing", **facts: Any) -> Plan:
+    return Plan(after_s, Failure(text=text, **facts))
+
+
+def succeeding(after_s: float) -> Plan:
+    return Plan(after_s)
+
+
+class Script:
+    """`a`, `b`, `c`, ... are nodes, each on a host of the same name."""
+
+    def __init__(self, *, grace_s: float = 5.0, **settings: Any) -> None:
+        self.settings = Settings(**settings)
+        self.engine = Engine(Random(0))
+        self.checks = Checks(self.settings, lambda: self.engine.now)
+        self.network = Network(self.engine, DELAY_S, is_even=True)
+        self.coordinator = Coordinator(self.engine, self.network, Clock(), self.checks)
+        self.society = Society(self.engine, self.checks)
+        self.hosts: dict[str, Host] = {}
+        self._grace_s = grace_s
+        self._plans: dict[tuple[str, int], Plan] = {}
+        self.engine.at(0.0, self.coordinator.start)
+
+    def plan(self, host: Host, round: int, restarts_used: int) -> Plan:
+        return self._plans.get((host.name, round), FOR_EVER)
+
+    def work(self, name: str, round: int, plan: Plan) -> None:
+        """What the workers of a node do in a round."""
+        self._plans[name, round] = plan
+
+    # What happens, and when.
+
+    def node(self, name: str, at: float = 0.0, *, clock: Clock | None = None, rank: int | None = None) -> None:
+        """An agent is started on the host of that name; it may have had others before."""
+        self.engine.at(at, self._start, name, clock or Clock(), rank)
+
+    def nodes(self, names: str, at: float = 0.0) -> None:
+        for index, name in enumerate(names):
+            self.node(name, at + index * 0.1)
+
+    def _start(self, name: str, clock: Clock, rank: int | None) -> None:
+        host = self.hosts.get(name)
+        if host is None:
+            host = self.hosts[name] = Host(self.engine, name, clock, self.society, self)
+            host.grace_s = self._grace_s
+        host.agents_started += 1
+        facts = NodeFacts(name + "'" * (host.agents_started - 1), address=name, requested_rank=rank)
+        Agent(self.engine, self.network, self.checks, host, facts, self.settings, 0.5).start()
+
+    def kill(self, name: str, at: float) -> None:
+        self.engine.at(at, lambda: self._agent(name).crash())
+
+    def lose(self, name: str, at: float) -> None:
+        """The host is gone without a word."""
+        self.engine.at(at, lambda: self._agent(name).vanish())
+
+    def terminate(self, name: str, at: float) -> None:
+        self.engine.at(at, lambda: self._agent(name).leave())
+
+    def freeze(self, name: str, at: float, for_s: float) -> None:
+        self.engine.at(at, lambda: self._agent(name).freeze())
+        self.engine.at(at + for_s, lambda: self._agent(name).thaw())
+
+    def slow_down(self, name: str, at: float, for_s: float) -> None:
+        self.engine.at(at, lambda: self._agent(name).pause_loop(for_s))
+
+    def kill_workers(self, name: str, at: float) -> None:
+        self.engine.at(at, self._kill_workers, name)
+
+    def _kill_workers(self, name: str) -> None:
+        group = self.hosts[name].group
+        assert group is not None
+        self.hosts[name].kill(group, "by the kernel")
+
+    def close(self, name: str, at: float) -> None:
+        self.engine.at(at, lambda: self._agent(name).tell(participant.CloseWanted("closed by the user")))
+
+    def cut(self, name: str, at: float, for_s: float) -> None:
+        """The network does not reach the host."""
+        self.engine.at(at, self._cut, name, for_s)
+
+    def _cut(self, name: str, for_s: float) -> None:
+        self.engine.note("network", "is cut for", name)
+        self.network.partition(self.hosts[name], up=True, down=True)
+        self.engine.after(for_s, self._heal, name)
+
+    def _heal(self, name: str) -> None:
+        self.engine.note("network", "heals for", name)
+        self.network.heal(self.hosts[name])
+
+    def reset(self, name: str, at: float) -> None:
+        """The connection is closed under both its ends, and both find out at once."""
+        self.engine.at(at, self._reset, name)
+
+    def _reset(self, name: str) -> None:
+        link = self._agent(name).link
+        assert link is not None
+        self.engine.note("network", "loses the connection of", name)
+        self.network.break_off(link)
+
+    def kill_coordinator(self, at: float, for_s: float) -> None:
+        self.engine.at(at, self.coordinator.crash)
+        self.engine.at(at + for_s, self.coordinator.start)
+
+    def _agent(self, name: str) -> Agent:
+        agent = self.hosts[name].agent
+        assert agent is not None, f"no agent on {name} at {self.engine.now}"
+        return agent
+
+    # The story.
+
+    def tell(self, until: float) -> str:
+        self.engine.run_until(until)
+        return self.engine.transcript.story()
