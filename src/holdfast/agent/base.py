@@ -319,8 +319,8 @@ class SimpleElasticAgent(ElasticAgent):
             return
         result.root = agreed.rank
         if agreed.rank not in result.failures:
-            evidence = report.Evidence(error={"message": {"message": agreed.text}}, note=f"on node {agreed.node}")
-            result.failures[agreed.rank] = ProcessFailure(-1, 0, agreed.exitcode, "", evidence)
+            evidence = report.Evidence(error={"message": {"message": agreed.text}})
+            result.failures[agreed.rank] = ProcessFailure(-1, 0, agreed.exitcode, "", evidence, node=agreed.node)
         if (self._worker_group.group_world_size or 1) > 1:
             result.cause = f"{agreed.text}, on node {agreed.node}"
 

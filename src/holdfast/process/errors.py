@@ -59,6 +59,8 @@ class ProcessFailure:
     evidence: Evidence | None = None
     order: int | None = None
     """The place of this failure in the sequence in which the spawner reaped them."""
+    node: str = ""
+    """Where it ran, if that was another node; local rank and pid are not known here then."""
     error_file_data: dict[str, Any] = field(init=False)
     message: str | dict[str, Any] = field(init=False)
     timestamp: int = field(init=False)
@@ -207,12 +209,13 @@ class ChildFailedError(Exception):
     def _block(self, index: int, rank: int) -> str:
         failure = self.failures[rank]
         name = report.signal_name(failure.exitcode)
+        pid = [] if failure.node else [f"(pid: {failure.pid})"]
         fields = {
             "time": failure.timestamp_isoformat(),
             # Not the fully qualified name: asking DNS may block, and at the worst moment.
-            "host": os.uname().nodename,
-            "rank": f"{rank} (local_rank: {failure.local_rank})",
-            "exitcode": f"{failure.exitcode} (pid: {failure.pid})" + (f" ({name})" if name else ""),
+            "host": failure.node or os.uname().nodename,
+            "rank": str(rank) if failure.node else f"{rank} (local_rank: {failure.local_rank})",
+            "exitcode": " ".join([str(failure.exitcode), *pid, *([f"({name})"] if name else [])]),
             "error_file": failure.error_file,
             "traceback": failure.traceback_text(),
         }
