@@ -1,0 +1,73 @@
+"""The agent's watchdog: a worker that overruns its timer is killed, said to be, and restarted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.agent.model import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
+from holdfast.launcher import LaunchConfig, elastic_launch
+from holdfast.process.errors import ChildFailedError
+
+
+def overrun(once: bool) -> str:
+    """Rank 1 arms a timer and sleeps past it, in its first life or always."""
+    import os
+    import time
+
+    from holdfast.timer import FileTimerClient, expires
+
+    client = FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"])
+    if os.environ["RANK"] == "1" and (not once or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
+        with expires(after=0.2, scope="step", client=client):
+            time.sleep(600)
+    return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def config(tmp_path: Path, max_restarts: int) -> LaunchConfig:
+    return LaunchConfig(
+        1,
+        1,
+        2,
+        rdzv_backend="standalone",
+        run_id="watched",
+        max_restarts=max_restarts,
+        event_log_handler=f"file:{tmp_path / 'events'}",
+    )
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, "1")
+    monkeypatch.delenv(TORCHELASTIC_TIMER_FILE, raising=False)
+
+
+@pytest.mark.usefixtures("watched")
+def test_an_overrun_timer_is_a_failure_that_a_restart_cures(tmp_path: Path) -> None:
+    assert elastic_launch(config(tmp_path, 1), overrun)(True) == {0: "1", 1: "1"}
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    killed = [event for event in events if event["name"] == "kill worker process"]
+    assert len(killed) == 1
+    details = json.loads(killed[0]["metadata"]["metadata"])
+    assert (details["scope_id"], details["signal"]) == ("step", "9")
+
+
+@pytest.mark.usefixtures("watched")
+def test_the_report_names_the_timer(tmp_path: Path) -> None:
+    with pytest.raises(ChildFailedError, match=r"its timer step had expired") as caught:
+        elastic_launch(config(tmp_path, 0), overrun)(False)
+    assert list(caught.value.failures) == [1]
+
+
+def test_a_path_that_cannot_be_used_costs_the_watchdog_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("somebody's file")
+    monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, "1")
+    monkeypatch.setenv(TORCHELASTIC_TIMER_FILE, str(taken))
+    assert elastic_launch(config(tmp_path, 0), len)("four") == {0: 4, 1: 4}
+    assert "no watchdog, workers run without" in caplog.text
+    assert taken.read_text() == "somebody's file"
