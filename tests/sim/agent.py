@@ -55,7 +55,6 @@ class Agent:
         self.place: Place | None = None
         self.group: Group | None = None
         self.outcome: Outcome | None = None
-        self.refusal = ""
         self.is_alive = True
         self.is_leaving = False
         self.loop_paused_until = 0.0
@@ -158,7 +157,7 @@ class Agent:
             case participant.RunEnded(outcome):
                 self._learn(outcome)
             case participant.JoinRefused(reason):
-                self.refusal = reason
+                self.checks.refused(self, reason)
                 self.exit()
             case participant.ProgressSeen() | participant.NoticeSeen():
                 pass

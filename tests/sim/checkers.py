@@ -36,6 +36,7 @@ HOOKS = (
     "lease_ended",
     "outcome_learned",
     "end_taken_in",
+    "refused",
 )
 
 
@@ -415,6 +416,14 @@ class NobodyLostWithoutReason(Checker):
             self.object(f"{key} was expelled although nothing was wrong")
 
 
+class OnlyMisfitsAreRefused(Checker):
+    """Whoever brings the settings of the run is taken, whatever has become of the coordinator."""
+
+    def refused(self, agent: Agent, reason: str) -> None:
+        if agent.participant.settings == self.settings:
+            self.object(f"{agent.name} was refused: {reason}")
+
+
 RULES: tuple[type[Checker], ...] = (
     RanksAgree,
     RoundsRise,
@@ -431,6 +440,7 @@ RULES: tuple[type[Checker], ...] = (
     OneOutcome,
     EndedRunStaysEnded,
     NobodyLostWithoutReason,
+    OnlyMisfitsAreRefused,
 )
 
 

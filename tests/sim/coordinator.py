@@ -178,9 +178,16 @@ class Coordinator:
             case words.Announce(keys, text):
                 self._tell(keys, messages.Notice(text))
             case words.ForgetRun():
-                self.machine = None  # The next who asks is answered from the disk.
+                self._forget()
             case _:
                 assert_never(command)
+
+    def _forget(self) -> None:
+        """Nobody is needed any more. Whoever asks again is answered from the disk."""
+        self.machine = None
+        for link in list(self._links.values()):
+            self._hang_up(link)
+        self._links.clear()
 
     def _seal(self, world: World) -> None:
         for member, place in zip(world.members, world.places(), strict=True):

@@ -7,11 +7,12 @@ undisturbed by the others.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from holdfast.rendezvous.restart import Failure, RestartPolicy
+from holdfast.rendezvous.outcome import Failure
+from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.rendezvous.vocabulary import Admit, Settings
 from tests.sim.engine import Clock
 from tests.sim.host import Host, Plan
@@ -38,10 +39,11 @@ KINDS = (
     "freeze_coordinator",
     "leave",
     "join_late",
+    "join_misfit",
     "close_run",
 )
 # Without these no node is ever out of reach. A coordinator that is down is no reason to lose anybody.
-DISTURBING = frozenset(KINDS) - {"pause_loop", "crash_coordinator", "leave", "join_late", "close_run"}
+DISTURBING = frozenset(KINDS) - {"pause_loop", "crash_coordinator", "leave", "join_late", "join_misfit", "close_run"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +261,13 @@ class Misfortune:
         host = self._host()
         if host.agent is not None:
             host.agent.vanish()
-            self._maybe_come_back(host)
+            # Whoever asks for the rank of a node that does not seem to be gone is refused, and rightly so.
+            if not self._profile.do_hosts_request_ranks or "freeze_coordinator" not in self._profile.kinds:
+                self._maybe_come_back(host, 3 * self._profile.settings.heartbeat_s)
 
-    def _maybe_come_back(self, host: Host) -> None:
+    def _maybe_come_back(self, host: Host, not_before_s: float = 0.3) -> None:
         if self._random.random() < 0.8:
-            self._engine.after(0.3 + self._random.random() * 10, self._world.start_agent, host)
+            self._engine.after(not_before_s + self._random.random() * 10, self._world.start_agent, host)
 
     def _freeze_agent(self) -> None:
         host = self._host()
@@ -299,6 +303,12 @@ class Misfortune:
     def _join_late(self) -> None:
         if len(self._world.hosts) < self._profile.host_count + self._profile.late_hosts:
             self._world.start_agent(self._world.add_host())
+
+    def _join_misfit(self) -> None:
+        """A node that was started with other settings. The first to join fixes them, so it must not be that one."""
+        if self._world.coordinator.disk is not None:
+            settings = replace(self._profile.settings, max_nodes=self._profile.settings.max_nodes + 1)
+            self._world.start_agent(self._world.add_host(), settings)
 
     def _close_run(self) -> None:
         host = self._host()

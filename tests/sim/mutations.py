@@ -106,6 +106,13 @@ def _without_restarts(original: Any) -> Any:
     return init
 
 
+def _without_settings(original: Any) -> Any:
+    def init(self: Membership, now: float, memory: words.Memory | None = None) -> None:
+        original(self, now, replace(memory, settings=None) if memory else None)
+
+    return init
+
+
 def _same_round(original: Any) -> Any:
     def seal(self: Membership, ready: Any) -> Any:
         self.round = max(0, self.round - 1)
@@ -275,6 +282,7 @@ MUTATIONS = [
     # A coordinator that is restarted.
     _of("a sealed round is not written down", Membership, "_seal", _unremembered, "rounds_rise", _FENCING),
     _of("the restarts are forgotten", Membership, "__init__", _without_restarts, "restarts_within_budget"),
+    _of("the settings are forgotten", Membership, "__init__", _without_settings, "only_misfits_are_refused"),
     _of("an adopted round does not wait", Membership, "_adopt", _adopt_without_waiting, "nobody_lost_without_reason"),
     # The end, and getting there.
     _of("the end is forgotten", Membership, "__init__", _without_outcome, "ended_run_stays_ended", "one_outcome"),

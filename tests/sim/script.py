@@ -14,7 +14,7 @@ from holdfast.rendezvous.outcome import Failure
 from holdfast.rendezvous.vocabulary import Settings
 from holdfast.rendezvous.world import NodeFacts
 from tests.sim.agent import Agent
-from tests.sim.checkers import Checks
+from tests.sim.checkers import RULES, Checks, OnlyMisfitsAreRefused
 from tests.sim.coordinator import Coordinator
 from tests.sim.engine import Clock, Engine
 from tests.sim.host import Host, Plan, Society
@@ -38,7 +38,8 @@ class Script:
     def __init__(self, *, grace_s: float = 5.0, **settings: Any) -> None:
         self.settings = Settings(**settings)
         self.engine = Engine(Random(0))
-        self.checks = Checks(self.settings, lambda: self.engine.now)
+        rules = tuple(rule for rule in RULES if rule is not OnlyMisfitsAreRefused)  # Scripts have other misfits, too.
+        self.checks = Checks(self.settings, lambda: self.engine.now, rules)
         self.network = Network(self.engine, DELAY_S, is_even=True)
         self.coordinator = Coordinator(self.engine, self.network, Clock(), self.checks)
         self.society = Society(self.engine, self.checks)

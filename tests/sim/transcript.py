@@ -51,7 +51,7 @@ class Transcript:
 def _is_routine(what: tuple[object, ...]) -> bool:
     if len(what) != 2 or not isinstance(what[1], tuple):
         return False
-    event, commands = what
+    event, commands = what[0], what[1]
     if type(event).__name__ == "TimePassed" and not commands:
         return True
     said = [getattr(command, "message", command) for command in commands]

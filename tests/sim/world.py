@@ -12,7 +12,7 @@ from random import Random
 from holdfast.agent import lifecycle
 from holdfast.rendezvous import participant
 from holdfast.rendezvous.membership import Phase
-from holdfast.rendezvous.vocabulary import Admit
+from holdfast.rendezvous.vocabulary import Admit, Settings
 from holdfast.rendezvous.world import NodeFacts
 from tests.sim.agent import Agent
 from tests.sim.checkers import Checks
@@ -54,8 +54,8 @@ class FakeWorld:
         self.hosts.append(host)
         return host
 
-    def start_agent(self, host: Host) -> None:
-        """A new process on the host, with a name that nobody has had before."""
+    def start_agent(self, host: Host, settings: Settings | None = None) -> None:
+        """A new process on the host, with a name that nobody has had before; perhaps with settings of its own."""
         if host.agent is not None:
             return
         host.agents_started += 1
@@ -75,7 +75,7 @@ class FakeWorld:
             self.checks,
             host,
             facts,
-            self.profile.settings,
+            settings or self.profile.settings,
             self.profile.reconnect_grace_s,
             does_loop_block=self.profile.does_loop_block,
         )

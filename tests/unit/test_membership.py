@@ -235,6 +235,22 @@ REFUSED: dict[str, Script] = {
             ],
         ),
     ],
+    "the rank of a node that is silent may be taken": [
+        (0.0, NodeJoined(facts("a", requested_rank=1), settings(3, 3)), []),
+        (1.0, TIME, [ShowProgress(keys("a"), 1, 3, 3, 29.0)]),
+        (
+            25.0,
+            NodeJoined(facts("b", requested_rank=1), settings(3, 3)),
+            [Refuse("b/0", "rank 1 was asked for, but a has asked for it before")],
+        ),
+        (25.1, NodeJoined(facts("b", requested_rank=1), settings(3, 3)), []),
+    ],
+    "the last words of an incarnation come after the first of the next": [
+        (0.0, joined("a/2", PAIR, replaces="a/1"), []),
+        (0.0, joined("a/1", PAIR, replaces="a/0"), [Expel("a/1", "it has come back as somebody else")]),
+        (0.0, returned("a/1", PAIR), [Expel("a/1", "it has come back as somebody else")]),
+        (0.0, joined("b", PAIR), sealed(1, "a/2 b")),
+    ],
     "a rank that does not exist": [
         (
             0.0,
@@ -582,10 +598,18 @@ RECOVERING: dict[str, Script] = {
 ALL = FORMING | REFUSED | RUNNING | FAILING | ENDING
 
 
+def step(run: Membership, event: Any, at: float) -> list[Any]:
+    """What is done, with memories that are compared without their settings: those are always the run's."""
+    commands = run.step(event, at)
+    run.check()
+    remembered = [command.memory.settings for command in commands if isinstance(command, Remember)]
+    assert remembered == [run.settings] * len(remembered)
+    return [Remember(replace(each.memory, settings=None)) if isinstance(each, Remember) else each for each in commands]
+
+
 def play(run: Membership, script: Script) -> None:
     for at, event, expected in script:
-        commands = run.step(event, at)
-        run.check()
+        commands = step(run, event, at)
         assert commands == expected, f"{event} at {at}; the story:\n{run.story()}"
 
 
@@ -615,6 +639,13 @@ def test_a_remembered_outcome_is_told_to_whoever_comes() -> None:
     play(run, [(1.0, returned("b", PAIR, 3), [TellOutcome(keys("b"), SUCCESS)])])
     play(run, [(2.0, NodeLeft("a/0"), []), (2.0, NodeLeft("b/0"), [])])
     play(run, [(10.0, TIME, [ForgetRun()])])
+
+
+def test_the_first_to_come_after_a_restart_does_not_fix_the_settings() -> None:
+    run = Membership(0.0, Memory(3, 1, settings=RETRY))
+    refusal = [Refuse("x/0", "the run has max_nodes=2, this node has max_nodes=3")]
+    play(run, [(0.0, joined("x", replace(RETRY, max_nodes=3)), refusal)])
+    play(run, [(1.0, returned("a", RETRY, 3), []), (2.0, joined("c", RETRY), standby("c", 3, "2 nodes"))])
 
 
 def test_a_coordinator_without_memory_adopts_as_well() -> None:
@@ -656,10 +687,10 @@ def test_what_was_charged_before_the_restart_of_the_coordinator_counts() -> None
     run.step(NodeHeard("a/0"), 49.0)
     play(run, [(50.0, TIME, sealed(2, "a", 1)), (99.0, NodeHeard("a/0"), [])])
     play(run, [(99.0, failed("a", 2), stop("a", "a broke", 2))])
-    commands = run.step(joined("a", of, last_round=2), 100.0)
+    commands = step(run, joined("a", of, last_round=2), 100.0)
     assert commands == [*charged(2, 2), *sealed(3, "a", 2)]
     run.step(failed("a", 3), 101.0)
-    commands = run.step(joined("a", of, last_round=3), 102.0)
+    commands = step(run, joined("a", of, last_round=3), 102.0)
     cause = Outcome(End.FAILED, "the 1 allowed restart within 100 s is used up", failure("a"))
     assert commands == ended("a", cause, 3, 2)
 

@@ -107,7 +107,7 @@ class Membership:
 
     def __init__(self, now: float, memory: Memory | None = None) -> None:
         """`memory` is what an earlier coordinator process of this run has written down, if one did."""
-        self.settings: Settings | None = None
+        self.settings: Settings | None = memory.settings if memory else None
         self.phase = Phase.FORMING
         self.world: World | None = None
         self.round = memory.last_round if memory else 0
@@ -167,6 +167,8 @@ class Membership:
         if self.phase is Phase.ENDED:
             return self._react_after_end(event, now)
         match event:
+            case NodeJoined(facts) | NodeReturned(facts) if self._roster.is_outdated(facts):
+                return [Expel(facts.key, "it has come back as somebody else")]
             case NodeJoined():
                 return self._joined(event, now)
             case NodeReturned():
@@ -206,7 +208,7 @@ class Membership:
 
     def _joined(self, event: NodeJoined, now: float) -> list[Command]:
         facts = event.facts
-        problem = self._objection(facts, event.settings)
+        problem = self._objection(facts, event.settings, now)
         if problem:
             return [Refuse(facts.key, problem)]
         self.settings = self.settings or event.settings
@@ -220,7 +222,7 @@ class Membership:
         self._roster.add(facts, Stage.WAITING, now)
         return commands + ([] if self.phase is not Phase.RUNNING or self._has_room() else self._stand_by((facts.key,)))
 
-    def _objection(self, facts: NodeFacts, settings: Settings) -> str:
+    def _objection(self, facts: NodeFacts, settings: Settings, now: float) -> str:
         """Why this node cannot take part in this run, or nothing."""
         ours = self.settings or settings
         difference = ours.difference(settings)
@@ -228,16 +230,17 @@ class Membership:
             return difference
         other = self._roster.first()
         unreachable = unreachable_between_hosts(facts, other.facts) if other else ""
-        return unreachable or self._objection_to_rank(facts, ours.max_nodes)
+        return unreachable or self._objection_to_rank(facts, ours.max_nodes, now)
 
-    def _objection_to_rank(self, facts: NodeFacts, max_nodes: int) -> str:
+    def _objection_to_rank(self, facts: NodeFacts, max_nodes: int, now: float) -> str:
+        """One that is closed or silent claims nothing: it may be what has become of this very node."""
         rank = facts.requested_rank
         if rank is None:
             return ""
         if not 0 <= rank < max_nodes:
             return f"rank {rank} was asked for, but the run has at most {max_nodes} nodes"
-        rivals = self._roster.claimants(rank)
-        names = sorted(node.facts.node_id for node in rivals if node.is_open and node.facts.node_id != facts.node_id)
+        others = (node for node in self._roster.claimants(rank) if node.facts.node_id != facts.node_id)
+        names = sorted(node.facts.node_id for node in others if node.is_open and not self._is_silent(node, now))
         return f"rank {rank} was asked for, but {names[0]} has asked for it before" if names else ""
 
     def _returned(self, event: NodeReturned, now: float) -> list[Command]:
@@ -549,7 +552,7 @@ class Membership:
         return [ForgetRun()] if have_all_heard or now >= self._forget_at else []
 
     def _memory(self) -> Memory:
-        return Memory(self.round, self.restarts_used, self.outcome)
+        return Memory(self.round, self.restarts_used, self.outcome, self.settings)
 
     def check(self) -> None:
         """The invariants; tests and the simulator call this after every step."""

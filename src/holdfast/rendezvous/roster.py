@@ -43,6 +43,7 @@ class Roster:
         self._dropping: set[str] = set()
         self._drop_times: list[tuple[float, str]] = []  # A heap, with some that are not true any more.
         self._claims: dict[int, set[str]] = {}  # Who has asked for which rank.
+        self._incarnations: dict[str, int] = {}  # The newest of each node that was ever here.
         self._arrivals = 0
 
     def __len__(self) -> int:
@@ -74,12 +75,18 @@ class Roster:
         """Those that wait."""
         return sorted((self._nodes[key] for key in self.waiting), key=lambda node: node.arrival)
 
+    def is_outdated(self, facts: NodeFacts) -> bool:
+        """Whether the node has come as somebody newer. Connections do not wait for each other, so the last words of an
+        incarnation that was given up may be here after the first of the next."""
+        return facts.incarnation < self._incarnations.get(facts.node_id, 0)
+
     def add(self, facts: NodeFacts, stage: Stage, now: float) -> Node:
         """A node that is known keeps its place in the order of arrival."""
         known = self._nodes.get(facts.key)
         self.remove(facts.key)
         self._arrivals += 1
         node = self._nodes[facts.key] = Node(facts, stage, known.arrival if known else self._arrivals, now)
+        self._incarnations[facts.node_id] = max(facts.incarnation, self._incarnations.get(facts.node_id, 0))
         if facts.requested_rank is not None:
             self._claims.setdefault(facts.requested_rank, set()).add(facts.key)
         if stage is Stage.WAITING:

@@ -51,11 +51,15 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What survives the coordinator process. `last_round` is 0 if no round was ever sealed."""
+    """What survives the coordinator process. `last_round` is 0 if no round was ever sealed.
+
+    `settings` are those that the first node has fixed: whoever is the first after a restart must not fix others.
+    """
 
     last_round: int = 0
     restarts_used: int = 0
     outcome: Outcome | None = None
+    settings: Settings | None = None
 
 
 # Events.
