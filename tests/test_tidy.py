@@ -33,7 +33,7 @@ PURE = {
     "rendezvous/membership.py": {"holdfast.errors", "holdfast.rendezvous"},
     "rendezvous/roster.py": {"holdfast.rendezvous"},
     "rendezvous/forming.py": set(),
-    "rendezvous/restart.py": {"holdfast.rendezvous"},
+    "rendezvous/restart.py": {"holdfast.records", "holdfast.rendezvous"},
     "rendezvous/session.py": {"holdfast.records"},
     "rendezvous/world.py": set(),
     "rendezvous/outcome.py": set(),
@@ -44,7 +44,7 @@ PURE = {
     "rendezvous/reach.py": {"holdfast.records"},
     "timer/table.py": set(),
     "agent/ranks.py": {"holdfast.agent.model"},
-    "agent/environment.py": {"holdfast.agent.model", "holdfast.errors"},
+    "agent/environment.py": {"holdfast.agent.model", "holdfast.errors", "holdfast.records"},
     "diagnosis/report.py": set(),
     "process/lines.py": set(),
 }

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from holdfast.records import record
 
 # v1 says "no limit" as the largest multiple of the page size; nobody has a quarter of that.
 _UNLIMITED_BYTES = 1 << 61
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MemoryKills:
     """What the kernel has counted so far for one control group, or for the host."""
 
@@ -38,7 +39,7 @@ class MemoryKills:
     peak_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Files:
     """How one version of the interface names what is wanted."""
 
@@ -51,7 +52,7 @@ _V2 = _Files("memory.events", "memory.max", "memory.peak")
 _V1 = _Files("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Group:
     """A control group of a process: its path, and where its hierarchy is mounted."""
 

@@ -12,11 +12,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import HostError
 from holdfast.process import bootstrap
+from holdfast.records import record
 
 BOOTSTRAP_PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bootstrap.py")
 
@@ -27,7 +27,7 @@ _SWITCHES_WITH_VALUE = frozenset("WX")
 _PROGRAM_SWITCHES = frozenset("cm")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Command:
     """A command line. `is_python`: it goes through the bootstrap, which wants a black box."""
 

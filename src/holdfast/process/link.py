@@ -171,8 +171,7 @@ class SpawnerLink:
 
     def prepare(self) -> None:
         """Workers inherit this process's environment, directory and ignored signals as they are now."""
-        ignored = tuple(int(number) for number in signal.valid_signals() if _is_ignored(number))
-        self._channel.send(("prepare", dict(os.environb), _directory(), ignored))
+        self._channel.send(("prepare", dict(os.environb), _directory(), _ignored_signals()))
 
     def start(self, order: StartOrder) -> None:
         changes = {os.fsencode(name): os.fsencode(value) for name, value in order.environment.items()}
@@ -296,9 +295,14 @@ def launch_or_take_early() -> SpawnerLink:
     return SpawnerLink.launch()
 
 
-def _is_ignored(number: int) -> bool:
-    """A signal that the agent handles is passed on to the workers, who must not be deaf to it."""
-    return signal.getsignal(number) == signal.SIG_IGN and number not in (signal.SIGPIPE, signal.SIGXFSZ)
+def _ignored_signals() -> tuple[int, ...]:
+    """A signal that the agent handles is passed on to the workers, who must not be deaf to it. Python ignores two for
+    itself; a program that it starts expects the usual."""
+    with open("/proc/self/status", "rb") as status:
+        line = next(each for each in status if each.startswith(b"SigIgn:"))
+    mask = int(line.split()[1], 16)
+    numbers = (number for number in range(1, 65) if mask >> (number - 1) & 1)
+    return tuple(number for number in numbers if number not in (signal.SIGPIPE, signal.SIGXFSZ))
 
 
 def _directory() -> bytes | None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.records import record
 from holdfast.rendezvous import restart
@@ -22,7 +22,9 @@ from holdfast.rendezvous import store as stores
 from holdfast.rendezvous.api import RendezvousClosedError, RendezvousHandler, RendezvousInfo
 from holdfast.rendezvous.outcome import End, Failure, Outcome
 from holdfast.rendezvous.restart import RestartPolicy
-from holdfast.rendezvous.world import Place
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.world import Place
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast.records import record
 from holdfast.rendezvous.outcome import Failure
 
 # Errors in the program itself. Whoever disagrees names the classes that should be fatal.
@@ -33,13 +34,13 @@ class RestartPolicy:
     uncounted_exceptions: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Restart:
     delay_s: float
     is_charged: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GiveUp:
     reason: str
 
