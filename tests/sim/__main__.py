@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from itertools import islice
+from itertools import chain, islice
 
 from tests.sim.engine import Violation
 from tests.sim.world import FakeWorld, simulate
@@ -43,16 +43,17 @@ def show(seed: int, *, verbose: bool, with_routine: bool) -> int:
 
 
 def search(first: int, count: int, jobs: int, most: int) -> int:
+    """Look for seeds that fail, and tell each as it is found, up to so many."""
     began = time.monotonic()
     chunks = [range(at, min(at + _CHUNK, first + count)) for at in range(first, first + count, _CHUNK)]
+    failed = 0
     with ProcessPoolExecutor(jobs) as pool:
-        results = pool.map(_failures_among, chunks) if jobs > 1 else map(_failures_among, chunks)
-        failures = list(islice((failure for found in results for failure in found), most))
-        for failure in failures:
-            print(failure, end="\n\n")
+        for failure in islice(chain.from_iterable(pool.map(_failures_among, chunks)), most):
+            failed += 1
+            print(failure, end="\n\n", flush=True)
         pool.shutdown(cancel_futures=True)
-    print(f"{count} seeds from {first}: {len(failures)} failed, {time.monotonic() - began:.0f} s")
-    return int(bool(failures))
+    print(f"{count} seeds from {first}: {failed or 'none'} failed, {time.monotonic() - began:.0f} s")
+    return int(failed > 0)
 
 
 def main() -> int:

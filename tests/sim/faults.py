@@ -261,9 +261,7 @@ class Misfortune:
         host = self._host()
         if host.agent is not None:
             host.agent.vanish()
-            # Whoever asks for the rank of a node that does not seem to be gone is refused, and rightly so.
-            if not self._profile.do_hosts_request_ranks or "freeze_coordinator" not in self._profile.kinds:
-                self._maybe_come_back(host, 3 * self._profile.settings.heartbeat_s)
+            self._maybe_come_back(host, 3 * self._profile.settings.heartbeat_s)
 
     def _maybe_come_back(self, host: Host, not_before_s: float = 0.3) -> None:
         if self._random.random() < 0.8:

@@ -105,7 +105,7 @@ STORIES: list[tuple[str, list[Callable[[Checks], None]]]] = [
         did("end_taken_in", SimpleNamespace(name="a")), did("workers_started", group(A, 1, 0)),
     ]),
     ("only_misfits_are_refused", [
-        did("refused", SimpleNamespace(name="a", participant=SimpleNamespace(settings=SETTINGS)), "it is late"),
+        did("refused", SimpleNamespace(name="a", participant=SimpleNamespace(settings=SETTINGS, facts=A)), "late"),
     ]),
     ("nobody_lost_without_reason", [calm, did("expelled", A.key)]),
     ("nobody_lost_without_reason", [calm, did("lease_ended", group(A, 1, 0))]),
