@@ -14,7 +14,7 @@ from holdfast.rendezvous import messages
 from holdfast.rendezvous import vocabulary as words
 from holdfast.rendezvous.membership import Membership
 from holdfast.rendezvous.vocabulary import Memory
-from holdfast.rendezvous.world import World
+from holdfast.rendezvous.world import NodeFacts, World
 from tests.sim.checkers import Checks
 from tests.sim.engine import Alarm, Clock, Engine, Violation
 from tests.sim.network import Link, Network
@@ -36,6 +36,7 @@ class Coordinator:
         self.machine: Membership | None = None
         self._life = 0
         self._links: dict[str, Link] = {}
+        self._newest: dict[str, int] = {}
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._alarm = Alarm(engine, clock, self._ring)
         network.coordinator = self
@@ -54,6 +55,7 @@ class Coordinator:
         self.is_up = self.is_frozen = False
         self.machine = None
         self._links.clear()
+        self._newest.clear()
         self._backlog.clear()
         self._alarm.set(None)
         for link in list(self.network.links):
@@ -101,11 +103,11 @@ class Coordinator:
         self.checks.message_received(link, message)
         match message:
             case messages.Join(facts, settings, last_round, replaces, failure):
-                self._bind(link, facts.key)
-                self._step(words.NodeJoined(facts, settings, last_round, replaces, failure))
+                if self._bind(link, facts):
+                    self._step(words.NodeJoined(facts, settings, last_round, replaces, failure))
             case messages.Return(facts, settings, place, stage):
-                self._bind(link, facts.key)
-                self._step(words.NodeReturned(facts, settings, place, stage))
+                if self._bind(link, facts):
+                    self._step(words.NodeReturned(facts, settings, place, stage))
             case messages.Close(reason):
                 self._step(words.CloseRequested(reason))
             case _ if link.key:
@@ -123,7 +125,13 @@ class Coordinator:
                 return words.NodeLeft(key)
         raise AssertionError(message)
 
-    def _bind(self, link: Link, key: str) -> None:
+    def _bind(self, link: Link, facts: NodeFacts) -> bool:
+        """False for what a node had said before it spoke on a newer connection."""
+        key = facts.key
+        if link.number < self._newest.get(facts.node_id, 0):
+            self._hang_up(link)
+            return False
+        self._newest[facts.node_id] = link.number
         older = self._links.get(key)
         if older is not None and older is not link:
             self._hang_up(older)
@@ -131,6 +139,7 @@ class Coordinator:
             self._links.pop(link.key, None)
         link.key = key
         self._links[key] = link
+        return True
 
     def closed(self, link: Link) -> None:
         if link.key and self._links.get(link.key) is link:

@@ -7,6 +7,7 @@ is in its `Plan`, which the scenario draws when the group starts.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -180,8 +181,14 @@ class Host:
         group, self.group = self.group, None
         if group is not None:
             delay_s = self.engine.random.random() * AGENT_DEATH_TO_WORKERS_DEATH_S
-            self.engine.after(delay_s, self.kill, group, "the agent died")
+            self.engine.after(min(delay_s, self._lease_left_s()), self.kill, group, "the agent died")
         self.set_lease(None)
+
+    def _lease_left_s(self) -> float:
+        """The spawner is slow to notice that its agent died, but it still holds the lease."""
+        if self._lease_until is None:
+            return math.inf
+        return max(0.0, self.clock.true(self._lease_until + SPAWNER_LATENESS_S) - self.engine.now)
 
 
 def _killed(group: Group, why: str) -> Failure:

@@ -41,10 +41,13 @@ class Pipe:
 class Link:
     """One connection of an agent with the coordinator. `key` is who said hello on it, as the coordinator heard it."""
 
-    __slots__ = ("agent", "agent_open", "coordinator_open", "down", "host", "is_dismissed", "is_lost", "key", "up")
+    __slots__ = (
+        "agent", "agent_open", "coordinator_open", "down", "host", "is_dismissed", "is_lost", "key", "number", "up"
+    )  # fmt: skip
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, number: int) -> None:
         self.agent = agent
+        self.number = number
         self.host = agent.host
         self.key = ""
         self.up, self.down = Pipe(self, upward=True), Pipe(self, upward=False)
@@ -64,6 +67,7 @@ class Network:
     blocked_up: set[Host] = field(default_factory=set)
     blocked_down: set[Host] = field(default_factory=set)
     coordinator: Coordinator = field(init=False)
+    _dialled: int = 0
 
     def delay_s(self) -> float:
         if self.is_even:
@@ -80,7 +84,8 @@ class Network:
             self.engine.after(self.delay_s(), self._knock, agent, began)
 
     def _knock(self, agent: Agent, began: float) -> None:
-        link = Link(agent) if self.coordinator.is_up else None
+        self._dialled += 1
+        link = Link(agent, self._dialled) if self.coordinator.is_up else None
         if link:
             self.links.append(link)
         self.engine.after(self.delay_s(), self._answer, agent, began, link)

@@ -58,10 +58,11 @@ class House(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """`key` is the node that speaks here, once it has said so; `name` tells this connection from all others."""
+    """`key` is the node that speaks here, once it has said so; `number` counts connections as they were accepted."""
 
-    def __init__(self, house: House, name: str) -> None:
-        self.name = name
+    def __init__(self, house: House, number: int) -> None:
+        self.number = number
+        self.name = f"connection {number}"
         self.key = ""
         self.heard_at = 0.0
         self.peer = "a client"

@@ -28,6 +28,7 @@ from holdfast.rendezvous.keyvalues import Answers, KeyValues
 from holdfast.rendezvous.membership import Membership
 from holdfast.rendezvous.messages import encode
 from holdfast.rendezvous.statefiles import StateFiles
+from holdfast.rendezvous.world import NodeFacts
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class RunHost:
         self._store = KeyValues()
         self._clients: dict[str, Connection] = {}  # Everybody, by the connection's name.
         self._connections: dict[str, Connection] = {}  # Nodes, by their keys.
+        self._newest: dict[str, int] = {}  # The number of the connection on which each node spoke last.
         self._timer: asyncio.TimerHandle | None = None
         self._deserted_timer: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -103,11 +105,11 @@ class RunHost:
                 self._answer(self._store.handle(connection.name, message, self._loop.time()))
                 self._arm()
             case messages.Join(facts, settings, last_round, replaces, failure):
-                self._identify(connection, facts.key)
-                self.feed(vocabulary.NodeJoined(facts, settings, last_round, replaces, failure))
+                if self._identify(connection, facts):
+                    self.feed(vocabulary.NodeJoined(facts, settings, last_round, replaces, failure))
             case messages.Return(facts, settings, place, stage):
-                self._identify(connection, facts.key)
-                self.feed(vocabulary.NodeReturned(facts, settings, place, stage))
+                if self._identify(connection, facts):
+                    self.feed(vocabulary.NodeReturned(facts, settings, place, stage))
             case messages.Failed(round, failure):
                 self.feed(vocabulary.WorkersFailed(key, round, failure))
             case messages.Succeeded(round):
@@ -121,7 +123,18 @@ class RunHost:
             case _:
                 assert_never(message)
 
-    def _identify(self, connection: Connection, key: str) -> None:
+    def _identify(self, connection: Connection, facts: NodeFacts) -> bool:
+        """Who speaks here; False if the node has spoken on a newer connection, and this is what it had said before.
+
+        1. The network swallows a node's join; the node hangs up and joins on a new connection,
+        2. it is sealed into a world and starts its workers,
+        3. the join of step 1 arrives. It says that the node has no workers, which was true then.
+        """
+        key = facts.key
+        if connection.number < self._newest.get(facts.node_id, 0):
+            connection.close()
+            return False
+        self._newest[facts.node_id] = connection.number
         if connection.key and connection.key != key and self._connections.get(connection.key) is connection:
             del self._connections[connection.key]  # The same agent, as its next incarnation.
         older = self._connections.get(key)
@@ -130,6 +143,7 @@ class RunHost:
         if older is not None and older is not connection:
             older.key = ""
             older.close()
+        return True
 
     # The machine.
 
@@ -271,7 +285,7 @@ class Coordinator:
     # What connections need.
 
     def _connect(self) -> Connection:
-        return Connection(self, f"connection {next(self._numbers)}")
+        return Connection(self, next(self._numbers))
 
     def came(self, connection: Connection) -> None:
         self._connections[connection.name] = (connection, None)
