@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import ssl
 from typing import TYPE_CHECKING, Protocol
 
@@ -85,6 +86,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         self.peer = _peer_of(transport)
         self.heard_at = self._loop.time()
+        _send_at_once(transport)
         self._house.came(self)
         self._timer = self._loop.call_later(_HANDSHAKE_TIMEOUT_S, self._too_slow)
         if self._house.tls is None:
@@ -230,6 +232,13 @@ def objection(hello: messages.Hello, token: bytes | None, nonce: bytes) -> str:
         return "this coordinator wants a token, and it brings none"
     expected = messages.prove(token, b"agent", hello.run_id, nonce, hello.nonce)
     return "" if messages.is_proof(hello.proof, expected) else "its token is not the one of this coordinator"
+
+
+def _send_at_once(transport: asyncio.Transport) -> None:
+    """Small messages are not kept back for others. asyncio would see to it, but not for a socket that it was handed."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _peer_of(transport: asyncio.Transport) -> str:
