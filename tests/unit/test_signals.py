@@ -29,6 +29,7 @@ def fresh_inbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     box = signals.Inbox()
     monkeypatch.setattr(signals, "_inbox", box)
     yield
+    signal.set_wakeup_fd(-1)
     for number, handler in before.items():
         signal.signal(number, handler)
     os.close(box._read_fd)
@@ -205,7 +206,7 @@ def test_only_a_second_interrupt_means_haste(sent: list[signal.Signals], in_hast
 def test_more_signals_than_the_pipe_holds() -> None:
     with signals.deferred() as box:
         for _ in range(70_000):
-            box._note(S.SIGTERM, None)
+            signal.raise_signal(S.SIGTERM)
         assert box.take() is S.SIGTERM
 
 
@@ -245,6 +246,39 @@ def test_waiting_ends_with_a_signal_from_elsewhere() -> None:
         assert box.take() is S.SIGTERM
 
 
+def test_waiting_ends_with_a_signal_that_another_thread_was_given() -> None:
+    """The kernel may give a process's signal to any of its threads; the one that sleeps hears nothing of that."""
+    is_over = threading.Event()
+
+    def take_it() -> None:
+        signal.pthread_kill(threading.get_ident(), S.SIGTERM)
+        is_over.wait(60)
+
+    with signals.deferred() as box:
+        timer = threading.Timer(0.2, take_it)
+        timer.start()
+        with cut_short():
+            signals.wait_readable([], 60)
+        is_over.set()
+        timer.join()
+        assert box.take() == S.SIGTERM
+
+
+def test_a_wake_up_of_the_programs_own_event_loop_is_passed_on() -> None:
+    read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(write_fd)
+    signal.signal(S.SIGUSR2, lambda number, frame: None)
+    with signals.deferred() as box:
+        signal.raise_signal(S.SIGUSR2)
+        signal.raise_signal(S.SIGTERM)
+        signals.wait_readable([], 60, new_signals_only=True)
+        assert box.take() == S.SIGTERM
+    assert os.read(read_fd, 16) == bytes([S.SIGUSR2])
+    assert signal.set_wakeup_fd(-1) == write_fd
+    os.close(read_fd)
+    os.close(write_fd)
+
+
 def test_a_signal_noted_before_ends_the_wait_at_once() -> None:
     with cut_short(), signals.deferred() as box:
         signal.raise_signal(S.SIGTERM)
@@ -272,7 +306,7 @@ def test_other_threads_do_not_take_the_wake_up() -> None:
     """A thread that waits for something of its own must not swallow what wakes the main thread."""
     read_fd, write_fd = os.pipe()
     with cut_short(), signals.deferred() as box:
-        box._note(S.SIGTERM, None)
+        signal.raise_signal(S.SIGTERM)
         in_thread(lambda: signals.wait_readable([read_fd], 0.01, new_signals_only=True))
         signals.wait_readable([], 60, new_signals_only=True)
         assert box.take() is S.SIGTERM

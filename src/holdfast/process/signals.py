@@ -1,8 +1,12 @@
 """Signals that wait until somebody can deal with them.
 
-A handler here only notes that a signal came and wakes whoever is waiting on the inbox's file descriptor. The
-one loop that decides takes the note at a point where nothing is half done, and a `SignalException` surfaces
-there. Nothing is ever raised in the middle of somebody else's code.
+A handler here only notes that a signal came. The one loop that decides takes the note at a point where nothing
+is half done, and a `SignalException` surfaces there. Nothing is ever raised in the middle of somebody else's code.
+
+That loop waits on the inbox's file descriptor among others, and the interpreter itself writes to it, in the moment
+in which the kernel delivers the signal. A handler written in Python would come too late for that: it runs between
+two instructions of the main thread, and there are none while that thread sleeps. A signal that the kernel gives to
+another thread, or in the instant before the sleep begins, would wake nobody.
 
 There is one inbox a process. The command line opens it as its first act (`install_early`), so that no moment
 exists in which a signal would kill the agent without a word; a program that uses the Python API gets it for
@@ -12,6 +16,7 @@ install handlers: there everything else works and signals keep the meaning that 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -70,6 +75,7 @@ class Inbox:
         self._interrupts = 0
         self._previous: dict[signal.Signals, Any] = {}
         self._holders = 0
+        self._program_fd = -1
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
@@ -94,10 +100,10 @@ class Inbox:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._pending.append(signal.Signals(number))
         self._interrupts += number == signal.SIGINT
-        try:
-            os.write(self._write_fd, b"\0")
-        except BlockingIOError:
-            pass  # The pipe is full, so the reader will wake anyway.
+
+    @property
+    def is_held(self) -> bool:
+        return self._holders > 0
 
     @property
     def has_pending(self) -> bool:
@@ -109,11 +115,12 @@ class Inbox:
         return self._pending.popleft() if self._pending else None
 
     def clear_wakeups(self) -> None:
-        try:
-            while os.read(self._read_fd, 512):
-                pass
-        except BlockingIOError:
-            pass
+        """Forget what woke us. What was meant for the program's own event loop is passed on to it."""
+        with contextlib.suppress(BlockingIOError):
+            while numbers := os.read(self._read_fd, 512):
+                others = bytes(number for number in numbers if number not in self._previous)
+                if others and self._program_fd >= 0:
+                    os.write(self._program_fd, others)
 
     def raise_pending(self) -> None:
         """The safe point: a signal that came surfaces here (in the main thread, where it belongs)."""
@@ -132,18 +139,21 @@ class Inbox:
 
     def acquire(self, signals: Iterable[signal.Signals]) -> None:
         self._holders += 1
+        if self._holders == 1:
+            self._program_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self.handle(signals)
 
     def release(self) -> None:
         """The last holder gives the program its handlers back. A signal that came too late to surface is theirs."""
         self._holders -= 1
         if self._holders == 0:
+            self.clear_wakeups()
             self.handle(())
+            signal.set_wakeup_fd(self._program_fd)
             unseen = [] if self._has_surfaced else list(self._pending)
             self._pending.clear()
             self._has_surfaced = False
             self._interrupts = 0
-            self.clear_wakeups()
             for number in unseen:
                 signal.raise_signal(number)
 
@@ -162,6 +172,8 @@ def inbox() -> Inbox:
 def _forget_inbox() -> None:
     """A forked child has its own signals; the pipe it inherited is its parent's."""
     global _inbox
+    if _inbox is not None and _inbox.is_held:
+        signal.set_wakeup_fd(-1)
     _inbox = None
 
 
