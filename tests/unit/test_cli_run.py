@@ -402,8 +402,8 @@ def test_a_log_dir_that_is_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             "TORCHELASTIC_HEALTH_CHECK_PORT",
-            "8080",
-            "TORCHELASTIC_HEALTH_CHECK_PORT=8080: this version has no health check server",
+            "http",
+            "TORCHELASTIC_HEALTH_CHECK_PORT=http is not a port (0 to 65535; 0 is any free one)",
         ),
         (
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",

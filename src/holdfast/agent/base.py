@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, assert_never
 
-from holdfast.agent import lifecycle, ranks, recording
+from holdfast.agent import health, lifecycle, ranks, recording
 from holdfast.agent.blocking import call_interruptibly
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -33,6 +33,7 @@ from holdfast.diagnosis import report
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.process import signals
 from holdfast.process.errors import ProcessFailure
+from holdfast.process.pulse import Pulse
 from holdfast.process.signals import SignalException
 from holdfast.rendezvous.api import (
     RendezvousClosedError,
@@ -87,6 +88,9 @@ class SimpleElasticAgent(ElasticAgent):
         self._result = RunResult(WorkerState.INIT)
         self._total_execution_time = 0
         self._restart_began: float | None = None
+        self._health_check_server: Any = None
+        self._pulse = Pulse()
+        self._is_stopping = False
 
     # Hooks.
 
@@ -120,6 +124,13 @@ class SimpleElasticAgent(ElasticAgent):
         """The result with what is known only after the workers were stopped."""
         return result
 
+    def _get_alive_time(self) -> float:
+        """When this agent was last known to be alive, in seconds since the epoch; the health check asks for it.
+
+        A loop that waits is alive now, whatever it waits for. Another meaning is a matter of overriding this.
+        """
+        return time.time() - self._pulse.busy_for_s()
+
     # What others see.
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
@@ -142,7 +153,8 @@ class SimpleElasticAgent(ElasticAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         began = time.monotonic()
         is_shut_down = False
-        with signals.deferred():
+        self._is_stopping = False
+        with self._pulse.taken_here(), health.served(self._health_server()), signals.deferred():
             try:
                 result = self._invoke_run(role)
                 self._total_execution_time = int(time.monotonic() - began)
@@ -161,11 +173,13 @@ class SimpleElasticAgent(ElasticAgent):
                 raise
             finally:
                 self._total_execution_time = int(time.monotonic() - began)
+                self._is_stopping = True
                 if not is_shut_down:
                     self._shutdown(timeout=self._shutdown_timeout)
 
     def _leave(self, death_sig: signal.Signals) -> None:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
+        self._is_stopping = True
         if self._coordination is not None:
             self._coordination.leaving()
         self._shutdown(death_sig, timeout=self._shutdown_timeout)
@@ -423,6 +437,18 @@ class SimpleElasticAgent(ElasticAgent):
         )
 
     # What is told to others.
+
+    def _health_server(self) -> Any:
+        if self._health_check_server is None:
+            self._health_check_server = health.server_at(health.port_from_environment())
+        health.introduce(self._health_check_server, self._get_alive_time, self._health)
+        return self._health_check_server
+
+    def _health(self) -> dict[str, Any]:
+        phase = self._machine.phase
+        if self._is_stopping and phase is not lifecycle.Phase.ENDED:
+            phase = lifecycle.Phase.STOPPING
+        return {"phase": phase.name.lower(), "round": self._machine.round, "restarts": self._restarts_used}
 
     def _publish_state(self, group: WorkerGroup) -> None:
         put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)

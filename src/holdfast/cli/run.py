@@ -15,7 +15,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -136,6 +136,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise UserError(f"--shutdown-timeout {args.shutdown_timeout} is negative")
     if args.master_port is not None and not 0 < args.master_port < 65536:
         raise UserError(f"--master-port {args.master_port} is not a port (1 to 65535)")
+    if args.health_port is not None and not 0 <= args.health_port < 65536:
+        raise UserError(f"--health-port {args.health_port} is not a port (0 to 65535; 0 is any free one)")
 
 
 _HONOURS_RANKS = frozenset({"static", "tcp", "c10d"})
@@ -385,15 +387,9 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "virtual_local_rank": args.virtual_local_rank,
         "shutdown_timeout": args.shutdown_timeout if args.grace_period is None else args.grace_period,
         "restart_policy": _restart_policy(args),
+        "health_port": args.health_port,
         **_rendezvous_fields(args, max_nodes),
     }
-
-
-def _refuse_absent_parts(environ: Mapping[str, str]) -> None:
-    """To run without a part that the environment asks for would be a silent change."""
-    port = environ.get("TORCHELASTIC_HEALTH_CHECK_PORT")
-    if port:
-        raise UserError(f"TORCHELASTIC_HEALTH_CHECK_PORT={port}: this version has no health check server")
 
 
 def _limit_threads(nproc_per_node: int) -> None:
@@ -406,7 +402,6 @@ def _limit_threads(nproc_per_node: int) -> None:
 @errors.record
 def run(args: argparse.Namespace) -> None:
     """Launch what the arguments ask for, and return when it has succeeded."""
-    _refuse_absent_parts(os.environ)
     check_program(args, determine_local_world_size(args.nproc_per_node))
     config, entrypoint, entry_args = config_from_args(args)
     _limit_threads(config.nproc_per_node)
