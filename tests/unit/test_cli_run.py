@@ -107,6 +107,7 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         *("--nnodes=2", "--nproc-per-node=4", "--role=trainer", "--max-restarts=5", "--monitor-interval=2"),
         *("--start-method=fork", "--local-addr=10.0.0.9", "--event-log-handler=console", "--virtual-local-rank"),
         *("--numa-binding=core-complex", "--signals-to-handle=SIGTERM, SIGUSR1", "--shutdown-timeout=0"),
+        *("--health-port=8080",),
         *("--duplicate-stdout-filters=a,b,,c", "--duplicate-stderr-filters=z", "--rdzv-id=job", "--log-dir", logs),
         *("-r", "0:1,11:2", "-t", "3", "--local-ranks-filter=0,2", "--rdzv-conf=timeout=7", "--logs-specs=default"),
     )
@@ -132,6 +133,7 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         duplicate_stderr_filters=["z"],
         virtual_local_rank=True,
         shutdown_timeout=0,
+        health_port=8080,
         restart_policy=RestartPolicy(max_restarts=5, backoff_s=0),
     )
     assert made == expected
