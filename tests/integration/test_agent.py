@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from holdfast.process import DefaultLogsSpecs, Std
 from holdfast.process.errors import record
 from holdfast.rendezvous import (
     RendezvousClosedError,
-    RendezvousGracefulExitError,
     RendezvousInfo,
     RendezvousStoreInfo,
 )
@@ -449,10 +449,14 @@ def test_a_rendezvous_that_fails(error: Exception, recorded: list[events.Event])
     assert recorded[0].metadata["raw_error"] == f"{type(error).__name__}: {error}"
 
 
-def test_a_node_that_is_not_needed_leaves_quietly() -> None:
+@pytest.mark.parametrize("home", ["holdfast.rendezvous", "torch.distributed.elastic.rendezvous.api"])
+def test_a_node_that_is_not_needed_leaves_quietly(home: str) -> None:
+    """Also if its handler was written for torch."""
+    leave = import_module(home).RendezvousGracefulExitError
+
     class Surplus(PluginHandler):
         def next_rendezvous(self) -> RendezvousInfo:
-            raise RendezvousGracefulExitError("the world is full")
+            raise leave("the world is full")
 
     result = make_agent("true", handler=Surplus(Meeting(), "0")).run()
     assert (result.state, result.return_values, result.is_failed()) == (WorkerState.SUCCEEDED, {}, False)

@@ -522,6 +522,7 @@ def ending(error: BaseException, monkeypatch: pytest.MonkeyPatch, *tokens: str) 
         (OSError("who knows"), 1, "holdfast run: error: who knows"),
         (RendezvousTimeoutError("2 of 3 came"), 1, "holdfast run: error: 2 of 3 came"),
         (RendezvousTimeoutError(), 1, "holdfast run: error: RendezvousTimeoutError"),
+        (type("RendezvousError", (Exception,), {})("of torch"), 1, "holdfast run: error: of torch"),
         (SignalException("got it", signal.SIGTERM), 143, "holdfast: stopped by SIGTERM"),
         (SignalException("got it", signal.SIGINT), 130, "holdfast: stopped by SIGINT"),
         (KeyboardInterrupt(), 130, "holdfast: stopped by SIGINT"),

@@ -40,6 +40,7 @@ from holdfast.rendezvous.api import (
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousTimeoutError,
+    is_kind,
 )
 from holdfast.rendezvous.coordination import (
     Coordination,
@@ -163,14 +164,16 @@ class SimpleElasticAgent(ElasticAgent):
                 )
                 self._record_worker_events(result)
                 return result
-            except RendezvousGracefulExitError as reason:
-                logger.info("this node is not needed any more and leaves: %s", reason)
-                return RunResult(WorkerState.SUCCEEDED)
             except SignalException as received:
                 logger.warning("got %s, stopping the workers", received.sigval.name)
                 self._leave(received.sigval)
                 is_shut_down = True
                 raise
+            except Exception as error:
+                if not is_kind(error, RendezvousGracefulExitError):
+                    raise
+                logger.info("this node is not needed any more and leaves: %s", error)
+                return RunResult(WorkerState.SUCCEEDED)
             finally:
                 self._total_execution_time = int(time.monotonic() - began)
                 self._is_stopping = True

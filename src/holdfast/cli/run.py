@@ -427,7 +427,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _explain(error: BaseException) -> int:
     """Say why the run ended, and return the exit code that tells the same."""
-    from holdfast.rendezvous.api import RendezvousError
+    from holdfast.rendezvous.api import RendezvousError, is_kind
 
     if isinstance(error, errors.ChildFailedError):
         console.write(error.format_msg().rstrip("\n") + "\n")
@@ -438,7 +438,8 @@ def _explain(error: BaseException) -> int:
         return 128 + number
     is_usage = isinstance(error, UserError) or _is_refused_value(error)
     # What the system refuses (a program in a foreign format, one descriptor too many) is not for us to explain.
-    is_foreseen = isinstance(error, HoldfastError | RendezvousError | OSError) and not isinstance(error, InternalError)
+    is_named = isinstance(error, HoldfastError | OSError) and not isinstance(error, InternalError)
+    is_foreseen = is_named or is_kind(error, RendezvousError)
     if not is_usage and not is_foreseen:
         return _own_up(error)
     log.debug("where this comes from:", exc_info=error)
