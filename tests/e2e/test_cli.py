@@ -537,6 +537,15 @@ def test_duplicate_filters(holdfast: Holdfast) -> None:
     assert len(files["0/stdout.log"].splitlines()) == 4
 
 
+@pytest.mark.parametrize("log_dir", ["logs", "/dev/null"])
+def test_filters_without_tee_are_said_to_be_useless(holdfast: Holdfast, log_dir: str) -> None:
+    script = holdfast.script("import os; exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')")
+    options = ["--log-dir", log_dir, "--max-restarts=1", "-r3", "--duplicate-stdout-filters", "loss"]
+    ended = holdfast.run(*options, script)
+    assert ended.code == 0, str(ended)
+    assert ended.own.count("holdfast: duplicate_stdout_filters has no effect: stdout of no worker is tee'd") == 1
+
+
 def test_no_logs_at_all(holdfast: Holdfast) -> None:
     script = holdfast.script(BOOM)
     ended = holdfast.run("--log-dir=/dev/null", "--nproc-per-node=2", script)

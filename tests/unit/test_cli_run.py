@@ -289,12 +289,7 @@ def test_logs_specs_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mo
         ("--rdzv-backend mine --master-addr h", ["--master-addr h"]),
         ("-t 1 --duplicate-stdout-filters a", []),
         ("-t 0:1,1:2 --duplicate-stdout-filters a --duplicate-stderr-filters b", []),
-        ("-t 2 --duplicate-stdout-filters a", ["--duplicate-stdout-filters a (stdout is not tee'd; see --tee)"]),
-        ("-r 3 --duplicate-stderr-filters a", ["--duplicate-stderr-filters a (stderr is not tee'd; see --tee)"]),
-        (
-            "--log-dir /dev/null -r 1 -t 3 --duplicate-stdout-filters a",
-            ["--redirects 1", "--tee 3", "--duplicate-stdout-filters a"],
-        ),
+        ("--log-dir /dev/null -r 1 -t 3", ["--redirects 1", "--tee 3"]),
     ],
 )
 def test_what_has_no_effect_is_said(tokens: str, warnings: list[str], caplog: pytest.LogCaptureFixture) -> None:

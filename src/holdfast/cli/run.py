@@ -275,7 +275,7 @@ def _logs_specs(args: argparse.Namespace) -> LogsSpecs:
     redirects = _for_option("--redirects", Std.from_str, args.redirects)
     tee = _for_option("--tee", Std.from_str, args.tee)
     ranks = _parse_ranks(args.local_ranks_filter)
-    _warn_unused(_unused_filters(args, tee))
+    _warn_unused(_unused_streams(args))
     make = _logs_specs_class(args.logs_specs or "default")
     specs: LogsSpecs = make(log_dir=args.log_dir, redirects=redirects, tee=tee, local_ranks_filter=ranks)
     return specs
@@ -313,20 +313,10 @@ def _load_logs_specs(name: str, load: Callable[[], Any]) -> Callable[..., Any]:
     return loaded  # type: ignore[no-any-return]  # a plug-in's class; what it makes is used as a LogsSpecs
 
 
-def _unused_filters(args: argparse.Namespace, tee: Any) -> list[str]:
-    """Filters look at tee'd lines only; and nothing is kept under /dev/null."""
-    if args.log_dir == os.devnull:
-        values = {"--redirects": args.redirects, "--tee": args.tee}
-        values["--duplicate-stdout-filters"] = args.duplicate_stdout_filters
-        values["--duplicate-stderr-filters"] = args.duplicate_stderr_filters
-        return [f"{name} {value}" for name, value in values.items() if value not in ("", "0")]
-    choices = tee.values() if isinstance(tee, dict) else [tee]
-    unused = []
-    if args.duplicate_stdout_filters and not any(choice & 1 for choice in choices):
-        unused.append(f"--duplicate-stdout-filters {args.duplicate_stdout_filters} (stdout is not tee'd; see --tee)")
-    if args.duplicate_stderr_filters and not any(choice & 2 for choice in choices):
-        unused.append(f"--duplicate-stderr-filters {args.duplicate_stderr_filters} (stderr is not tee'd; see --tee)")
-    return unused
+def _unused_streams(args: argparse.Namespace) -> list[str]:
+    """Nothing is kept under /dev/null."""
+    values = {"--redirects": args.redirects, "--tee": args.tee} if args.log_dir == os.devnull else {}
+    return [f"{name} {value}" for name, value in values.items() if value != "0"]
 
 
 # --- the whole ----------------------------------------------------------------------------------------------
