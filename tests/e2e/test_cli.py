@@ -578,6 +578,25 @@ def test_the_launchers_own_error_file_gets_the_root_cause(holdfast: Holdfast) ->
     assert int(message["extraInfo"]["timestamp"]) > 0
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        ("os._exit(3)", 3, "rank 0 exited with code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, "rank 0 was killed by SIGKILL"),
+    ],
+)
+def test_the_launchers_own_error_file_gets_the_cause_of_a_worker_that_left_none(
+    holdfast: Holdfast, end: str, code: int, words: str
+) -> None:
+    own = holdfast.directory / "own.json"
+    script = holdfast.script(f"import os, signal\n{end}\n")
+    ended = holdfast.run(script, env={"TORCHELASTIC_ERROR_FILE": str(own)})
+    message = json.loads(own.read_text())["message"]
+    assert (ended.code, message["errorCode"]) == (1, code)
+    assert message["message"].startswith(words)
+    assert ended.last == f"Cause: {message['message']}"
+
+
 def test_the_launchers_own_error_file_tells_of_its_own_errors(holdfast: Holdfast) -> None:
     own = holdfast.directory / "own.json"
     ended = holdfast.run("nothing.py", env={"TORCHELASTIC_ERROR_FILE": str(own)})
