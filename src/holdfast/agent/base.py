@@ -308,7 +308,7 @@ class SimpleElasticAgent(ElasticAgent):
     def _final_result(self, outcome: lifecycle.Outcome) -> RunResult:
         if outcome is lifecycle.Outcome.SUCCEEDED:
             self._tell_success()
-            return self._result
+            return self._result if self._has_finished else RunResult(WorkerState.SUCCEEDED)
         self._worker_group.state = WorkerState.FAILED
         settled = self._settle(self._result)
         if self._machine.unkillable:
@@ -348,8 +348,14 @@ class SimpleElasticAgent(ElasticAgent):
         elif self._policy.max_restarts:
             logger.warning("%s; %s", _cause(self._result), verdict)
 
+    @property
+    def _has_finished(self) -> bool:
+        """Whether this node's workers are among those that brought the run to its end. A node that stood by then is
+        not, whatever became of the workers that it had before."""
+        return self._worker_group.state is WorkerState.SUCCEEDED
+
     def _tell_success(self) -> None:
-        if self._round is None:
+        if not self._has_finished:
             logger.info("the run has succeeded; this node was not needed")
             return
         count, restarts = len(self._worker_group.workers), self._restarts_used
@@ -363,6 +369,7 @@ class SimpleElasticAgent(ElasticAgent):
         assert self._coordination is not None
         if self._coordination.outcome is not None:
             return self._ended(self._coordination.outcome)
+        group.state = WorkerState.INIT if self._round is None else WorkerState.STOPPED
         restarts_before = self._restarts_used
         try:
             found = self._rendezvous(group)
