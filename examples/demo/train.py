@@ -30,8 +30,11 @@ def load() -> int:
 
 
 def save(step: int) -> None:
-    with open(checkpoint_path(), "w") as file:
+    # Whole or not at all: a worker may be stopped at any moment, because another one has failed.
+    path = checkpoint_path()
+    with open(f"{path}.new", "w") as file:
         json.dump({"step": step}, file)
+    os.replace(f"{path}.new", path)
 
 
 def main() -> None:
