@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import RunResult, WorkerSpec
@@ -25,6 +25,9 @@ from holdfast.rendezvous.api import RendezvousHandler, RendezvousParameters
 from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.telemetry import events, metrics
+
+if TYPE_CHECKING:
+    from holdfast.diagnosis.hang import HangPolicy
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
@@ -40,7 +43,8 @@ class LaunchConfig:
 
     `rdzv_timeout` is the older spelling of `rdzv_configs["timeout"]` and wins over it. `shutdown_timeout` is the
     grace in seconds between the first signal to a worker and SIGKILL. `restart_policy` says more about restarts than
-    `max_restarts` can, and replaces it.
+    `max_restarts` can, and replaces it. `hang_policy` (`holdfast.diagnosis.hang.HangPolicy`) says when workers count as
+    hung; without one nobody watches for that.
     """
 
     min_nodes: int
@@ -67,6 +71,7 @@ class LaunchConfig:
     virtual_local_rank: bool = False
     shutdown_timeout: float | None = None
     restart_policy: RestartPolicy | None = None
+    hang_policy: HangPolicy | None = None
 
     def __post_init__(self) -> None:
         # A copy: the caller's dictionary is the caller's.
@@ -150,6 +155,7 @@ def launch_agent(
         duplicate_stderr_filters=config.duplicate_stderr_filters,
         virtual_local_rank=config.virtual_local_rank,
         restart_policy=config.restart_policy,
+        hang_policy=config.hang_policy,
     )
     assert config.logs_specs is not None
     assert config.shutdown_timeout is not None

@@ -56,6 +56,13 @@ def watchdog_event(group: WorkerGroup, name: str, details: Mapping[str, str], re
     return Event(name, EventSource.AGENT, event.timestamp, metadata)
 
 
+def hang_event(group: WorkerGroup, details: Mapping[str, str], restarts_used: int) -> Event:
+    """The workers were found hanging."""
+    event = status_event(group, "HUNG", restarts_used, 0)
+    metadata = {**event.metadata, "metadata": json.dumps({**_details(group, None, None), **details})}
+    return Event(event.name, EventSource.AGENT, event.timestamp, metadata)
+
+
 def _details(group: WorkerGroup, worker: Worker | None, exit_code: int | None) -> dict[str, Any]:
     details = {"group_world_size": group.group_world_size, "entry_point": entry_name(group.spec)}
     if worker is None:
