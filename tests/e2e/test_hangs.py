@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import select
 import signal
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -83,6 +86,23 @@ def test_a_collective_that_one_rank_never_enters(holdfast: Holdfast) -> None:
     assert "rank 1 (pid" in own_words(ended).partition("rank 0 (pid")[0], "the odd one is named first"
     assert "step 1" in own_words(ended)
     assert "c10d::Work::wait" in stacks_file(holdfast), "native frames"
+
+
+def test_a_worker_in_uninterruptible_sleep(holdfast: Holdfast) -> None:
+    """The parent of a vfork is in it until its child executes something, and this one never does."""
+    script = holdfast.script("""
+        import ctypes, os, time
+        libc = ctypes.CDLL(None)
+        print("here", flush=True)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["RANK"] == "1" and libc.vfork() == 0:
+                libc.sleep(600)
+            time.sleep(600)
+    """)
+    ended = holdfast.run(*COMMON, "--nproc-per-node=3", "--hang-timeout=1s", "--max-restarts=1", script)
+    assert ended.code == 0, str(ended)
+    assert "rank 1 hung: " in own_words(ended)
+    assert "it was in uninterruptible sleep in the kernel, " in own_words(ended)
 
 
 def test_a_run_without_restarts_ends_with_the_cause(holdfast: Holdfast) -> None:
@@ -246,6 +266,23 @@ def test_an_agent_that_was_stopped_blames_nobody(holdfast: Holdfast) -> None:
     assert "hang" not in own_words(ended)
 
 
+def test_a_console_that_blocks_is_not_the_workers_fault(holdfast: Holdfast) -> None:
+    """As after Ctrl-S: everybody who writes waits for the reader."""
+    script = holdfast.script("""
+        for _ in range(20_000):
+            print("x" * 100, flush=True)
+    """)
+    read_fd, write_fd = os.pipe()
+    run = holdfast.start(*COMMON, "--hang-timeout=1s", "--progress-signals=output", script, stdout=write_fd)
+    os.close(write_fd)
+    assert not select.select([], [], [], 3)[0], "for three times as long as the bound"
+    with open(read_fd, "rb") as reader:
+        assert len(reader.read()) == 20_000 * 101
+    ended = run.wait()
+    assert ended.code == 0, str(ended)
+    assert "hang" not in own_words(ended)
+
+
 # Many nodes.
 
 
@@ -308,13 +345,14 @@ def test_stacks_on_demand_and_nothing_is_stopped(holdfast: Holdfast, start_metho
         print("here", flush=True)
         time.sleep(600)
     """)
+    name = f"job-{uuid.uuid4().hex}"
     how = () if start_method == "script" else ("--run-path", "--start-method=fork")
-    run = holdfast.start(*COMMON, "--nproc-per-node=2", "--rdzv-id=job7", *how, script)
+    run = holdfast.start(*COMMON, "--nproc-per-node=2", f"--rdzv-id={name}", *how, script)
     support.wait_until(lambda: run._ended(-1).out.count("here") == 2, "both run")
-    for choice in (("--run-id", "job7"), ("--pid", str(run.pid)), ("--pid", str(run.pid), "--native", "--all")):
+    for choice in (("--run-id", name), ("--pid", str(run.pid)), ("--pid", str(run.pid), "--native", "--all")):
         ended = stacks(holdfast, *choice)
         assert ended.code == 0, str(ended)
-        assert ended.lines[0].startswith(f"run job7, round 1, agent {run.pid} on ")
+        assert ended.lines[0].startswith(f"run {name}, round 1, agent {run.pid} on ")
         assert "all 2 workers (ranks 0, 1) are at the same place:" in ended.out
         assert "<module> (job.py:3)   time.sleep(600)" in ended.out
     worker = run.workers()[0]
@@ -324,7 +362,7 @@ def test_stacks_on_demand_and_nothing_is_stopped(holdfast: Holdfast, start_metho
         ("--pid", "-3"): (2, "there is no such process"),
         ("--pid", "x"): (2, "invalid int value"),
         ("--run-id", "other"): (2, "'other' is not found on this host"),
-        ("--run-id", "job7", "--pid", "3"): (2, "not allowed with"),
+        ("--run-id", name, "--pid", "3"): (2, "not allowed with"),
     }
     for args, (code, complaint) in wrong.items():
         ended = stacks(holdfast, *args)
@@ -337,10 +375,11 @@ def test_stacks_on_demand_and_nothing_is_stopped(holdfast: Holdfast, start_metho
 
 def test_two_runs_of_one_name_are_told_apart(holdfast: Holdfast) -> None:
     script = holdfast.script("print('here', flush=True); import time; time.sleep(600)")
-    runs = [holdfast.start(*COMMON, "--rdzv-id=twice", script) for _ in range(2)]
+    name = f"twice-{uuid.uuid4().hex}"
+    runs = [holdfast.start(*COMMON, f"--rdzv-id={name}", script) for _ in range(2)]
     for run in runs:
         support.wait_until(lambda run=run: "here" in run._ended(-1).out, "it runs")
-    ended = stacks(holdfast, "--run-id", "twice")
+    ended = stacks(holdfast, "--run-id", name)
     assert ended.code == 2
     assert all(f"--pid {run.pid}" in ended.last for run in runs)
     assert stacks(holdfast, "--pid", str(runs[0].pid)).code == 0

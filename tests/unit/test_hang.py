@@ -154,6 +154,16 @@ def test_an_agent_that_was_frozen_counts_anew(late_s: float, is_forgiven: bool) 
         assert found[0] == pytest.approx(15 + late_s + 10)
 
 
+def test_while_the_agents_output_is_blocked_nobody_is_judged() -> None:
+    group = Group(HangPolicy(hang_timeout_s=10, pattern="x", progress_every_s=5))
+    group.move(1, OUTPUT, PATTERN)
+    for at in range(2, 100, 2):
+        assert group.machine.step(Looked(group.moved_at, is_blind=True), START + at) == []
+    found = group.run_until(200)
+    assert found is not None
+    assert found[0] == 98 + 5
+
+
 def test_a_verdict_holds_however_long_the_stacks_took() -> None:
     group = Group(HangPolicy(hang_timeout_s=10))
     assert group.look(10) is not None

@@ -95,7 +95,8 @@ class HangWatch:
             return None
         try:
             now = time.monotonic()
-            commands = self._machine.step(Looked(self._movements(running, now), is_again), now)
+            looked = Looked(self._movements(running, now), is_again, self._output.is_blind)
+            commands = self._machine.step(looked, now)
         except Exception as error:
             logger.warning("hangs are not watched for any more: %s: %s", type(error).__name__, error)
             self._machine = None

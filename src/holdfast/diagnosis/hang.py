@@ -33,6 +33,8 @@ No mistake of the watch may end a healthy job:
   shortest bound, and always once more before a verdict.
 * A look that comes much later than it was due means that the agent itself was frozen (SIGSTOP, a suspended virtual
   machine), and everybody's output with it: all bounds count anew from then.
+* While the agent's own output is blocked (Ctrl-S, a pipe that nobody reads), workers that write wait for the reader:
+  the bounds count from its end.
 * A counter that cannot be read counts as moving.
 * After a verdict stacks are taken, and the machine is asked again; a group that has moved meanwhile goes on.
 
@@ -179,11 +181,13 @@ def _is_above(before: float | None, after: float | None, floor: float) -> bool:
 class Looked:
     """When each signal is known to have moved last. One that never moved is not in it.
 
-    `is_again`: after a verdict, and however long it took to find out what it means.
+    `is_again`: after a verdict, and however long it took to find out what it means. `is_blind`: the agent's own output
+    is blocked, so that workers may wait for nobody but the reader of it.
     """
 
     moved_at: Mapping[Signal, float]
     is_again: bool = False
+    is_blind: bool = False
 
 
 @record
@@ -231,7 +235,9 @@ class HangMachine:
         return min([self._looked_at + self._look_every_s, *(at for at, _, _ in self._bounds())])
 
     def step(self, event: Looked, now: float) -> list[Command]:
-        if not event.is_again:
+        if event.is_blind:
+            self._counts_from = now
+        elif not event.is_again:
             self._forgive_if_late(now)
         self._looked_at = now
         for signal, at in event.moved_at.items():

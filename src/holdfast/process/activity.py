@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from holdfast.diagnosis.hang import Usage
 from holdfast.process import stop
@@ -89,8 +89,17 @@ class OutputWatch:
     def __init__(self, pattern: str = "") -> None:
         self.pattern = re.compile(pattern, re.MULTILINE) if pattern else None
         self.has_given_up = False
+        self._is_held_up: Callable[[], bool] = lambda: False
         self._streams: dict[int, list[StreamWatch]] = {}
         self._files: list[_Followed] = []
+
+    def attach(self, is_held_up: Callable[[], bool]) -> None:
+        """Whom to ask whether output is on its way at all."""
+        self._is_held_up = is_held_up
+
+    @property
+    def is_blind(self) -> bool:
+        return self._is_held_up()
 
     def stream(self, rank: int) -> StreamWatch:
         """A stream that the pump will tell about."""

@@ -45,6 +45,8 @@ class Outlets:
         self._watch = watch
         self._tails: dict[int, pump.Tail] = {}
         self._pump = pump.Pump(logger.warning)
+        if watch is not None:
+            watch.attach(lambda: self._pump.is_held_up)
 
     def start(self) -> None:
         self._pump.start()

@@ -190,6 +190,11 @@ class Pump:
             self._unended.add(lane)
             self._wake()
 
+    @property
+    def is_held_up(self) -> bool:
+        """Whether it is writing to the console at this moment; a console that blocks holds all streams up."""
+        return self._busy_with is not None
+
     def start(self) -> None:
         if self._thread is None:
             self._start_thread()
