@@ -30,11 +30,10 @@ def load() -> int:
 
 
 def save(step: int) -> None:
-    # Whole or not at all: a worker may be stopped at any moment, because another one has failed.
-    path = checkpoint_path()
-    with open(f"{path}.new", "w") as file:
+    """In one piece or not at all: the worker may be stopped at any moment."""
+    with open(checkpoint_path() + ".tmp", "w") as file:
         json.dump({"step": step}, file)
-    os.replace(f"{path}.new", path)
+    os.replace(checkpoint_path() + ".tmp", checkpoint_path())
 
 
 def main() -> None:

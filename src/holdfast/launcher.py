@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.agent import health
 from holdfast.agent.local import LocalElasticAgent
@@ -27,6 +27,9 @@ from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.telemetry import events, metrics
 
+if TYPE_CHECKING:
+    from holdfast.diagnosis.hang import HangPolicy
+
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
 logger = logging.getLogger(__name__)
@@ -41,8 +44,9 @@ class LaunchConfig:
 
     `rdzv_timeout` is the older spelling of `rdzv_configs["timeout"]` and wins over it. `shutdown_timeout` is the
     grace in seconds between the first signal to a worker and SIGKILL. `restart_policy` says more about restarts than
-    `max_restarts` can, and replaces it. At `health_port` (if None, `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent answers
-    whether it is alive.
+    `max_restarts` can, and replaces it. `hang_policy` (`holdfast.diagnosis.hang.HangPolicy`) says when workers count as
+    hung; without one nobody watches for that. At `health_port` (if None, `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent
+    answers whether it is alive.
     """
 
     min_nodes: int
@@ -69,6 +73,7 @@ class LaunchConfig:
     virtual_local_rank: bool = False
     shutdown_timeout: float | None = None
     restart_policy: RestartPolicy | None = None
+    hang_policy: HangPolicy | None = None
     health_port: int | None = None
 
     def __post_init__(self) -> None:
@@ -167,6 +172,7 @@ def _launch(
         duplicate_stderr_filters=config.duplicate_stderr_filters,
         virtual_local_rank=config.virtual_local_rank,
         restart_policy=config.restart_policy,
+        hang_policy=config.hang_policy,
     )
     assert config.logs_specs is not None
     assert config.shutdown_timeout is not None

@@ -14,7 +14,6 @@ period, and the exception goes on to the caller.
 from __future__ import annotations
 
 import abc
-import functools
 import json
 import logging
 import os
@@ -25,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, assert_never
 
-from holdfast.agent import health, lifecycle, ranks, recording
+from holdfast.agent import exchange, health, lifecycle, ranks, recording
 from holdfast.agent.blocking import call_interruptibly
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -52,7 +51,7 @@ from holdfast.rendezvous.coordination import (
     RunOver,
     SoloCoordination,
 )
-from holdfast.rendezvous.outcome import End, Failure, Outcome
+from holdfast.rendezvous.outcome import HANG, End, Failure, Outcome
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.telemetry.events import Event, record
 from holdfast.telemetry.metrics import prof, put_metric
@@ -62,6 +61,9 @@ __all__ = ["DEFAULT_ROLE", "ElasticAgent", "SimpleElasticAgent"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_ROLE = "default"
+
+# For how long a node that has reported a hang keeps its workers, so that every node can take stacks.
+_OTHERS_LOOK_S = 2.0
 
 
 class ElasticAgent(abc.ABC):
@@ -92,6 +94,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._health_check_server: Any = None
         self._pulse = Pulse()
         self._is_stopping = False
+        self._was_told_of_hang = False
 
     # Hooks.
 
@@ -116,6 +119,10 @@ class SimpleElasticAgent(ElasticAgent):
         be read, or when the time is up. A signal must cut it short."""
         interval_s = worker_group.spec.monitor_interval
         signals.wait_readable([pushes_fd], interval_s if timeout_s is None else min(interval_s, timeout_s))
+
+    def _examine_workers(self, worker_group: WorkerGroup) -> RunResult | None:
+        """The run hangs: see where these workers are. The result if the cause is among them."""
+        return None
 
     def _unkillable(self) -> tuple[int, ...]:
         """After a stop: the pids that even SIGKILL did not end."""
@@ -216,6 +223,7 @@ class SimpleElasticAgent(ElasticAgent):
                 signals.inbox().raise_pending()  # One that came while the workers were being stopped.
                 return [self._join(group)]
             case lifecycle.StartWorkers(round):
+                self._was_told_of_hang = False
                 self._initialize_workers(group)
                 return [lifecycle.WorkersStarted(round)]
             case lifecycle.StopWorkers(round, at_once):
@@ -224,8 +232,11 @@ class SimpleElasticAgent(ElasticAgent):
                 group.state = WorkerState.STOPPED
                 return [lifecycle.WorkersStopped(round, self._unkillable())]
             case lifecycle.ReportFailure(round):
-                run.report_failure(round, _failure(self._result))
+                failure = _failure(self._result)
+                run.report_failure(round, failure)
                 self._tell_failure(run.verdict)
+                if failure.exception == HANG and run.has_leases and not self._was_told_of_hang:
+                    self._let_others_look(group)
             case lifecycle.ReportSuccess(round):
                 if (group.group_world_size or 1) > 1:
                     logger.info("the workers of this node have finished, waiting for the other nodes")
@@ -235,6 +246,11 @@ class SimpleElasticAgent(ElasticAgent):
             case _:
                 assert_never(command)
         return []
+
+    def _let_others_look(self, group: WorkerGroup) -> None:
+        """Once these workers are gone, those of the other nodes get an error and are not where they hung any more."""
+        if (group.group_world_size or 1) > 1:
+            signals.wait_readable([], _OTHERS_LOOK_S)
 
     def _stop_group(self, group: WorkerGroup, at_once: bool) -> None:
         """A hook cannot be told to hurry; whoever has lost its place has its workers killed by the spawner."""
@@ -279,16 +295,28 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _as_event(self, push: Push) -> lifecycle.Event:
         match push:
-            case RoundStopped(round, reason):
-                if round == self._machine.round:
-                    logger.warning("the round is stopped: %s", reason)
-                return lifecycle.RoundStopped(round)
+            case RoundStopped(round, reason, is_hang):
+                if round != self._machine.round:
+                    return lifecycle.RoundStopped(round)
+                logger.warning("the round is stopped: %s", reason)
+                is_ours = is_hang and self._machine.phase is lifecycle.Phase.RUNNING and self._is_cause_of_hang()
+                return lifecycle.WorkersFailed(round) if is_ours else lifecycle.RoundStopped(round)
             case PlaceLost(round, reason):
                 logger.warning("this node has lost its place, its workers are killed: %s", reason)
                 return lifecycle.PlaceLost(round)
             case RunEnded(outcome):
                 return self._ended(outcome)
         assert_never(push)
+
+    def _is_cause_of_hang(self) -> bool:
+        """Another node has found the run hanging. Before its own workers are stopped this one looks where they are;
+        if one of them is where no peer could help it, that is this node's failure."""
+        self._was_told_of_hang = True
+        result = self._examine_workers(self._worker_group)
+        if result is None:
+            return False
+        self._result = result
+        return True
 
     def _ended(self, outcome: Outcome) -> lifecycle.RunEnded:
         self._run_outcome = outcome
@@ -336,7 +364,8 @@ class SimpleElasticAgent(ElasticAgent):
             return
         result.root = agreed.rank
         if agreed.rank not in result.failures:
-            evidence = report.Evidence(error={"message": {"message": agreed.text}})
+            hang = agreed.text if agreed.exception == HANG else ""
+            evidence = report.Evidence(error={"message": {"message": agreed.text}}, hang=hang)
             result.failures[agreed.rank] = ProcessFailure(-1, 0, agreed.exitcode, "", evidence, node=agreed.node)
         if (self._worker_group.group_world_size or 1) > 1:
             result.cause = f"{agreed.text}, on node {agreed.node}"
@@ -405,8 +434,7 @@ class SimpleElasticAgent(ElasticAgent):
         if group_world_size == 1 or self._are_nodes_alike():
             world = ranks.identical_world(spec.role, spec.local_world_size, group_world_size)
             return ranks.assign_ranks(world, group_rank)
-        exchange = functools.partial(_exchange_ranks, store, group_rank, group_world_size, spec)
-        return call_interruptibly(exchange)
+        return call_interruptibly(exchange.exchange_ranks, store, group_rank, group_world_size, spec)
 
     def _are_nodes_alike(self) -> bool:
         return os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1" or getattr(
@@ -429,12 +457,8 @@ class SimpleElasticAgent(ElasticAgent):
             self._restart_began = None
 
     def _tell_start(self, group: WorkerGroup) -> None:
+        logger.info("%s", recording.start_line(group))
         first = group.workers[0]
-        count = len(group.workers)
-        who = f"{count} workers" if count > 1 else "1 worker"
-        ids = ", ".join(str(worker.id) for worker in group.workers[:8]) + (", ..." if count > 8 else "")
-        place = f", node {group.group_rank} of {group.group_world_size}" if (group.group_world_size or 1) > 1 else ""
-        logger.info("started %s of %s (pids %s)%s", who, recording.entry_name(group.spec), ids, place)
         logger.debug(
             "round %d: global ranks %d..%d of %d, master %s:%s, restarts used %d",
             self._machine.round,
@@ -506,19 +530,6 @@ def _elapsed_ms(began: float) -> int:
     return int((time.monotonic() - began) * 1000)
 
 
-def _exchange_ranks(store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Worker]:
-    """For agents that share nothing but a store: everybody says what it has, rank 0 gives everybody a place."""
-    mine = ranks.Member(spec.role, spec.local_world_size)
-    store.set(ranks.role_info_key(group_rank), ranks.encode_member(mine, group_rank))
-    if group_rank == 0:
-        said = store.multi_get([ranks.role_info_key(i) for i in range(group_world_size)])
-        places = ranks.assign_nodes([ranks.decode_member(data, i) for i, data in enumerate(said)])
-        keys = [ranks.assigned_ranks_key(i) for i in range(group_world_size)]
-        store.multi_set(keys, [ranks.encode_assignment(place) for place in places])
-    place = ranks.decode_assignment(store.get(ranks.assigned_ranks_key(group_rank)), group_rank)
-    return ranks.place_workers(place, spec.local_world_size)
-
-
 def _root(result: RunResult) -> tuple[int, report.FailureFacts] | None:
     if not result.failures:
         return None
@@ -542,7 +553,7 @@ def _failure(result: RunResult) -> Failure:
         node=os.uname().nodename,
         rank=rank,
         exitcode=facts.exitcode,
-        exception=report.exception_name(facts.text),
+        exception=HANG if facts.evidence.hang else report.exception_name(facts.text),
         text=_cause(result),
-        is_consequence=report.is_consequence(facts.exitcode, facts.text, facts.evidence.stderr_tail),
+        is_consequence=report.follows_from_another(facts),
     )

@@ -27,6 +27,7 @@ from holdfast.errors import HoldfastError, InternalError, UserError
 from holdfast.process import errors, signals
 
 if TYPE_CHECKING:
+    from holdfast.diagnosis.hang import HangPolicy
     from holdfast.launcher import LaunchConfig
     from holdfast.process.logs import LogsSpecs
     from holdfast.process.numa import NumaOptions
@@ -236,6 +237,21 @@ def _restart_policy(args: argparse.Namespace) -> RestartPolicy:
     )
 
 
+def _hang_policy(args: argparse.Namespace) -> HangPolicy | None:
+    values = (args.hang_timeout, args.start_timeout, args.progress_every, args.progress_signals)
+    if not args.progress_pattern and all(value is None for value in values):
+        return None
+    from holdfast.diagnosis.hang import HangPolicy
+
+    return HangPolicy(
+        hang_timeout_s=args.hang_timeout,
+        start_timeout_s=args.start_timeout,
+        pattern=args.progress_pattern,
+        progress_every_s=args.progress_every,
+        signals=args.progress_signals,
+    )
+
+
 def _fresh_id() -> str:
     """A random UUID (version 4) as 32 hexadecimal digits; the module that makes them is slow to import."""
     octets = bytearray(os.urandom(16))
@@ -378,6 +394,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "shutdown_timeout": args.shutdown_timeout if args.grace_period is None else args.grace_period,
         "restart_policy": _restart_policy(args),
         "health_port": args.health_port,
+        "hang_policy": _hang_policy(args),
         **_rendezvous_fields(args, max_nodes),
     }
 

@@ -10,10 +10,13 @@ for it.
 
 from __future__ import annotations
 
-__all__ = ["LineAssembler", "LineFilter", "Tail"]
+import re
+
+__all__ = ["LineAssembler", "LineFilter", "LineMatcher", "Tail"]
 
 _HELD_MAX_BYTES = 64 * 1024 * 1024
 _TAIL_BYTES = 16 * 1024
+_MATCH_HELD_MAX_BYTES = 64 * 1024
 
 _LINE_ENDS = (b"\n", b"\r")
 
@@ -131,6 +134,25 @@ def _prefix_lines(text: bytes, prefix: bytes) -> bytes:
     # No line begins after the last end. To take that prefix away again is cheaper than to count the others first.
     surplus = len(prefix) if text.endswith(b"\n") else 0
     return b"".join((prefix, memoryview(spread)[: len(spread) - surplus]))
+
+
+class LineMatcher:
+    """Whether a line matches, in a stream that comes in pieces. Whole lines are searched, all that came at once.
+
+    A line that grows beyond `max_held_bytes` is searched in pieces.
+    """
+
+    def __init__(self, pattern: re.Pattern[str], max_held_bytes: int = _MATCH_HELD_MAX_BYTES) -> None:
+        self._search = pattern.search
+        self._max_held_bytes = max_held_bytes
+        self._line = _HeldLine()
+
+    def feed(self, data: bytes) -> bool:
+        text = self._line.take(data)
+        if len(self._line) > self._max_held_bytes:
+            text += self._line.release()
+        # To the pattern, `$` is before a newline and before nothing else.
+        return bool(text) and self._search(text.replace(b"\r", b"\n").decode("utf-8", "replace")) is not None
 
 
 class LineFilter:

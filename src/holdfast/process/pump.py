@@ -36,10 +36,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.errors import HostError, InternalError
 from holdfast.process.lines import LineAssembler, LineFilter, Tail
+
+if TYPE_CHECKING:
+    from holdfast.process.activity import StreamWatch
 
 __all__ = ["LineAssembler", "Pump", "Stream", "Tail", "open_channel"]
 
@@ -81,6 +84,7 @@ class Stream:
     tail: Tail | None
     filters: tuple[bytes, ...] = ()
     filtered_fd: int | None = None  # May be shared between streams; the caller owns it.
+    watch: StreamWatch | None = None  # Who wants to know that something came.
 
 
 def open_channel(console_fd: int | None) -> tuple[int, int]:
@@ -133,6 +137,7 @@ class _Lane:
         self.console_fd = stream.console_fd
         self.filtered_fd = stream.filtered_fd
         self.tail = stream.tail
+        self.watch = stream.watch
         has_lines = stream.console_fd is not None and stream.prefix is not None
         self.assembler = LineAssembler(stream.prefix or b"") if has_lines else None
         has_filter = stream.filters and stream.filtered_fd is not None
@@ -186,6 +191,11 @@ class Pump:
             self._arriving.append(lane)
             self._unended.add(lane)
             self._wake()
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether it is writing to the console at this moment; a console that blocks holds all streams up."""
+        return self._busy_with is not None
 
     def start(self) -> None:
         if self._thread is None:
@@ -342,7 +352,9 @@ class Pump:
                 self._complain(f"{lane.label}: cannot be read any more: {error.strerror}")
             data = b""
         if data:
-            self._moved_at = time.monotonic()
+            now = self._moved_at = time.monotonic()
+            if lane.watch is not None:
+                lane.watch.saw(data, now)
             self._pass_on(lane, data)
         else:
             self._end(lane)
