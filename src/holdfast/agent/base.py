@@ -437,9 +437,8 @@ class SimpleElasticAgent(ElasticAgent):
         return call_interruptibly(exchange.exchange_ranks, store, group_rank, group_world_size, spec)
 
     def _are_nodes_alike(self) -> bool:
-        return os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1" or getattr(
-            self._handler, "has_fixed_world", False
-        )
+        is_said = os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1"
+        return is_said or getattr(self._handler, "has_fixed_world", False)
 
     @prof
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
