@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, assert_never
 
-from holdfast.agent import lifecycle, ranks, recording
+from holdfast.agent import exchange, health, lifecycle, ranks, recording
 from holdfast.agent.blocking import call_interruptibly
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -33,12 +33,14 @@ from holdfast.diagnosis import report
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.process import signals
 from holdfast.process.errors import ProcessFailure
+from holdfast.process.pulse import Pulse
 from holdfast.process.signals import SignalException
 from holdfast.rendezvous.api import (
     RendezvousClosedError,
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousTimeoutError,
+    is_kind,
 )
 from holdfast.rendezvous.coordination import (
     Coordination,
@@ -90,6 +92,9 @@ class SimpleElasticAgent(ElasticAgent):
         self._result = RunResult(WorkerState.INIT)
         self._total_execution_time = 0
         self._restart_began: float | None = None
+        self._health_check_server: Any = None
+        self._pulse = Pulse()
+        self._is_stopping = False
         self._was_told_of_hang = False
 
     # Hooks.
@@ -128,6 +133,13 @@ class SimpleElasticAgent(ElasticAgent):
         """The result with what is known only after the workers were stopped."""
         return result
 
+    def _get_alive_time(self) -> float:
+        """When this agent was last known to be alive, in seconds since the epoch; the health check asks for it.
+
+        A loop that waits is alive now, whatever it waits for. Another meaning is a matter of overriding this.
+        """
+        return time.time() - self._pulse.busy_for_s()
+
     # What others see.
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
@@ -150,7 +162,8 @@ class SimpleElasticAgent(ElasticAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         began = time.monotonic()
         is_shut_down = False
-        with signals.deferred():
+        self._is_stopping = False
+        with self._pulse.taken_here(), health.served(self._health_server()), signals.deferred():
             try:
                 result = self._invoke_run(role)
                 self._total_execution_time = int(time.monotonic() - began)
@@ -159,21 +172,25 @@ class SimpleElasticAgent(ElasticAgent):
                 )
                 self._record_worker_events(result)
                 return result
-            except RendezvousGracefulExitError as reason:
-                logger.info("this node is not needed any more and leaves: %s", reason)
-                return RunResult(WorkerState.SUCCEEDED)
             except SignalException as received:
                 logger.warning("got %s, stopping the workers", received.sigval.name)
                 self._leave(received.sigval)
                 is_shut_down = True
                 raise
+            except Exception as error:
+                if not is_kind(error, RendezvousGracefulExitError):
+                    raise
+                logger.info("this node is not needed any more and leaves: %s", error)
+                return RunResult(WorkerState.SUCCEEDED)
             finally:
                 self._total_execution_time = int(time.monotonic() - began)
+                self._is_stopping = True
                 if not is_shut_down:
                     self._shutdown(timeout=self._shutdown_timeout)
 
     def _leave(self, death_sig: signal.Signals) -> None:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
+        self._is_stopping = True
         if self._coordination is not None:
             self._coordination.leaving()
         self._shutdown(death_sig, timeout=self._shutdown_timeout)
@@ -320,7 +337,7 @@ class SimpleElasticAgent(ElasticAgent):
     def _final_result(self, outcome: lifecycle.Outcome) -> RunResult:
         if outcome is lifecycle.Outcome.SUCCEEDED:
             self._tell_success()
-            return self._result
+            return self._result if self._has_finished else RunResult(WorkerState.SUCCEEDED)
         self._worker_group.state = WorkerState.FAILED
         settled = self._settle(self._result)
         if self._machine.unkillable:
@@ -361,8 +378,14 @@ class SimpleElasticAgent(ElasticAgent):
         elif self._policy.max_restarts:
             logger.warning("%s; %s", _cause(self._result), verdict)
 
+    @property
+    def _has_finished(self) -> bool:
+        """Whether this node's workers are among those that brought the run to its end. A node that stood by then is
+        not, whatever became of the workers that it had before."""
+        return self._worker_group.state is WorkerState.SUCCEEDED
+
     def _tell_success(self) -> None:
-        if self._round is None:
+        if not self._has_finished:
             logger.info("the run has succeeded; this node was not needed")
             return
         count, restarts = len(self._worker_group.workers), self._restarts_used
@@ -376,6 +399,7 @@ class SimpleElasticAgent(ElasticAgent):
         assert self._coordination is not None
         if self._coordination.outcome is not None:
             return self._ended(self._coordination.outcome)
+        group.state = WorkerState.INIT if self._round is None else WorkerState.STOPPED
         restarts_before = self._restarts_used
         try:
             found = self._rendezvous(group)
@@ -411,7 +435,7 @@ class SimpleElasticAgent(ElasticAgent):
         if group_world_size == 1 or self._are_nodes_alike():
             world = ranks.identical_world(spec.role, spec.local_world_size, group_world_size)
             return ranks.assign_ranks(world, group_rank)
-        exchange = functools.partial(_exchange_ranks, store, group_rank, group_world_size, spec)
+        exchange = functools.partial(exchange.exchange_ranks, store, group_rank, group_world_size, spec)
         return call_interruptibly(exchange)
 
     def _are_nodes_alike(self) -> bool:
@@ -435,12 +459,8 @@ class SimpleElasticAgent(ElasticAgent):
             self._restart_began = None
 
     def _tell_start(self, group: WorkerGroup) -> None:
+        logger.info("%s", recording.start_line(group))
         first = group.workers[0]
-        count = len(group.workers)
-        who = f"{count} workers" if count > 1 else "1 worker"
-        ids = ", ".join(str(worker.id) for worker in group.workers[:8]) + (", ..." if count > 8 else "")
-        place = f", node {group.group_rank} of {group.group_world_size}" if (group.group_world_size or 1) > 1 else ""
-        logger.info("started %s of %s (pids %s)%s", who, recording.entry_name(group.spec), ids, place)
         logger.debug(
             "round %d: global ranks %d..%d of %d, master %s:%s, restarts used %d",
             self._machine.round,
@@ -453,6 +473,18 @@ class SimpleElasticAgent(ElasticAgent):
         )
 
     # What is told to others.
+
+    def _health_server(self) -> Any:
+        if self._health_check_server is None:
+            self._health_check_server = health.server_at(health.port_from_environment())
+        health.introduce(self._health_check_server, self._get_alive_time, self._health)
+        return self._health_check_server
+
+    def _health(self) -> dict[str, Any]:
+        phase = self._machine.phase
+        if self._is_stopping and phase is not lifecycle.Phase.ENDED:
+            phase = lifecycle.Phase.STOPPING
+        return {"phase": phase.name.lower(), "round": self._machine.round, "restarts": self._restarts_used}
 
     def _publish_state(self, group: WorkerGroup) -> None:
         put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
@@ -498,19 +530,6 @@ class SimpleElasticAgent(ElasticAgent):
 
 def _elapsed_ms(began: float) -> int:
     return int((time.monotonic() - began) * 1000)
-
-
-def _exchange_ranks(store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Worker]:
-    """For agents that share nothing but a store: everybody says what it has, rank 0 gives everybody a place."""
-    mine = ranks.Member(spec.role, spec.local_world_size)
-    store.set(ranks.role_info_key(group_rank), ranks.encode_member(mine, group_rank))
-    if group_rank == 0:
-        said = store.multi_get([ranks.role_info_key(i) for i in range(group_world_size)])
-        places = ranks.assign_nodes([ranks.decode_member(data, i) for i, data in enumerate(said)])
-        keys = [ranks.assigned_ranks_key(i) for i in range(group_world_size)]
-        store.multi_set(keys, [ranks.encode_assignment(place) for place in places])
-    place = ranks.decode_assignment(store.get(ranks.assigned_ranks_key(group_rank)), group_rank)
-    return ranks.place_workers(place, spec.local_world_size)
 
 
 def _root(result: RunResult) -> tuple[int, report.FailureFacts] | None:

@@ -93,8 +93,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         )
         if self._hangs is not None:
             self._hangs.begin()
-        if self._health_check_server is not None:
-            self._health_check_server.start()
         return dict(self._context.pids())
 
     def _tell_start(self, group: WorkerGroup) -> None:
@@ -127,6 +125,14 @@ class LocalElasticAgent(SimpleElasticAgent):
         if self._held_watchdog is None:
             self._held_watchdog = Watchdog(self._handler.get_run_id(), self._record_watchdog)
         return self._held_watchdog
+
+    def _get_watchdog_progress_time(self) -> float:
+        """When the watchdog last completed a turn, in seconds since the epoch; now, if there is none.
+
+        For subclasses whose `_get_alive_time` is to mean this. By default it does not: a watchdog that hangs harms
+        nobody, and must not make a scheduler end a healthy job.
+        """
+        return self._watchdog().last_progress_time()
 
     def _record_watchdog(self, name: str, details: Mapping[str, str]) -> None:
         if name == "kill worker process" and self._context is not None:
@@ -289,8 +295,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         return tuple(pid for pid, _ in self._context.survivors) if self._context is not None else ()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
-        if self._health_check_server is not None:
-            self._health_check_server.stop()
         self._stop_watching()
         if self._context is not None:
             self._context.close(death_sig, timeout)

@@ -435,4 +435,12 @@ OPTIONS: tuple[Option, ...] = (
         metavar="NAME",
         default="null",
     ),
+    Option(
+        ("--health-port",),
+        OUTPUT,
+        "Answer HTTP requests on this port: 200 while the agent is alive, whatever phase it is in, and 503 with the "
+        "reason when it is stuck. 0 is any free port. Left out, it is TORCHELASTIC_HEALTH_CHECK_PORT, or none.",
+        metavar="PORT",
+        parse=values.whole_number,
+    ),
 )

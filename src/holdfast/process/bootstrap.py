@@ -478,6 +478,7 @@ def finish_forked(code: int) -> "NoReturn":
     """End a forked worker as multiprocessing ends its own: inherited exit handlers are the parent's."""
     try:
         if "threading" in sys.modules:
+            leave_pool()
             library("threading")._shutdown()
         if "multiprocessing.util" in sys.modules:
             end_multiprocessing()
@@ -489,6 +490,14 @@ def finish_forked(code: int) -> "NoReturn":
         except BaseException:
             pass
     os._exit(code)
+
+
+def leave_pool() -> None:
+    """A worker that was forked from a thread of a pool still counts as one of the pool's threads, which are waited
+    for at the end; nobody can wait for itself."""
+    pool = sys.modules.get("concurrent.futures.thread")
+    if pool is not None:
+        getattr(pool, "_threads_queues", {}).pop(library("threading").current_thread(), None)
 
 
 def end_multiprocessing() -> None:

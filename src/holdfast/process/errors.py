@@ -316,7 +316,7 @@ def record(fn: Callable[P, R], error_handler: ErrorHandler | None = None) -> Cal
     """Decorate a worker's main function so that its exception is left in the error file.
 
     The exception itself goes on as before. `sys.exit(0)` and `sys.exit()` in `fn` make the call return None.
-    A `ChildFailedError` of a launcher within `fn` passes the error file of its root cause on.
+    A `ChildFailedError` of a launcher within `fn` passes the error of its root cause on.
     """
     handler = error_handler or get_error_handler()
 
@@ -354,21 +354,20 @@ def _attempt(action: Callable[..., None], *args: Any) -> None:
 
 
 def _pass_on_root_cause(handler: ErrorHandler, error: ChildFailedError) -> None:
+    """The launcher's error file tells the cause whatever the worker left, if only in the words of the report."""
     rank, failure = error.get_first_failure()
-    if failure.error_file != NOT_AVAILABLE:
+    if os.path.isfile(failure.error_file):
         handler.dump_error_file(failure.error_file, failure.exitcode)
-    elif failure.facts().text:
-        source = f"the evidence of rank {rank}"
-        handler.dump_error_data(source, copy.deepcopy(failure.error_file_data), failure.exitcode)
-    else:
-        logger.debug(
-            "Rank %d (local rank %d, pid %d, exit code %d) left no error file; %s",
-            rank,
-            failure.local_rank,
-            failure.pid,
-            failure.exitcode,
-            error.cause(),
-        )
+        return
+    data = copy.deepcopy(failure.error_file_data) if failure.facts().text else _error_of(error.cause(), failure)
+    handler.dump_error_data(f"the evidence of rank {rank}", data, failure.exitcode)
+
+
+def _error_of(cause: str, failure: ProcessFailure) -> dict[str, Any]:
+    """What stands for the error file of a worker that left none: it was killed, or said nothing."""
+    stack = failure.evidence.stack if failure.evidence else ""
+    details = {"py_callstack": stack or failure.traceback_text(), "timestamp": str(failure.timestamp)}
+    return {"message": {"message": cause, "extraInfo": details}}
 
 
 def _load_error_file(path: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ a redirected stream is then watched by the growth of its file.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -49,7 +50,18 @@ class Outlets:
             watch.attach(lambda: self._pump.is_held_up)
 
     def start(self) -> None:
+        self._tell_of_useless_filters()
         self._pump.start()
+
+    def _tell_of_useless_filters(self) -> None:
+        """Filters look at tee'd lines only."""
+        dest = self._destinations
+        for stream, paths, tees, filtered in (
+            ("stdout", dest.stdouts, dest.tee_stdouts, dest.filtered_stdout),
+            ("stderr", dest.stderrs, dest.tee_stderrs, dest.filtered_stderr),
+        ):
+            if self._filters.get(stream) and not any(paths.get(rank) for rank in tees):
+                _tell_that_filters_are_useless(stream, os.path.dirname(os.path.dirname(filtered)))
 
     def open_stdout(self, rank: int) -> int:
         path = self._destinations.stdouts.get(rank, "")
@@ -122,6 +134,12 @@ class Outlets:
         for fd in self._filtered_fds.values():
             os.close(fd)
         self._filtered_fds.clear()
+
+
+@functools.lru_cache(maxsize=64)
+def _tell_that_filters_are_useless(stream: str, directory: str) -> None:
+    """Once for all lives of a group: they share a directory."""
+    logger.warning("duplicate_%s_filters has no effect: %s of no worker is tee'd", stream, stream)
 
 
 def dup_or_null(fd: int) -> int:
