@@ -14,7 +14,6 @@ period, and the exception goes on to the caller.
 from __future__ import annotations
 
 import abc
-import functools
 import json
 import logging
 import os
@@ -435,13 +434,11 @@ class SimpleElasticAgent(ElasticAgent):
         if group_world_size == 1 or self._are_nodes_alike():
             world = ranks.identical_world(spec.role, spec.local_world_size, group_world_size)
             return ranks.assign_ranks(world, group_rank)
-        exchange = functools.partial(exchange.exchange_ranks, store, group_rank, group_world_size, spec)
-        return call_interruptibly(exchange)
+        return call_interruptibly(exchange.exchange_ranks, store, group_rank, group_world_size, spec)
 
     def _are_nodes_alike(self) -> bool:
-        return os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1" or getattr(
-            self._handler, "has_fixed_world", False
-        )
+        is_said = os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1"
+        return is_said or getattr(self._handler, "has_fixed_world", False)
 
     @prof
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
