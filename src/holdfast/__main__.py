@@ -55,8 +55,10 @@ def _drop_spawner() -> None:
 
 def run() -> NoReturn:
     """End as soon as the command has: what the interpreter would still take apart is of no use to anybody."""
-    code = main()
-    _drop_spawner()
+    try:
+        code = main()
+    finally:  # Wrong usage leaves by SystemExit.
+        _drop_spawner()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
