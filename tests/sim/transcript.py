@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from enum import Enum
 
+from holdfast.rendezvous import keyspace
+from holdfast.rendezvous.keyspace import Page, Statement, Tellings
 from holdfast.rendezvous.outcome import Failure, Outcome
-from holdfast.rendezvous.vocabulary import Memory, Settings
+from holdfast.rendezvous.vocabulary import Memory, Settings, Snapshot
 from holdfast.rendezvous.world import NodeFacts, Place, World
 
 _WHO_WIDTH = 12
@@ -18,11 +20,14 @@ _ROUTINE = (
     "SetLease",
     "Connect",
     "ConnectFailed",
+    "KeepLease",
+    "LeaseKept",
 )
 
 
 # How an agent does what it does; who tells a story leaves it out.
-_MEANS = ("Send", "SetLease", "Connect", "HangUp")
+_MEANS = ("Send", "SetLease", "Connect", "HangUp", "GrantLease", "KeepLease", "RevokeLease", "Follow", "Say")
+_HEARD = ("MessageCame", "ToldSeen", "Followed")
 
 Line = tuple[float, str, tuple[object, ...]]
 
@@ -67,7 +72,7 @@ def _abridged(line: Line) -> Line | None:
     if who == "coordinator" or not isinstance(what[-1], tuple):
         return line
     done = tuple(command for command in what[-1] if type(command).__name__ not in _MEANS)
-    said = ("hears",) if type(what[0]).__name__ == "MessageCame" else what[:-1]
+    said = ("hears",) if type(what[0]).__name__ in _HEARD else what[:-1]
     return (at, who, (*said, done)) if done else None
 
 
@@ -108,7 +113,31 @@ def _words(thing: object) -> str:
         case Memory():
             outcome = f" {_words(thing.outcome)}" if thing.outcome else ""
             return f"round {thing.last_round} restarts {thing.restarts_used}{outcome}"
+        case bytes():
+            return _value(thing)
+        case Snapshot():
+            world = f", {_words(thing.world)}" if thing.world else ""
+            stopping = " stopping" if thing.is_stopping else ""
+            known = "".join(f", {_words(each)}" for each in (*thing.failures, *thing.departed))
+            return f"{_words(thing.memory)}{world}{stopping}{known}"
+        case Statement():
+            return " + ".join(map(_words, thing.said))
+        case Tellings():
+            told = (f"{each.term}.{each.number} {each.key} {_words(each.message)}" for each in thing.items)
+            return ", ".join(told)
+        case Page():
+            return _words(thing.snapshot)
     return _call(thing) if _is_record(thing) else str(thing)
+
+
+def _value(value: bytes) -> str:
+    """What is in a key of etcd."""
+    for kind in (Statement, Tellings, Page):
+        try:
+            return _words(keyspace.decode(kind, value))
+        except keyspace.Junk:
+            continue
+    return value.decode(errors="replace")
 
 
 def _is_record(thing: object) -> bool:
@@ -122,6 +151,6 @@ def _call(thing: object) -> str:
         is_noise = name == "jitter" or (name == "is_hang" and not value)
         if value in ("", None, ()) or isinstance(value, Settings) or is_noise:
             continue
-        is_plain = _is_record(value) or isinstance(value, (str, tuple, Enum))
+        is_plain = _is_record(value) or isinstance(value, (str, bytes, tuple, Enum))
         said.append(_words(value) if is_plain else f"{name}={_words(value)}")
     return type(thing).__name__ + (f"({', '.join(said)})" if said else "")

@@ -155,10 +155,13 @@ class Membership:
         """Go on where another leader was. What each node says now is fed to it next, and who is gone is said to be."""
         machine = cls(now, snapshot.memory, keeps_leases=False)
         machine._previous = snapshot.previous
+        machine._has_seen_no_round = False
         if snapshot.world is not None and machine.phase is not Phase.ENDED:
             machine._begin(snapshot.world)
             for facts in snapshot.world.members:
                 machine._roster.add(facts, Stage.RUNNING, now)
+            for key in snapshot.finished:
+                machine._finish(machine._roster[key])
             machine._failures, machine._departed = dict(snapshot.failures), dict(snapshot.departed)
             if snapshot.is_stopping:
                 machine._enter(Phase.STOPPING)
@@ -168,7 +171,9 @@ class Membership:
         is_stopping = self.phase is Phase.STOPPING
         failures = tuple(self._failures.items()) if is_stopping else ()
         departed = tuple(self._departed.items()) if is_stopping else ()
-        return Snapshot(self._memory(), self.world, is_stopping, failures, departed, self._previous)
+        members = self.world.keys if self.world is not None else ()
+        finished = tuple(key for key in members if key not in self._unfinished)
+        return Snapshot(self._memory(), self.world, is_stopping, failures, departed, self._previous, finished)
 
     # What the shell calls.
 
@@ -239,6 +244,8 @@ class Membership:
             case NodeJoined(facts) | NodeReturned(facts):
                 self.settings = self.settings or event.settings
                 self._roster.add(facts, Stage.WAITING, now)
+                if not self._keeps_leases:
+                    self._forget_at = None  # What it is told lies where it looks for it, so it must stay there a while.
                 return [TellOutcome((facts.key,), self.outcome)]
             case NodeLeft(key) | LeaseExpired(key):
                 self._roster.remove(key)
@@ -307,11 +314,18 @@ class Membership:
         is_member = self.world is not None and self.world.round == place.round
         if node is None or not is_member or node.stage is Stage.WAITING:
             self.round = max(self.round, place.round)
+            if event.stage is Stage.FINISHED and not self._keeps_leases and node is None:
+                return self._stop_late(facts, place.round, now)
             return [Expel(facts.key, f"its place in round {place.round} was given up")]
         self._roster.reopen(node, now)
         if event.stage is Stage.FINISHED:
             self._finish(node)
         return self._stop_again(node)
+
+    def _stop_late(self, facts: NodeFacts, round: int, now: float) -> list[Command]:
+        """It had done its part of a round that was stopped, and nobody has told it."""
+        self._roster.add(facts, Stage.FINISHED, now)
+        return [StopRound((facts.key,), round, "the round was stopped meanwhile")]
 
     def _adopt(self, place: Place, now: float) -> None:
         """Go on with a round that another coordinator process has sealed; its members have a lease to return.
