@@ -282,7 +282,11 @@ LOSING: dict[str, Script] = {
         *((at, TIME, [KeepLease(number, LEASE)]) for number, at in enumerate((1.1, 2.1, 3.1, 4.1, 5.1), 2)),
         (6.1, TIME, []),
         (6.125, TIME, [GrantLease()]),
-        (6.2, LeaseGranted(NEXT_LEASE), [KeepLease(7, NEXT_LEASE), say(2, join(1, replaces="a/0"), lease=NEXT_LEASE)]),
+        (
+            6.2,
+            LeaseGranted(NEXT_LEASE),
+            [RevokeLease(LEASE), KeepLease(7, NEXT_LEASE), say(2, join(1, replaces="a/0"), lease=NEXT_LEASE)],
+        ),
         (6.3, ToldSeen(told((9, 1, sealed()))), []),
     ],
     "another's lease": [*MEMBER, (0.7, LeaseGone(99), [])],

@@ -82,6 +82,7 @@ class Elected:
         self.office = Office.FOLLOWING
         self.reign: Reign | None = None
         self._lease: int | None = None
+        self._abandoned: int | None = None
         self._leader: Found | None = None
         self._leader_revision = 0
         self._reign_number = 0
@@ -232,6 +233,7 @@ class Elected:
                 case session.Connect():
                     commands.append(GrantLease())
                 case session.HangUp():
+                    self._abandoned = None if self.node.may_outlive_lease else self._lease
                     commands += self._give_up_lease(now)
                 case _:
                     commands.append(command)
@@ -240,11 +242,17 @@ class Elected:
     def _granted(self, lease: int, now: float) -> list[Command]:
         self._lease = lease
         self._said, self._saying = b"", None
-        commands = self._step_node(session.Connected(), now)
+        commands = [*self._end_abandoned(), *self._step_node(session.Connected(), now)]
         if not self._is_following:
             self._is_following = True
             return [*commands, Follow()]
         return [*commands, *(self._campaign() if self._leader is None else [])]
+
+    def _end_abandoned(self) -> list[Command]:
+        """Its workers were killed before it was given up, so nobody needs to wait until it ends by itself; least of all
+        if it was the leader's."""
+        lease, self._abandoned = self._abandoned, None
+        return [RevokeLease(lease)] if lease is not None else []
 
     def _lose_lease(self, now: float) -> list[Command]:
         """Nobody but etcd can have ended it: the node was not heard of for too long."""
