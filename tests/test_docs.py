@@ -25,7 +25,7 @@ import pytest
 
 from holdfast.agent import lifecycle
 from holdfast.cli import run as cli
-from holdfast.rendezvous import membership, options, participant
+from holdfast.rendezvous import elected, membership, options, participant
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.rendezvous.vocabulary import Settings
@@ -79,6 +79,7 @@ def _lifecycle_changes() -> list[Change]:
 MACHINES: dict[str, tuple[Sequence[Change], StrEnum, StrEnum]] = {
     "lifecycle": (_lifecycle_changes(), lifecycle.Phase.IDLE, lifecycle.Phase.ENDED),
     "membership": (membership.PHASE_CHANGES, membership.Phase.FORMING, membership.Phase.ENDED),
+    "elected": (elected.OFFICE_CHANGES, elected.Office.FOLLOWING, elected.Office.FOLLOWING),
     "participant": (participant.STANDING_CHANGES, participant.Standing.OUTSIDE, participant.Standing.DONE),
 }
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from holdfast.errors import InternalError
 from holdfast.rendezvous import keyspace, messages, participant, session
 from holdfast.rendezvous.elected_words import (
     Campaign,
@@ -72,6 +73,17 @@ class Office(StrEnum):
     FOLLOWING = "FOLLOWING"
     LOADING = "LOADING"
     LEADING = "LEADING"
+
+
+# How a node's office may change, and why. The picture in the documentation is made from this.
+OFFICE_CHANGES: tuple[tuple[Office, str, Office], ...] = (
+    (Office.FOLLOWING, "nobody leads, and it has created the key", Office.LOADING),
+    (Office.LOADING, "the run and all statements were read", Office.LEADING),
+    (Office.LEADING, "the watch was interrupted, and all was read again", Office.LEADING),
+    (Office.LOADING, "the key is not its own any more, or it goes", Office.FOLLOWING),
+    (Office.LEADING, "the key is not its own any more, a write was refused, or it goes", Office.FOLLOWING),
+)
+_ALLOWED = frozenset((before, after) for before, _, after in OFFICE_CHANGES)
 
 
 class Elected:
@@ -180,7 +192,7 @@ class Elected:
             return []
         match event:
             case Loaded(term, run, nodes) if term == reign.term:
-                self.office = Office.LEADING
+                self._hold(Office.LEADING)
                 reign.load(run, nodes, now)
             case LoadFailed(term, jitter) if term == reign.term:
                 self._retry("load", jitter, now)
@@ -323,8 +335,13 @@ class Elected:
             return []
         commands = self._step_down()
         self.reign = self._begin_reign(leader.created_at, self._reign_number)
-        self.office = Office.LOADING
+        self._hold(Office.LOADING)
         return [*commands, Load(leader.created_at)]
+
+    def _hold(self, office: Office) -> None:
+        if (self.office, office) not in _ALLOWED:
+            raise InternalError(f"node {self.node.facts.key} cannot go from {self.office} to {office}")
+        self.office = office
 
     def _begin_reign(self, term: int, number: int) -> Reign:
         return Reign(term, number)
@@ -337,7 +354,7 @@ class Elected:
             return []
         self._reign_number = self.reign.number
         self.reign = None
-        self.office = Office.FOLLOWING
+        self._hold(Office.FOLLOWING)
         for what in ("load", "write"):
             self._retry_at.pop(what, None)
         return [StepDown()]
