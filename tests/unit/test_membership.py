@@ -696,6 +696,28 @@ RESUMED: dict[str, tuple[Script, Script]] = {
         ],
         [(10.0, joined("a", PAIR, last_round=1), []), (11.0, joined("c", PAIR), sealed(2, "c a"))],
     ),
+    "whoever asks how it ended has time to hear the answer": (
+        [*formed(ONE, "a"), (1.0, succeeded("a"), ended("a", SUCCESS))],
+        [(10.0, TIME, []), (15.0, joined("b", ONE), [TellOutcome(keys("b"), SUCCESS)]), (20.0, TIME, []),
+         (25.0, TIME, [ForgetRun()])],
+    ),
+    "one that had finished and missed the stop is told": (
+        [
+            *FORMED,
+            (1.0, succeeded("a"), []),
+            (1.0, failed("b"), stop("a b", "b broke")),
+            (2.0, joined("b", RETRY, last_round=1), charged(1, 1)),
+        ],
+        [
+            (10.0, returned("a", RETRY, stage=Stage.FINISHED), stop("a", "the round was stopped meanwhile")),
+            (10.0, joined("b", RETRY, last_round=1), []),
+            (11.0, joined("a", RETRY, last_round=1), sealed(2, "a b", 1)),
+        ],
+    ),
+    "one that still runs in a round that is over is expelled": (
+        [*FORMED, (1.0, LeaseExpired("b/0"), stop("a", f"b {LOST}")), (2.0, joined("a", RETRY, last_round=1), [])],
+        [(10.0, returned("b", RETRY, rank=1), [Expel("b/0", "its place in round 1 was given up")])],
+    ),
     "an end stays the end": (
         [*formed(ONE, "a"), (1.0, succeeded("a"), ended("a", SUCCESS))],
         [(10.0, returned("a", ONE, count=1), [TellOutcome(keys("a"), SUCCESS)]), (11.0, LeaseExpired("a/0"), []),

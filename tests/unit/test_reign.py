@@ -275,6 +275,20 @@ def test_a_run_that_has_succeeded_is_forgotten_when_everybody_knows() -> None:
     assert leader.see(b=(messages.Left(),)).told == {"etcd": [Forget(TERM)]}
 
 
+def test_somebody_who_comes_when_the_run_should_be_forgotten() -> None:
+    """The request to forget it got lost, and the one who asked for it still leads."""
+    outcome = Outcome(End.CLOSED, "enough")
+    leader = Leader(Snapshot(replace(FIXED, outcome=outcome)))
+    assert leader.wait(10.0).told == {"etcd": [Forget(TERM)]}
+    assert leader.reign.next_deadline() is None
+    leader.now = 30.0
+    assert leader.see(c=(join(C),)).told == {"c": [messages.Ended(outcome)]}
+    assert leader.reign.next_deadline() == 40.0
+    assert leader.see(c=(messages.Left(),)).told == {}
+    assert leader.wait(40.0).told == {"etcd": [Forget(TERM)]}
+    assert leader.see(c=None).told == {}
+
+
 def test_an_ended_run_is_told_by_the_next_leader() -> None:
     outcome = Outcome(End.FAILED, "enough")
     leader = Leader(Snapshot(replace(FIXED, outcome=outcome)), a=(member(A),), c=(join(C),), b=(messages.Left(),))

@@ -240,6 +240,8 @@ class Membership:
             case NodeJoined(facts) | NodeReturned(facts):
                 self.settings = self.settings or event.settings
                 self._roster.add(facts, Stage.WAITING, now)
+                if not self._keeps_leases:
+                    self._forget_at = None  # What it is told lies where it looks for it, so it must stay there a while.
                 return [TellOutcome((facts.key,), self.outcome)]
             case NodeLeft(key) | LeaseExpired(key):
                 self._roster.remove(key)

@@ -73,6 +73,7 @@ class Reign:
         self._miss_the_absent([found for _, found in nodes], now)
         for node_id, found in sorted(nodes, key=lambda each: each[1].changed_at):
             self._see_one(node_id, found, now)
+        self._feed(words.TimePassed(), now)  # There may be nobody, and a time to come all the same.
 
     def _take_office(self, snapshot: Snapshot | None, now: float) -> None:
         self._snapshot = snapshot
@@ -143,8 +144,10 @@ class Reign:
 
     def _feed(self, event: words.Event, now: float) -> None:
         assert self.machine is not None
+        self._is_forgotten = False
         for command in self.machine.step(event, now):
             self._carry_out(command)
+        self._is_removed = self._is_removed and self._is_forgotten  # It may have met somebody who has not heard.
 
     def _carry_out(self, command: words.Command) -> None:
         match command:
