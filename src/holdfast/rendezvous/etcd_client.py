@@ -28,6 +28,7 @@ from holdfast.rendezvous.etcd_watch import Watch
 from holdfast.rendezvous.etcd_wire import (
     Batch,
     Change,
+    Closed,
     Committed,
     Compacted,
     Compare,
@@ -50,6 +51,7 @@ from holdfast.rendezvous.etcd_wire import (
 __all__ = [
     "Batch",
     "Change",
+    "Closed",
     "Committed",
     "Compacted",
     "Compare",
@@ -286,7 +288,7 @@ class EtcdClient:
             first = self._preferred
             for offset in range(len(self._gateways)):
                 if self._closing.is_set():
-                    raise Unavailable("etcd: the client is closed")
+                    raise Closed("the client of etcd is closed")
                 number = (first + offset) % len(self._gateways)
                 yield number, self._gateways[number]
                 if time.monotonic() >= deadline:

@@ -40,6 +40,10 @@ class Refused(EtcdError):  # noqa: N818
     and asking again will not help."""
 
 
+class Closed(EtcdError):  # noqa: N818
+    """The client was closed."""
+
+
 class LeaseGone(EtcdError):  # noqa: N818
     """The lease that a key should be attached to has ended. Nothing has happened."""
 
