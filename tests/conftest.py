@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import support
 
 
@@ -27,3 +28,10 @@ def no_descriptor_leak() -> Iterator[None]:
     gc.collect()
     leaked = {fd: what for fd, what in support.open_descriptors().items() if before.get(fd) != what}
     assert len(support.open_descriptors()) <= len(before), f"descriptors left open: {leaked}"
+
+
+@pytest.fixture(scope="session")
+def etcd() -> Iterator[EtcdServer]:
+    """An etcd for all tests that ask for one; each uses keys of its own."""
+    with EtcdServer() as server:
+        yield server

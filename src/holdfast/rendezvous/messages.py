@@ -218,7 +218,7 @@ class Frames:
             message: object = self._decoder.decode(body)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise Malformed(f"not a message: {error}") from None
-        problem = _problem(message)
+        problem = problem_of(message)
         if problem:
             raise Malformed(f"{type(message).__name__} makes no sense: {problem}")
         return message
@@ -229,7 +229,7 @@ def _decoder(kinds: object) -> msgspec.msgpack.Decoder[object]:
     return msgspec.msgpack.Decoder(kinds)
 
 
-def _problem(message: object) -> str:
+def problem_of(message: object) -> str:
     """What is wrong with the values of a message that has the right shape, or nothing."""
     match message:
         case Hello(version=version, nonce=nonce) | Challenge(version=version, nonce=nonce):

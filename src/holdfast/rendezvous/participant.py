@@ -180,6 +180,14 @@ class Participant:
         self._end: RunEnded | JoinRefused | None = None
 
     @property
+    def has_left(self) -> bool:
+        return self._has_left
+
+    @property
+    def may_outlive_lease(self) -> bool:
+        return self._session.may_outlive_lease
+
+    @property
     def is_connected(self) -> bool:
         return self._session.line is Line.OPEN
 
@@ -347,17 +355,22 @@ class Participant:
 
     def _introduce(self, now: float) -> list[Command]:
         """On a fresh connection: say where we stand, and everything that may have got lost."""
+        self._asked_at = now
+        return [Send(message) for message in self.statement()]
+
+    def statement(self) -> tuple[messages.ToCoordinator, ...]:
+        """All that somebody who knows nothing of this node must be told of it."""
         said: list[messages.ToCoordinator] = []
-        match self.standing:
-            case Standing.WAITING:
-                self._asked_at = now
-                said.append(self._join_message())
-            case Standing.MEMBER | Standing.LEAVING if self.place is not None:
-                said.append(messages.Return(self.facts, self.settings, self.place, self._stage))
-                if self._failure is not None:
-                    said.append(messages.Failed(self._failure.round, self._failure.failure))
-                if self.standing is Standing.LEAVING:
-                    said.append(messages.Left() if self._has_left else messages.Leaving())
+        if self.standing is Standing.WAITING:
+            said.append(self._join_message())
+        if self.standing in (Standing.MEMBER, Standing.LEAVING) and self.place is not None:
+            said.append(messages.Return(self.facts, self.settings, self.place, self._stage))
+            if self._failure is not None:
+                said.append(messages.Failed(self._failure.round, self._failure.failure))
+        if self.standing is Standing.LEAVING:
+            said.append(messages.Left() if self._has_left else messages.Leaving())
+        if self.standing is Standing.DONE:
+            said.append(messages.Left())
         if self._close_reason:
             said.append(messages.Close(self._close_reason))
-        return [Send(message) for message in said]
+        return tuple(said)

@@ -37,6 +37,8 @@ class SessionSettings:
     reconnect_grace_s: float = 0.5
     backoff_first_s: float = 0.05
     backoff_cap_s: float = 1.0
+    does_join_renew: bool = True
+    """Whether whoever keeps the lease has heard of the node when it is told of a join."""
 
 
 class Line(StrEnum):
@@ -144,7 +146,7 @@ class Session:
         self.settings = settings
         self.line = Line.CLOSED
         self.has_place = False
-        self._may_outlive_lease = may_outlive_lease
+        self.may_outlive_lease = may_outlive_lease
         self._number = 0
         self._sent_at: dict[int, float] = {}
         self._next_heartbeat_at: float | None = None
@@ -175,7 +177,7 @@ class Session:
         return min((each for each in candidates if each is not None), default=None)
 
     def workers_may_live_until(self) -> float | None:
-        if not self.has_place or self._may_outlive_lease:
+        if not self.has_place or self.may_outlive_lease:
             return None
         if self._lost_at is not None:
             return self._lost_at
@@ -213,9 +215,10 @@ class Session:
 
     def _take_place(self, asked_at: float) -> None:
         self.has_place, self._lost_at = True, None
-        self._lease_from = max(self._lease_from, asked_at)
-        if self._closed_at is not None and self._closed_at <= asked_at:
-            self._closed_at = None
+        if self.settings.does_join_renew:
+            self._lease_from = max(self._lease_from, asked_at)
+            if self._closed_at is not None and self._closed_at <= asked_at:
+                self._closed_at = None
 
     def _connected(self, now: float) -> list[Command]:
         """The first heartbeat goes out at once: only its answer proves that the lease is alive."""

@@ -62,7 +62,7 @@ class Memory:
     settings: Settings | None = None
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """What somebody needs who goes on with the run in the place of another, besides what the nodes say themselves.
 

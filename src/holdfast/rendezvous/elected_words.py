@@ -1,0 +1,239 @@
+"""The words between a node of a run on etcd and its shell: what etcd answered, what is to be asked of it. Data only.
+
+`elected` is the machine that takes the events and gives the commands.
+"""
+
+from __future__ import annotations
+
+from holdfast.records import record
+from holdfast.rendezvous import participant, session
+
+
+@record
+class Found:
+    """A key as it was read. `created_at` and `changed_at` are revisions of etcd."""
+
+    value: bytes
+    created_at: int
+    changed_at: int
+    lease: int = 0
+
+
+# Events: what etcd answered, and what the watches show. Those of the participant are taken, too.
+
+
+@record
+class LeaseGranted:
+    lease: int
+
+
+@record
+class LeaseDenied:
+    """etcd cannot be reached. `jitter` is a random number from 0 to 1, here and below."""
+
+    jitter: float = 0.0
+
+
+@record
+class LeaseKept:
+    """A renewal was answered."""
+
+    number: int
+
+
+@record
+class LeaseGone:
+    """There is no such lease any more."""
+
+    lease: int
+
+
+@record
+class Followed:
+    """Both keys as they were at one moment; from there on they are watched."""
+
+    revision: int
+    leader: Found | None
+    told: Found | None
+
+
+@record
+class FollowFailed:
+    """The keys could not be read, or the watch has ended."""
+
+    jitter: float = 0.0
+
+
+@record
+class LeaderSeen:
+    """`revision` is when this was so: what is older than what is known is no news."""
+
+    revision: int
+    leader: Found | None
+
+
+@record
+class CampaignFailed:
+    jitter: float = 0.0
+
+
+@record
+class ToldSeen:
+    value: bytes
+
+
+@record
+class StatementWritten:
+    number: int
+
+
+@record
+class SayFailed:
+    number: int
+    jitter: float = 0.0
+
+
+@record
+class Loaded:
+    """Everything about the run as it was at one moment; from there on the statements are watched."""
+
+    term: int
+    run: Found | None
+    nodes: tuple[tuple[str, Found], ...]
+
+
+@record
+class LoadFailed:
+    """The run could not be read, or the watch of the statements has ended."""
+
+    term: int
+    jitter: float = 0.0
+
+
+@record
+class NodesSeen:
+    """Statements that have changed, oldest first; None for one that is gone."""
+
+    term: int
+    changes: tuple[tuple[str, Found | None], ...]
+
+
+@record
+class Written:
+    number: int
+
+
+@record
+class WriteRefused:
+    """Somebody else leads."""
+
+    number: int
+
+
+@record
+class WriteFailed:
+    """Nobody knows how much of it was done."""
+
+    number: int
+    jitter: float = 0.0
+
+
+EtcdEvent = (
+    LeaseGranted
+    | LeaseDenied
+    | LeaseKept
+    | LeaseGone
+    | Followed
+    | FollowFailed
+    | LeaderSeen
+    | CampaignFailed
+    | ToldSeen
+    | StatementWritten
+    | SayFailed
+    | Loaded
+    | LoadFailed
+    | NodesSeen
+    | Written
+    | WriteRefused
+    | WriteFailed
+)
+Event = EtcdEvent | participant.AgentEvent | session.TimePassed
+
+
+# Commands. Deliveries to the agent and `SetLease` are passed through.
+
+
+@record
+class GrantLease:
+    """For this node's statement, and for its leadership. Answered by `LeaseGranted` or `LeaseDenied`."""
+
+
+@record
+class KeepLease:
+    """Answered by `LeaseKept` or `LeaseGone`, or not at all."""
+
+    number: int
+    lease: int
+
+
+@record
+class RevokeLease:
+    """The node has said its last word. Not answered."""
+
+    lease: int
+
+
+@record
+class Follow:
+    """Read the leader's key and what this node was told, and watch both. Whatever was watched before is not."""
+
+
+@record
+class Campaign:
+    """Create the leader's key under this lease unless there is one; answered by what is there then."""
+
+    lease: int
+
+
+@record
+class Say:
+    number: int
+    lease: int
+    statement: bytes
+
+
+@record
+class Load:
+    """Read the run and all statements, and watch the statements. Whatever was watched before is not."""
+
+    term: int
+
+
+@record
+class StepDown:
+    """The statements of others are not watched any more."""
+
+
+@record
+class Write:
+    """In this order, if this term is still the present one. `is_last`: the run is over, its keys may go after a while.
+
+    `run` goes first, or together with the first of the others; None if it has not changed.
+    """
+
+    number: int
+    term: int
+    run: bytes | None
+    told: tuple[tuple[str, bytes], ...]
+    is_last: bool = False
+
+
+@record
+class Forget:
+    """Remove everything, if this term is still the present one. Not answered."""
+
+    term: int
+
+
+EtcdCommand = GrantLease | KeepLease | RevokeLease | Follow | Campaign | Say | Load | StepDown | Write | Forget
+Command = EtcdCommand | participant.Delivery | session.SetLease

@@ -1,0 +1,116 @@
+"""What a run keeps in etcd: its keys, and what their values look like. Pure.
+
+    <prefix>/<run id>/leader          who decides; gone with its lease
+    <prefix>/<run id>/run             what the leader has decided (`Snapshot`)
+    <prefix>/<run id>/nodes/<node>    what a node says of itself (`Statement`); gone with its lease
+    <prefix>/<run id>/told/<node>     what the leader tells that node (`Tellings`)
+    <prefix>/<run id>/store/<key>     the run's key-value store
+
+A statement is not a message but the whole of what its node has to say; whoever reads the newest has missed nothing.
+What a node is told is a short list, of which the newest holds everything that still matters: its place, that the
+round is stopped, how the run ended. Notices for people ride along once. Every value is a typed msgpack map behind a
+version, so something else's keys under the same prefix are noticed and not misread.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from holdfast.errors import UserError
+from holdfast.rendezvous import messages
+from holdfast.rendezvous.vocabulary import Snapshot
+
+VERSION = 1
+
+Said = messages.Join | messages.Return | messages.Failed | messages.Leaving | messages.Left | messages.Close
+Tellable = (
+    messages.Sealed
+    | messages.Stop
+    | messages.Refused
+    | messages.Expelled
+    | messages.Ended
+    | messages.Progress
+    | messages.Notice
+)
+
+
+class Telling(msgspec.Struct, frozen=True):
+    """`term` and `number` only rise, whoever leads: what was heard before is not heard again. `key` is whom it is for;
+    its next incarnation is not meant."""
+
+    term: int
+    number: int
+    key: str
+    message: Tellable
+
+
+class Statement(msgspec.Struct, frozen=True):
+    version: int
+    said: tuple[Said, ...]
+
+
+class Tellings(msgspec.Struct, frozen=True):
+    version: int
+    items: tuple[Telling, ...]
+
+
+class Page(msgspec.Struct, frozen=True):
+    version: int
+    snapshot: Snapshot
+
+
+class Junk(ValueError):  # noqa: N818
+    """A value that no holdfast of this version has written."""
+
+
+T = TypeVar("T", Statement, Tellings, Page)
+
+
+def encode(value: Statement | Tellings | Page) -> bytes:
+    return _encoder.encode(value)
+
+
+def decode(kind: type[T], data: bytes) -> T:
+    try:
+        value: T = _decoder(kind).decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise Junk(f"not a {kind.__name__}: {error}") from None
+    if value.version != VERSION:
+        raise Junk(f"it was written by version {value.version} of the protocol, this holdfast speaks {VERSION}")
+    said = value.said if isinstance(value, Statement) else ()
+    problem = next((problem for each in said if (problem := messages.problem_of(each))), "")
+    if problem:
+        raise Junk(problem)
+    return value
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+@functools.cache
+def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+class Keyspace:
+    """The keys of one run."""
+
+    def __init__(self, prefix: str, run_id: str) -> None:
+        if not prefix.strip("/"):
+            raise UserError(f"the key prefix {prefix!r} is empty")
+        self.root = f"/{prefix.strip('/')}/{quote(run_id, safe='')}/".encode()
+        self.leader = self.root + b"leader"
+        self.run = self.root + b"run"
+        self.nodes = self.root + b"nodes/"
+        self.told = self.root + b"told/"
+        self.store = self.root + b"store/"
+
+    def node(self, node_id: str) -> bytes:
+        return self.nodes + quote(node_id, safe="").encode()
+
+    def told_to(self, node_id: str) -> bytes:
+        return self.told + quote(node_id, safe="").encode()

@@ -1,0 +1,230 @@
+"""One term of one leader of a run on etcd: the run's machine, and what is to be written. Pure.
+
+It reads statements and turns what is new in them into events for `Membership`; it collects what the machine's commands
+tell the nodes, and hands it out in writes, one at a time, each with the snapshot if that has changed.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from holdfast.rendezvous import keyspace, messages
+from holdfast.rendezvous import vocabulary as words
+from holdfast.rendezvous.elected_words import EtcdCommand, Forget, Found, Load, Write
+from holdfast.rendezvous.keyspace import Page, Said, Statement, Tellable, Telling, Tellings
+from holdfast.rendezvous.membership import Membership
+from holdfast.rendezvous.vocabulary import Snapshot
+
+
+class Reign:
+    """`machine` is None until the run was read."""
+
+    def __init__(self, term: int) -> None:
+        self.term = term
+        self.machine: Membership | None = None
+        self.writing: int | None = None
+        self._statements: dict[str, tuple[str, tuple[Said, ...]]] = {}  # Of each node: its key, and what it said.
+        self._told: dict[str, list[Telling]] = {}
+        self._untold: set[str] = set()
+        self._last_write: Write | None = None
+        self._snapshot: Snapshot | None = None
+        self._is_forgotten = False
+        self._is_removed = False
+        self._number = 0
+
+    @property
+    def is_ending(self) -> bool:
+        has_ended = self.machine is not None and self.machine.outcome is not None
+        return not self._is_forgotten and (has_ended or self.writing is not None)
+
+    def next_deadline(self) -> float | None:
+        return self.machine.next_deadline() if self.machine is not None and not self._is_forgotten else None
+
+    def time_passed(self, due: list[str], now: float) -> list[EtcdCommand]:
+        deadline = self.next_deadline()
+        if deadline is not None and now >= deadline:
+            self._feed(words.TimePassed(), now)
+        if "load" in due:
+            return [Load(self.term)]
+        if "write" in due and self._last_write is not None:
+            return [self._last_write]
+        return []
+
+    # What is read.
+
+    def load(self, run: Found | None, nodes: tuple[tuple[str, Found], ...], now: float) -> None:
+        """At the beginning of the term, and again whenever the watch was interrupted."""
+        if self.machine is None:
+            snapshot = keyspace.decode(Page, run.value).snapshot if run is not None else None
+            self._take_office(snapshot, now)
+        present = {node_id for node_id, _ in nodes}
+        for node_id in [each for each in self._statements if each not in present]:
+            self._see_one(node_id, None, now)
+        for node_id, found in sorted(nodes, key=lambda each: each[1].changed_at):
+            self._see_one(node_id, found, now)
+        self._miss_the_absent(now)
+
+    def _take_office(self, snapshot: Snapshot | None, now: float) -> None:
+        self._snapshot = snapshot
+        if snapshot is None:
+            self.machine = Membership(now, keeps_leases=False)
+        else:
+            self.machine = Membership.resume(snapshot, now)
+
+    def _miss_the_absent(self, now: float) -> None:
+        """Members of the round that was found here, who are not there any more."""
+        assert self.machine is not None
+        present = {key for key, _ in self._statements.values()}
+        members = self.machine.world.keys if self.machine.world is not None else ()
+        for key in members:
+            if key not in present:
+                self._feed(words.LeaseExpired(key), now)
+
+    def see(self, changes: tuple[tuple[str, Found | None], ...], now: float) -> None:
+        if self.machine is not None:
+            for node_id, found in changes:
+                self._see_one(node_id, found, now)
+
+    def _see_one(self, node_id: str, found: Found | None, now: float) -> None:
+        known_key, known = self._statements.pop(node_id, ("", ()))
+        said = _said(found)
+        if not said:
+            self._told.pop(node_id, None)
+            if known_key:
+                self._feed(words.LeaseExpired(known_key), now)
+            return
+        key = _key_of(said) or known_key
+        before = known if key == known_key else ()
+        self._statements[node_id] = (key, said)
+        for message in said:
+            if message not in before:
+                self._feed(_event(key, message, known_key), now)
+
+    # What is decided.
+
+    def _feed(self, event: words.Event, now: float) -> None:
+        assert self.machine is not None
+        for command in self.machine.step(event, now):
+            self._carry_out(command)
+
+    def _carry_out(self, command: words.Command) -> None:
+        match command:
+            case words.SealWorld(world):
+                for key, place in zip(world.keys, world.places(), strict=True):
+                    self._tell((key,), messages.Sealed(key, place))
+            case words.TellPlace(key, place):
+                self._tell((key,), messages.Sealed(key, place))
+            case words.StopRound(keys, round, reason):
+                self._tell(keys, messages.Stop(round, reason))
+            case words.Refuse(key, reason):
+                self._tell((key,), messages.Refused(reason))
+            case words.Expel(key, reason):
+                self._tell((key,), messages.Expelled(reason))
+            case words.TellOutcome(keys, outcome):
+                self._tell(keys, messages.Ended(outcome))
+            case words.ShowProgress(keys, joined, wanted, max_nodes, seconds_left):
+                self._tell(keys, messages.Progress(joined, wanted, max_nodes, seconds_left))
+            case words.Announce(keys, text):
+                self._tell(keys, messages.Notice(text))
+            case words.Remember():
+                pass  # The snapshot has it.
+            case words.ForgetRun():
+                self._is_forgotten = True
+            case _:
+                assert_never(command)
+
+    def _tell(self, keys: tuple[str, ...], message: Tellable) -> None:
+        for key in keys:
+            node_id = key.rpartition("/")[0]
+            self._number += 1
+            told = self._told.get(node_id, [])
+            self._told[node_id] = [*_still_true(told, message), Telling(self.term, self._number, key, message)]
+            self._untold.add(node_id)
+
+    # What is written.
+
+    def write(self) -> list[EtcdCommand]:
+        """One at a time: what is decided meanwhile goes out with the next."""
+        if self.machine is None or self.writing is not None:
+            return []
+        if self._is_forgotten:
+            return self._forget()
+        snapshot = self.machine.snapshot()
+        is_changed = snapshot != self._snapshot
+        if not is_changed and not self._untold:
+            return []
+        run = keyspace.encode(Page(keyspace.VERSION, snapshot)) if is_changed else None
+        told = tuple((node_id, self._tellings(node_id)) for node_id in sorted(self._untold) if node_id in self._told)
+        self._snapshot = snapshot
+        self._untold.clear()
+        for node_id in self._told:
+            self._told[node_id] = [each for each in self._told[node_id] if not _is_passing(each.message)]
+        self._number += 1
+        self.writing = self._number
+        self._last_write = Write(self._number, self.term, run, told, self.machine.outcome is not None)
+        return [self._last_write]
+
+    def _forget(self) -> list[EtcdCommand]:
+        is_new, self._is_removed = not self._is_removed, True
+        return [Forget(self.term)] if is_new else []
+
+    def _tellings(self, node_id: str) -> bytes:
+        return keyspace.encode(Tellings(keyspace.VERSION, tuple(self._told[node_id])))
+
+    def was_written(self, number: int) -> None:
+        if number == self.writing:
+            self.writing = self._last_write = None
+
+
+def _said(found: Found | None) -> tuple[Said, ...]:
+    """What nobody can read is as good as nothing."""
+    if found is None:
+        return ()
+    try:
+        return keyspace.decode(Statement, found.value).said
+    except keyspace.Junk:
+        return ()
+
+
+def _key_of(said: tuple[Said, ...]) -> str:
+    return next((each.facts.key for each in said if isinstance(each, (messages.Join, messages.Return))), "")
+
+
+def _event(key: str, message: Said, known_key: str) -> words.Event:
+    """`known_key` is the incarnation that was there before; if it is another, it is gone, whatever came between."""
+    match message:
+        case messages.Join(facts, settings, last_round, replaces, failure):
+            gone = known_key if known_key != key else ""
+            return words.NodeJoined(facts, settings, last_round, gone or replaces, failure)
+        case messages.Return(facts, settings, place, stage):
+            return words.NodeReturned(facts, settings, place, stage)
+        case messages.Failed(round, failure):
+            return words.WorkersFailed(key, round, failure)
+        case messages.Leaving():
+            return words.NodeLeaving(key)
+        case messages.Left():
+            return words.NodeLeft(key)
+        case messages.Close(reason):
+            return words.CloseRequested(reason)
+    assert_never(message)
+
+
+def _is_passing(message: Tellable) -> bool:
+    """For people to read, once."""
+    return isinstance(message, (messages.Progress, messages.Notice))
+
+
+def _still_true(told: list[Telling], message: Tellable) -> list[Telling]:
+    """What a node that has missed everything so far must still be told before this."""
+    match message:
+        case messages.Sealed() | messages.Expelled() | messages.Refused() | messages.Ended():
+            return [each for each in told if isinstance(each.message, messages.Notice)]
+        case messages.Stop(round):
+            return [each for each in told if not _is_stop_of(each.message, round)]
+        case messages.Progress():
+            return [each for each in told if not isinstance(each.message, messages.Progress)]
+    return told
+
+
+def _is_stop_of(message: Tellable, round: int) -> bool:
+    return isinstance(message, messages.Stop) and message.round == round
