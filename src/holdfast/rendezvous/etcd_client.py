@@ -186,12 +186,18 @@ class EtcdClient:
 
     # Watching.
 
-    def watch(self, key: bytes, from_revision: int, is_prefix: bool = True) -> Watch:
+    def watch(
+        self,
+        key: bytes,
+        from_revision: int,
+        is_prefix: bool = True,
+        sink: Callable[[Batch | EtcdError], None] | None = None,
+    ) -> Watch:
         """What changes from that revision on (the first one included), of all keys that begin with `key`, or of
         `key` alone. Whoever has read at revision n watches from n + 1 and misses nothing."""
         if from_revision < 1:
             raise UserError(f"etcd: a watch begins at revision 1 or later, not {from_revision}")
-        watch = Watch(self, wire.span(key, is_prefix), from_revision, self._watch_silence_s, self._forget)
+        watch = Watch(self, wire.span(key, is_prefix), from_revision, self._watch_silence_s, self._forget, sink)
         with self._watches_lock:
             self._watches.add(watch)
         watch.start()

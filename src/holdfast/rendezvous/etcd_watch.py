@@ -41,13 +41,16 @@ class Watch:
         from_revision: int,
         silence_s: float,
         on_close: Callable[[Watch], None],
+        sink: Callable[[Batch | EtcdError], None] | None = None,
     ) -> None:
+        """What comes goes to `sink`, in the thread of the watch, if there is one; else it waits for `take`."""
         self._client = client
         self._span = span
         self._next_revision = from_revision
         self._silence_s = silence_s
         self._on_close = on_close
         self._queue: queue.Queue[Batch | EtcdError | None] = queue.Queue(_MAX_QUEUED)
+        self._sink = self._queue.put if sink is None else sink
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._end: EtcdError | None = None
@@ -122,7 +125,7 @@ class Watch:
                 self._closing.wait(max(0.0, began + _LEAST_STREAM_S - time.monotonic()))
         except EtcdError as error:
             if not self.is_closed:
-                self._queue.put(error)
+                self._sink(error)
         finally:
             self._hold(None)
 
@@ -165,7 +168,7 @@ class Watch:
         if answer.events:
             batch = answer.batch()
             self._next_revision = batch.revision + 1
-            self._queue.put(batch)
+            self._sink(batch)
         elif not answer.created and not answer.canceled:
             # Progress: everything up to here has been told.
             self._next_revision = max(self._next_revision, answer.header.revision + 1)

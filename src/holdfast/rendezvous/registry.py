@@ -56,12 +56,27 @@ def _create_tcp(params: RendezvousParameters) -> RendezvousHandler:
     return tcp.create_handler(params)
 
 
+def _create_etcd(params: RendezvousParameters) -> RendezvousHandler:
+    from holdfast.rendezvous import etcd
+
+    return etcd.create_handler(params)
+
+
+def _refuse_etcd_v2(params: RendezvousParameters) -> RendezvousHandler:
+    from holdfast.rendezvous import etcd
+
+    return etcd.refuse_v2(params)
+
+
 def _register_built_in_handlers() -> None:
     built_in = {
         "static": _create_static,
         "standalone": _create_standalone,
         "tcp": _create_tcp,
         "c10d": _create_tcp,  # The name in torchrun command lines.
+        "etcd": _create_etcd,
+        "etcd-v3": _create_etcd,
+        "etcd-v2": _refuse_etcd_v2,
     }
     for name, creator in built_in.items():
         # A program that registered its own handler under this name before importing us means it.
