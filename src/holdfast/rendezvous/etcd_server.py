@@ -106,6 +106,15 @@ class _Guarded:
         if self.stop.alive:
             os.kill(self.pid, number)
 
+    def pause(self) -> None:
+        """Returns when all its threads stand still."""
+        self.signal(signal.SIGSTOP)
+        deadline = time.monotonic() + _STOP_S
+        while self.is_running() and not _is_paused(self.pid):
+            if time.monotonic() > deadline:
+                raise HostError(f"etcd (pid {self.pid}) does not stop")
+            time.sleep(_LOOK_AGAIN_S / 10)
+
     def stop_and_keep_data(self) -> None:
         if self.stop.alive and self._guard.stdin is not None:
             try:
@@ -114,6 +123,11 @@ class _Guarded:
             except OSError:
                 pass  # The guard was killed, and etcd with it.
         self.stop()
+
+
+def _is_paused(pid: int) -> bool:
+    stats = (task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def _end_guard(guard: subprocess.Popen[bytes], owner: int) -> None:
@@ -198,9 +212,9 @@ class _Member:
         """Raises `HostError` if it has ended, or is not healthy in time."""
         while not self.is_healthy(timeout_s=1.0):
             if not self.process.is_running():
-                raise HostError(f"etcd has ended as soon as it was started{self._last_words()}")
+                raise HostError(f"etcd has ended as soon as it was started{self._complaint()}")
             if time.monotonic() > deadline:
-                raise HostError(f"etcd at {_HOST}:{self.port} is not healthy in time{self._last_words()}")
+                raise HostError(f"etcd at {_HOST}:{self.port} is not healthy in time{self._complaint()}")
             time.sleep(_LOOK_AGAIN_S)
 
     def is_healthy(self, timeout_s: float) -> bool:
@@ -221,12 +235,16 @@ class _Member:
         finally:
             connection.close()
 
-    def _last_words(self) -> str:
+    def _complaint(self) -> str:
+        """What etcd said of it: its fatal message, or else the first line that is no log record (a wrong flag)."""
         try:
-            lines = Path(self.home, _LOG_NAME).read_text(errors="replace").splitlines()
+            text = Path(self.home, _LOG_NAME).read_text(errors="replace")
         except OSError:
             return ""
-        return f"; its last words: {lines[-1][:500]}" if lines else ""
+        lines = [line for line in text.splitlines() if line.strip()]
+        fatal = [line for line in lines if '"level":"fatal"' in line]
+        telling = fatal or [line for line in lines if not line.startswith("{")] or lines[-1:]
+        return f"; it said: {telling[0][:500]}" if telling else ""
 
     def close(self) -> None:
         if self._process is not None:
@@ -403,7 +421,7 @@ class EtcdCluster:
 
     def pause(self, number: int) -> None:
         """SIGSTOP: it keeps its connections and says nothing."""
-        self._members[number].process.signal(signal.SIGSTOP)
+        self._members[number].process.pause()
 
     def resume(self, number: int) -> None:
         self._members[number].process.signal(signal.SIGCONT)
