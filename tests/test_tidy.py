@@ -32,7 +32,7 @@ PURE = {
     "agent/lifecycle.py": {"holdfast.errors", "holdfast.records"},
     "rendezvous/membership.py": {"holdfast.errors", "holdfast.rendezvous"},
     "rendezvous/roster.py": {"holdfast.rendezvous"},
-    "rendezvous/forming.py": set(),
+    "rendezvous/forming.py": {"holdfast.rendezvous"},
     "rendezvous/restart.py": {"holdfast.records", "holdfast.rendezvous"},
     "rendezvous/session.py": {"holdfast.records"},
     "rendezvous/world.py": set(),

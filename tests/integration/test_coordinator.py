@@ -221,7 +221,7 @@ def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_name_that_does_not_resolve_without_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.rendezvous.tcp._RESOLVE_PATIENCE_S", 0.2)
+    monkeypatch.setattr("holdfast.rendezvous.coordinated._RESOLVE_PATIENCE_S", 0.2)
     with node(0, endpoint="does-not-exist.invalid") as a:
         said = refusal(a)
     assert said.startswith(

@@ -207,7 +207,7 @@ class _Ledger(Checker):
         if world is None:
             return
         match message:
-            case messages.Join(facts):
+            case messages.Join(facts, last_round=last_round) if last_round >= world.round:
                 if message.failure is not None:
                     self._fail(facts.key, message.last_round, message.failure)
                 self.rejoined.add(facts.key)

@@ -172,6 +172,8 @@ class Coordinator:
             case words.SealWorld(world):
                 self.checks.world_sealed(world)
                 self._seal(world)
+            case words.TellPlace(key, place):
+                self._tell((key,), messages.Sealed(key, place))
             case words.StopRound(keys, round, reason):
                 self.checks.stop_ordered(round)
                 self._tell(keys, messages.Stop(round, reason))

@@ -233,14 +233,6 @@ def _do_nothing(original: Any) -> Any:
     return lambda self, *arguments: None
 
 
-def _not_before_only(original: Any) -> Any:
-    return lambda self: self._not_before
-
-
-def _any_round(original: Any) -> Any:
-    return lambda self, key, round: key in self._owing
-
-
 def _nothing_is_stale(original: Any) -> Any:
     return lambda self, event: False
 
@@ -262,7 +254,7 @@ MUTATIONS = [
     _of("the lease is lifted when the place is lost", Session, "_lose_place_if_due", _lift_the_lease, _FENCING),
     _of("the spawner ignores the lease", Host, "set_lease", _do_nothing, _FENCING),
     _of("a place that comes too late is taken", Participant, "_sealed", _start_whatever_is_late, "ranks_agree"),
-    _of("a restarted coordinator does not wait", Membership, "_sealing_allowed_at", _not_before_only, _FENCING),
+    _of("a restarted coordinator does not wait", Membership, "_keep_quiet", _do_nothing, _FENCING),
     _of("an agent joins before its workers are gone", Lifecycle, "_stop", _join_at_once, _RAISE, _FENCING),
     # Judging.
     _of("a stopped round is judged at once", Membership, "_stop", _judge_at_once, _FENCING, "membership_is_free"),
@@ -271,7 +263,6 @@ MUTATIONS = [
     _of("failures cost nothing", Membership, "_judge", _forgive_failures, "failures_are_charged"),
     _of("a failure is reported once", Participant, "_join_message", _say_it_once, "no_failure_is_forgotten"),
     _of("the last failure is the cause", restart, "root_cause", _last_failure, "root_cause"),
-    _of("stale rounds are taken for the present", Membership, "_is_current", _any_round, "membership_is_free"),
     _of("an agent does not know stale rounds", Lifecycle, "_is_stale", _nothing_is_stale, _RAISE),
     _of("one success is everybody's", Membership, "_finish", _succeed_with_the_first, "success_is_unanimous"),
     # Worlds.

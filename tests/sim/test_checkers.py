@@ -30,7 +30,7 @@ def group(node: NodeFacts, round: int, rank: int, *, has_succeeded: bool = False
 
 
 def join(node: NodeFacts, failure: Failure | None = None) -> Any:
-    return messages.Join(node, SETTINGS, 0, "", failure)
+    return messages.Join(node, SETTINGS, 1, "", failure)
 
 
 def on(node: NodeFacts) -> Any:

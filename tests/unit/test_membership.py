@@ -22,6 +22,7 @@ from holdfast.rendezvous.vocabulary import (
     ConnectionClosed,
     Expel,
     ForgetRun,
+    LeaseExpired,
     Memory,
     NodeHeard,
     NodeJoined,
@@ -36,6 +37,7 @@ from holdfast.rendezvous.vocabulary import (
     Stage,
     StopRound,
     TellOutcome,
+    TellPlace,
     TimePassed,
     WorkersFailed,
     WorkersSucceeded,
@@ -124,6 +126,10 @@ def put_down(who: str, names: str, round: int = 1) -> list[Any]:
 
 def standby(names: str, round: int, nodes: str) -> list[Any]:
     return [Announce(keys(names), f"round {round} runs with {nodes}, this node stands by")]
+
+
+def told_again(name: str, rank: int, round: int = 1, count: int = 2, used: int = 0) -> list[Any]:
+    return [TellPlace(key(name), Place(round, rank, count, (Run("default", 1, count),), "", 0, used))]
 
 
 def formed(of: Settings, names: str = "a b") -> Script:
@@ -477,6 +483,34 @@ FAILING: dict[str, Script] = {
     ],
 }
 
+UNAWARE: dict[str, Script] = {
+    "a member that has not heard of its round is told again": [
+        *formed(PAIR),
+        (1.0, closed("b"), []),
+        (2.0, joined("b", PAIR), told_again("b", 1)),
+        (30.0, succeeded("a"), []),
+        (30.0, succeeded("b"), ended("a b", SUCCESS)),
+    ],
+    "it is told again that the round was stopped, too": [
+        *formed(RETRY),
+        (1.0, failed("a"), stop("a b", "a broke")),
+        (2.0, joined("b", RETRY), [*told_again("b", 1), *stop("b", "the round was stopped meanwhile")]),
+        (3.0, joined("a", RETRY, last_round=1), []),
+        (4.0, joined("b", RETRY, last_round=1), [*charged(1, 1), *sealed(2, "a b", 1)]),
+    ],
+    "what it said before, and comes late, does not take its place away": [
+        *formed(PAIR),
+        (1.0, returned("b", PAIR, rank=1), []),
+        (2.0, joined("b", PAIR), told_again("b", 1)),
+        (3.0, succeeded("a"), []),
+        (3.0, succeeded("b"), ended("a b", SUCCESS)),
+    ],
+    "one that was in the round has left it": [
+        *formed(PAIR),
+        (1.0, joined("b", PAIR, last_round=1), stop("a", "b has left the round")),
+    ],
+}
+
 CLOSED = Outcome(End.CLOSED, "enough")
 ENDING: dict[str, Script] = {
     "closed before anybody came": [(0.0, CloseRequested("enough"), [*ended("", CLOSED, 0), ForgetRun()])],
@@ -595,7 +629,81 @@ RECOVERING: dict[str, Script] = {
     ],
 }
 
-ALL = FORMING | REFUSED | RUNNING | FAILING | ENDING
+# Another keeps the leases, and the one who decides may change: (what happens first, what the next one does).
+UP_TO_4 = settings(2, 4, max_restarts=1)
+FORMED = formed(RETRY)
+LOST = "is lost: its lease ended"
+RESUMED: dict[str, tuple[Script, Script]] = {
+    "nothing is noticed": (
+        FORMED,
+        [
+            (10.0, returned("a", RETRY), []),
+            (10.0, returned("b", RETRY, rank=1, stage=Stage.FINISHED), []),
+            (99.0, TIME, []),
+            (99.0, succeeded("a"), ended("a b", SUCCESS)),
+        ],
+    ),
+    "nobody is suspect because of silence": (
+        [(0.0, joined("a", RETRY), []), (0.0, TIME, [])],
+        [(10.0, joined("a", RETRY), []), (39.0, joined("b", RETRY), sealed(1, "a b"))],
+    ),
+    "whose key is gone is lost": (
+        FORMED,
+        [
+            (10.0, LeaseExpired("a/0"), stop("b", f"a {LOST}")),
+            (10.0, returned("b", RETRY, rank=1), stop("b", "the round was stopped meanwhile")),
+            (11.0, joined("b", RETRY, last_round=1), []),
+            (12.0, joined("c", RETRY), sealed(2, "c b")),
+        ],
+    ),
+    "a join that the seal has answered is no news": (
+        FORMED,
+        [
+            (10.0, joined("a", RETRY), told_again("a", 0)),
+            (10.0, returned("b", RETRY, rank=1), []),
+            (11.0, returned("a", RETRY), []),
+        ],
+    ),
+    "the round that was sealed before is not sealed again": (
+        [*FORMED, (1.0, failed("a"), stop("a b", "a broke"))],
+        [
+            (10.0, joined("a", RETRY, last_round=1), []),
+            (10.0, joined("b", RETRY, last_round=1), [*charged(1, 1), *sealed(2, "a b", 1)]),
+        ],
+    ),
+    "a stop that was a failure's stays one, whoever speaks first": (
+        [*FORMED, (1.0, failed("a"), stop("a b", "a broke"))],
+        [
+            (10.0, joined("b", RETRY, last_round=1), []),
+            (10.0, joined("a", RETRY, last_round=1, failure=failure("a")), [*charged(1, 1), *sealed(2, "a b", 1)]),
+        ],
+    ),
+    "a stop that was a change's stays one": (
+        [*formed(UP_TO_4, "a b c d"), (1.0, LeaseExpired("d/0"), stop("a b c", f"d {LOST}"))],
+        [
+            (10.0, LeaseExpired("d/0"), []),
+            (10.0, failed("a"), []),
+            (10.0, joined("a", UP_TO_4, last_round=1), []),
+            (10.0, joined("b", UP_TO_4, last_round=1), []),
+            (10.0, joined("c", UP_TO_4, last_round=1), sealed(2, "a b c")),
+        ],
+    ),
+    "survivors keep the order of the world before": (
+        [
+            *formed(settings(2, 2), "b a"),
+            (1.0, LeaseExpired("b/0"), stop("a", f"b {LOST}")),
+            (2.0, joined("a", PAIR, last_round=1), []),
+        ],
+        [(10.0, joined("a", PAIR, last_round=1), []), (11.0, joined("c", PAIR), sealed(2, "c a"))],
+    ),
+    "an end stays the end": (
+        [*formed(ONE, "a"), (1.0, succeeded("a"), ended("a", SUCCESS))],
+        [(10.0, returned("a", ONE, count=1), [TellOutcome(keys("a"), SUCCESS)]), (11.0, LeaseExpired("a/0"), []),
+         (20.0, TIME, [ForgetRun()])],
+    ),
+}  # fmt: skip
+
+ALL = FORMING | REFUSED | RUNNING | FAILING | UNAWARE | ENDING
 
 
 def step(run: Membership, event: Any, at: float) -> list[Any]:
@@ -629,8 +737,16 @@ def test_rules_after_the_coordinator_was_restarted(name: str) -> None:
     play(Membership(0.0, MEMORY), RECOVERING[name])
 
 
+@pytest.mark.parametrize("name", RESUMED)
+def test_rules_for_who_goes_on_in_the_place_of_another(name: str) -> None:
+    first, then = RESUMED[name]
+    run = Membership(0.0, keeps_leases=False)
+    play(run, first)
+    play(Membership.resume(run.snapshot(), 10.0), then)
+
+
 def test_the_names_of_the_rules_are_distinct() -> None:
-    assert len(ALL) == sum(map(len, (FORMING, REFUSED, RUNNING, FAILING, ENDING)))
+    assert len(ALL) == sum(map(len, (FORMING, REFUSED, RUNNING, FAILING, UNAWARE, ENDING)))
 
 
 def test_a_remembered_outcome_is_told_to_whoever_comes() -> None:

@@ -163,6 +163,8 @@ class RunHost:
                 logger.info("run %r: round %d sealed with %d nodes", self.run_id, world.round, len(world.members))
                 for key, place in zip(world.keys, world.places(), strict=True):
                     self._send([key], messages.Sealed(key, place))
+            case vocabulary.TellPlace(key, place):
+                self._send([key], messages.Sealed(key, place))
             case vocabulary.StopRound(keys, round, reason):
                 logger.info("run %r: round %d is stopped: %s", self.run_id, round, reason)
                 self._send(keys, messages.Stop(round, reason))

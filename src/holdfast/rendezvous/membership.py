@@ -31,17 +31,25 @@ A coordinator that was restarted knows nothing but what it wrote down (`Memory`:
 outcome). It seals nothing until a lease has passed, because members of the old round may still be running.
 A member that returns says which world it is in; the highest round is adopted, and its other members have a lease
 to return. If all do, nobody notices anything.
+
+Where an outside authority keeps the leases (etcd), the machine counts none itself and is told when one has ended. Who
+leads such a run changes; the next leader takes a `Snapshot` and what all nodes say at that time, and goes on.
+
+A join is not always news. A node that was sealed into a world may not have heard of it: it says its join again on a
+new connection, or a new leader finds it where it stood. The round that it last saw tells: it is older than the one
+that it is a member of, so it is told of its place again and not taken for one that has left.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from enum import StrEnum
 from typing import assert_never
 
 from holdfast.errors import InternalError
 from holdfast.rendezvous import restart
-from holdfast.rendezvous.forming import Progress, too_few
+from holdfast.rendezvous.forming import Forming, too_few
 from holdfast.rendezvous.outcome import End, Failure, Outcome
 from holdfast.rendezvous.roster import Node, Roster
 from holdfast.rendezvous.vocabulary import (  # fmt: skip
@@ -53,6 +61,7 @@ from holdfast.rendezvous.vocabulary import (  # fmt: skip
     Event,
     Expel,
     ForgetRun,
+    LeaseExpired,
     Memory,
     NodeHeard,
     NodeJoined,
@@ -64,18 +73,26 @@ from holdfast.rendezvous.vocabulary import (  # fmt: skip
     SealWorld,
     Settings,
     ShowProgress,
+    Snapshot,
     Stage,
     StopRound,
     TellOutcome,
+    TellPlace,
     TimePassed,
     WorkersFailed,
     WorkersSucceeded,
 )
-from holdfast.rendezvous.world import NodeFacts, Place, World, arrange, unreachable_between_hosts
+from holdfast.rendezvous.world import (  # fmt: skip
+    NodeFacts,
+    Place,
+    World,
+    arrange,
+    is_stand_in,
+    stand_ins,
+    unreachable_between_hosts,
+)
 
 _STORY_LENGTH = 40
-_NAMED_AT_MOST = 8
-_STAND_IN = "unknown node of rank "
 _SILENT_HEARTBEATS = 2.5  # This many heartbeats without a word make a node suspect.
 
 
@@ -105,15 +122,17 @@ class Membership:
     The cost of an event does not depend on the number of nodes, except where it decides something for all of them.
     """
 
-    def __init__(self, now: float, memory: Memory | None = None) -> None:
-        """`memory` is what an earlier coordinator process of this run has written down, if one did."""
+    def __init__(self, now: float, memory: Memory | None = None, *, keeps_leases: bool = True) -> None:
+        """`memory` is what an earlier coordinator process of this run has written down, if one did. Without
+        `keeps_leases` a node is lost when `LeaseExpired` says so."""
         self.settings: Settings | None = memory.settings if memory else None
         self.phase = Phase.FORMING
         self.world: World | None = None
         self.round = memory.last_round if memory else 0
         self.restarts_used = memory.restarts_used if memory else 0
         self.outcome: Outcome | None = None
-        self._is_recovering = memory is not None
+        self._keeps_leases = keeps_leases
+        self._is_recovering = memory is not None and keeps_leases
         self._has_seen_no_round = True
         self._started_at = self._now = now
         self._roster = Roster()
@@ -121,18 +140,35 @@ class Membership:
         self._unfinished: set[str] = set()  # Members of this round whose workers have not succeeded.
         self._charged_at: list[float] = [now] * self.restarts_used
         self._failures: dict[str, Failure] = {}  # In the order in which they were reported, one for each node.
-        self._departed: list[str] = []
+        self._departed: dict[str, str] = {}  # Members that went away, and how.
         self._previous: tuple[str, ...] = ()
-        self._not_before = now
-        self._forming_since: float | None = None
-        self._enough_since: float | None = None
-        self._progress = Progress()
+        self._forming = Forming(now)
         self._forget_at: float | None = None
         self._has_lost_nodes = False
         self._is_end_told = False
         self._story: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
         if memory and memory.outcome:
             self.phase, self.outcome = Phase.ENDED, memory.outcome
+
+    @classmethod
+    def resume(cls, snapshot: Snapshot, now: float) -> Membership:
+        """Go on where another leader was. What each node says now is fed to it next, and who is gone is said to be."""
+        machine = cls(now, snapshot.memory, keeps_leases=False)
+        machine._previous = snapshot.previous
+        if snapshot.world is not None and machine.phase is not Phase.ENDED:
+            machine._begin(snapshot.world)
+            for facts in snapshot.world.members:
+                machine._roster.add(facts, Stage.RUNNING, now)
+            machine._failures, machine._departed = dict(snapshot.failures), dict(snapshot.departed)
+            if snapshot.is_stopping:
+                machine._enter(Phase.STOPPING)
+        return machine
+
+    def snapshot(self) -> Snapshot:
+        is_stopping = self.phase is Phase.STOPPING
+        failures = tuple(self._failures.items()) if is_stopping else ()
+        departed = tuple(self._departed.items()) if is_stopping else ()
+        return Snapshot(self._memory(), self.world, is_stopping, failures, departed, self._previous)
 
     # What the shell calls.
 
@@ -149,9 +185,9 @@ class Membership:
         """When `TimePassed` is due unless something happens before."""
         if self.phase is Phase.ENDED:
             return self._forget_at
-        candidates = [self._next_loss_at(), self._progress.due_at]
-        if self.phase is Phase.FORMING:
-            candidates += self._forming_deadlines()
+        candidates = [self._next_loss_at(), self._forming.progress.due_at]
+        if self.phase is Phase.FORMING and self.settings is not None:
+            candidates += self._forming.deadlines(self.settings, self._now)
         return min((each for each in candidates if each is not None), default=None)
 
     def story(self) -> str:
@@ -189,6 +225,8 @@ class Membership:
                 return self._leaving(key)
             case NodeLeft(key):
                 return self._gone(key, "left")
+            case LeaseExpired(key):
+                return self._lose(key, "is lost: its lease ended")
             case CloseRequested(reason):
                 return self._end(Outcome(End.CLOSED, reason))
             case TimePassed():
@@ -202,12 +240,14 @@ class Membership:
                 self.settings = self.settings or event.settings
                 self._roster.add(facts, Stage.WAITING, now)
                 return [TellOutcome((facts.key,), self.outcome)]
-            case NodeLeft(key):
+            case NodeLeft(key) | LeaseExpired(key):
                 self._roster.remove(key)
         return []
 
     def _joined(self, event: NodeJoined, now: float) -> list[Command]:
         facts = event.facts
+        if facts.key in self._owing and self.world is not None and event.last_round < self.world.round:
+            return self._tell_again(self._roster[facts.key], now)
         problem = self._objection(facts, event.settings, now)
         if problem:
             return [Refuse(facts.key, problem)]
@@ -221,6 +261,19 @@ class Membership:
         self._owing.discard(facts.key)
         self._roster.add(facts, Stage.WAITING, now)
         return commands + ([] if self.phase is not Phase.RUNNING or self._has_room() else self._stand_by((facts.key,)))
+
+    def _tell_again(self, node: Node, now: float) -> list[Command]:
+        """It is a member of a round of which it has not heard."""
+        assert self.world is not None
+        self._roster.reopen(node, now)
+        place = self.world.places()[self.world.keys.index(node.key)]
+        return [TellPlace(node.key, place), *self._stop_again(node)]
+
+    def _stop_again(self, node: Node) -> list[Command]:
+        """It may have missed that the round is being stopped."""
+        if self.phase is not Phase.STOPPING or self.world is None:
+            return []
+        return [StopRound((node.key,), self.world.round, "the round was stopped meanwhile")]
 
     def _objection(self, facts: NodeFacts, settings: Settings, now: float) -> str:
         """Why this node cannot take part in this run, or nothing."""
@@ -258,9 +311,7 @@ class Membership:
         self._roster.reopen(node, now)
         if event.stage is Stage.FINISHED:
             self._finish(node)
-        if self.phase is Phase.STOPPING:  # It may have missed that.
-            return [StopRound((node.key,), place.round, "the round was stopped meanwhile")]
-        return []
+        return self._stop_again(node)
 
     def _adopt(self, place: Place, now: float) -> None:
         """Go on with a round that another coordinator process has sealed; its members have a lease to return.
@@ -269,8 +320,7 @@ class Membership:
         assert self.settings is not None
         self.restarts_used = max(self.restarts_used, place.restarts_used)
         self._charged_at = [now] * self.restarts_used
-        shapes = enumerate(place.shapes())
-        members = tuple(NodeFacts(f"{_STAND_IN}{rank}", 0, "", 0, role, size) for rank, (role, size) in shapes)
+        members = stand_ins(place)
         self._begin(World(place.round, members, place.restarts_used))
         for facts in members:
             self._roster.drop(self._roster.add(facts, Stage.RUNNING, now), now + self.settings.lease_s)
@@ -282,7 +332,7 @@ class Membership:
         if rank >= len(self.world.members):
             return
         stand_in = self.world.members[rank].key
-        if not stand_in.startswith(_STAND_IN) or stand_in not in self._roster:
+        if not is_stand_in(stand_in) or stand_in not in self._roster:
             return
         members = list(self.world.members)
         members[rank] = facts
@@ -299,7 +349,7 @@ class Membership:
 
     def _is_silent(self, node: Node, now: float) -> bool:
         assert self.settings is not None
-        return now - node.heard_at > _SILENT_HEARTBEATS * self.settings.heartbeat_s
+        return self._keeps_leases and now - node.heard_at > _SILENT_HEARTBEATS * self.settings.heartbeat_s
 
     def _closed(self, key: str, now: float) -> None:
         node = self._roster.get(key)
@@ -337,25 +387,27 @@ class Membership:
     def _lose_overdue(self, now: float) -> list[Command]:
         commands: list[Command] = []
         for key in self._roster.dropped_by(now):
-            self._has_lost_nodes = True
-            commands += self._gone(key, "is lost: it did not come back")
+            commands += self._lose(key, "is lost: it did not come back")
         while (node := self._roster.first()) is not None and self._lease_ends(node) <= now:
             if node.is_open:
-                self._has_lost_nodes = True
-                commands += self._gone(node.key, "is lost: it was not heard of")
+                commands += self._lose(node.key, "is lost: it was not heard of")
                 commands.append(Expel(node.key, "it was not heard of for too long"))
             else:
                 self._roster.hear(node.key, now)  # It has its own deadline.
         return commands
 
+    def _lose(self, key: str, how: str) -> list[Command]:
+        self._has_lost_nodes = True
+        return self._gone(key, how)
+
     def _lease_ends(self, node: Node) -> float:
         assert self.settings is not None
-        return node.heard_at + self.settings.lease_s
+        return node.heard_at + self.settings.lease_s if self._keeps_leases else math.inf
 
     def _next_loss_at(self) -> float | None:
         """The next time at which somebody may be lost. All leases are equally long, so the first in line tells."""
         oldest = self._roster.first()
-        candidates = [self._roster.next_drop_at(), self._lease_ends(oldest) if oldest else None]
+        candidates = [self._roster.next_drop_at(), self._lease_ends(oldest) if oldest and self._keeps_leases else None]
         return min((each for each in candidates if each is not None), default=None)
 
     def _gone(self, key: str, how: str) -> list[Command]:
@@ -377,9 +429,8 @@ class Membership:
         self._has_seen_no_round = False
         self.world, self.round = world, world.round
         self._owing, self._unfinished = set(world.keys), set(world.keys)
-        self._failures, self._departed = {}, []
-        self._forming_since = self._enough_since = None
-        self._progress.reset()
+        self._failures, self._departed = {}, {}
+        self._forming.reset()
 
     def _enter(self, phase: Phase) -> None:
         if (self.phase, phase) not in _ALLOWED:
@@ -390,7 +441,7 @@ class Membership:
         """Stop the round for everybody. Whether the run goes on is decided when all are accounted for."""
         assert self.world is not None
         if departed is not None:
-            self._departed.append(reason)
+            self._departed.setdefault(departed.key, reason)
         if self.phase is not Phase.RUNNING:
             return []
         self._enter(Phase.STOPPING)
@@ -434,16 +485,16 @@ class Membership:
         """Everybody of the stopped round is accounted for: what was it, and does the run go on?"""
         assert self.settings is not None
         assert self.world is not None
-        self._not_before = now
         commands: list[Command] = []
         if self._failures and self._departed:
-            commands.append(self._explanation())
+            excuse = restart.excuse([*self._departed.values()], self.world.round)
+            commands.append(Announce(self._roster.open_keys(), excuse))
         if self._failures and not self._departed:
             cause = restart.root_cause(list(self._failures.values()))
             decision = restart.decide(self.settings.policy, self._charged_at, cause, now)
             if isinstance(decision, restart.GiveUp):
                 return self._end(Outcome(End.FAILED, decision.reason, cause))
-            self._not_before = now + decision.delay_s
+            self._forming.not_before = now + decision.delay_s
             if decision.is_charged:
                 self._charged_at.append(now)
                 self.restarts_used += 1
@@ -453,25 +504,14 @@ class Membership:
         self._enter(Phase.FORMING)
         return commands
 
-    def _explanation(self) -> Command:
-        """The first word of this round's end was a failure; by now it is known what was behind it."""
-        assert self.world is not None
-        shown, rest = self._departed[:_NAMED_AT_MOST], len(self._departed) - _NAMED_AT_MOST
-        who = "; ".join(shown) + (f"; and {rest} more" if rest > 0 else "")
-        keys = self._roster.open_keys()
-        return Announce(keys, f"{who} (the failures of round {self.world.round} are put down to that, and not charged)")
-
     def _form(self, now: float) -> list[Command]:
         if not self._roster or self.settings is None:
-            self._forming_since = self._enough_since = self._progress.due_at = None
+            self._forming.reset()
             return []
-        self._forming_since = now if self._forming_since is None else self._forming_since
-        if len(self._roster.waiting) < self.settings.min_nodes:
-            self._enough_since = None
-            if now >= self._forming_since + self.settings.join_timeout_s:
-                return self._end(Outcome(End.FAILED, self._too_few()))
-        elif self._enough_since is None:
-            self._enough_since = now
+        self._keep_quiet()
+        self._forming.count(len(self._roster.waiting), self.settings, now)
+        if self._forming.has_failed(self.settings, now):
+            return self._end(Outcome(End.FAILED, self._too_few()))
         if self._is_time_to_seal(len(self._roster.waiting), now):
             ready = self._ready(now)
             if self._is_time_to_seal(len(ready), now):
@@ -480,18 +520,14 @@ class Membership:
 
     def _is_time_to_seal(self, ready_count: int, now: float) -> bool:
         assert self.settings is not None
-        if now < self._sealing_allowed_at() or ready_count < self.settings.min_nodes:
-            return False
-        is_everybody_there = self.round > 0 and ready_count == len(self._roster)
-        if ready_count >= self.settings.max_nodes or is_everybody_there:
-            return True
-        return self._enough_since is not None and now >= self._enough_since + self.settings.last_call_s
+        is_everybody = self.round > 0 and ready_count == len(self._roster)
+        return self._forming.is_over(ready_count, is_everybody, self.settings, now)
 
-    def _sealing_allowed_at(self) -> float:
+    def _keep_quiet(self) -> None:
         """After a restart of the coordinator, members of a round that it never saw may run for another lease."""
         assert self.settings is not None
-        quiet_until = self._started_at + self.settings.lease_s if self._is_recovering else self._started_at
-        return max(quiet_until, self._not_before)
+        if self._is_recovering:
+            self._forming.not_before = max(self._forming.not_before, self._started_at + self.settings.lease_s)
 
     def _ready(self, now: float) -> list[NodeFacts]:
         """Who can be sealed into a world, in order of arrival."""
@@ -507,17 +543,6 @@ class Membership:
             self._roster.waiting.discard(key)
         return [Remember(self._memory()), SealWorld(world), *self._stand_by(tuple(sorted(self._roster.waiting)))]
 
-    def _forming_deadlines(self) -> list[float]:
-        """Those of the future; one that has passed without effect needs something else to happen."""
-        if self.settings is None or self._forming_since is None:
-            return []
-        deadlines = [self._sealing_allowed_at()]
-        if self._enough_since is None:
-            deadlines.append(self._forming_since + self.settings.join_timeout_s)
-        else:
-            deadlines.append(self._enough_since + self.settings.last_call_s)
-        return [each for each in deadlines if each > self._now]
-
     def _too_few(self) -> str:
         assert self.settings is not None
         names = sorted(self._roster[key].facts.node_id for key in self._roster.waiting)
@@ -525,11 +550,10 @@ class Membership:
 
     def _maybe_show_progress(self, now: float) -> list[Command]:
         assert self.settings is not None
-        assert self._forming_since is not None
-        if not self._progress.is_due(len(self._roster.waiting), now):
+        if not self._forming.progress.is_due(len(self._roster.waiting), now):
             return []
         waiting = tuple(sorted(self._roster.waiting))
-        left_s = max(0.0, self._forming_since + self.settings.join_timeout_s - now)
+        left_s = self._forming.left_s(self.settings, now)
         return [ShowProgress(waiting, len(waiting), self.settings.min_nodes, self.settings.max_nodes, left_s)]
 
     # The end.

@@ -21,6 +21,8 @@ from holdfast.rendezvous.outcome import Failure
 # Errors in the program itself. Whoever disagrees names the classes that should be fatal.
 FATAL_EXCEPTIONS = frozenset({"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"})
 
+_NAMED_AT_MOST = 8
+
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
@@ -65,6 +67,13 @@ def decide(policy: RestartPolicy, charged_at: Sequence[float], failure: Failure,
 def root_cause(failures: Sequence[Failure]) -> Failure:
     """The failure that explains a round: the first that speaks for itself, else the first."""
     return next((failure for failure in failures if not failure.is_consequence), failures[0])
+
+
+def excuse(departed: Sequence[str], round: int) -> str:
+    """The first word of a round's end was a failure; by now it is known who was gone, and that explains it."""
+    more = len(departed) - _NAMED_AT_MOST
+    who = "; ".join(departed[:_NAMED_AT_MOST]) + (f"; and {more} more" if more > 0 else "")
+    return f"{who} (the failures of round {round} are put down to that, and not charged)"
 
 
 def _within_window(policy: RestartPolicy, charged_at: Sequence[float], now: float) -> list[float]:

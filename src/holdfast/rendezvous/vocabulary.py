@@ -62,6 +62,22 @@ class Memory:
     settings: Settings | None = None
 
 
+@record
+class Snapshot:
+    """What somebody needs who goes on with the run in the place of another, besides what the nodes say themselves.
+
+    `previous` is the order of the world before. In a round that is being stopped, `failures` and `departed` are what
+    is known about it so far: the first to be known has decided how those that follow are taken.
+    """
+
+    memory: Memory
+    world: World | None = None
+    is_stopping: bool = False
+    failures: tuple[tuple[str, Failure], ...] = ()
+    departed: tuple[tuple[str, str], ...] = ()
+    previous: tuple[str, ...] = ()
+
+
 # Events.
 
 
@@ -88,6 +104,13 @@ class NodeReturned:
     settings: Settings
     place: Place
     stage: Stage
+
+
+@record
+class LeaseExpired:
+    """Somebody else keeps the leases of this run, and says that this node's has ended."""
+
+    key: str
 
 
 @record
@@ -142,6 +165,7 @@ class TimePassed:
 Event = (
     NodeJoined
     | NodeReturned
+    | LeaseExpired
     | NodeHeard
     | ConnectionClosed
     | WorkersFailed
@@ -161,6 +185,14 @@ class SealWorld:
     """Tell every member of the world."""
 
     world: World
+
+
+@record
+class TellPlace:
+    """Tell one member once more: what it was told has not reached it."""
+
+    key: str
+    place: Place
 
 
 @record
@@ -225,7 +257,9 @@ class ForgetRun:
     """The run is over and everybody has heard, or nobody is left to hear."""
 
 
-Command = SealWorld | StopRound | Refuse | Expel | TellOutcome | ShowProgress | Announce | Remember | ForgetRun
+Command = (
+    SealWorld | TellPlace | StopRound | Refuse | Expel | TellOutcome | ShowProgress | Announce | Remember | ForgetRun
+)
 
 
 def _difference(ours: Any, theirs: Any) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+_STAND_IN = "unknown node of rank "
+
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
@@ -86,6 +88,16 @@ class Place:
 def _runs(members: Sequence[NodeFacts]) -> tuple[Run, ...]:
     groups = groupby(members, key=lambda node: (node.role, node.local_world_size))
     return tuple(Run(role, size, sum(1 for _ in group)) for (role, size), group in groups)
+
+
+def stand_ins(place: Place) -> tuple[NodeFacts, ...]:
+    """The members of a world as far as one of its places tells: as many, and of the same shapes, but unknown."""
+    shapes = enumerate(place.shapes())
+    return tuple(NodeFacts(f"{_STAND_IN}{rank}", 0, "", 0, role, size) for rank, (role, size) in shapes)
+
+
+def is_stand_in(key: str) -> bool:
+    return key.startswith(_STAND_IN)
 
 
 def is_loopback(address: str) -> bool:
