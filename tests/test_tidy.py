@@ -41,6 +41,7 @@ PURE = {
     "rendezvous/participant.py": {"holdfast.errors", "holdfast.records", "holdfast.rendezvous"},
     "rendezvous/keyvalues.py": {"holdfast.rendezvous"},
     "rendezvous/bounds.py": {"holdfast.rendezvous"},
+    "rendezvous/etcd_wire.py": {"base64", "msgspec", "holdfast.errors", "holdfast.records"},
     "rendezvous/reach.py": {"holdfast.records"},
     "timer/table.py": set(),
     "agent/ranks.py": {"holdfast.agent.model"},

@@ -125,7 +125,7 @@ def test_a_fork_of_the_process_keeps_nothing_alive(tmp_path: Path, private_tmp: 
             os.kill(fork, signal.SIGKILL)
 
 
-def test_without_its_guard_it_ends_too(private_tmp: Path) -> None:
+def test_without_its_keeper_it_ends_too(private_tmp: Path) -> None:
     with EtcdServer() as server:
         psutil.Process(server.pid).parent().kill()  # type: ignore[union-attr]
         assert support.survivors([server.pid]) == []
