@@ -137,11 +137,17 @@ class EtcdStore(Store):
                 except Unavailable as error:
                     if not error.is_outcome_unknown or in_doubt is not None:
                         raise
-                    in_doubt, present = before, self._client.get(full)
+                    in_doubt, present = before, self._get_again(full, error)
                     continue
                 if done.has_succeeded:
                     return value
                 present = next(iter(done.readings[0].items), None)
+
+    def _get_again(self, key: bytes, doubt: Unavailable) -> KeyValue | None:
+        try:
+            return self._client.get(key)
+        except Unavailable:
+            raise doubt from None  # That the outcome is unknown is the worse news.
 
     def delete_key(self, key: str) -> bool:
         full = self._full(key)
