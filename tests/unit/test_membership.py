@@ -656,6 +656,14 @@ RESUMED: dict[str, tuple[Script, Script]] = {
             (12.0, joined("c", RETRY), sealed(2, "c b")),
         ],
     ),
+    "who has finished is not missed": (
+        [*FORMED, (1.0, succeeded("a"), [])],
+        [
+            (10.0, LeaseExpired("a/0"), []),
+            (10.0, returned("b", RETRY, rank=1), []),
+            (11.0, succeeded("b"), ended("b", SUCCESS)),
+        ],
+    ),
     "a join that the seal has answered is no news": (
         FORMED,
         [

@@ -138,7 +138,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise UserError(f"--master-port {args.master_port} is not a port (1 to 65535)")
 
 
-_HONOURS_RANKS = frozenset({"static", "tcp", "c10d"})
+_HONOURS_RANKS = frozenset({"static", "tcp", "c10d", "etcd", "etcd-v3"})
 # Options that have the same name as the rendezvous setting that they are.
 _RENDEZVOUS_OPTIONS = (
     "join_timeout",

@@ -160,6 +160,8 @@ class Membership:
             machine._begin(snapshot.world)
             for facts in snapshot.world.members:
                 machine._roster.add(facts, Stage.RUNNING, now)
+            for key in snapshot.finished:
+                machine._finish(machine._roster[key])
             machine._failures, machine._departed = dict(snapshot.failures), dict(snapshot.departed)
             if snapshot.is_stopping:
                 machine._enter(Phase.STOPPING)
@@ -169,7 +171,9 @@ class Membership:
         is_stopping = self.phase is Phase.STOPPING
         failures = tuple(self._failures.items()) if is_stopping else ()
         departed = tuple(self._departed.items()) if is_stopping else ()
-        return Snapshot(self._memory(), self.world, is_stopping, failures, departed, self._previous)
+        members = self.world.keys if self.world is not None else ()
+        finished = tuple(key for key in members if key not in self._unfinished)
+        return Snapshot(self._memory(), self.world, is_stopping, failures, departed, self._previous, finished)
 
     # What the shell calls.
 
