@@ -67,9 +67,10 @@ def _flag(*flags: str, group: str, text: str, in_environment: bool = True) -> Op
 WORKERS = "Workers"
 NODES = "Nodes and rendezvous"
 FAILURES = "Failures and restarts"
+HANGS = "Hangs"
 LOGS = "Logs of the workers"
 OUTPUT = "Output of holdfast itself"
-GROUPS = (WORKERS, NODES, FAILURES, LOGS, OUTPUT)
+GROUPS = (WORKERS, NODES, FAILURES, HANGS, LOGS, OUTPUT)
 
 OPTIONS: tuple[Option, ...] = (
     Option(
@@ -337,6 +338,47 @@ OPTIONS: tuple[Option, ...] = (
         default=0.1,
     ),
     Option(
+        ("--hang-timeout",),
+        HANGS,
+        "The workers of this node count as hung when none of the --progress-signals has moved for TIME, as in 10m. "
+        "Their stacks are taken, they are stopped, and the restart policy decides. Left out, nobody watches for that.",
+        metavar="TIME",
+        parse=values.duration_s,
+    ),
+    Option(
+        ("--start-timeout",),
+        HANGS,
+        "The bound for the beginning (imports, compilation): hung if nothing at all has moved TIME after the start. "
+        "Until then --hang-timeout does not count, unless a line has matched --progress-pattern or "
+        "holdfast.progress() was called.",
+        metavar="TIME",
+        parse=values.duration_s,
+    ),
+    Option(
+        ("--progress-signals",),
+        HANGS,
+        "What counts as progress: output, on stdout or stderr; pattern, a line that matches --progress-pattern; io, "
+        "what workers read and write; cpu, their processor time (a collective that waits may burn it, too); progress, "
+        "calls of holdfast.progress(). Left out: output,pattern,io,progress.",
+        metavar="NAMES",
+        parse=values.progress_signals,
+    ),
+    Option(
+        ("--progress-pattern",),
+        HANGS,
+        "A regular expression for lines of output that show progress, as in 'step \\d+'.",
+        metavar="REGEX",
+        default="",
+    ),
+    Option(
+        ("--progress-every",),
+        HANGS,
+        "How often a line should match --progress-pattern, from the first match on; hung if none has for TIME, "
+        "whatever else moves.",
+        metavar="TIME",
+        parse=values.duration_s,
+    ),
+    Option(
         ("--log-dir",),
         LOGS,
         "Where to keep log and error files; made if missing. Left out, a temporary directory is used. "
@@ -397,5 +439,13 @@ OPTIONS: tuple[Option, ...] = (
         "a destination that other code has registered.",
         metavar="NAME",
         default="null",
+    ),
+    Option(
+        ("--health-port",),
+        OUTPUT,
+        "Answer HTTP requests on this port: 200 while the agent is alive, whatever phase it is in, and 503 with the "
+        "reason when it is stuck. 0 is any free port. Left out, it is TORCHELASTIC_HEALTH_CHECK_PORT, or none.",
+        metavar="PORT",
+        parse=values.whole_number,
     ),
 )

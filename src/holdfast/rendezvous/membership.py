@@ -50,7 +50,7 @@ from typing import assert_never
 from holdfast.errors import InternalError
 from holdfast.rendezvous import restart
 from holdfast.rendezvous.forming import Forming, too_few
-from holdfast.rendezvous.outcome import End, Failure, Outcome
+from holdfast.rendezvous.outcome import HANG, End, Failure, Outcome
 from holdfast.rendezvous.roster import Node, Roster
 from holdfast.rendezvous.vocabulary import (  # fmt: skip
     Admit,
@@ -244,6 +244,8 @@ class Membership:
             case NodeJoined(facts) | NodeReturned(facts):
                 self.settings = self.settings or event.settings
                 self._roster.add(facts, Stage.WAITING, now)
+                if not self._keeps_leases:
+                    self._forget_at = None  # What it is told lies where it looks for it, so it must stay there a while.
                 return [TellOutcome((facts.key,), self.outcome)]
             case NodeLeft(key) | LeaseExpired(key):
                 self._roster.remove(key)
@@ -375,7 +377,7 @@ class Membership:
         if is_of_stop or not self._is_current(key, round):
             return []
         self._failures.setdefault(key, failure)
-        return self._stop(failure.text)
+        return self._stop(failure.text, is_hang=failure.exception == HANG)
 
     def _finish(self, node: Node) -> None:
         if node.stage is Stage.RUNNING:
@@ -449,7 +451,7 @@ class Membership:
             raise InternalError(f"a run cannot go from {self.phase} to {phase}; before:\n{self.story()}")
         self.phase = phase
 
-    def _stop(self, reason: str, departed: NodeFacts | None = None) -> list[Command]:
+    def _stop(self, reason: str, departed: NodeFacts | None = None, *, is_hang: bool = False) -> list[Command]:
         """Stop the round for everybody. Whether the run goes on is decided when all are accounted for."""
         assert self.world is not None
         if departed is not None:
@@ -459,7 +461,7 @@ class Membership:
         self._enter(Phase.STOPPING)
         gone = departed.key if departed else ""
         keys = tuple(key for key in self.world.keys if key in self._roster and key != gone)
-        return [StopRound(keys, self.world.round, reason)]
+        return [StopRound(keys, self.world.round, reason, is_hang)]
 
     def _maybe_admit(self, now: float) -> list[Command]:
         """Whoever waits below max is let in. Mostly it has just joined; it may also have been silent when the round

@@ -199,11 +199,15 @@ class TellPlace:
 
 @record
 class StopRound:
-    """Tell these nodes to stop their workers of this round and join again."""
+    """Tell these nodes to stop their workers of this round and join again.
+
+    `is_hang`: the run hangs, and each node should see where its workers are before it stops them.
+    """
 
     keys: tuple[str, ...]
     round: int
     reason: str
+    is_hang: bool = False
 
 
 @record
