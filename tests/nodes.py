@@ -227,6 +227,8 @@ class Relay:
         self.port = int(self._server.getsockname()[1])
         self._lock = threading.Lock()
         self._is_silent = False
+        self.passed = b""
+        """All that was passed on, in either direction."""
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -272,6 +274,7 @@ class Relay:
         elif sock in self._pairs:
             try:
                 data = sock.recv(1 << 16)
+                self.passed += data
                 self._pairs[sock].sendall(data)
             except OSError:
                 data = b""
