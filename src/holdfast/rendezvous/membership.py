@@ -171,8 +171,7 @@ class Membership:
         is_stopping = self.phase is Phase.STOPPING
         failures = tuple(self._failures.items()) if is_stopping else ()
         departed = tuple(self._departed.items()) if is_stopping else ()
-        members = self.world.keys if self.world is not None else ()
-        finished = tuple(key for key in members if key not in self._unfinished)
+        finished = tuple(key for key in (self.world.keys if self.world else ()) if key not in self._unfinished)
         return Snapshot(self._memory(), self.world, is_stopping, failures, departed, self._previous, finished)
 
     # What the shell calls.
@@ -327,9 +326,8 @@ class Membership:
         return [StopRound((facts.key,), round, "the round was stopped meanwhile")]
 
     def _adopt(self, place: Place, now: float) -> None:
-        """Go on with a round that another coordinator process has sealed; its members have a lease to return.
-
-        Who they are is not known before they do. Until then a stand-in holds each place."""
+        """Go on with a round that another coordinator process has sealed; its members have a lease to return. Who they
+        are is not known before they do. Until then a stand-in holds each place."""
         assert self.settings is not None
         self.restarts_used = max(self.restarts_used, place.restarts_used)
         self._charged_at = [now] * self.restarts_used
@@ -555,8 +553,7 @@ class Membership:
         assert self.settings is not None
         if not self._forming.progress.is_due(len(self._roster.waiting), now):
             return []
-        waiting = tuple(sorted(self._roster.waiting))
-        left_s = self._forming.left_s(self.settings, now)
+        waiting, left_s = tuple(sorted(self._roster.waiting)), self._forming.left_s(self.settings, now)
         return [ShowProgress(waiting, len(waiting), self.settings.min_nodes, self.settings.max_nodes, left_s)]
 
     # The end.
