@@ -222,7 +222,7 @@ class Relay:
     """Stands between a node and the coordinator, as a network does that can fail."""
 
     def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
+        self.target_port = target_port
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._server.getsockname()[1])
         self._lock = threading.Lock()
@@ -269,7 +269,7 @@ class Relay:
     def _pass_on(self, sock: socket.socket) -> None:
         if sock is self._server:
             with contextlib.suppress(OSError):
-                near, far = self._server.accept()[0], socket.create_connection(("127.0.0.1", self._target_port))
+                near, far = self._server.accept()[0], socket.create_connection(("127.0.0.1", self.target_port))
                 self._pairs.update({near: far, far: near})
         elif sock in self._pairs:
             try:

@@ -254,6 +254,8 @@ class Membership:
         facts = event.facts
         if facts.key in self._owing and self.world is not None and event.last_round < self.world.round:
             return self._tell_again(self._roster[facts.key], now)
+        if self.round == 0 and not self._roster:
+            self.settings = None  # Whoever has fixed them is gone, and nothing has begun.
         problem = self._objection(facts, event.settings, now)
         if problem:
             return [Refuse(facts.key, problem)]
@@ -261,12 +263,19 @@ class Membership:
         self.round = max(self.round, event.last_round)
         commands = self._gone(event.replaces, "has lost its place") if event.replaces else []
         if event.failure is not None:
-            commands += self._failed(facts.key, event.last_round, event.failure)
+            commands += self._failed(facts.key, event.last_round, event.failure) + self._explain(facts.key)
         if facts.key in self._owing and self.phase is Phase.RUNNING:
             commands += self._stop(f"{facts.node_id} has left the round", departed=facts)
         self._owing.discard(facts.key)
         self._roster.add(facts, Stage.WAITING, now)
         return commands + ([] if self.phase is not Phase.RUNNING or self._has_room() else self._stand_by((facts.key,)))
+
+    def _explain(self, key: str) -> list[Command]:
+        """It had stopped because of a failure before anybody could tell it who was gone: its leader."""
+        if self._keeps_leases or self.phase is not Phase.STOPPING or self._failures or not self._departed:
+            return []
+        assert self.world is not None
+        return [Announce((key,), restart.excuse([*self._departed.values()], self.world.round))]
 
     def _tell_again(self, node: Node, now: float) -> list[Command]:
         """It is a member of a round of which it has not heard."""

@@ -194,7 +194,8 @@ class Reign:
         if self._is_forgotten:
             return self._forget()
         snapshot = self.machine.snapshot()
-        is_changed = snapshot != self._snapshot
+        # As long as nobody has joined there is nothing to be remembered.
+        is_changed = snapshot != self._snapshot and not (self._snapshot is None and self.machine.settings is None)
         if not is_changed and not self._untold:
             return []
         run = keyspace.encode(Page(keyspace.VERSION, snapshot)) if is_changed else None
