@@ -34,6 +34,7 @@ PURE = {
     "rendezvous/membership.py": {"holdfast.errors", "holdfast.rendezvous"},
     "rendezvous/roster.py": {"holdfast.rendezvous"},
     "rendezvous/forming.py": {"holdfast.rendezvous"},
+    "rendezvous/objections.py": {"holdfast.rendezvous"},
     "rendezvous/restart.py": {"holdfast.records", "holdfast.rendezvous"},
     "rendezvous/session.py": {"holdfast.records"},
     "rendezvous/world.py": set(),

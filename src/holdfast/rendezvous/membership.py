@@ -50,6 +50,7 @@ from typing import assert_never
 from holdfast.errors import InternalError
 from holdfast.rendezvous import restart
 from holdfast.rendezvous.forming import Forming, too_few
+from holdfast.rendezvous.objections import objection_to
 from holdfast.rendezvous.outcome import HANG, End, Failure, Outcome
 from holdfast.rendezvous.roster import Node, Roster
 from holdfast.rendezvous.vocabulary import (  # fmt: skip
@@ -89,7 +90,6 @@ from holdfast.rendezvous.world import (  # fmt: skip
     arrange,
     is_stand_in,
     stand_ins,
-    unreachable_between_hosts,
 )
 
 _STORY_LENGTH = 40
@@ -256,10 +256,11 @@ class Membership:
             return self._tell_again(self._roster[facts.key], now)
         if self.round == 0 and not self._roster:
             self.settings = None  # Whoever has fixed them is gone, and nothing has begun.
-        problem = self._objection(facts, event.settings, now)
+        ours = self.settings or event.settings
+        problem = objection_to(event, ours, self._roster, lambda node: self._is_silent(node, now))
         if problem:
             return [Refuse(facts.key, problem)]
-        self.settings = self.settings or event.settings
+        self.settings = ours
         self.round = max(self.round, event.last_round)
         commands = self._gone(event.replaces, "has lost its place") if event.replaces else []
         if event.failure is not None:
@@ -288,27 +289,6 @@ class Membership:
         if self.phase is not Phase.STOPPING or self.world is None:
             return []
         return [StopRound((node.key,), self.world.round, "the round was stopped meanwhile")]
-
-    def _objection(self, facts: NodeFacts, settings: Settings, now: float) -> str:
-        """Why this node cannot take part in this run, or nothing."""
-        ours = self.settings or settings
-        difference = ours.difference(settings)
-        if difference:
-            return difference
-        other = self._roster.first()
-        unreachable = unreachable_between_hosts(facts, other.facts) if other else ""
-        return unreachable or self._objection_to_rank(facts, ours.max_nodes, now)
-
-    def _objection_to_rank(self, facts: NodeFacts, max_nodes: int, now: float) -> str:
-        """One that is closed or silent claims nothing: it may be what has become of this very node."""
-        rank = facts.requested_rank
-        if rank is None:
-            return ""
-        if not 0 <= rank < max_nodes:
-            return f"rank {rank} was asked for, but the run has at most {max_nodes} nodes"
-        others = (node for node in self._roster.claimants(rank) if node.facts.node_id != facts.node_id)
-        names = sorted(node.facts.node_id for node in others if node.is_open and not self._is_silent(node, now))
-        return f"rank {rank} was asked for, but {names[0]} has asked for it before" if names else ""
 
     def _returned(self, event: NodeReturned, now: float) -> list[Command]:
         facts, place = event.facts, event.place
@@ -364,8 +344,11 @@ class Membership:
         return node is not None and node.stage is Stage.WAITING and self._is_silent(node, now)
 
     def _is_silent(self, node: Node, now: float) -> bool:
-        assert self.settings is not None
-        return self._keeps_leases and now - node.heard_at > _SILENT_HEARTBEATS * self.settings.heartbeat_s
+        return (
+            self._keeps_leases
+            and self.settings is not None
+            and now - node.heard_at > _SILENT_HEARTBEATS * self.settings.heartbeat_s
+        )
 
     def _closed(self, key: str, now: float) -> None:
         node = self._roster.get(key)
