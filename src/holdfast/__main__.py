@@ -57,8 +57,8 @@ def run() -> NoReturn:
     """End as soon as the command has: what the interpreter would still take apart is of no use to anybody."""
     try:
         code = main()
-    finally:  # Wrong usage leaves by SystemExit.
-        _drop_spawner()
+    finally:
+        _drop_spawner()  # Also after wrong usage, which ends with SystemExit.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
