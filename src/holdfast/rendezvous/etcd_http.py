@@ -2,7 +2,7 @@
 
 `etcd3gw` knows where the gateway is and how TLS is set up. It has no notion of several endpoints, of a time limit for
 one request, of tokens, and of streams that break; the requests are therefore made here, through its session, and the
-rest is up to `EtcdClient` (see docs/decisions/0020-etcd-through-its-gateway.md).
+rest is up to `EtcdClient` (see docs/decisions/0022-etcd-through-its-gateway.md).
 
 Whatever goes wrong with an endpoint is a `Trouble`, which says whether the request may have got through all the same.
 What etcd itself objects to is a `Complaint`, and `EtcdClient` decides what to make of it.
