@@ -171,7 +171,7 @@ class Membership:
         is_stopping = self.phase is Phase.STOPPING
         failures = tuple(self._failures.items()) if is_stopping else ()
         departed = tuple(self._departed.items()) if is_stopping else ()
-        members = self.world.keys if self.world is not None else ()
+        members = self.world.keys if self.world is not None and self.outcome is None else ()
         finished = tuple(key for key in members if key not in self._unfinished)
         return Snapshot(self._memory(), self.world, is_stopping, failures, departed, self._previous, finished)
 
