@@ -282,8 +282,7 @@ class Membership:
         """It is a member of a round of which it has not heard."""
         assert self.world is not None
         self._roster.reopen(node, now)
-        place = self.world.places()[self.world.keys.index(node.key)]
-        return [TellPlace(node.key, place), *self._stop_again(node)]
+        return [TellPlace(node.key, self.world.place_of(node.key)), *self._stop_again(node)]
 
     def _stop_again(self, node: Node) -> list[Command]:
         """It may have missed that the round is being stopped."""
@@ -352,14 +351,10 @@ class Membership:
         """A member of an adopted round has returned: it takes the place of its stand-in."""
         assert self.world is not None
         assert self.settings is not None
-        if rank >= len(self.world.members):
-            return
-        stand_in = self.world.members[rank].key
+        stand_in = self.world.keys[rank] if rank < len(self.world.members) else ""
         if not is_stand_in(stand_in) or stand_in not in self._roster:
             return
-        members = list(self.world.members)
-        members[rank] = facts
-        self.world = World(self.world.round, tuple(members), self.world.restarts_used)
+        self.world = self.world.with_member(rank, facts)
         self._roster.remove(stand_in)
         for keys in (self._owing, self._unfinished):
             keys.discard(stand_in)
@@ -485,9 +480,7 @@ class Membership:
 
     def _stand_by(self, keys: tuple[str, ...]) -> list[Command]:
         assert self.world is not None
-        count = len(self.world.members)
-        nodes = "1 node" if count == 1 else f"{count} nodes"
-        return [Announce(keys, f"round {self.world.round} runs with {nodes}, this node stands by")] if keys else []
+        return [Announce(keys, f"{self.world.description}, this node stands by")] if keys else []
 
     def _advance(self, now: float) -> list[Command]:
         """Whatever is due now that the event has been taken in."""
@@ -534,7 +527,8 @@ class Membership:
         self._keep_quiet()
         self._forming.count(len(self._roster.waiting), self.settings, now)
         if self._forming.has_failed(self.settings, now):
-            return self._end(Outcome(End.FAILED, self._too_few()))
+            missing = too_few(self._roster.names_waiting(), self.settings.min_nodes, self.settings.join_timeout_s)
+            return self._end(Outcome(End.FAILED, missing))
         if self._is_time_to_seal(len(self._roster.waiting), now):
             ready = self._ready(now)
             if self._is_time_to_seal(len(ready), now):
@@ -565,11 +559,6 @@ class Membership:
             self._roster[key].stage = Stage.RUNNING
             self._roster.waiting.discard(key)
         return [Remember(self._memory()), SealWorld(world), *self._stand_by(tuple(sorted(self._roster.waiting)))]
-
-    def _too_few(self) -> str:
-        assert self.settings is not None
-        names = sorted(self._roster[key].facts.node_id for key in self._roster.waiting)
-        return too_few(names, self.settings.min_nodes, self.settings.join_timeout_s)
 
     def _maybe_show_progress(self, now: float) -> list[Command]:
         assert self.settings is not None
