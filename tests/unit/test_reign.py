@@ -111,7 +111,7 @@ def both(snapshot: Snapshot | None = RUNNING) -> Leader:
 
 def test_the_first_word_of_a_run() -> None:
     leader = Leader()
-    assert leader.run == NOTHING
+    assert leader.run is None, "nobody has joined"
     leader.see(a=(join(A),))
     assert leader.run == Snapshot(FIXED)
     leader.see(b=(join(B),))
