@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from enum import StrEnum
 from typing import assert_never
 
 from holdfast.errors import InternalError
@@ -54,6 +53,7 @@ from holdfast.rendezvous.objections import objection_to
 from holdfast.rendezvous.outcome import HANG, End, Failure, Outcome
 from holdfast.rendezvous.roster import Node, Roster
 from holdfast.rendezvous.vocabulary import (  # fmt: skip
+    PHASE_CHANGES,
     Admit,
     Announce,
     CloseRequested,
@@ -69,6 +69,7 @@ from holdfast.rendezvous.vocabulary import (  # fmt: skip
     NodeLeaving,
     NodeLeft,
     NodeReturned,
+    Phase,
     Refuse,
     Remember,
     SealWorld,
@@ -94,25 +95,6 @@ from holdfast.rendezvous.world import (  # fmt: skip
 
 _STORY_LENGTH = 40
 _SILENT_HEARTBEATS = 2.5  # This many heartbeats without a word make a node suspect.
-
-
-class Phase(StrEnum):
-    FORMING = "FORMING"
-    RUNNING = "RUNNING"
-    STOPPING = "STOPPING"
-    ENDED = "ENDED"
-
-
-# How a run may go from phase to phase, and why. The picture in the documentation is made from this.
-PHASE_CHANGES: tuple[tuple[Phase, str, Phase], ...] = (
-    (Phase.FORMING, "everybody has joined, or the last call is over", Phase.RUNNING),
-    (Phase.FORMING, "a member of an earlier round returns", Phase.RUNNING),
-    (Phase.FORMING, "too few in time, or closed", Phase.ENDED),
-    (Phase.RUNNING, "a failure, a lost or leaving member, a newcomer to admit", Phase.STOPPING),
-    (Phase.RUNNING, "all workers have succeeded, or closed", Phase.ENDED),
-    (Phase.STOPPING, "everybody is accounted for, and the run goes on", Phase.FORMING),
-    (Phase.STOPPING, "the policy gives up, or closed", Phase.ENDED),
-)
 _ALLOWED = frozenset((before, after) for before, _, after in PHASE_CHANGES)
 
 
@@ -171,7 +153,8 @@ class Membership:
         is_stopping = self.phase is Phase.STOPPING
         failures = tuple(self._failures.items()) if is_stopping else ()
         departed = tuple(self._departed.items()) if is_stopping else ()
-        finished = tuple(key for key in (self.world.keys if self.world else ()) if key not in self._unfinished)
+        members = self.world.keys if self.world is not None and self.outcome is None else ()
+        finished = tuple(key for key in members if key not in self._unfinished)
         return Snapshot(self._memory(), self.world, is_stopping, failures, departed, self._previous, finished)
 
     # What the shell calls.
@@ -273,10 +256,11 @@ class Membership:
 
     def _explain(self, key: str) -> list[Command]:
         """It had stopped because of a failure before anybody could tell it who was gone: its leader."""
-        if self._keeps_leases or self.phase is not Phase.STOPPING or self._failures or not self._departed:
-            return []
-        assert self.world is not None
-        return [Announce((key,), restart.excuse([*self._departed.values()], self.world.round))]
+        is_late = not self._keeps_leases and self.phase is Phase.STOPPING and self._departed and not self._failures
+        return [self._excuse((key,))] if is_late else []
+
+    def _excuse(self, keys: tuple[str, ...]) -> Announce:
+        return Announce(keys, restart.excuse([*self._departed.values()], self.round))
 
     def _tell_again(self, node: Node, now: float) -> list[Command]:
         """It is a member of a round of which it has not heard."""
@@ -484,8 +468,7 @@ class Membership:
         assert self.world is not None
         commands: list[Command] = []
         if self._failures and self._departed:
-            excuse = restart.excuse([*self._departed.values()], self.world.round)
-            commands.append(Announce(self._roster.open_keys(), excuse))
+            commands.append(self._excuse(self._roster.open_keys()))
         if self._failures and not self._departed:
             cause = restart.root_cause(list(self._failures.values()))
             decision = restart.decide(self.settings.policy, self._charged_at, cause, now)
