@@ -44,6 +44,7 @@ PURE = {
     "rendezvous/reign.py": {"holdfast.rendezvous"},
     "rendezvous/keyvalues.py": {"holdfast.rendezvous"},
     "rendezvous/bounds.py": {"holdfast.rendezvous"},
+    "rendezvous/etcd_wire.py": {"base64", "msgspec", "holdfast.errors", "holdfast.records"},
     "rendezvous/reach.py": {"holdfast.records"},
     "timer/table.py": set(),
     "agent/ranks.py": {"holdfast.agent.model"},

@@ -1,20 +1,23 @@
-"""The agent's shell: `Participant` and `Lifecycle` between the fake network and the fake workers.
+"""The agent's shell: `Participant` and `Lifecycle` between what is fake of the world outside and the fake workers.
 
 As in production there are two sides that do not wait for each other: the connection (`tell`), which hears and answers
 at once, and the loop that decides (`_turn`), which may be late, or busy stopping workers, while the connection goes
 on. What the connection delivers goes through a mailbox. A frozen agent does neither; everything that reaches it
 meanwhile is there when it goes on.
+
+What the connection is, a kind of agent says: a line to a coordinator (`tcp_agent`), or etcd (`etcd_agent`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
 from holdfast.agent import lifecycle
 from holdfast.agent.lifecycle import Lifecycle
-from holdfast.rendezvous import messages, participant, session
+from holdfast.rendezvous import participant, session
 from holdfast.rendezvous.outcome import End, Failure, Outcome
 from holdfast.rendezvous.participant import Participant
 from holdfast.rendezvous.session import Session, SessionSettings
@@ -23,35 +26,33 @@ from holdfast.rendezvous.world import NodeFacts, Place
 from tests.sim.checkers import Checks
 from tests.sim.engine import Alarm, Engine, Violation
 from tests.sim.host import Group, Host
-from tests.sim.network import Link, Network
 
 
-class Agent:
+class Agent(ABC):
     """One agent process."""
 
     def __init__(
         self,
         engine: Engine,
-        network: Network,
         checks: Checks,
         host: Host,
         facts: NodeFacts,
         settings: Settings,
-        reconnect_grace_s: float,
+        link: SessionSettings,
         *,
         does_loop_block: bool = False,
+        is_even: bool = False,
         peers_timeout_s: float = 3600.0,
     ) -> None:
+        """`is_even`: nothing is left to chance, for transcripts."""
         self.engine = engine
-        self.network = network
         self.checks = checks
         self.host = host
         self.name = facts.node_id
         self.does_loop_block = does_loop_block
-        link_settings = SessionSettings(settings.heartbeat_s, settings.lease_s, reconnect_grace_s)
-        self.participant = Participant(facts, settings, Session(link_settings))
+        self.is_even = is_even
+        self.participant = Participant(facts, settings, Session(link))
         self.machine = Lifecycle(peers_timeout_s)
-        self.link: Link | None = None
         self.place: Place | None = None
         self.group: Group | None = None
         self.outcome: Outcome | None = None
@@ -99,29 +100,13 @@ class Agent:
     def _ring(self) -> None:
         self.hear(self.tell, session.TimePassed())
 
-    def connected(self, link: Link) -> None:
-        self.link = link
-        self.tell(session.Connected())
-
-    def connect_failed(self, was_refused: bool) -> None:
-        self.tell(session.ConnectFailed(was_refused, self.engine.random.random()))
-
-    def disconnected(self, link: Link) -> None:
-        if self.link is link:
-            self.link = None
-            self.tell(session.Disconnected(self.engine.random.random()))
-
-    def receive(self, link: Link, message: messages.FromCoordinator) -> None:
-        if self.link is link:
-            self.tell(participant.MessageCame(message))
-
     # The connection.
 
-    def tell(self, event: participant.Event) -> None:
+    def tell(self, event: Any) -> None:
         if not self.is_alive:
             return
         try:
-            commands = self.participant.step(event, self.host.local_now)
+            commands = self._step(event)
         except Exception as error:
             self.engine.note(self.name, event)
             raise Violation("machines_never_raise", f"{self.name}: {type(error).__name__}: {error}") from error
@@ -131,19 +116,23 @@ class Agent:
         self._arm()
 
     def _arm(self) -> None:
-        self._alarm.set(self.participant.next_deadline())
+        self._alarm.set(self._next_deadline())
 
-    def _carry_out(self, command: participant.Command) -> None:
+    @abstractmethod
+    def _step(self, event: Any) -> Sequence[Any]: ...
+
+    @abstractmethod
+    def _next_deadline(self) -> float | None: ...
+
+    @abstractmethod
+    def _carry_out(self, command: Any) -> None: ...
+
+    @abstractmethod
+    def _cut_off(self, *, with_a_word: bool) -> None:
+        """The process is gone. Unless its host is gone, too, its system closes what it has left open."""
+
+    def _deliver(self, command: participant.Delivery | session.SetLease) -> None:
         match command:
-            case participant.Send(message):
-                assert self.link is not None, "it spoke without a connection"
-                self.network.send_up(self.link, message)
-            case session.Connect():
-                self.network.connect(self)
-            case session.HangUp():
-                assert self.link is not None, "it hung up without a connection"
-                self.network.close_by_agent(self.link)
-                self.link = None
             case session.SetLease(until):
                 self.host.set_lease(until)
             case participant.WorldSealed(place):
@@ -184,7 +173,7 @@ class Agent:
     def _wake_loop(self) -> None:
         if not self._is_turn_due:
             self._is_turn_due = True
-            lag_s = 0.0 if self.network.is_even else self.engine.random.random() ** 4 * 0.02
+            lag_s = 0.0 if self.is_even else self.engine.random.random() ** 4 * 0.02
             self.engine.at(max(self.engine.now + lag_s, self.loop_paused_until), self.hear, self._turn)
 
     def pause_loop(self, for_s: float) -> None:
@@ -330,9 +319,7 @@ class Agent:
         """With the whole host, without a word."""
         self.engine.note(self.name, "is gone with its host")
         self.is_alive = False
-        if self.link is not None:
-            self.link.agent_open = False
-            self.link = None
+        self._cut_off(with_a_word=False)
         if self.host.group is not None:
             self.host.kill(self.host.group, "the host is gone")
         self._die()
@@ -341,7 +328,5 @@ class Agent:
         self.is_alive = False
         self._alarm.set(None)
         self._loop_alarm.set(None)
-        if self.link is not None:
-            self.network.close_by_agent(self.link)
-            self.link = None
+        self._cut_off(with_a_word=True)
         self.host.agent_died()

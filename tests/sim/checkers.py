@@ -37,6 +37,9 @@ HOOKS = (
     "outcome_learned",
     "end_taken_in",
     "refused",
+    "leader_changed",
+    "leader_wrote",
+    "told",
 )
 
 

@@ -42,8 +42,41 @@ KINDS = (
     "join_misfit",
     "close_run",
 )
-# Without these no node is ever out of reach. A coordinator that is down is no reason to lose anybody.
-DISTURBING = frozenset(KINDS) - {"pause_loop", "crash_coordinator", "leave", "join_late", "join_misfit", "close_run"}
+ETCD_KINDS = (
+    "partition",
+    "partition_one_way",
+    "crash_agent",
+    "lose_host",
+    "freeze_agent",
+    "crash_leader",
+    "freeze_leader",
+    "cut_leader",
+    "pause_loop",
+    "leave",
+    "join_late",
+    "join_misfit",
+    "close_run",
+    "lose_quorum",
+    "lose_requests",
+    "break_watch",
+    "compact",
+    "change_etcd_leader",
+)
+# With these alone no node is ever out of reach. A coordinator or a leader that is down is no reason to lose anybody else.
+CALM = frozenset(
+    {
+        "pause_loop",
+        "crash_coordinator",
+        "crash_leader",
+        "leave",
+        "join_late",
+        "join_misfit",
+        "close_run",
+        "break_watch",
+        "compact",
+        "change_etcd_leader",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +102,10 @@ class Profile:
 
     @property
     def is_calm(self) -> bool:
-        return not DISTURBING & set(self.kinds)
+        return CALM.issuperset(self.kinds)
 
 
-def draw_profile(random: Random) -> Profile:
+def draw_profile(random: Random, kinds_there_are: tuple[str, ...] = KINDS) -> Profile:
     host_count = random.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, 6))
     min_nodes = random.randint(1, host_count)
     max_nodes = random.randint(min_nodes, host_count + 2)
@@ -82,7 +115,7 @@ def draw_profile(random: Random) -> Profile:
     heartbeat_s, lease_s, drop_timeout_s, reconnect_grace_s = random.choice(
         ((1.0, 5.0, 2.0, 0.5), (1.0, 5.0, 2.0, 0.5), (0.5, 3.0, 1.5, 0.5), (2.0, 10.0, 4.0, 1.0))
     )
-    kinds = _draw_kinds(random)
+    kinds = _draw_kinds(random, kinds_there_are)
     policy = _draw_policy(random)
     chance_of_failure = random.choice((0.0, 0.1, 0.3) if policy.max_restarts else (0.0, 0.0, 0.2))
     settings = Settings(
@@ -117,11 +150,11 @@ def draw_profile(random: Random) -> Profile:
     )
 
 
-def _draw_kinds(random: Random) -> tuple[str, ...]:
+def _draw_kinds(random: Random, kinds: tuple[str, ...]) -> tuple[str, ...]:
     """A few that do their worst, or many at once."""
     if random.random() < 0.5:
-        return tuple(random.sample(KINDS, 2))
-    return tuple(kind for kind in KINDS if random.random() < 0.4)
+        return tuple(random.sample(kinds, 2))
+    return tuple(kind for kind in kinds if random.random() < 0.4)
 
 
 def _draw_policy(random: Random) -> RestartPolicy:
@@ -211,29 +244,8 @@ class Misfortune:
         return self._random.choice((self._random.random(), self._random.random() * 2 * lease_s, lease_s))
 
     def _is_touchable(self, host: Host) -> bool:
-        return not self._world.network.is_discovery_pending(host)
-
-    def _lose_connection(self) -> None:
-        host, network = self._host(), self._world.network
-        is_reachable = host not in network.blocked_up and host not in network.blocked_down
-        if host.agent is None or host.is_frozen or not is_reachable:
-            return
-        for link in [link for link in network.links if link.host is host and not link.is_lost]:
-            if link.agent_open and link.coordinator_open and link is host.agent.link:
-                self._engine.note("network", "loses the connection of", host.name)
-                network.lose(link)
-
-    def _lose_connection_for_good(self) -> None:
-        """When the agent has found out, it cannot connect again for a while."""
-        self._lose_connection()
-        assert self._victim is not None
-        self._cut_when_discovered(self._victim)
-
-    def _cut_when_discovered(self, host: Host) -> None:
-        if self._is_touchable(host):
-            self._cut(host, up=True, down=True)
-        elif not self._is_over:
-            self._engine.after(0.02, self._cut_when_discovered, host)
+        """Whether it may be cut off or frozen now."""
+        return True
 
     def _partition(self, *, up: bool = True, down: bool = True) -> None:
         host = self._host()
@@ -243,7 +255,7 @@ class Misfortune:
     def _cut(self, host: Host, *, up: bool, down: bool) -> None:
         what = "both ways" if up and down else "upward" if up else "downward"
         self._engine.note("network", "is cut for", host.name, what)
-        self._world.network.partition(host, up=up, down=down)
+        self._world.cut(host, up=up, down=down)
         self._engine.after(self._how_long_s(), self._world.heal, host)
 
     def _partition_one_way(self) -> None:
@@ -278,20 +290,6 @@ class Misfortune:
         if host.agent is not None:
             host.agent.pause_loop(self._how_long_s())
 
-    def _crash_coordinator(self) -> None:
-        if self._world.coordinator.is_up:
-            self._world.coordinator.crash()
-            down_for_s = self._random.random() ** 2 * 15
-            self._engine.after(down_for_s, self._world.start_coordinator)
-            if self._random.random() < 0.5:
-                self._engine.after(self._random.random() * down_for_s, self._join_late)
-
-    def _freeze_coordinator(self) -> None:
-        coordinator = self._world.coordinator
-        if coordinator.is_up and not coordinator.is_frozen:
-            coordinator.freeze()
-            self._engine.after(self._how_long_s(), self._world.thaw_coordinator)
-
     def _leave(self) -> None:
         host = self._host()
         if host.agent is not None and not host.is_frozen and self._random.random() < 0.5:
@@ -304,7 +302,7 @@ class Misfortune:
 
     def _join_misfit(self) -> None:
         """A node that was started with other settings. The first to join fixes them, so it must not be that one."""
-        if self._world.coordinator.disk is not None:
+        if self._world.are_settings_fixed:
             settings = replace(self._profile.settings, max_nodes=self._profile.settings.max_nodes + 1)
             self._world.start_agent(self._world.add_host(), settings)
 

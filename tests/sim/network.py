@@ -18,9 +18,9 @@ from holdfast.rendezvous import messages
 from tests.sim.engine import Engine
 
 if TYPE_CHECKING:
-    from tests.sim.agent import Agent
     from tests.sim.coordinator import Coordinator
     from tests.sim.host import Host
+    from tests.sim.tcp_agent import TcpAgent
 
 Message = messages.ToCoordinator | messages.FromCoordinator
 
@@ -45,7 +45,7 @@ class Link:
         "agent", "agent_open", "coordinator_open", "down", "host", "is_dismissed", "is_lost", "key", "number", "up"
     )  # fmt: skip
 
-    def __init__(self, agent: Agent, number: int) -> None:
+    def __init__(self, agent: TcpAgent, number: int) -> None:
         self.agent = agent
         self.number = number
         self.host = agent.host
@@ -76,21 +76,21 @@ class Network:
 
     # Connecting.
 
-    def connect(self, agent: Agent) -> None:
+    def connect(self, agent: TcpAgent) -> None:
         began = self.engine.now
         if agent.host in self.blocked_up:
             self._time_out(agent, began)
         else:
             self.engine.after(self.delay_s(), self._knock, agent, began)
 
-    def _knock(self, agent: Agent, began: float) -> None:
+    def _knock(self, agent: TcpAgent, began: float) -> None:
         self._dialled += 1
         link = Link(agent, self._dialled) if self.coordinator.is_up else None
         if link:
             self.links.append(link)
         self.engine.after(self.delay_s(), self._answer, agent, began, link)
 
-    def _answer(self, agent: Agent, began: float, link: Link | None) -> None:
+    def _answer(self, agent: TcpAgent, began: float, link: Link | None) -> None:
         if agent.host in self.blocked_down or self.coordinator.is_frozen:
             if link:
                 self._forget(link)
@@ -103,7 +103,7 @@ class Network:
         else:
             agent.hear(agent.connected, link)
 
-    def _time_out(self, agent: Agent, began: float) -> None:
+    def _time_out(self, agent: TcpAgent, began: float) -> None:
         """Nobody answers; or a router says at once that there is no way."""
         is_told = not self.is_even and self.engine.random.random() < 0.5
         after_s = 0.05 if is_told else self.connect_timeout_s

@@ -13,12 +13,12 @@ from holdfast.rendezvous import participant
 from holdfast.rendezvous.outcome import Failure
 from holdfast.rendezvous.vocabulary import Settings
 from holdfast.rendezvous.world import NodeFacts
-from tests.sim.agent import Agent
 from tests.sim.checkers import RULES, Checks, OnlyMisfitsAreRefused
 from tests.sim.coordinator import Coordinator
 from tests.sim.engine import Clock, Engine
 from tests.sim.host import Host, Plan, Society
 from tests.sim.network import Network
+from tests.sim.tcp_agent import TcpAgent
 
 DELAY_S = 0.01
 FOR_EVER = Plan(None)
@@ -72,7 +72,7 @@ class Script:
             host.grace_s = self._grace_s
         host.agents_started += 1
         facts = NodeFacts(name + "'" * (host.agents_started - 1), address=name, requested_rank=rank)
-        Agent(self.engine, self.network, self.checks, host, facts, self.settings, 0.5).start()
+        TcpAgent(self.engine, self.network, self.checks, host, facts, self.settings, 0.5).start()
 
     def kill(self, name: str, at: float) -> None:
         self.engine.at(at, lambda: self._agent(name).crash())
@@ -120,8 +120,7 @@ class Script:
         self.engine.at(at, self._reset, name)
 
     def _reset(self, name: str) -> None:
-        link = self._agent(name).link
-        assert link is not None
+        link = next(link for link in self.network.links if link.agent is self._agent(name) and not link.is_lost)
         self.engine.note("network", "loses the connection of", name)
         self.network.break_off(link)
 

@@ -1,49 +1,78 @@
-"""One fake world for one seed, and the two phases of its life.
+"""A fake world for one seed, and the two phases of its life.
 
 Phase one: faults strike, and the rules (`checkers`) hold at every step. Phase two: the faults stop and everything
 heals. Now progress is demanded, within a bound of virtual time: the run ends, or every node that is alive runs in
 one round; then its workers are given an end, and the run must end, and everybody must hear of it.
+
+What the agents meet at is left open here: a coordinator (`tcp_world`), or etcd (`etcd_world`).
 """
 
 from __future__ import annotations
 
-from random import Random
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from holdfast.agent import lifecycle
 from holdfast.rendezvous import participant
-from holdfast.rendezvous.membership import Phase
+from holdfast.rendezvous import world as rounds
 from holdfast.rendezvous.vocabulary import Admit, Settings
 from holdfast.rendezvous.world import NodeFacts
 from tests.sim.agent import Agent
 from tests.sim.checkers import Checks
-from tests.sim.coordinator import Coordinator
 from tests.sim.engine import Engine, Violation
-from tests.sim.faults import Misfortune, Profile, Workload, draw_clock, draw_profile
+from tests.sim.faults import Misfortune, Profile, Workload, draw_clock
 from tests.sim.host import Host, Society
-from tests.sim.network import Network
 
 
-class FakeWorld:
+class FakeWorld(ABC):
     """Everything that there is for one run."""
 
-    def __init__(self, seed: int) -> None:
-        random = Random(seed)
+    misfortune: Misfortune
+
+    def __init__(self, seed: int, profile: Profile, engine: Engine, checks: Checks) -> None:
         self.seed = seed
-        self.profile: Profile = draw_profile(random)
-        settings = self.profile.settings
-        self.engine = Engine(random)
-        clock = draw_clock(random, is_coordinator=True)
-        self.checks = Checks(settings, lambda: clock.local(self.engine.now))
-        if self.profile.is_calm:
-            self.checks.be_calm()
-        self.network = Network(self.engine, self.profile.max_delay_s)
-        self.coordinator = Coordinator(self.engine, self.network, clock, self.checks)
-        self.coordinator.does_hang_up = self.profile.does_coordinator_hang_up
-        self.society = Society(self.engine, self.checks)
-        self.workload = Workload(random, self.profile)
+        self.profile = profile
+        self.engine = engine
+        self.checks = checks
+        if profile.is_calm:
+            checks.be_calm()
+        self.society = Society(engine, checks)
+        self.workload = Workload(engine.random, profile)
         self.hosts: list[Host] = []
         self.agents: list[Agent] = []
-        self.misfortune = Misfortune(self, self.profile)
+
+    # What the agents meet at.
+
+    @abstractmethod
+    def make_agent(self, host: Host, facts: NodeFacts, settings: Settings) -> Agent: ...
+
+    @abstractmethod
+    def open(self) -> None:
+        """Whatever the agents meet at is started."""
+
+    @abstractmethod
+    def recover(self) -> None:
+        """Whatever is wrong with it is over."""
+
+    @abstractmethod
+    def cut(self, host: Host, *, up: bool, down: bool) -> None:
+        """What goes up from the host, or down to it, does not get through."""
+
+    @abstractmethod
+    def heal_network(self, host: Host) -> None: ...
+
+    @abstractmethod
+    def running_world(self) -> rounds.World | None:
+        """That of the round that runs and is not being stopped."""
+
+    @abstractmethod
+    def standing(self) -> str:
+        """What became of the run, for whoever wonders why it goes no further."""
+
+    @property
+    @abstractmethod
+    def are_settings_fixed(self) -> bool:
+        """Whether a node with other settings is refused for sure."""
 
     # Hosts and agents.
 
@@ -69,34 +98,17 @@ class FakeWorld:
             local_world_size=1 + number % 2,
             requested_rank=number if has_rank else None,
         )
-        agent = Agent(
-            self.engine,
-            self.network,
-            self.checks,
-            host,
-            facts,
-            settings or self.profile.settings,
-            self.profile.reconnect_grace_s,
-            does_loop_block=self.profile.does_loop_block,
-        )
+        agent = self.make_agent(host, facts, settings or self.profile.settings)
         self.agents.append(agent)
         agent.start()
 
     def heal(self, host: Host) -> None:
         self.engine.note("network", "heals for", host.name)
-        self.network.heal(host)
+        self.heal_network(host)
 
     def thaw(self, host: Host) -> None:
         if host.is_frozen and host.agent is not None:
             host.agent.thaw()
-
-    def start_coordinator(self) -> None:
-        if not self.coordinator.is_up:
-            self.coordinator.start()
-
-    def thaw_coordinator(self) -> None:
-        if self.coordinator.is_frozen:
-            self.coordinator.thaw()
 
     def close_run(self, host: Host) -> None:
         if host.agent is not None:
@@ -115,25 +127,23 @@ class FakeWorld:
         self._demand("ends_and_everybody_knows", self._is_over)
 
     def _set_out(self) -> None:
-        self.engine.after(self.engine.random.choice((0.0, 0.0, 3.0)), self.start_coordinator)
+        self.open()
         for _ in range(self.profile.host_count):
             spread_s = self.engine.random.choice((0.0, 0.5, 8.0, 30.0))
             self.engine.at(self.engine.random.random() * spread_s, self.start_agent, self.add_host())
 
     def _heal_everything(self) -> None:
         self.engine.note("world", "the faults are over")
-        self.misfortune.end()
         self.society.is_peaceful = self.workload.is_peaceful = True
-        self.start_coordinator()
-        self.thaw_coordinator()
+        self.misfortune.end()
+        self.recover()
         for host in self.hosts:
-            self.network.heal(host)
+            self.heal_network(host)
             self.thaw(host)
             if host.agent is not None:
                 host.agent.loop_paused_until = 0.0
 
-    def _demand(self, what: str, is_so: object) -> None:
-        assert callable(is_so)
+    def _demand(self, what: str, is_so: Callable[[], bool]) -> None:
         settings = self.profile.settings
         once_s = self.profile.grace_s + settings.lease_s + settings.last_call_s + settings.drop_timeout_s
         bound_s = 1.1 * (settings.join_timeout_s + 3 * once_s + settings.policy.backoff_cap_s + 20.0)
@@ -141,9 +151,8 @@ class FakeWorld:
             raise Violation(what, f"not within {bound_s:.1f} s after the faults were over; {self._standing()}")
 
     def _standing(self) -> str:
-        machine = self.coordinator.machine
         phases = ", ".join(f"{agent.name} {agent.machine.phase}" for agent in self._living())
-        return f"the run is {machine.phase if machine else 'forgotten'}, {phases or 'nobody is alive'}"
+        return f"the run is {self.standing()}, {phases or 'nobody is alive'}"
 
     def _living(self) -> list[Agent]:
         return [host.agent for host in self.hosts if host.agent is not None]
@@ -156,10 +165,9 @@ class FakeWorld:
         living = self._living()
         if not living:
             return True
-        machine = self.coordinator.machine
-        if machine is None or machine.phase is not Phase.RUNNING or machine.world is None:
+        world, settings = self.running_world(), self.profile.settings
+        if world is None:
             return False
-        world, settings = machine.world, self.profile.settings
         members = [agent for agent in living if agent.participant.facts.key in world.keys]
         is_open = len(world.members) < settings.max_nodes and settings.admit is Admit.NOW
         if len(members) < len(living) and is_open:
@@ -175,9 +183,8 @@ def _is_running(agent: Agent, round: int) -> bool:
     return agent.machine.round == round and agent.machine.phase in phases and not agent.is_leaving
 
 
-def simulate(seed: int) -> FakeWorld:
+def live(world: FakeWorld) -> FakeWorld:
     """Live through one seed. Raises `Violation` when a rule is broken; the world is in its `world`."""
-    world = FakeWorld(seed)
     try:
         world.run()
     except Violation as violation:

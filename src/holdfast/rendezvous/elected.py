@@ -84,6 +84,7 @@ class Elected:
         self._lease: int | None = None
         self._leader: Found | None = None
         self._leader_revision = 0
+        self._reign_number = 0
         self._is_following = False
         self._heard = (0, 0)
         self._said = b""
@@ -99,7 +100,9 @@ class Elected:
         return [*commands, *self._speak(now), *self._reign_on(now), *self._say_farewell()]
 
     def next_deadline(self) -> float | None:
-        candidates = [self.node.next_deadline(), *self._retry_at.values()]
+        if self._is_revoked:
+            return None
+        candidates = [self._node_deadline(), *self._retry_at.values()]
         if self.reign is not None:
             candidates.append(self.reign.next_deadline())
         return min((each for each in candidates if each is not None), default=None)
@@ -121,7 +124,17 @@ class Elected:
         self._is_revoked = True
         return [*self._step_down(), RevokeLease(self._lease)]
 
+    def check(self) -> None:
+        """The invariants; tests and the simulator call this after every step."""
+        assert (self.reign is None) == (self.office is Office.FOLLOWING)
+        assert self.reign is None or self._lease is not None
+        assert not self._is_revoked or self.reign is None
+        if self.reign is not None and self.reign.machine is not None:
+            self.reign.machine.check()
+
     def _react(self, event: Event, now: float) -> list[Command]:
+        if self._is_revoked and not isinstance(event, participant.AgentEvent):
+            return []
         match event:
             case session.TimePassed():
                 return self._time_passed(now)
@@ -188,7 +201,7 @@ class Elected:
         for what in due:
             del self._retry_at[what]
         commands: list[Command] = []
-        deadline = self.node.next_deadline()
+        deadline = self._node_deadline()
         if deadline is not None and now >= deadline:
             commands += self._step_node(session.TimePassed(), now)
         if "follow" in due and not self._is_revoked:
@@ -203,6 +216,10 @@ class Elected:
 
     # The node.
 
+    def _node_deadline(self) -> float | None:
+        """A leader keeps its lease for as long as it has duties, also when the run is over for its own node."""
+        return self.node.next_renewal() if self.has_duties else self.node.next_deadline()
+
     def _step_node(self, event: participant.Event, now: float) -> list[Command]:
         commands: list[Command] = []
         for command in self.node.step(event, now):
@@ -215,8 +232,7 @@ class Elected:
                 case session.Connect():
                     commands.append(GrantLease())
                 case session.HangUp():
-                    commands += self._step_down()
-                    self._lease = None
+                    commands += self._give_up_lease(now)
                 case _:
                     commands.append(command)
         return commands
@@ -231,14 +247,24 @@ class Elected:
         return [*commands, *(self._campaign() if self._leader is None else [])]
 
     def _lose_lease(self, now: float) -> list[Command]:
-        """Nobody but etcd can have ended it: the node was not heard of for too long. One that prefers running on to
-        being safe says again where it stands, under another lease, and may find that its place is still there."""
+        """Nobody but etcd can have ended it: the node was not heard of for too long."""
+        return [*self._give_up_lease(now), *self._step_node(session.Disconnected(), now)]
+
+    def _give_up_lease(self, now: float) -> list[Command]:
+        """Who has another lease is somebody else, also if it was only waiting:
+
+          1. it waits for a place, is given one, and does not hear of it, because etcd is out of its reach,
+          2. its lease ends, so the place is given away,
+          3. it is back with another lease and says that it waits, and only now reads what it was told before.
+
+        If it took that place, there would be two worlds. One that prefers running on to being safe says again where it
+        stands, and may find that its place is still there.
+        """
         commands = self._step_down()
         self._lease = None
-        if not self.node.may_outlive_lease:
-            lost = messages.Expelled("its lease has ended")
-            commands += self._step_node(participant.MessageCame(lost), now)
-        return commands + self._step_node(session.Disconnected(), now)
+        if self.node.may_outlive_lease:
+            return commands
+        return commands + self._step_node(participant.MessageCame(messages.Expelled("its lease has ended")), now)
 
     def _speak(self, now: float) -> list[Command]:
         """Bring the statement up to date. One at a time, so that an older one never overwrites a newer."""
@@ -288,9 +314,12 @@ class Elected:
         if self.reign is not None and self.reign.term == leader.created_at:
             return []
         commands = self._step_down()
-        self.reign = Reign(leader.created_at)
+        self.reign = self._begin_reign(leader.created_at, self._reign_number)
         self.office = Office.LOADING
         return [*commands, Load(leader.created_at)]
+
+    def _begin_reign(self, term: int, number: int) -> Reign:
+        return Reign(term, number)
 
     def _campaign(self) -> list[Command]:
         return [] if self._lease is None or self._has_left or self._is_revoked else [Campaign(self._lease)]
@@ -298,6 +327,7 @@ class Elected:
     def _step_down(self) -> list[Command]:
         if self.reign is None:
             return []
+        self._reign_number = self.reign.number
         self.reign = None
         self.office = Office.FOLLOWING
         for what in ("load", "write"):

@@ -178,7 +178,7 @@ class KeepLease:
 
 @record
 class RevokeLease:
-    """The node has said its last word. Not answered."""
+    """The node has said its last word. Not answered. After whatever was asked for before it, `Forget` above all."""
 
     lease: int
 
@@ -197,6 +197,10 @@ class Campaign:
 
 @record
 class Say:
+    """Write the statement, if the one that is there is the last that this node is known to have written, or if there is
+    none and it has written none under this lease. Otherwise see what is there, and say `SayFailed`: an earlier one
+    was carried out late."""
+
     number: int
     lease: int
     statement: bytes
@@ -218,7 +222,10 @@ class StepDown:
 class Write:
     """In this order, if this term is still the present one. `is_last`: the run is over, its keys may go after a while.
 
-    `run` goes first, or together with the first of the others; None if it has not changed.
+    `run` goes first, or together with the first of the others; None if it has not changed. Each transaction also writes
+    `turn`, and holds only if `turn` was last changed by the transaction before it in this term (at the beginning: if it
+    is as it was when the run was loaded). If it was not, an earlier one was carried out late: see when it was changed,
+    and say `WriteFailed`. `WriteRefused` is for another term alone.
     """
 
     number: int

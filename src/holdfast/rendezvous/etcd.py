@@ -67,10 +67,11 @@ class EtcdRendezvousHandler(CoordinatedHandler):
         return ",".join(self._options.endpoints)
 
     def _open_store(self) -> Store:
+        link = self._etcd
         assert self._client is not None
-        assert self._etcd is not None
+        assert link is not None
         timeout = timedelta(seconds=self._options.read_timeout_s)
-        return EtcdStore(self._client, self._keys.store, timeout, self._etcd.run_lease)
+        return EtcdStore(self._client, self._keys.store, timeout, lambda: link.run_lease)
 
     def _unreached(self) -> str:
         return f"no etcd could be reached at {self._where}"

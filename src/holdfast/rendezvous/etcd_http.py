@@ -155,26 +155,27 @@ def read_line_as(data: bytes, kind: type[S]) -> S:
     line = read_as(data, Streamed)
     if bytes(line.error):
         raise Objection(read_as(bytes(line.error), Complaint))
-    return read_as(bytes(line.result), kind)
+    return read_as(bytes(line.result) or b"null", kind)
 
 
 def not_etcd(what: str) -> Trouble:
     return Trouble(f"this is not an answer of etcd: {what}", may_have_happened=True, is_lasting=True)
 
 
-def lines_of(response: requests.Response, silence_s: float) -> Iterator[bytes]:
-    """The lines of a stream as they come. So long a silence is a `Trouble`."""
-    _give_patience(response, silence_s)
+def lines_of(response: requests.Response) -> Iterator[bytes]:
+    """The lines of a stream as they come."""
     left = b""
     for piece in _pieces(response, None):
         *lines, left = (left + piece).split(b"\n")
         yield from (line for line in lines if line.strip())
         if len(left) > MAX_ANSWER_BYTES:
             raise not_etcd(f"a line of more than {MAX_ANSWER_BYTES >> 20} MiB")
+    if left.strip():
+        yield left
 
 
-def _give_patience(response: requests.Response, silence_s: float) -> None:
-    # The time-out that the request was made with was for the first words.
+def give_patience(response: requests.Response, silence_s: float) -> None:
+    """From now on so long a silence of a stream is a `Trouble`; before, it was the time-out of the request."""
     sock = getattr(response.raw.connection, "sock", None)
     if sock is not None:
         sock.settimeout(silence_s)
@@ -223,6 +224,8 @@ def _excerpt(data: bytes) -> str:
 
 
 def _trouble(error: BaseException) -> Trouble:
+    from http.client import RemoteDisconnected
+
     from requests import exceptions as http
     from urllib3 import exceptions as urllib3
 
@@ -240,7 +243,10 @@ def _trouble(error: BaseException) -> Trouble:
         return Trouble("no answer in time", may_have_happened=True)
     if isinstance(error, http.InvalidURL | http.InvalidSchema):
         return Trouble(str(error), is_lasting=True)
-    return Trouble(reason or "the connection has broken", may_have_happened=True)
+    # What listens in vain for the other kind of connection hangs up like a member that is killed.
+    is_cut_off = any(isinstance(cause, ssl.SSLEOFError | RemoteDisconnected) for cause in causes)
+    text = "the connection was closed without an answer (is it http or https?)" if is_cut_off else reason
+    return Trouble(text or "the connection has broken", may_have_happened=True)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -1,6 +1,6 @@
 """A real etcd for tests and demos: one server, or a cluster of three, at free ports and with data of its own.
 
-Each etcd is the child of a guard (`etcd_guard.py`), so that none is left behind when this process ends, however it
+Each etcd is the child of a keeper (`etcd_keeper.py`), so that none is left behind when this process ends, however it
 ends. The ports stay bound by this process, without listening, for as long as the server is wanted: nobody else is
 handed them, and etcd can still listen there (see `endpoints.bind_port`).
 
@@ -36,7 +36,7 @@ BINARY_VARIABLES = ("HOLDFAST_ETCD_BINARY", "TORCHELASTIC_ETCD_BINARY_PATH")
 _HOST = "127.0.0.1"
 _LOOK_AGAIN_S = 0.02
 _STOP_S = 30.0
-_GUARD = str(Path(__file__).with_name("etcd_guard.py"))
+_KEEPER = str(Path(__file__).with_name("etcd_keeper.py"))
 _LOG_NAME = "etcd.log"
 # A server without peers need not give them time; it is ready the sooner, and leases may be as short as a second.
 _ALONE = ("--heartbeat-interval=50", "--election-timeout=300")
@@ -72,30 +72,30 @@ def _packaged_binary() -> str | None:
     return os.path.join(os.path.dirname(found.origin), "etcdbin", "etcd")
 
 
-class _Guarded:
-    """One etcd and its guard. `stop` may be called any number of times, and is called when the object goes."""
+class _Kept:
+    """One etcd and its keeper. `stop` may be called any number of times, and is called when the object goes."""
 
     def __init__(self, command: Sequence[str], scrap: str, stderr: IO[Any] | int | None) -> None:
-        guard = [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), scrap]
-        self._guard = subprocess.Popen(
-            [*guard, *command],
+        keeper = [sys.executable, "-I", "-S", _KEEPER, str(os.getpid()), scrap]
+        self._keeper = subprocess.Popen(
+            [*keeper, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
             env=_environment(),
             start_new_session=True,
         )
-        self.stop = weakref.finalize(self, _end_guard, self._guard, os.getpid())
-        assert self._guard.stdout is not None
-        line = self._guard.stdout.readline()
+        self.stop = weakref.finalize(self, _end_keeper, self._keeper, os.getpid())
+        assert self._keeper.stdout is not None
+        line = self._keeper.stdout.readline()
         if not line:
-            raise HostError(f"the guard of etcd has ended: exit status {self._guard.wait()}")
+            raise HostError(f"the keeper of etcd has ended: exit status {self._keeper.wait()}")
         self.pid = int(line)
 
     def is_running(self) -> bool:
         if not self.stop.alive:
             return False
-        # The guard does not reap etcd before it is stopped, so the pid is still its own.
+        # The keeper does not reap etcd before it is stopped, so the pid is still its own.
         watch = os.pidfd_open(self.pid)
         try:
             return not select.select([watch], [], [], 0)[0]
@@ -106,26 +106,40 @@ class _Guarded:
         if self.stop.alive:
             os.kill(self.pid, number)
 
+    def pause(self) -> None:
+        """Returns when all its threads stand still."""
+        self.signal(signal.SIGSTOP)
+        deadline = time.monotonic() + _STOP_S
+        while self.is_running() and not _is_paused(self.pid):
+            if time.monotonic() > deadline:
+                raise HostError(f"etcd (pid {self.pid}) does not stop")
+            time.sleep(_LOOK_AGAIN_S / 10)
+
     def stop_and_keep_data(self) -> None:
-        if self.stop.alive and self._guard.stdin is not None:
+        if self.stop.alive and self._keeper.stdin is not None:
             try:
-                self._guard.stdin.write(b"k")
-                self._guard.stdin.flush()
+                self._keeper.stdin.write(b"k")
+                self._keeper.stdin.flush()
             except OSError:
-                pass  # The guard was killed, and etcd with it.
+                pass  # The keeper was killed, and etcd with it.
         self.stop()
 
 
-def _end_guard(guard: subprocess.Popen[bytes], owner: int) -> None:
+def _is_paused(pid: int) -> bool:
+    stats = (task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
+def _end_keeper(keeper: subprocess.Popen[bytes], owner: int) -> None:
     if os.getpid() != owner:
         return  # A fork of the owner owns nothing.
-    for stream in (guard.stdin, guard.stdout):
+    for stream in (keeper.stdin, keeper.stdout):
         if stream is not None:
             try:
                 stream.close()
             except OSError:
                 pass
-    guard.wait(_STOP_S)
+    keeper.wait(_STOP_S)
 
 
 def _environment() -> dict[str, str]:
@@ -144,7 +158,7 @@ class _Member:
         self._protocol = protocol
         self._options = list(options)
         self._held: list[socket.socket] = []
-        self._process: _Guarded | None = None
+        self._process: _Kept | None = None
         try:
             for _ in ("client", "peer", "health"):
                 self._held.append(bind_port(_HOST))
@@ -161,7 +175,7 @@ class _Member:
         return f"{self.name}=http://{_HOST}:{self._held[1].getsockname()[1]}"
 
     @property
-    def process(self) -> _Guarded:
+    def process(self) -> _Kept:
         if self._process is None:
             raise UserError(f"{self.name} of etcd is not started")
         return self._process
@@ -189,18 +203,18 @@ class _Member:
         ]
         scrap = self.home if self._is_scrap else ""
         if stderr is not None:
-            self._process = _Guarded(command, scrap, stderr)
+            self._process = _Kept(command, scrap, stderr)
             return
         with open(os.path.join(self.home, _LOG_NAME), "ab") as log:
-            self._process = _Guarded(command, scrap, log.fileno())
+            self._process = _Kept(command, scrap, log.fileno())
 
     def await_health(self, deadline: float) -> None:
         """Raises `HostError` if it has ended, or is not healthy in time."""
         while not self.is_healthy(timeout_s=1.0):
             if not self.process.is_running():
-                raise HostError(f"etcd has ended as soon as it was started{self._last_words()}")
+                raise HostError(f"etcd has ended as soon as it was started{self._complaint()}")
             if time.monotonic() > deadline:
-                raise HostError(f"etcd at {_HOST}:{self.port} is not healthy in time{self._last_words()}")
+                raise HostError(f"etcd at {_HOST}:{self.port} is not healthy in time{self._complaint()}")
             time.sleep(_LOOK_AGAIN_S)
 
     def is_healthy(self, timeout_s: float) -> bool:
@@ -221,12 +235,16 @@ class _Member:
         finally:
             connection.close()
 
-    def _last_words(self) -> str:
+    def _complaint(self) -> str:
+        """What etcd said of it: its fatal message, or else the first line that is no log record (a wrong flag)."""
         try:
-            lines = Path(self.home, _LOG_NAME).read_text(errors="replace").splitlines()
+            text = Path(self.home, _LOG_NAME).read_text(errors="replace")
         except OSError:
             return ""
-        return f"; its last words: {lines[-1][:500]}" if lines else ""
+        lines = [line for line in text.splitlines() if line.strip()]
+        fatal = [line for line in lines if '"level":"fatal"' in line]
+        telling = fatal or [line for line in lines if not line.startswith("{")] or lines[-1:]
+        return f"; it said: {telling[0][:500]}" if telling else ""
 
     def close(self) -> None:
         if self._process is not None:
@@ -403,7 +421,7 @@ class EtcdCluster:
 
     def pause(self, number: int) -> None:
         """SIGSTOP: it keeps its connections and says nothing."""
-        self._members[number].process.signal(signal.SIGSTOP)
+        self._members[number].process.pause()
 
     def resume(self, number: int) -> None:
         self._members[number].process.signal(signal.SIGCONT)

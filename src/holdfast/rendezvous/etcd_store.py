@@ -47,15 +47,22 @@ Found = dict[bytes, bytes]
 
 
 class EtcdStore(Store):
-    """`prefix` is a namespace of its own; `lease` is the id of a lease that others keep alive. Threads may share it."""
+    """`prefix` is a namespace of its own; `lease` is the id of a lease that others keep alive, or a function that knows
+    the present one. Threads may share it."""
 
-    def __init__(self, client: EtcdClient, prefix: bytes, timeout: timedelta = DEFAULT_TIMEOUT, lease: int = 0) -> None:
+    def __init__(
+        self,
+        client: EtcdClient,
+        prefix: bytes,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        lease: int | Callable[[], int] = 0,
+    ) -> None:
         if not prefix:
             raise UserError("a store in etcd needs a prefix for its keys")
         self._client = client
         self._prefix = prefix
         self._timeout = timeout
-        self._lease = lease
+        self._lease = lease if callable(lease) else lambda: lease
         # Threads of one process that change the same key need not find each other out through etcd.
         self._swapping = threading.Lock()
 
@@ -76,14 +83,14 @@ class EtcdStore(Store):
         return repr(key[len(self._prefix) :].decode())
 
     def _put(self, key: bytes, value: bytes) -> Put:
-        return Put(key, value, self._lease)
+        return Put(key, value, self._lease())
 
     # Writing.
 
     def set(self, key: str, value: bytes | str) -> None:
         full, encoded = self._full(key), as_bytes(value)
         with _own_errors():
-            self._client.put(full, encoded, self._lease)
+            self._client.put(full, encoded, self._lease())
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         if len(keys) != len(values):
@@ -137,11 +144,17 @@ class EtcdStore(Store):
                 except Unavailable as error:
                     if not error.is_outcome_unknown or in_doubt is not None:
                         raise
-                    in_doubt, present = before, self._client.get(full)
+                    in_doubt, present = before, self._get_again(full, error)
                     continue
                 if done.has_succeeded:
                     return value
                 present = next(iter(done.readings[0].items), None)
+
+    def _get_again(self, key: bytes, doubt: Unavailable) -> KeyValue | None:
+        try:
+            return self._client.get(key)
+        except Unavailable:
+            raise doubt from None  # That the outcome is unknown is the worse news.
 
     def delete_key(self, key: str) -> bool:
         full = self._full(key)

@@ -2,13 +2,21 @@
 
     <prefix>/<run id>/leader          who decides; gone with its lease
     <prefix>/<run id>/run             what the leader has decided (`Snapshot`)
+    <prefix>/<run id>/turn            written with everything that a leader writes, see below
     <prefix>/<run id>/nodes/<node>    what a node says of itself (`Statement`); gone with its lease
     <prefix>/<run id>/told/<node>     what the leader tells that node (`Tellings`)
     <prefix>/<run id>/store/<key>     the run's key-value store
 
 A statement is not a message but the whole of what its node has to say; whoever reads the newest has missed nothing.
 What a node is told is a short list, of which the newest holds everything that still matters: its place, that the
-round is stopped, how the run ended. Notices for people ride along once. Every value is a typed msgpack map behind a
+round is stopped, how the run ended. Notices for people ride along once.
+
+A request that was given up may still be on its way, and be carried out after what was asked for later. So nothing is
+overwritten by somebody who does not know what is there: a node's statement is written only if the one that is there is
+the one that this node wrote last, and each transaction of a leader only if the last that was written in its term was
+the one before it. That is what the key `turn` is for, whose value is nobody's business.
+
+Every value is a typed msgpack map behind a
 version, so something else's keys under the same prefix are noticed and not misread.
 """
 
@@ -16,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from typing import TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -105,12 +113,17 @@ class Keyspace:
         self.root = f"/{prefix.strip('/')}/{quote(run_id, safe='')}/".encode()
         self.leader = self.root + b"leader"
         self.run = self.root + b"run"
+        self.turn = self.root + b"turn"
         self.nodes = self.root + b"nodes/"
         self.told = self.root + b"told/"
         self.store = self.root + b"store/"
 
     def node(self, node_id: str) -> bytes:
         return self.nodes + quote(node_id, safe="").encode()
+
+    def node_of(self, key: bytes) -> str:
+        """Whose statement is under this key."""
+        return unquote(key.removeprefix(self.nodes).decode(errors="replace"))
 
     def told_to(self, node_id: str) -> bytes:
         return self.told + quote(node_id, safe="").encode()

@@ -155,6 +155,7 @@ class Membership:
         """Go on where another leader was. What each node says now is fed to it next, and who is gone is said to be."""
         machine = cls(now, snapshot.memory, keeps_leases=False)
         machine._previous = snapshot.previous
+        machine._has_seen_no_round = False
         if snapshot.world is not None and machine.phase is not Phase.ENDED:
             machine._begin(snapshot.world)
             for facts in snapshot.world.members:
@@ -307,11 +308,19 @@ class Membership:
         is_member = self.world is not None and self.world.round == place.round
         if node is None or not is_member or node.stage is Stage.WAITING:
             self.round = max(self.round, place.round)
+            if event.stage is Stage.FINISHED and not self._keeps_leases and node is None:
+                return self._stop_late(facts, place.round, now)
             return [Expel(facts.key, f"its place in round {place.round} was given up")]
         self._roster.reopen(node, now)
         if event.stage is Stage.FINISHED:
             self._finish(node)
         return self._stop_again(node)
+
+    def _stop_late(self, facts: NodeFacts, round: int, now: float) -> list[Command]:
+        """It had done its part of a round that was stopped, and nobody has told it. Its lease has not ended since, so it
+        is nobody's ghost."""
+        self._roster.add(facts, Stage.FINISHED, now)
+        return [StopRound((facts.key,), round, "the round was stopped meanwhile")]
 
     def _adopt(self, place: Place, now: float) -> None:
         """Go on with a round that another coordinator process has sealed; its members have a lease to return.

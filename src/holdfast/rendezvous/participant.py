@@ -194,6 +194,10 @@ class Participant:
     def next_deadline(self) -> float | None:
         return None if self.standing is Standing.DONE else self._session.next_deadline()
 
+    def next_renewal(self) -> float | None:
+        """The same for one that has reasons to be heard of although the run is over for it."""
+        return self._session.next_deadline()
+
     def step(self, event: Event, now: float) -> list[Command]:
         if isinstance(event, AgentEvent) and self._session.has_lapsed(now):
             # First of all: workers that the spawner has killed by now have neither failed nor succeeded.

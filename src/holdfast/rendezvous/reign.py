@@ -19,8 +19,10 @@ from holdfast.rendezvous.vocabulary import Snapshot
 class Reign:
     """`machine` is None until the run was read."""
 
-    def __init__(self, term: int) -> None:
+    def __init__(self, term: int, number: int = 0) -> None:
+        """`number` is the last that was used before, so that no answer to an earlier leader is taken for one to this."""
         self.term = term
+        self.number = number
         self.machine: Membership | None = None
         self.writing: int | None = None
         self._statements: dict[str, tuple[str, tuple[Said, ...]]] = {}  # Of each node: its key, and what it said.
@@ -30,12 +32,11 @@ class Reign:
         self._snapshot: Snapshot | None = None
         self._is_forgotten = False
         self._is_removed = False
-        self._number = 0
 
     @property
     def is_ending(self) -> bool:
         has_ended = self.machine is not None and self.machine.outcome is not None
-        return not self._is_forgotten and (has_ended or self.writing is not None)
+        return not self._is_removed and (has_ended or self.writing is not None)
 
     def next_deadline(self) -> float | None:
         return self.machine.next_deadline() if self.machine is not None and not self._is_forgotten else None
@@ -44,11 +45,8 @@ class Reign:
         deadline = self.next_deadline()
         if deadline is not None and now >= deadline:
             self._feed(words.TimePassed(), now)
-        if "load" in due:
-            return [Load(self.term)]
-        if "write" in due and self._last_write is not None:
-            return [self._last_write]
-        return []
+        again: list[EtcdCommand] = [Load(self.term)] if "load" in due else []
+        return [*again, self._last_write] if "write" in due and self._last_write is not None else again
 
     # What is read.
 
@@ -86,8 +84,10 @@ class Reign:
                 self._see_one(node_id, found, now)
 
     def _see_one(self, node_id: str, found: Found | None, now: float) -> None:
-        known_key, known = self._statements.pop(node_id, ("", ()))
         said = _said(found)
+        if found is not None and not said:
+            return  # What nobody can read is no news.
+        known_key, known = self._statements.pop(node_id, ("", ()))
         if not said:
             self._told.pop(node_id, None)
             if known_key:
@@ -136,9 +136,9 @@ class Reign:
     def _tell(self, keys: tuple[str, ...], message: Tellable) -> None:
         for key in keys:
             node_id = key.rpartition("/")[0]
-            self._number += 1
+            self.number += 1
             told = self._told.get(node_id, [])
-            self._told[node_id] = [*_still_true(told, message), Telling(self.term, self._number, key, message)]
+            self._told[node_id] = [*_still_true(told, message), Telling(self.term, self.number, key, message)]
             self._untold.add(node_id)
 
     # What is written.
@@ -159,9 +159,9 @@ class Reign:
         self._untold.clear()
         for node_id in self._told:
             self._told[node_id] = [each for each in self._told[node_id] if not _is_passing(each.message)]
-        self._number += 1
-        self.writing = self._number
-        self._last_write = Write(self._number, self.term, run, told, self.machine.outcome is not None)
+        self.number += 1
+        self.writing = self.number
+        self._last_write = Write(self.number, self.term, run, told, self.machine.outcome is not None)
         return [self._last_write]
 
     def _forget(self) -> list[EtcdCommand]:
@@ -177,7 +177,6 @@ class Reign:
 
 
 def _said(found: Found | None) -> tuple[Said, ...]:
-    """What nobody can read is as good as nothing."""
     if found is None:
         return ()
     try:

@@ -38,7 +38,8 @@ class SessionSettings:
     backoff_first_s: float = 0.05
     backoff_cap_s: float = 1.0
     does_join_renew: bool = True
-    """Whether whoever keeps the lease has heard of the node when it is told of a join."""
+    """Whether whoever keeps the lease has heard of the node when it is told of a join. If not, it has when it grants
+    the lease, which is what connecting means then."""
 
 
 class Line(StrEnum):
@@ -225,6 +226,8 @@ class Session:
         self.line = Line.OPEN
         self._failures = 0
         self._sent_at.clear()
+        if not self.settings.does_join_renew:
+            self._lease_from, self._closed_at = max(self._lease_from, self._attempted_at), None
         return self._heartbeat(now)
 
     def _heartbeat(self, now: float) -> list[Command]:

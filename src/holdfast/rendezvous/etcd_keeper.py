@@ -1,10 +1,10 @@
 """A small program that runs one etcd and sees to it that etcd does not outlive the process that wanted it.
 
-    python etcd_guard.py OWNER_PID SCRAP COMMAND...
+    python etcd_keeper.py OWNER_PID SCRAP COMMAND...
 
 It starts the command, writes its pid to stdout, and waits. When stdin ends, or the owner does, it kills the command
-and removes the directory SCRAP (nothing, if that is empty); a `k` on stdin says that SCRAP is to be kept. If the guard
-itself is killed, the kernel kills the command: the guard has one thread, so a parent-death signal cannot misfire.
+and removes the directory SCRAP (nothing, if that is empty); a `k` on stdin says that SCRAP is to be kept. If the keeper
+itself is killed, the kernel kills the command: the keeper has one thread, so a parent-death signal cannot misfire.
 
 The command is not reaped before it is to be killed, so its pid stays its own; the owner sees its end through a pidfd.
 This file stands alone and is run by its path.
@@ -23,15 +23,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _start(command: list[str]) -> int:
-    guard = os.getpid()
+    keeper = os.getpid()
     libc = ctypes.CDLL(None)
     pid = os.fork()
     if pid:
         return pid
     try:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() == guard:
-            # What the guard says, and hears, is not the command's business.
+        if os.getppid() == keeper:
+            # What the keeper says, and hears, is not the command's business.
             os.dup2(os.open(os.devnull, os.O_RDWR), 0)
             os.dup2(2, 1)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

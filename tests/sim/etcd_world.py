@@ -1,0 +1,164 @@
+"""The fake world in which agents meet at etcd, and one of them leads."""
+
+from __future__ import annotations
+
+from random import Random
+
+from holdfast.rendezvous import world as rounds
+from holdfast.rendezvous.vocabulary import Settings
+from holdfast.rendezvous.world import NodeFacts
+from tests.sim.checkers import Checks
+from tests.sim.engine import Engine, Violation
+from tests.sim.etcd import Etcd
+from tests.sim.etcd_agent import KEYS, EtcdAgent, Truth
+from tests.sim.etcd_checkers import ETCD_RULES
+from tests.sim.faults import ETCD_KINDS, FASTEST, Misfortune, Profile, draw_clock, draw_profile
+from tests.sim.host import Host
+from tests.sim.wire import Wire
+from tests.sim.world import FakeWorld, live
+
+_REQUEST_LEASES = 0.4  # How much of a lease a request may take.
+
+
+class EtcdWorld(FakeWorld):
+    def __init__(self, seed: int) -> None:
+        random = Random(seed)
+        profile = draw_profile(random, ETCD_KINDS)
+        engine = Engine(random)
+        truth = Truth(engine)
+        # Leaders count by their own clocks; a rule must not count less time than any of them.
+        truth.checks = Checks(profile.settings, lambda: FASTEST * truth.now, ETCD_RULES)
+        super().__init__(seed, profile, engine, truth.checks)
+        self.truth = truth
+        self.truth.forgotten = self._forgotten
+        self.etcd = Etcd(engine, draw_clock(random, is_coordinator=True))
+        self.wire = Wire(engine, self.etcd, profile.max_delay_s, _REQUEST_LEASES * profile.settings.lease_s)
+        self.misfortune = EtcdMisfortune(self, profile)
+        self._healed_at: float | None = None
+
+    def make_agent(self, host: Host, facts: NodeFacts, settings: Settings) -> EtcdAgent:
+        return EtcdAgent(
+            self.engine,
+            self.wire,
+            self.truth,
+            host,
+            facts,
+            settings,
+            does_loop_block=self.profile.does_loop_block,
+            patience_s=self.engine.random.choice((0.5, 3.0, 15.0)),
+            told_at_once=self.engine.random.choice((1, 1, 2, 3)),
+        )
+
+    def start_agent(self, host: Host, settings: Settings | None = None) -> None:
+        """Whoever comes when the run is forgotten begins another, which is none of ours."""
+        if not self.truth.is_forgotten:
+            super().start_agent(host, settings)
+
+    def _forgotten(self) -> None:
+        """Its name is free again. Whoever has not heard how it ended was out of reach for as long as a leader waits."""
+        unknowing = [agent for agent in self._living() if agent.outcome is None and not agent.is_leaving]
+        is_peaceful = self._healed_at is not None and self.engine.now - self._healed_at > 20.0
+        settled = [agent.name for agent in unknowing if agent.participant.settings == self.profile.settings]
+        if settled and is_peaceful:
+            raise Violation("everybody_hears", f"the run is forgotten, and {', '.join(settled)} has not heard of its end")
+        for agent in unknowing:
+            agent.crash()
+
+    def open(self) -> None:
+        """etcd is there before anybody else, or not quite."""
+        if self.engine.random.random() < 0.2:
+            self.etcd.lose_quorum()
+            self.engine.after(3.0, self.etcd.regain_quorum)
+
+    def recover(self) -> None:
+        self._healed_at = self.engine.now
+        self.etcd.regain_quorum()
+        self.wire.lossy.clear()
+
+    def cut(self, host: Host, *, up: bool, down: bool) -> None:
+        self.wire.partition(host, up=up, down=down)
+
+    def heal_network(self, host: Host) -> None:
+        self.wire.heal(host)
+
+    def leader(self) -> EtcdAgent | None:
+        found = self.etcd.get(KEYS.leader)
+        name = found.value.decode() if found else ""
+        return next((each for each in self._living() if each.name == name and isinstance(each, EtcdAgent)), None)
+
+    @property
+    def are_settings_fixed(self) -> bool:
+        return self.truth.snapshot is not None and self.truth.snapshot.memory.settings is not None
+
+    def running_world(self) -> rounds.World | None:
+        snapshot = self.truth.snapshot
+        is_running = snapshot is not None and not snapshot.is_stopping and snapshot.memory.outcome is None
+        return snapshot.world if snapshot is not None and is_running else None
+
+    def standing(self) -> str:
+        leader = self.leader()
+        return f"{self.truth.snapshot}, led by {leader.name if leader else 'nobody'}"
+
+
+class EtcdMisfortune(Misfortune):
+    """What can happen to etcd, to the way there, and to whoever leads."""
+
+    def __init__(self, world: EtcdWorld, profile: Profile) -> None:
+        super().__init__(world, profile)
+        self._etcd_world = world
+        self._etcd = world.etcd
+        self._wire = world.wire
+
+    def _crash_leader(self) -> None:
+        leader = self._etcd_world.leader()
+        if leader is not None:
+            leader.crash()
+            self._maybe_come_back(leader.host)
+
+    def _freeze_leader(self) -> None:
+        """Past its lease, mostly: what it does when it goes on must come to nothing."""
+        leader = self._etcd_world.leader()
+        if leader is not None and not leader.host.is_frozen:
+            leader.freeze()
+            for_s = self._profile.settings.lease_s * self._random.choice((0.5, 1.0, 1.5, 2.5))
+            self._engine.after(for_s, self._world.thaw, leader.host)
+
+    def _cut_leader(self) -> None:
+        leader = self._etcd_world.leader()
+        if leader is not None:
+            up = self._random.random() < 0.7
+            self._cut(leader.host, up=up, down=not up or self._random.random() < 0.5)
+
+    def _lose_quorum(self) -> None:
+        if self._etcd.has_quorum:
+            self._etcd.lose_quorum()
+            self._engine.after(self._how_long_s(), self._etcd.regain_quorum)
+
+    def _lose_requests(self) -> None:
+        host = self._host()
+        self._engine.note("network", "loses requests of", host.name)
+        self._wire.lossy.add(host)
+        self._engine.after(self._how_long_s(), self._wire.lossy.discard, host)
+
+    def _break_watch(self) -> None:
+        host = self._host()
+        told_after_s = self._random.choice((0.0, self._random.random(), self._how_long_s()))
+        self._engine.note("network", "breaks the watches of", host.name)
+        self._wire.break_watches(host, told_after_s)
+
+    def _compact(self) -> None:
+        """Now, and when those whose watches break at this moment want to go on."""
+        self._etcd.compact()
+        if self._random.random() < 0.5:
+            self._break_watch()
+            self._engine.after(self._random.random(), self._etcd.compact)
+
+    def _change_etcd_leader(self) -> None:
+        self._engine.note("etcd", "changes its own leader")
+        self._etcd.extend_leases()
+
+
+def simulate(seed: int) -> EtcdWorld:
+    world = EtcdWorld(seed)
+    live(world)
+    return world
