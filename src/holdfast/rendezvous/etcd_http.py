@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import ssl
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     import requests
 
 S = TypeVar("S", bound=msgspec.Struct)
+
+_known: set[type[msgspec.Struct]] = set()
+_learning = threading.Lock()
 
 DEFAULT_PORT = 2379
 # A range over the members of a large run has to fit; it says that something else is at the other end, no more.
@@ -145,9 +149,19 @@ def read_as(data: bytes, kind: type[S]) -> S:
     if not data:  # A member that is about to end hangs up before the first line of a stream.
         raise Trouble("the answer is empty", may_have_happened=True)
     try:
-        return decode(data, kind)
+        return _decode(data, kind)
     except ValueError as error:
         raise not_etcd(f"{_excerpt(data)!r}: {error}") from None
+
+
+def _decode(data: bytes, kind: type[S]) -> S:
+    """msgspec finds out about a type when the type is first used, and crashes if two threads make it do so at once."""
+    if kind in _known:
+        return decode(data, kind)
+    with _learning:
+        answer = decode(data, kind)
+        _known.add(kind)
+        return answer
 
 
 def read_line_as(data: bytes, kind: type[S]) -> S:
@@ -211,7 +225,7 @@ def _objection(response: requests.Response, deadline: float) -> Exception:
     """What an answer with another status than 200 means."""
     body = b"".join(_pieces(response, deadline))
     try:
-        return Objection(decode(body, Complaint))
+        return Objection(_decode(body, Complaint))
     except ValueError:
         pass
     if response.status_code >= 500:
