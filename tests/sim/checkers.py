@@ -38,8 +38,10 @@ HOOKS = (
     "end_taken_in",
     "refused",
     "leader_changed",
+    "lease_expired",
     "leader_wrote",
     "told",
+    "statement_written",
 )
 
 
@@ -195,9 +197,18 @@ class _Ledger(Checker):
         self.failures: list[Failure] = []
         self.was_stopped_for_failure: bool | None = None
         self.was_coordinator_restarted = False
+        self.was_leader_changed = False
 
     def coordinator_started(self) -> None:
         self.was_coordinator_restarted = True
+
+    def leader_changed(self) -> None:
+        self.was_leader_changed = True
+
+    def lease_expired(self, key: str) -> None:
+        """A new leader does not know that a member was accounted for, if it is not there any more."""
+        if self.was_leader_changed:
+            self.was_away.add(key)
 
     def connection_closed(self, key: str) -> None:
         self.closed_at[key] = self.now()
@@ -248,7 +259,7 @@ class _Ledger(Checker):
         self.rejoined, self.finished, self.leaving, self.lost, self.was_away = set(), set(), set(), set(), set()
         self.failures = []
         self.was_stopped_for_failure = None
-        self.was_coordinator_restarted = False
+        self.was_coordinator_restarted = self.was_leader_changed = False
 
 
 class MembershipIsFree(_Ledger):

@@ -59,8 +59,10 @@ class Truth:
             getattr(self.checks, hook)(*arguments)
         self._decided_at = None
 
-    def wrote(self, term: int, present_term: int, run: bytes | None, told: Sequence[tuple[str, bytes]]) -> None:
-        self.checks.leader_wrote(term, present_term)
+    def wrote(
+        self, write: words.Write, present_term: int, run: bytes | None, told: Sequence[tuple[str, bytes]]
+    ) -> None:
+        self.checks.leader_wrote(write.term, present_term, write.number)
         if run is not None:
             self.snapshot = keyspace.decode(Page, run).snapshot
             self.checks.remembered(self.snapshot.memory)
@@ -79,14 +81,15 @@ class Chronicle:
         self._engine = engine
         self._truth = truth
         self._entries: list[Entry] = []
+        self._marks: dict[int, int] = {}
         self._told = 0
 
     def add(self, hook: str, *arguments: Any) -> None:
         self._entries.append((self._engine.now, hook, arguments))
 
-    @property
-    def length(self) -> int:
-        return len(self._entries)
+    def upto(self, number: int) -> int:
+        """How much of it the write of this number is the consequence of, however often it is repeated."""
+        return self._marks.setdefault(number, len(self._entries))
 
     def commit(self, upto: int) -> None:
         news = self._entries[self._told : upto]
@@ -104,6 +107,8 @@ class WatchedReign(Reign):
         heard = _message(event)
         if heard is not None:
             self.chronicle.add("message_received", SimpleNamespace(key=heard[0]), heard[1])
+        if isinstance(event, vocabulary.LeaseExpired):
+            self.chronicle.add("lease_expired", event.key)
         super()._feed(event, now)
 
     def _carry_out(self, command: vocabulary.Command) -> None:
@@ -295,6 +300,7 @@ class EtcdAgent(Agent):
                 return words.LeaseGone(lease), etcd.changed_at(key)
             if self._does_guard_statements() and etcd.changed_at(key) != expected:
                 return words.SayFailed(number, self._chance()), etcd.changed_at(key)
+            self.checks.statement_written(self.name, number)
             return words.StatementWritten(number), etcd.put([(key, statement)], lease)
 
         def answered(answer: tuple[Any, int]) -> None:
@@ -341,7 +347,7 @@ class EtcdAgent(Agent):
         parts = [write.told[at : at + size] for at in range(0, len(write.told), size)] or [()]
         reign = self.elected.reign
         chronicle = reign.chronicle if isinstance(reign, WatchedReign) else None
-        self._write_part(write, parts, 0, chronicle, chronicle.length if chronicle else 0)
+        self._write_part(write, parts, 0, chronicle, chronicle.upto(write.number) if chronicle else 0)
 
     def _write_part(
         self, write: words.Write, parts: list[Any], index: int, chronicle: Chronicle | None, upto: int
@@ -357,7 +363,7 @@ class EtcdAgent(Agent):
                 return words.WriteFailed(write.number, self._chance()), etcd.changed_at(KEYS.turn)
             if chronicle is not None:
                 chronicle.commit(upto)
-            self.truth.wrote(write.term, present, run, told)
+            self.truth.wrote(write, present, run, told)
             values = [(KEYS.run, run)] if run is not None else []
             values += [(KEYS.told_to(node_id), value) for node_id, value in told]
             return None, etcd.put([*values, (KEYS.turn, b"")])
@@ -428,5 +434,3 @@ class EtcdAgent(Agent):
 
 def _node_of(key: bytes) -> str:
     return KEYS.node_of(key)
-
-

@@ -15,12 +15,31 @@ class PastTermsWriteNothing(Checker):
         super().__init__(settings)
         self._last = 0
 
-    def leader_wrote(self, term: int, present_term: int) -> None:
+    def leader_wrote(self, term: int, present_term: int, number: int) -> None:
         if term != present_term:
             self.object(f"a leader of term {term} has written in term {present_term}")
         if term < self._last:
             self.object(f"term {term} came after term {self._last}")
         self._last = term
+
+
+class NothingIsUndone(Checker):
+    """What was written is not overwritten by what was asked for before it and carried out late."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._said: dict[str, int] = {}
+        self._written = (0, 0)
+
+    def statement_written(self, node_id: str, number: int) -> None:
+        if number < self._said.get(node_id, 0):
+            self.object(f"statement {number} of {node_id} came after statement {self._said[node_id]}")
+        self._said[node_id] = number
+
+    def leader_wrote(self, term: int, present_term: int, number: int) -> None:
+        if (term, number) < self._written:
+            self.object(f"write {number} of term {term} came after {self._written}")
+        self._written = (term, number)
 
 
 class TellingsAreBacked(Checker):
@@ -32,20 +51,17 @@ class TellingsAreBacked(Checker):
             self.object(f"{node_id} is told {telling.message}, but {problem}")
 
 
-class TellingsAreInOrder(Checker):
-    """What a node is told is numbered, and the numbers of what is new rise."""
+class TellingsAreNumbered(Checker):
+    """What a node is told is numbered: no two things have the same number."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._seen: dict[tuple[str, int, int], object] = {}
-        self._last: dict[str, tuple[int, int]] = {}
 
     def told(self, node_id: str, telling: Telling, snapshot: Snapshot | None) -> None:
         at = (telling.term, telling.number)
         if self._seen.setdefault((node_id, *at), telling.message) != telling.message:
             self.object(f"{node_id} is told two things with the number {at}")
-        if at > self._last.get(node_id, (0, 0)):
-            self._last[node_id] = at
 
 
 def _problem(telling: Telling, snapshot: Snapshot | None) -> str:
@@ -66,4 +82,4 @@ def _problem(telling: Telling, snapshot: Snapshot | None) -> str:
     return ""
 
 
-ETCD_RULES = (*RULES, PastTermsWriteNothing, TellingsAreBacked, TellingsAreInOrder)
+ETCD_RULES = (*RULES, PastTermsWriteNothing, NothingIsUndone, TellingsAreBacked, TellingsAreNumbered)

@@ -49,6 +49,11 @@ class EtcdWorld(FakeWorld):
             told_at_once=self.engine.random.choice((1, 1, 2, 3)),
         )
 
+    def is_calm(self) -> bool:
+        """A claim to a rank may outlive who made it for longer than anybody waits, if leases are extended."""
+        may_claim_long = {"crash_leader", "change_etcd_leader"}.issubset(self.profile.kinds)
+        return super().is_calm() and not (self.profile.do_hosts_request_ranks and may_claim_long)
+
     def start_agent(self, host: Host, settings: Settings | None = None) -> None:
         """Whoever comes when the run is forgotten begins another, which is none of ours."""
         if not self.truth.is_forgotten:
@@ -60,7 +65,9 @@ class EtcdWorld(FakeWorld):
         is_peaceful = self._healed_at is not None and self.engine.now - self._healed_at > 20.0
         settled = [agent.name for agent in unknowing if agent.participant.settings == self.profile.settings]
         if settled and is_peaceful:
-            raise Violation("everybody_hears", f"the run is forgotten, and {', '.join(settled)} has not heard of its end")
+            raise Violation(
+                "everybody_hears", f"the run is forgotten, and {', '.join(settled)} has not heard of its end"
+            )
         for agent in unknowing:
             agent.crash()
 
@@ -128,6 +135,19 @@ class EtcdMisfortune(Misfortune):
         if leader is not None:
             up = self._random.random() < 0.7
             self._cut(leader.host, up=up, down=not up or self._random.random() < 0.5)
+
+    def _flap(self) -> None:
+        """Cut off for most of a lease, back for a moment, and cut off again for longer than what is left of it."""
+        host, lease_s = self._host(), self._profile.settings.lease_s
+        down_for_s = lease_s * self._random.uniform(0.3, 0.9)
+        self._engine.note("network", "flaps for", host.name)
+        self._wire.partition(host, up=True, down=True)
+        self._engine.after(down_for_s, self._world.heal, host)
+        self._engine.after(down_for_s + self._random.random() ** 2 * 0.3, self._cut_again, host)
+
+    def _cut_again(self, host: Host) -> None:
+        if not self._is_over:
+            self._cut(host, up=True, down=True)
 
     def _lose_quorum(self) -> None:
         if self._etcd.has_quorum:

@@ -51,6 +51,7 @@ ETCD_KINDS = (
     "crash_leader",
     "freeze_leader",
     "cut_leader",
+    "flap",
     "pause_loop",
     "leave",
     "join_late",
@@ -62,7 +63,7 @@ ETCD_KINDS = (
     "compact",
     "change_etcd_leader",
 )
-# With these alone no node is ever out of reach. A coordinator or a leader that is down is no reason to lose anybody else.
+# With these alone no node is ever out of reach. A coordinator or a leader that is down is no reason to lose others.
 CALM = frozenset(
     {
         "pause_loop",

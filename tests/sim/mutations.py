@@ -35,7 +35,7 @@ class Mutation:
         return patch.object(self.owner, self.attribute, self.change(getattr(self.owner, self.attribute)))
 
 
-def _of(name: str, owner: Any, attribute: str, change: Callable[[Any], Any], *rules: str) -> Mutation:
+def mutation_of(name: str, owner: Any, attribute: str, change: Callable[[Any], Any], *rules: str) -> Mutation:
     return Mutation(name, owner, attribute, change, rules)
 
 
@@ -246,39 +246,51 @@ _RAISE = "machines_never_raise"
 
 MUTATIONS = [
     # Fencing: workers outlive the place of their node, or the place is given away before they are gone.
-    _of("the agent uses its whole lease", session, "_LEASE_SHARE", lambda original: 1.0, _FENCING),
-    _of("the coordinator waits for half a lease", Membership, "_lease_ends", _lease_of_half_the_length, _FENCING),
-    _of("a closed connection is given up at once", Membership, "_closed", _drop_at_once, _FENCING),
-    _of("an agent does not mind a closed connection", Session, "_disconnected", _do_not_mind, _FENCING),
-    _of("an agent takes a silent network for a refusal", Session, "_connect_failed", _call_it_refused, _FENCING),
-    _of("the lease is lifted when the place is lost", Session, "_lose_place_if_due", _lift_the_lease, _FENCING),
-    _of("the spawner ignores the lease", Host, "set_lease", _do_nothing, _FENCING),
-    _of("a place that comes too late is taken", Participant, "_sealed", _start_whatever_is_late, "ranks_agree"),
-    _of("a restarted coordinator does not wait", Membership, "_keep_quiet", _do_nothing, _FENCING),
-    _of("an agent joins before its workers are gone", Lifecycle, "_stop", _join_at_once, _RAISE, _FENCING),
+    mutation_of("the agent uses its whole lease", session, "_LEASE_SHARE", lambda original: 1.0, _FENCING),
+    mutation_of(
+        "the coordinator waits for half a lease", Membership, "_lease_ends", _lease_of_half_the_length, _FENCING
+    ),
+    mutation_of("a closed connection is given up at once", Membership, "_closed", _drop_at_once, _FENCING),
+    mutation_of("an agent does not mind a closed connection", Session, "_disconnected", _do_not_mind, _FENCING),
+    mutation_of(
+        "an agent takes a silent network for a refusal", Session, "_connect_failed", _call_it_refused, _FENCING
+    ),
+    mutation_of("the lease is lifted when the place is lost", Session, "_lose_place_if_due", _lift_the_lease, _FENCING),
+    mutation_of("the spawner ignores the lease", Host, "set_lease", _do_nothing, _FENCING),
+    mutation_of("a place that comes too late is taken", Participant, "_sealed", _start_whatever_is_late, "ranks_agree"),
+    mutation_of("a restarted coordinator does not wait", Membership, "_keep_quiet", _do_nothing, _FENCING),
+    mutation_of("an agent joins before its workers are gone", Lifecycle, "_stop", _join_at_once, _RAISE, _FENCING),
     # Judging.
-    _of("a stopped round is judged at once", Membership, "_stop", _judge_at_once, _FENCING, "membership_is_free"),
-    _of("a lost node is charged to the budget", Membership, "_judge", _blame_departed, "membership_is_free"),
-    _of("failures of a planned stop are charged", Membership, "_failed", _blame_stopped, "membership_is_free"),
-    _of("failures cost nothing", Membership, "_judge", _forgive_failures, "failures_are_charged"),
-    _of("a failure is reported once", Participant, "_join_message", _say_it_once, "no_failure_is_forgotten"),
-    _of("the last failure is the cause", restart, "root_cause", _last_failure, "root_cause"),
-    _of("an agent does not know stale rounds", Lifecycle, "_is_stale", _nothing_is_stale, _RAISE),
-    _of("one success is everybody's", Membership, "_finish", _succeed_with_the_first, "success_is_unanimous"),
+    mutation_of(
+        "a stopped round is judged at once", Membership, "_stop", _judge_at_once, _FENCING, "membership_is_free"
+    ),
+    mutation_of("a lost node is charged to the budget", Membership, "_judge", _blame_departed, "membership_is_free"),
+    mutation_of("failures of a planned stop are charged", Membership, "_failed", _blame_stopped, "membership_is_free"),
+    mutation_of("failures cost nothing", Membership, "_judge", _forgive_failures, "failures_are_charged"),
+    mutation_of("a failure is reported once", Participant, "_join_message", _say_it_once, "no_failure_is_forgotten"),
+    mutation_of("the last failure is the cause", restart, "root_cause", _last_failure, "root_cause"),
+    mutation_of("an agent does not know stale rounds", Lifecycle, "_is_stale", _nothing_is_stale, _RAISE),
+    mutation_of("one success is everybody's", Membership, "_finish", _succeed_with_the_first, "success_is_unanimous"),
     # Worlds.
-    _of("a world larger than max is sealed", membership, "arrange", _one_too_many, "size_within_bounds", _RAISE),
-    _of("survivors change places", membership, "arrange", _newest_first, "survivors_keep_order"),
-    _of("every node is its own master", world.World, "places", _own_master, "ranks_agree"),
-    _of("the round is not counted on", Membership, "_seal", _same_round, "rounds_rise"),
+    mutation_of(
+        "a world larger than max is sealed", membership, "arrange", _one_too_many, "size_within_bounds", _RAISE
+    ),
+    mutation_of("survivors change places", membership, "arrange", _newest_first, "survivors_keep_order"),
+    mutation_of("every node is its own master", world.World, "places", _own_master, "ranks_agree"),
+    mutation_of("the round is not counted on", Membership, "_seal", _same_round, "rounds_rise"),
     # A coordinator that is restarted.
-    _of("a sealed round is not written down", Membership, "_seal", _unremembered, "rounds_rise", _FENCING),
-    _of("the restarts are forgotten", Membership, "__init__", _without_restarts, "restarts_within_budget"),
-    _of("the settings are forgotten", Membership, "__init__", _without_settings, "only_misfits_are_refused"),
-    _of("an adopted round does not wait", Membership, "_adopt", _adopt_without_waiting, "nobody_lost_without_reason"),
+    mutation_of("a sealed round is not written down", Membership, "_seal", _unremembered, "rounds_rise", _FENCING),
+    mutation_of("the restarts are forgotten", Membership, "__init__", _without_restarts, "restarts_within_budget"),
+    mutation_of("the settings are forgotten", Membership, "__init__", _without_settings, "only_misfits_are_refused"),
+    mutation_of(
+        "an adopted round does not wait", Membership, "_adopt", _adopt_without_waiting, "nobody_lost_without_reason"
+    ),
     # The end, and getting there.
-    _of("the end is forgotten", Membership, "__init__", _without_outcome, "ended_run_stays_ended", "one_outcome"),
-    _of("the outcome changes", Membership, "_react_after_end", _two_outcomes, "one_outcome"),
-    _of(
+    mutation_of(
+        "the end is forgotten", Membership, "__init__", _without_outcome, "ended_run_stays_ended", "one_outcome"
+    ),
+    mutation_of("the outcome changes", Membership, "_react_after_end", _two_outcomes, "one_outcome"),
+    mutation_of(
         "whoever comes after the end is told nothing",
         Membership,
         "_react_after_end",
@@ -286,6 +298,8 @@ MUTATIONS = [
         "settles",
         "ends_and_everybody_knows",
     ),
-    _of("newcomers are let in when they join only", Membership, "_maybe_admit", _admit_at_the_join_only, "settles"),
-    _of("silent nodes are never lost", Membership, "_lease_ends", _never, "settles"),
+    mutation_of(
+        "newcomers are let in when they join only", Membership, "_maybe_admit", _admit_at_the_join_only, "settles"
+    ),
+    mutation_of("silent nodes are never lost", Membership, "_lease_ends", _never, "settles"),
 ]

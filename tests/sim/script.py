@@ -13,6 +13,7 @@ from holdfast.rendezvous import participant
 from holdfast.rendezvous.outcome import Failure
 from holdfast.rendezvous.vocabulary import Settings
 from holdfast.rendezvous.world import NodeFacts
+from tests.sim.agent import Agent
 from tests.sim.checkers import RULES, Checks, OnlyMisfitsAreRefused
 from tests.sim.coordinator import Coordinator
 from tests.sim.engine import Clock, Engine

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from enum import Enum
 
+from holdfast.rendezvous import keyspace
+from holdfast.rendezvous.keyspace import Page, Statement, Tellings
 from holdfast.rendezvous.outcome import Failure, Outcome
-from holdfast.rendezvous.vocabulary import Memory, Settings
+from holdfast.rendezvous.vocabulary import Memory, Settings, Snapshot
 from holdfast.rendezvous.world import NodeFacts, Place, World
 
 _WHO_WIDTH = 12
@@ -18,6 +20,8 @@ _ROUTINE = (
     "SetLease",
     "Connect",
     "ConnectFailed",
+    "KeepLease",
+    "LeaseKept",
 )
 
 
@@ -108,7 +112,31 @@ def _words(thing: object) -> str:
         case Memory():
             outcome = f" {_words(thing.outcome)}" if thing.outcome else ""
             return f"round {thing.last_round} restarts {thing.restarts_used}{outcome}"
+        case bytes():
+            return _value(thing)
+        case Snapshot():
+            world = f", {_words(thing.world)}" if thing.world else ""
+            stopping = " stopping" if thing.is_stopping else ""
+            known = "".join(f", {_words(each)}" for each in (*thing.failures, *thing.departed))
+            return f"{_words(thing.memory)}{world}{stopping}{known}"
+        case Statement():
+            return " + ".join(map(_words, thing.said))
+        case Tellings():
+            told = (f"{each.term}.{each.number} {each.key} {_words(each.message)}" for each in thing.items)
+            return ", ".join(told)
+        case Page():
+            return _words(thing.snapshot)
     return _call(thing) if _is_record(thing) else str(thing)
+
+
+def _value(value: bytes) -> str:
+    """What is in a key of etcd."""
+    for kind in (Statement, Tellings, Page):
+        try:
+            return _words(keyspace.decode(kind, value))
+        except keyspace.Junk:
+            continue
+    return value.decode(errors="replace")
 
 
 def _is_record(thing: object) -> bool:
@@ -121,6 +149,6 @@ def _call(thing: object) -> str:
         value = getattr(thing, name)
         if value in ("", None, ()) or isinstance(value, Settings) or name == "jitter":
             continue
-        is_plain = _is_record(value) or isinstance(value, (str, tuple, Enum))
+        is_plain = _is_record(value) or isinstance(value, (str, bytes, tuple, Enum))
         said.append(_words(value) if is_plain else f"{name}={_words(value)}")
     return type(thing).__name__ + (f"({', '.join(said)})" if said else "")

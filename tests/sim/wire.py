@@ -191,6 +191,9 @@ class Wire:
                 self.engine.after(self.delay_s(), self._go_up, request)
         for request, result in self._held_down.pop(host, []):
             self.engine.after(self.delay_s(), self._go_down, request, result)
+        is_dead = not self.is_even and self.engine.random.random() < 0.3  # The connection, after so long.
         for watch in self.etcd.watches:
-            if watch.agent.host is host:
+            if watch.agent.host is host and is_dead:
+                watch.break_off(self.engine.random.random() * 2)
+            elif watch.agent.host is host:
                 watch.release()

@@ -34,12 +34,16 @@ class FakeWorld(ABC):
         self.profile = profile
         self.engine = engine
         self.checks = checks
-        if profile.is_calm:
+        if self.is_calm():
             checks.be_calm()
         self.society = Society(engine, checks)
         self.workload = Workload(engine.random, profile)
         self.hosts: list[Host] = []
         self.agents: list[Agent] = []
+
+    def is_calm(self) -> bool:
+        """Whether nobody is ever out of reach."""
+        return self.profile.is_calm
 
     # What the agents meet at.
 

@@ -1,7 +1,8 @@
 """What a leader of a run on etcd holds there: the run, what it tells the nodes, and the lease of both.
 
 What the leader writes is attached to a lease of the run, which every leader keeps and none owns: it ends when nobody
-has led for a while. At the end of the run everything moves to a lease that nobody keeps, and is gone after the linger.
+has led for a while. At the end of the run what the nodes still have to hear moves to a lease that nobody keeps, and is
+gone after the linger; the rest goes when the leader does.
 
 Every transaction holds only if the leader's key is the one of this term, and if the transaction before it was the last
 that changed the key `turn` (see `keyspace`).
@@ -45,6 +46,7 @@ class Leadership:
         self._run_lease_s = max(_SHORTEST_RUN_LEASE_S, _LEASES_PER_RUN_LEASE * lease_s)
         self._linger_s = linger_s
         self._lease = self._last_lease = 0
+        self._is_over = False
         self._kept_at = 0.0
         self._turn_at = 0
         self._written: dict[bytes, bytes] = {}
@@ -74,13 +76,18 @@ class Leadership:
 
     def watch(self, from_revision: int, see: Callable[[Batch | EtcdError], None]) -> None:
         """The statements."""
-        self.close()
+        self._unwatch()
         self._watch = self._client.watch(self._keys.nodes, from_revision, True, see)
 
-    def close(self) -> None:
+    def _unwatch(self) -> None:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+
+    def close(self) -> None:
+        self._unwatch()
+        if self._is_over and self._lease:
+            self._client.revoke(self._lease)
 
     # The lease of the run.
 
@@ -121,11 +128,13 @@ class Leadership:
         puts = {} if write.run is None else {self._keys.run: write.run}
         puts |= {self._keys.told_to(node_id): value for node_id, value in write.told}
         try:
-            return self._commit([Put(key, value, lease) for key, value in puts.items()])
+            has_held = self._commit([Put(key, value, lease) for key, value in puts.items()])
         except LeaseGone:
             self._forget_lease(write.is_last)
             lease = self._lease_for(write.is_last)
-            return self._commit([Put(key, value, lease) for key, value in (self._written | puts).items()])
+            has_held = self._commit([Put(key, value, lease) for key, value in (self._written | puts).items()])
+        self._is_over = self._is_over or (write.is_last and has_held is True)
+        return has_held
 
     def _forget_lease(self, is_last: bool) -> None:
         if is_last:

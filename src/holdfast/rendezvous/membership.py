@@ -317,8 +317,7 @@ class Membership:
         return self._stop_again(node)
 
     def _stop_late(self, facts: NodeFacts, round: int, now: float) -> list[Command]:
-        """It had done its part of a round that was stopped, and nobody has told it. Its lease has not ended since, so it
-        is nobody's ghost."""
+        """It had done its part of a round that was stopped, and nobody has told it."""
         self._roster.add(facts, Stage.FINISHED, now)
         return [StopRound((facts.key,), round, "the round was stopped meanwhile")]
 

@@ -2,6 +2,10 @@
 
 It reads statements and turns what is new in them into events for `Membership`; it collects what the machine's commands
 tell the nodes, and hands it out in writes, one at a time, each with the snapshot if that has changed.
+
+A statement outlives its node by a lease. An agent that was killed, and started again with the same requested rank,
+meets its own claim to it. So a newcomer whose rank is claimed is not shown to the machine, which would refuse it, before
+the claim is gone, or has held for so long that somebody must be alive who renews it.
 """
 
 from __future__ import annotations
@@ -14,18 +18,22 @@ from holdfast.rendezvous.elected_words import EtcdCommand, Forget, Found, Load, 
 from holdfast.rendezvous.keyspace import Page, Said, Statement, Tellable, Telling, Tellings
 from holdfast.rendezvous.membership import Membership
 from holdfast.rendezvous.vocabulary import Snapshot
+from holdfast.rendezvous.world import NodeFacts
+
+_CLAIM_LEASES = 2.0  # So long a newcomer waits for a rank that somebody else claims, in leases.
 
 
 class Reign:
     """`machine` is None until the run was read."""
 
     def __init__(self, term: int, number: int = 0) -> None:
-        """`number` is the last that was used before, so that no answer to an earlier leader is taken for one to this."""
+        """`number` is the last that was used before, so that no answer to an earlier reign is taken for one to this."""
         self.term = term
         self.number = number
         self.machine: Membership | None = None
         self.writing: int | None = None
         self._statements: dict[str, tuple[str, tuple[Said, ...]]] = {}  # Of each node: its key, and what it said.
+        self._held: dict[str, tuple[float, Found]] = {}  # Newcomers who claim what others do, and until when.
         self._told: dict[str, list[Telling]] = {}
         self._untold: set[str] = set()
         self._last_write: Write | None = None
@@ -39,11 +47,15 @@ class Reign:
         return not self._is_removed and (has_ended or self.writing is not None)
 
     def next_deadline(self) -> float | None:
-        return self.machine.next_deadline() if self.machine is not None and not self._is_forgotten else None
+        if self.machine is None or self._is_forgotten:
+            return None
+        candidates = [self.machine.next_deadline(), *(until for until, _ in self._held.values())]
+        return min((each for each in candidates if each is not None), default=None)
 
     def time_passed(self, due: list[str], now: float) -> list[EtcdCommand]:
         deadline = self.next_deadline()
         if deadline is not None and now >= deadline:
+            self._see_held(now)
             self._feed(words.TimePassed(), now)
         again: list[EtcdCommand] = [Load(self.term)] if "load" in due else []
         return [*again, self._last_write] if "write" in due and self._last_write is not None else again
@@ -56,11 +68,11 @@ class Reign:
             snapshot = keyspace.decode(Page, run.value).snapshot if run is not None else None
             self._take_office(snapshot, now)
         present = {node_id for node_id, _ in nodes}
-        for node_id in [each for each in self._statements if each not in present]:
+        for node_id in [each for each in (*self._statements, *self._held) if each not in present]:
             self._see_one(node_id, None, now)
+        self._miss_the_absent([found for _, found in nodes], now)
         for node_id, found in sorted(nodes, key=lambda each: each[1].changed_at):
             self._see_one(node_id, found, now)
-        self._miss_the_absent(now)
 
     def _take_office(self, snapshot: Snapshot | None, now: float) -> None:
         self._snapshot = snapshot
@@ -69,10 +81,11 @@ class Reign:
         else:
             self.machine = Membership.resume(snapshot, now)
 
-    def _miss_the_absent(self, now: float) -> None:
-        """Members of the round that was found here, who are not there any more."""
+    def _miss_the_absent(self, nodes: list[Found], now: float) -> None:
+        """Members of the round that was found here, who are not there any more. Before anything else: they claim ranks,
+        and what others have failed of is their going."""
         assert self.machine is not None
-        present = {key for key, _ in self._statements.values()}
+        present = {facts.key for found in nodes if (facts := _facts_of(_said(found))) is not None}
         members = self.machine.world.keys if self.machine.world is not None else ()
         for key in members:
             if key not in present:
@@ -87,18 +100,44 @@ class Reign:
         said = _said(found)
         if found is not None and not said:
             return  # What nobody can read is no news.
+        if found is None:
+            self._held.pop(node_id, None)
+        elif self._must_wait(node_id, found, said, now):
+            return
         known_key, known = self._statements.pop(node_id, ("", ()))
         if not said:
             self._told.pop(node_id, None)
             if known_key:
                 self._feed(words.LeaseExpired(known_key), now)
+                self._see_held(now)
             return
-        key = _key_of(said) or known_key
+        facts = _facts_of(said)
+        key = facts.key if facts is not None else known_key
         before = known if key == known_key else ()
         self._statements[node_id] = (key, said)
         for message in said:
             if message not in before:
                 self._feed(_event(key, message, known_key), now)
+
+    def _must_wait(self, node_id: str, found: Found, said: tuple[Said, ...], now: float) -> bool:
+        until, _ = self._held.pop(node_id, (None, None))
+        join = next((each for each in said if isinstance(each, messages.Join)), None)
+        if join is None or node_id in self._statements or not self._is_claimed(join.facts.requested_rank):
+            return False
+        until = now + _CLAIM_LEASES * join.settings.lease_s if until is None else until
+        if now < until:
+            self._held[node_id] = (until, found)
+        return now < until
+
+    def _is_claimed(self, rank: int | None) -> bool:
+        """After the end nobody is refused."""
+        is_over = self.machine is None or self.machine.outcome is not None
+        claims = (_facts_of(said) for _, said in self._statements.values())
+        return not is_over and rank is not None and any(facts and facts.requested_rank == rank for facts in claims)
+
+    def _see_held(self, now: float) -> None:
+        for node_id, (_, found) in list(self._held.items()):
+            self._see_one(node_id, found, now)
 
     # What is decided.
 
@@ -185,8 +224,8 @@ def _said(found: Found | None) -> tuple[Said, ...]:
         return ()
 
 
-def _key_of(said: tuple[Said, ...]) -> str:
-    return next((each.facts.key for each in said if isinstance(each, (messages.Join, messages.Return))), "")
+def _facts_of(said: tuple[Said, ...]) -> NodeFacts | None:
+    return next((each.facts for each in said if isinstance(each, (messages.Join, messages.Return))), None)
 
 
 def _event(key: str, message: Said, known_key: str) -> words.Event:
