@@ -37,9 +37,8 @@ def main(backend: str, endpoint: str, run_id: str, count: str, total: str) -> No
     if backend == "etcd":
         import_etcd3gw()  # Which an agent does while nobody waits for it yet; `cost` has it.
     for kind in (keyspace.Statement, keyspace.Tellings, keyspace.Page):
-        keyspace._decoder(
-            kind
-        )  # In an agent one thread does that; here many would at once, which msgspec does not bear.
+        # In an agent one thread does that. Here many would do it at once, which msgspec does not bear.
+        keyspace._decoder(kind)
     # Names of agents are made for one to a process: a few hundred in one are likely to have two that are alike.
     numbers = itertools.count()
     coordinated._node_id = lambda: f"{os.uname().nodename}-{os.getpid()}-{next(numbers):04x}"
