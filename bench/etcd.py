@@ -31,7 +31,6 @@ from launchers import WORKERS, BenchmarkError, environment
 from many_nodes import (
     NS_PER_S,
     Case,
-    Scene,
     _coordinator,
     _cpu_s,
     _free_port,
@@ -348,7 +347,7 @@ def measure_cost(repetitions: int) -> list[Row]:
             for name, rendezvous in sides.items():
                 _tell(f"cost of {name}, turn {turn + 1}")
                 took[name].append(_trivial_s(rendezvous, f"{name}-{turn}") * MS_PER_S)
-                held[name].append(_held_mb(rendezvous))
+                held[name].append(_held_mb(rendezvous, f"{name}-idle-{turn}"))
     return [
         Row("one node, one trivial worker, start to end", "ms", *(series(took[name]) for name in sides)),
         Row("agent's resident memory", "MB", *(series(held[name]) for name in sides)),
@@ -366,20 +365,11 @@ def _trivial_s(rendezvous: tuple[str, str], run_id: str) -> float:
     return time.perf_counter() - began
 
 
-def _held_mb(rendezvous: tuple[str, str]) -> float:
-    with _scene("1", 1, rendezvous) as scene:
+def _held_mb(rendezvous: tuple[str, str], run_id: str) -> float:
+    with _scene("1", 1, rendezvous, run_id) as scene:
         scene.await_notes("began", 1, 1)
         time.sleep(1.0)
-        held = held_by([scene.agents[0].pid]).rss_mb
-        _end(scene)
-        return held
-
-
-def _end(scene: Scene) -> None:
-    """In order, so that the next run finds the name of this one free."""
-    for agent in scene.agents:
-        agent.terminate()
-        agent.wait(WAIT_LIMIT_S)
+        return held_by([scene.agents[0].pid]).rss_mb
 
 
 CASES = {
