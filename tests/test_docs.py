@@ -25,7 +25,7 @@ import pytest
 
 from holdfast.agent import lifecycle
 from holdfast.cli import run as cli
-from holdfast.rendezvous import membership, options, participant
+from holdfast.rendezvous import elected, membership, options, participant
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.rendezvous.vocabulary import Settings
@@ -36,6 +36,7 @@ README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 BEHAVIOUR = ROOT / "docs" / "behaviour.md"
 EXAMPLES = ROOT / "examples" / "README.md"
+HANGS = ROOT / "docs" / "hangs.md"
 MANY_NODES = ROOT / "docs" / "many-nodes.md"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 
@@ -78,6 +79,7 @@ def _lifecycle_changes() -> list[Change]:
 MACHINES: dict[str, tuple[Sequence[Change], StrEnum, StrEnum]] = {
     "lifecycle": (_lifecycle_changes(), lifecycle.Phase.IDLE, lifecycle.Phase.ENDED),
     "membership": (membership.PHASE_CHANGES, membership.Phase.FORMING, membership.Phase.ENDED),
+    "elected": (elected.OFFICE_CHANGES, elected.Office.FOLLOWING, elected.Office.FOLLOWING),
     "participant": (participant.STANDING_CHANGES, participant.Standing.OUTSIDE, participant.Standing.DONE),
 }
 
@@ -373,6 +375,46 @@ def test_two_terminals_show_what_the_readme_shows(tmp_path: Path) -> None:
     for each in neutral(shown, ""):
         if each.strip() != "[...]":
             assert each in printed, f"not printed, or not in this place: {each}\n{said.read_text()}"
+
+
+# --- the hung job ---------------------------------------------------------------------------------------------------
+
+HUNG_JOB = re.compile(r"(<!-- a real run;[^>]*-->\n\n)```\n(.*?)```", re.DOTALL)
+
+
+def presentable(text: str) -> str:
+    """What a run printed, as a document shows it: without this machine's directories, and with small pids."""
+    pids: dict[str, str] = {}
+    numbers = re.findall(r"\d+", " ".join(re.findall(r"pids? (\d+(?:, \d+)*)", text)))
+    for number in numbers:
+        pids.setdefault(number, str(4101 + len(pids)))
+    text = re.sub(r"\b\d+\b", lambda found: pids.get(found[0], found[0]), text)
+    text = re.sub(r"\S*/torchelastic_\w+/\w+/", "/tmp/torchelastic_b692ca71/job7_588110c8/", text)
+    return text.replace(str(ROOT), "/home/me/holdfast")
+
+
+def comparable(text: str) -> list[str]:
+    """Without what differs from run to run and from one build of Python to another: seconds and native frames."""
+    lines = neutral(re.sub(r"\b\d+ s\b", "some s", text), "")
+    is_native = re.compile(r"holdfast:     \S.* \([^()]*\)")
+    return [line for line in lines if ".py:" in line or not is_native.fullmatch(line)]
+
+
+def test_the_hung_job_in_the_document_is_what_is_printed(tmp_path: Path) -> None:
+    line = next(text for text in inline_code(HANGS) if "examples/hang.py" in text)
+    ended = execute(line, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    text = HANGS.read_text()
+    if os.environ.get("HOLDFAST_REGENERATE") == "1":
+        text = HUNG_JOB.sub(lambda found: f"{found[1]}```\n{presentable(ended.stderr)}```", text)
+        HANGS.write_text(text)
+    [(_, shown)] = HUNG_JOB.findall(text)
+    assert comparable(shown) == comparable(presentable(ended.stderr))
+
+
+@pytest.mark.parametrize("source", fences(HANGS, "python"))
+def test_the_python_in_the_document_about_hangs_runs(source: str) -> None:
+    exec(source, {})
 
 
 def test_the_python_in_the_readme_runs() -> None:

@@ -15,16 +15,17 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 LAYERS = {
     "cli": {"launcher", "agent", "rendezvous", "process", "diagnosis", "telemetry", "errors", "records"},
     "launcher": {"agent", "rendezvous", "process", "diagnosis", "telemetry", "errors", "records"},
-    "agent": {"rendezvous", "process", "timer", "diagnosis", "telemetry", "errors", "records"},
+    "agent": {"rendezvous", "process", "timer", "diagnosis", "telemetry", "errors", "records", "steps"},
     "rendezvous": {"telemetry", "errors", "records"},
     "process": {"diagnosis", "telemetry", "errors", "records"},
     "diagnosis": {"telemetry", "errors", "records"},
-    "timer": {"telemetry", "errors", "records"},
+    "timer": {"diagnosis", "telemetry", "errors", "records"},
     "telemetry": {"errors", "records"},
     "errors": set(),
     "records": set(),
+    "steps": set(),
     # The package itself resolves names for its users, and the entry point starts the command line.
-    "__init__": {"launcher", "process"},
+    "__init__": {"launcher", "process", "steps"},
     "__main__": {"cli", "process"},
 }
 
@@ -50,6 +51,8 @@ PURE = {
     "agent/ranks.py": {"holdfast.agent.model"},
     "agent/environment.py": {"holdfast.agent.model", "holdfast.errors", "holdfast.records"},
     "diagnosis/report.py": set(),
+    "diagnosis/hang.py": {"holdfast.errors", "holdfast.records"},
+    "diagnosis/grouping.py": {"holdfast.diagnosis.report", "holdfast.records"},
     "process/lines.py": set(),
 }
 DATA_MODULES = {

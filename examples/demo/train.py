@@ -30,8 +30,10 @@ def load() -> int:
 
 
 def save(step: int) -> None:
-    with open(checkpoint_path(), "w") as file:
+    """In one piece or not at all: the worker may be stopped at any moment."""
+    with open(checkpoint_path() + ".tmp", "w") as file:
         json.dump({"step": step}, file)
+    os.replace(checkpoint_path() + ".tmp", checkpoint_path())
 
 
 def main() -> None:

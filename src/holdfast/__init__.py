@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from holdfast.launcher import LaunchConfig, elastic_launch, launch_agent
     from holdfast.process.errors import ChildFailedError, record
     from holdfast.process.signals import SignalException
+    from holdfast.steps import progress
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "SignalException",
     "elastic_launch",
     "launch_agent",
+    "progress",
     "record",
 ]
 
@@ -32,6 +34,7 @@ _HOMES = {
     "ChildFailedError": "holdfast.process.errors",
     "record": "holdfast.process.errors",
     "SignalException": "holdfast.process.signals",
+    "progress": "holdfast.steps",
 }
 
 

@@ -11,8 +11,9 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from holdfast.agent import health
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import RunResult, WorkerSpec
 from holdfast.errors import UserError
@@ -25,6 +26,9 @@ from holdfast.rendezvous.api import RendezvousHandler, RendezvousParameters
 from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.telemetry import events, metrics
+
+if TYPE_CHECKING:
+    from holdfast.diagnosis.hang import HangPolicy
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
@@ -40,7 +44,9 @@ class LaunchConfig:
 
     `rdzv_timeout` is the older spelling of `rdzv_configs["timeout"]` and wins over it. `shutdown_timeout` is the
     grace in seconds between the first signal to a worker and SIGKILL. `restart_policy` says more about restarts than
-    `max_restarts` can, and replaces it.
+    `max_restarts` can, and replaces it. `hang_policy` (`holdfast.diagnosis.hang.HangPolicy`) says when workers count as
+    hung; without one nobody watches for that. At `health_port` (if None, `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent
+    answers whether it is alive.
     """
 
     min_nodes: int
@@ -67,6 +73,8 @@ class LaunchConfig:
     virtual_local_rank: bool = False
     shutdown_timeout: float | None = None
     restart_policy: RestartPolicy | None = None
+    hang_policy: HangPolicy | None = None
+    health_port: int | None = None
 
     def __post_init__(self) -> None:
         # A copy: the caller's dictionary is the caller's.
@@ -79,6 +87,10 @@ class LaunchConfig:
             self.shutdown_timeout = _shutdown_timeout_from_environment()
         if self.shutdown_timeout < 0:
             raise UserError(f"shutdown_timeout must be non-negative, not {self.shutdown_timeout}")
+        if self.health_port is None:
+            self.health_port = health.port_from_environment()
+        else:
+            health.checked_port("health_port", self.health_port)
 
 
 def _shutdown_timeout_from_environment() -> int:
@@ -117,6 +129,16 @@ def launch_agent(
     health_check_server: Any = None,
 ) -> dict[int, Any]:
     """Run one agent to its end. See `elastic_launch`."""
+    if health_check_server is None:
+        health_check_server = health.server_at(config.health_port)
+    # From before the rendezvous is reached until after it is left, either of which may take its time.
+    with health.served(health_check_server):
+        return _launch(config, entrypoint, args, health_check_server)
+
+
+def _launch(
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str | None, args: list[Any], health_check_server: Any
+) -> dict[int, Any]:
     run_id = config.run_id or str(int.from_bytes(os.urandom(16), "big"))
     name = _get_entrypoint_name(entrypoint, args)
     logger.debug("run %s of %r with %s", run_id, name, config)
@@ -150,6 +172,7 @@ def launch_agent(
         duplicate_stderr_filters=config.duplicate_stderr_filters,
         virtual_local_rank=config.virtual_local_rank,
         restart_policy=config.restart_policy,
+        hang_policy=config.hang_policy,
     )
     assert config.logs_specs is not None
     assert config.shutdown_timeout is not None

@@ -97,6 +97,8 @@ def refusal(ended: Ended) -> str:
         ("--role", "--role needs a value"),
         ("--standalone=yes job.py", "--standalone is on or off and takes no value"),
         ("-q -v job.py", "--quiet and --verbose exclude each other"),
+        ("--health-port 65536 job.py", "--health-port 65536 is not a port (0 to 65535"),
+        ("--health-port http job.py", "'http' is not a whole number"),
     ],
 )  # fmt: skip
 def test_wrong_usage(holdfast: Holdfast, line: str, words: str) -> None:
@@ -115,7 +117,7 @@ def test_wrong_usage(holdfast: Holdfast, line: str, words: str) -> None:
         ({"PET_START_METHOD": "thread"}, "environment variable PET_START_METHOD: 'thread' is not one of"),
         ({"PYTHON_EXEC": "/nowhere/python"}, "PYTHON_EXEC: program '/nowhere/python' does not exist"),
         ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "x"}, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a number of seconds"),
-        ({"TORCHELASTIC_HEALTH_CHECK_PORT": "80"}, "TORCHELASTIC_HEALTH_CHECK_PORT=80: this version has no"),
+        ({"TORCHELASTIC_HEALTH_CHECK_PORT": "x"}, "TORCHELASTIC_HEALTH_CHECK_PORT=x is not a port (0 to 65535"),
         ({"CUDA_VISIBLE_DEVICES": "3", "PET_VIRTUAL_LOCAL_RANK": "1", "PET_NPROC_PER_NODE": "2"},
          "CUDA_VISIBLE_DEVICES='3' has 1, local rank 1 needs 2"),
     ],

@@ -537,6 +537,15 @@ def test_duplicate_filters(holdfast: Holdfast) -> None:
     assert len(files["0/stdout.log"].splitlines()) == 4
 
 
+@pytest.mark.parametrize("log_dir", ["logs", "/dev/null"])
+def test_filters_without_tee_are_said_to_be_useless(holdfast: Holdfast, log_dir: str) -> None:
+    script = holdfast.script("import os; exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')")
+    options = ["--log-dir", log_dir, "--max-restarts=1", "-r3", "--duplicate-stdout-filters", "loss"]
+    ended = holdfast.run(*options, script)
+    assert ended.code == 0, str(ended)
+    assert ended.own.count("holdfast: duplicate_stdout_filters has no effect: stdout of no worker is tee'd") == 1
+
+
 def test_no_logs_at_all(holdfast: Holdfast) -> None:
     script = holdfast.script(BOOM)
     ended = holdfast.run("--log-dir=/dev/null", "--nproc-per-node=2", script)
@@ -567,6 +576,25 @@ def test_the_launchers_own_error_file_gets_the_root_cause(holdfast: Holdfast) ->
     assert (message["message"], message["errorCode"]) == ("ValueError: boom", 1)
     assert "Traceback" in message["extraInfo"]["py_callstack"]
     assert int(message["extraInfo"]["timestamp"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        ("os._exit(3)", 3, "rank 0 exited with code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, "rank 0 was killed by SIGKILL"),
+    ],
+)
+def test_the_launchers_own_error_file_gets_the_cause_of_a_worker_that_left_none(
+    holdfast: Holdfast, end: str, code: int, words: str
+) -> None:
+    own = holdfast.directory / "own.json"
+    script = holdfast.script(f"import os, signal\n{end}\n")
+    ended = holdfast.run(script, env={"TORCHELASTIC_ERROR_FILE": str(own)})
+    message = json.loads(own.read_text())["message"]
+    assert (ended.code, message["errorCode"]) == (1, code)
+    assert message["message"].startswith(words)
+    assert ended.last == f"Cause: {message['message']}"
 
 
 def test_the_launchers_own_error_file_tells_of_its_own_errors(holdfast: Holdfast) -> None:

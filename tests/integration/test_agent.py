@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ from holdfast.process import DefaultLogsSpecs, Std
 from holdfast.process.errors import record
 from holdfast.rendezvous import (
     RendezvousClosedError,
-    RendezvousGracefulExitError,
     RendezvousInfo,
     RendezvousStoreInfo,
 )
+from holdfast.rendezvous.coordination import Round, RoundStopped, RunOver, SoloCoordination
+from holdfast.rendezvous.outcome import End, Failure, Outcome
 from holdfast.rendezvous.static import StandaloneRendezvous, StaticTCPRendezvous
 from holdfast.rendezvous.store import InProcessStore
 from holdfast.telemetry import events, metrics
@@ -449,10 +451,14 @@ def test_a_rendezvous_that_fails(error: Exception, recorded: list[events.Event])
     assert recorded[0].metadata["raw_error"] == f"{type(error).__name__}: {error}"
 
 
-def test_a_node_that_is_not_needed_leaves_quietly() -> None:
+@pytest.mark.parametrize("home", ["holdfast.rendezvous", "torch.distributed.elastic.rendezvous.api"])
+def test_a_node_that_is_not_needed_leaves_quietly(home: str) -> None:
+    """Also if its handler was written for torch."""
+    leave = import_module(home).RendezvousGracefulExitError
+
     class Surplus(PluginHandler):
         def next_rendezvous(self) -> RendezvousInfo:
-            raise RendezvousGracefulExitError("the world is full")
+            raise leave("the world is full")
 
     result = make_agent("true", handler=Surplus(Meeting(), "0")).run()
     assert (result.state, result.return_values, result.is_failed()) == (WorkerState.SUCCEEDED, {}, False)
@@ -540,6 +546,42 @@ def test_a_state_that_should_not_be(state: WorkerState) -> None:
     with pytest.raises(HoldfastError, match=rf"\[r\].*{state.name}"):
         agent.run()
     assert agent.calls[-1] == END
+
+
+class Overtaken(SoloCoordination, StandaloneRendezvous):
+    """A run of others, which go on without this node after its first round, and succeed."""
+
+    def __init__(self) -> None:
+        SoloCoordination.__init__(self, StandaloneRendezvous("x"), 0.01)
+        StandaloneRendezvous.__init__(self, "x")
+
+    def next_round(self) -> Round:
+        if self._round:
+            raise RunOver(Outcome(End.SUCCEEDED, "all workers have succeeded"))
+        return super().next_round()
+
+    def report_failure(self, round: int, failure: Failure) -> None:
+        pass
+
+    def report_success(self, round: int, timeout_s: float) -> None:
+        self._mailbox.put(RoundStopped(round, "a worker elsewhere has failed"))
+
+
+class Valued(Scripted):
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        return RunResult(super()._monitor_workers(worker_group).state, return_values={0: "of the first round"})
+
+
+@pytest.mark.parametrize("state", [S.FAILED, S.SUCCEEDED])
+def test_what_a_node_did_before_it_stood_by_is_not_its_result(
+    state: WorkerState, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether its workers had failed then, or finished: the run has succeeded without them."""
+    caplog.set_level(logging.INFO, "holdfast")
+    agent = Valued(WorkerSpec("r", 1, Overtaken(), entrypoint="-", monitor_interval=0.01), [state])
+    result = agent.run()
+    assert (result.state, result.return_values, result.failures) == (S.SUCCEEDED, {}, {})
+    assert "the run has succeeded; this node was not needed" in caplog.messages
 
 
 def test_an_error_of_a_hook_comes_out_after_the_shutdown() -> None:

@@ -491,6 +491,34 @@ FORKED = """
 """
 
 
+FORKED_BY_A_POOL = """
+    import os, sys
+    from concurrent.futures import ThreadPoolExecutor
+    from holdfast.process import bootstrap
+
+    def work():
+        pool = ThreadPoolExecutor(1)
+        pool.submit(print, "in a pool of the worker")
+        return [1]
+
+    def fork():
+        pid = os.fork()
+        if pid == 0:
+            bootstrap.finish_forked(bootstrap.run_function(lambda: (work, ()), os.memfd_create("box")))
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    with ThreadPoolExecutor(2) as pool:
+        print([pool.submit(fork).result() for _ in range(2)])
+"""
+
+
+def test_a_worker_forked_from_a_thread_of_a_pool_ends_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(textwrap.dedent(FORKED_BY_A_POOL))
+    done = subprocess.run([sys.executable, "main.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    said = ["in a pool of the worker"] * 2
+    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, [*said, "[0, 0]"], "")
+
+
 @pytest.mark.parametrize(
     ("function", "printed", "last"),
     [

@@ -770,6 +770,30 @@ def test_duplicate_filters(starter: Starter) -> None:
     assert sorted(Path(context.filtered_stderr).read_text().splitlines()) == ["[test0]:keep this", "[test1]:keep this"]
 
 
+@pytest.mark.parametrize(
+    ("tee", "ranks_filter", "useless"),
+    [
+        (Std.ALL, None, []),
+        ({1: Std.ALL}, None, []),
+        (Std.ERR, None, ["stdout"]),
+        (Std.OUT, None, ["stderr"]),
+        (Std.NONE, None, ["stdout", "stderr"]),
+        (Std.ALL, {7}, ["stdout", "stderr"]),
+    ],
+)
+def test_filters_without_tee_are_said_to_be_useless(
+    tee: Any, ranks_filter: set[int] | None, useless: list[str], starter: Starter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, however often the group is started."""
+    logs = DefaultLogsSpecs(str(starter.tmp_path), redirects=Std.ALL, tee=tee, local_ranks_filter=ranks_filter)
+    filters = {"duplicate_stdout_filters": ["o"], "duplicate_stderr_filters": ["e"]}
+    for _ in range(2):
+        starter.run("true", ranks=2, logs=logs, **filters)
+    assert [message for message in caplog.messages if "no effect" in message] == [
+        f"duplicate_{stream}_filters has no effect: {stream} of no worker is tee'd" for stream in useless
+    ]
+
+
 def test_ranks_that_are_filtered_out_are_silent(starter: Starter, capfd: pytest.CaptureFixture[str]) -> None:
     logs = DefaultLogsSpecs(str(starter.tmp_path), tee={0: Std.OUT}, local_ranks_filter={1})
     context = starter.start(entrypoints.say, "out", "err", ranks=3, logs=logs)

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.diagnosis import stacks
 from holdfast.errors import HostError, UserError
 from holdfast.timer import (
     FileTimerClient,
@@ -32,7 +33,6 @@ from holdfast.timer import (
     expires,
     file,
     liveness,
-    stacks,
     wire,
 )
 from holdfast.timer.api import RETRY_DELAY_S

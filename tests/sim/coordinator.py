@@ -174,9 +174,9 @@ class Coordinator:
                 self._seal(world)
             case words.TellPlace(key, place):
                 self._tell((key,), messages.Sealed(key, place))
-            case words.StopRound(keys, round, reason):
+            case words.StopRound(keys, round, reason, is_hang):
                 self.checks.stop_ordered(round)
-                self._tell(keys, messages.Stop(round, reason))
+                self._tell(keys, messages.Stop(round, reason, is_hang))
             case words.Refuse(key, reason):
                 self._dismiss(key, messages.Refused(reason))
             case words.Expel(key, reason):

@@ -137,11 +137,13 @@ class EtcdMisfortune(Misfortune):
             self._cut(leader.host, up=up, down=not up or self._random.random() < 0.5)
 
     def _flap(self) -> None:
-        """Cut off for most of a lease, back for a moment, and cut off again for longer than what is left of it."""
-        host, lease_s = self._host(), self._profile.settings.lease_s
-        down_for_s = lease_s * self._random.uniform(0.3, 0.9)
+        """Cut off for most of a lease, back for a moment, and cut off again for longer than what is left of it. At
+        first only what comes back is missing: the lease is renewed, and nobody knows."""
+        host, settings = self._host(), self._profile.settings
+        down_for_s = settings.lease_s * self._random.uniform(0.4, 0.8)
         self._engine.note("network", "flaps for", host.name)
-        self._wire.partition(host, up=True, down=True)
+        self._wire.partition(host, up=False, down=True)
+        self._engine.after(settings.heartbeat_s * self._random.random(), self._wire.blocked_up.add, host)
         self._engine.after(down_for_s, self._world.heal, host)
         self._engine.after(down_for_s + self._random.random() ** 2 * 0.3, self._cut_again, host)
 

@@ -30,13 +30,17 @@ class Mutation:
     attribute: str
     change: Callable[[Any], Any]
     rules: tuple[str, ...]
+    first_seed: int = 0
+    """The search begins here."""
 
     def apply(self) -> AbstractContextManager[Any]:
         return patch.object(self.owner, self.attribute, self.change(getattr(self.owner, self.attribute)))
 
 
-def mutation_of(name: str, owner: Any, attribute: str, change: Callable[[Any], Any], *rules: str) -> Mutation:
-    return Mutation(name, owner, attribute, change, rules)
+def mutation_of(
+    name: str, owner: Any, attribute: str, change: Callable[[Any], Any], *rules: str, first_seed: int = 0
+) -> Mutation:
+    return Mutation(name, owner, attribute, change, rules, first_seed)
 
 
 # How things are changed.

@@ -12,7 +12,7 @@ from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.rendezvous.vocabulary import Admit
 from tests.sim.engine import Clock
 from tests.sim.host import Plan
-from tests.sim.script import Script, failing, succeeding
+from tests.sim.script import EtcdScript, Script, failing, succeeding
 
 Scenario = Callable[[], str]
 SCENARIOS: dict[str, Scenario] = {}
@@ -333,3 +333,37 @@ def a_newcomer_meets_a_coordinator_that_was_restarted() -> str:
     script.kill_coordinator(at=7.0, for_s=5.0)
     script.node("c", at=11.95)
     return script.tell(until=14.0)
+
+
+# The leader, on etcd.
+
+
+@scenario
+def a_leader_is_killed_while_it_tells_the_world() -> str:
+    """It has sealed the round and told one of the three. The next leader finds what was sealed, and who does not know
+    of it; the dead one is a member, so the round is stopped when all of them are told."""
+    script = EtcdScript(min_nodes=2, max_nodes=3)
+    script.nodes("abc")
+    script.kill("a", at=0.255)
+    return script.tell(until=8.0)
+
+
+@scenario
+def etcd_is_without_a_quorum() -> str:
+    """For a moment, and nobody's workers notice; then for longer than the lease. No lease ends on etcd's side, but
+    nobody can know, so the workers are killed, and everybody comes back as a stranger, at once."""
+    script = EtcdScript(min_nodes=2, max_nodes=2)
+    script.nodes("ab")
+    script.lose_quorum(at=3.0, for_s=3.0)
+    script.lose_quorum(at=10.0, for_s=8.0)
+    return script.tell(until=25.0)
+
+
+@scenario
+def a_frozen_leader_returns() -> str:
+    """SIGSTOP for longer than the lease. Another leads when it goes on; nothing of what it still wants to write is
+    carried out."""
+    script = EtcdScript(min_nodes=1, max_nodes=3)
+    script.nodes("abc")
+    script.freeze("a", at=3.0, for_s=9.0)
+    return script.tell(until=15.0)

@@ -17,9 +17,13 @@ from tests.sim.agent import Agent
 from tests.sim.checkers import RULES, Checks, OnlyMisfitsAreRefused
 from tests.sim.coordinator import Coordinator
 from tests.sim.engine import Clock, Engine
+from tests.sim.etcd import Etcd
+from tests.sim.etcd_agent import EtcdAgent, Truth
+from tests.sim.etcd_checkers import ETCD_RULES
 from tests.sim.host import Host, Plan, Society
 from tests.sim.network import Network
 from tests.sim.tcp_agent import TcpAgent
+from tests.sim.wire import Wire
 
 DELAY_S = 0.01
 FOR_EVER = Plan(None)
@@ -39,15 +43,24 @@ class Script:
     def __init__(self, *, grace_s: float = 5.0, **settings: Any) -> None:
         self.settings = Settings(**settings)
         self.engine = Engine(Random(0))
-        rules = tuple(rule for rule in RULES if rule is not OnlyMisfitsAreRefused)  # Scripts have other misfits, too.
-        self.checks = Checks(self.settings, lambda: self.engine.now, rules)
-        self.network = Network(self.engine, DELAY_S, is_even=True)
-        self.coordinator = Coordinator(self.engine, self.network, Clock(), self.checks)
+        self.checks = self._make_checks()
         self.society = Society(self.engine, self.checks)
         self.hosts: dict[str, Host] = {}
         self._grace_s = grace_s
         self._plans: dict[tuple[str, int], Plan] = {}
+        self._open()
+
+    def _make_checks(self) -> Checks:
+        rules = tuple(rule for rule in RULES if rule is not OnlyMisfitsAreRefused)  # Scripts have other misfits, too.
+        return Checks(self.settings, lambda: self.engine.now, rules)
+
+    def _open(self) -> None:
+        self.network = Network(self.engine, DELAY_S, is_even=True)
+        self.coordinator = Coordinator(self.engine, self.network, Clock(), self.checks)
         self.engine.at(0.0, self.coordinator.start)
+
+    def _make_agent(self, host: Host, facts: NodeFacts) -> Agent:
+        return TcpAgent(self.engine, self.network, self.checks, host, facts, self.settings, 0.5)
 
     def plan(self, host: Host, round: int, restarts_used: int) -> Plan:
         return self._plans.get((host.name, round), FOR_EVER)
@@ -73,7 +86,7 @@ class Script:
             host.grace_s = self._grace_s
         host.agents_started += 1
         facts = NodeFacts(name + "'" * (host.agents_started - 1), address=name, requested_rank=rank)
-        TcpAgent(self.engine, self.network, self.checks, host, facts, self.settings, 0.5).start()
+        self._make_agent(host, facts).start()
 
     def kill(self, name: str, at: float) -> None:
         self.engine.at(at, lambda: self._agent(name).crash())
@@ -139,3 +152,23 @@ class Script:
     def tell(self, until: float) -> str:
         self.engine.run_until(until)
         return self.engine.transcript.story()
+
+
+class EtcdScript(Script):
+    """The same with etcd. Nodes are told one after the other, each in a transaction of its own."""
+
+    def _make_checks(self) -> Checks:
+        self.truth = Truth(self.engine)
+        self.truth.checks = Checks(self.settings, lambda: self.engine.now, ETCD_RULES)
+        return self.truth.checks
+
+    def _open(self) -> None:
+        self.etcd = Etcd(self.engine, Clock())
+        self.wire = Wire(self.engine, self.etcd, DELAY_S, is_even=True)
+
+    def _make_agent(self, host: Host, facts: NodeFacts) -> Agent:
+        return EtcdAgent(self.engine, self.wire, self.truth, host, facts, self.settings)
+
+    def lose_quorum(self, at: float, for_s: float) -> None:
+        self.engine.at(at, self.etcd.lose_quorum)
+        self.engine.at(at + for_s, self.etcd.regain_quorum)

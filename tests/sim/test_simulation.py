@@ -10,10 +10,12 @@ import pytest
 
 from tests.sim.__main__ import failure_of
 from tests.sim.engine import Violation
+from tests.sim.etcd_world import simulate as simulate_etcd
 from tests.sim.mutations import MUTATIONS
 from tests.sim.tcp_world import simulate
 
 CHUNKS = 20
+ETCD_CHUNKS = 6
 SEEDS_IN_A_CHUNK = 50
 
 
@@ -23,6 +25,19 @@ def test_seeds(chunk: int) -> None:
         failure = failure_of(seed)
         if failure:
             pytest.fail(failure, pytrace=False)
+
+
+@pytest.mark.parametrize("chunk", range(ETCD_CHUNKS))
+def test_seeds_with_etcd(chunk: int) -> None:
+    for seed in range(chunk * SEEDS_IN_A_CHUNK, (chunk + 1) * SEEDS_IN_A_CHUNK):
+        failure = failure_of(seed, with_etcd=True)
+        if failure:
+            pytest.fail(failure, pytrace=False)
+
+
+def test_a_seed_with_etcd_says_all_that_there_is_to_say() -> None:
+    first, second = simulate_etcd(5), simulate_etcd(5)
+    assert first.engine.transcript.text(with_routine=True) == second.engine.transcript.text(with_routine=True)
 
 
 def test_a_seed_says_all_that_there_is_to_say() -> None:

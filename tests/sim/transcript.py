@@ -26,7 +26,8 @@ _ROUTINE = (
 
 
 # How an agent does what it does; who tells a story leaves it out.
-_MEANS = ("Send", "SetLease", "Connect", "HangUp")
+_MEANS = ("Send", "SetLease", "Connect", "HangUp", "GrantLease", "KeepLease", "RevokeLease", "Follow", "Say")
+_HEARD = ("MessageCame", "ToldSeen", "Followed")
 
 Line = tuple[float, str, tuple[object, ...]]
 
@@ -71,7 +72,7 @@ def _abridged(line: Line) -> Line | None:
     if who == "coordinator" or not isinstance(what[-1], tuple):
         return line
     done = tuple(command for command in what[-1] if type(command).__name__ not in _MEANS)
-    said = ("hears",) if type(what[0]).__name__ == "MessageCame" else what[:-1]
+    said = ("hears",) if type(what[0]).__name__ in _HEARD else what[:-1]
     return (at, who, (*said, done)) if done else None
 
 
@@ -147,7 +148,8 @@ def _call(thing: object) -> str:
     said = []
     for name in type(thing).__match_args__:  # type: ignore[attr-defined]  # the caller has made sure of it
         value = getattr(thing, name)
-        if value in ("", None, ()) or isinstance(value, Settings) or name == "jitter":
+        is_noise = name == "jitter" or (name == "is_hang" and not value)
+        if value in ("", None, ()) or isinstance(value, Settings) or is_noise:
             continue
         is_plain = _is_record(value) or isinstance(value, (str, bytes, tuple, Enum))
         said.append(_words(value) if is_plain else f"{name}={_words(value)}")

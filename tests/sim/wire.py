@@ -137,7 +137,7 @@ class Wire:
         if host in self.blocked_up:
             self._held_up[host].append(request)
         elif not self.etcd.has_quorum:
-            self.etcd.pending.append(lambda: self._carry_out(request))
+            self.etcd.pending.append(lambda: self.engine.after(self._lateness_s() / 4, self._go_up, request))
         else:
             self._carry_out(request)
 
@@ -156,6 +156,10 @@ class Wire:
         if not request.is_over and request.answered is not None:
             request.is_over = True
             request.answered(result)
+
+    def _lateness_s(self) -> float:
+        """Who resends does it less and less often."""
+        return 0.0 if self.is_even else self.engine.random.random() ** 2 * 2 * self.timeout_s
 
     def _is_lost(self, host: Host) -> bool:
         return host in self.lossy and self.engine.random.random() < _CHANCE_OF_LOSS
@@ -188,7 +192,7 @@ class Wire:
         self.blocked_down.discard(host)
         for request in self._held_up.pop(host, []):
             if self.is_even or self.engine.random.random() < 0.5:
-                self.engine.after(self.delay_s(), self._go_up, request)
+                self.engine.after(self.delay_s() + self._lateness_s(), self._go_up, request)
         for request, result in self._held_down.pop(host, []):
             self.engine.after(self.delay_s(), self._go_down, request, result)
         is_dead = not self.is_even and self.engine.random.random() < 0.3  # The connection, after so long.

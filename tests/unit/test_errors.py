@@ -440,12 +440,38 @@ def test_a_root_cause_known_by_evidence_is_passed_on(own_file: Path) -> None:
     assert "errorCode" not in failure.error_file_data["message"]
 
 
-def test_a_root_cause_without_a_file_is_logged(own_file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
+@pytest.mark.parametrize(
+    ("failure", "cause", "callstack"),
+    [
+        (ProcessFailure(2, 11, 7, ""), "exited with code 7", HINT),
+        (ProcessFailure(2, 11, 7, "", Evidence()), "exited with code 7", "exit code 7, without a word"),
+        (ProcessFailure(2, 11, 7, "", Evidence(stderr_tail="no space\n")), "no space", "no space"),
+        (ProcessFailure(2, 11, -9, "", Evidence(memory="it ate too much")), "it ate too much", "it ate too much"),
+        (ProcessFailure(2, 11, -11, "", Evidence(stack="the stack")), "SIGSEGV", "the stack"),
+    ],
+)
+def test_a_root_cause_that_left_no_file_is_told_all_the_same(
+    own_file: Path, failure: ProcessFailure, cause: str, callstack: str
+) -> None:
+    error = ChildFailedError("job", {5: failure})
     with pytest.raises(ChildFailedError):
-        record(raising(ChildFailedError("job", {5: ProcessFailure(2, 11, 7, "")})), QuietHandler())()
-    assert "Rank 5 (local rank 2, pid 11, exit code 7) left no error file" in caplog.text
-    assert not own_file.exists()
+        record(raising(error), QuietHandler())()
+    written = json.loads(own_file.read_text())["message"]
+    assert (written["message"], written["errorCode"]) == (error.cause(), failure.exitcode)
+    assert cause in written["message"]
+    assert callstack in written["extraInfo"]["py_callstack"]
+    assert written["extraInfo"]["timestamp"] == str(failure.timestamp)
+
+
+def test_a_root_cause_whose_file_is_gone_is_told_all_the_same(own_file: Path, tmp_path: Path) -> None:
+    path = error_file(tmp_path, NESTED, "child.json")
+    error = ChildFailedError("job", {5: ProcessFailure(2, 11, 7, path)})
+    os.unlink(path)
+    with pytest.raises(ChildFailedError):
+        record(raising(error), QuietHandler())()
+    written = json.loads(own_file.read_text())
+    assert written["message"].pop("errorCode") == 7
+    assert written == NESTED
 
 
 def test_dumping_replaces_an_own_file_and_says_so(

@@ -656,6 +656,14 @@ RESUMED: dict[str, tuple[Script, Script]] = {
             (12.0, joined("c", RETRY), sealed(2, "c b")),
         ],
     ),
+    "who has finished is not missed": (
+        [*FORMED, (1.0, succeeded("a"), [])],
+        [
+            (10.0, LeaseExpired("a/0"), []),
+            (10.0, returned("b", RETRY, rank=1), []),
+            (11.0, succeeded("b"), ended("b", SUCCESS)),
+        ],
+    ),
     "a join that the seal has answered is no news": (
         FORMED,
         [
@@ -695,6 +703,28 @@ RESUMED: dict[str, tuple[Script, Script]] = {
             (2.0, joined("a", PAIR, last_round=1), []),
         ],
         [(10.0, joined("a", PAIR, last_round=1), []), (11.0, joined("c", PAIR), sealed(2, "c a"))],
+    ),
+    "whoever asks how it ended has time to hear the answer": (
+        [*formed(ONE, "a"), (1.0, succeeded("a"), ended("a", SUCCESS))],
+        [(10.0, TIME, []), (15.0, joined("b", ONE), [TellOutcome(keys("b"), SUCCESS)]), (20.0, TIME, []),
+         (25.0, TIME, [ForgetRun()])],
+    ),
+    "one that had finished and missed the stop is told": (
+        [
+            *FORMED,
+            (1.0, succeeded("a"), []),
+            (1.0, failed("b"), stop("a b", "b broke")),
+            (2.0, joined("b", RETRY, last_round=1), charged(1, 1)),
+        ],
+        [
+            (10.0, returned("a", RETRY, stage=Stage.FINISHED), stop("a", "the round was stopped meanwhile")),
+            (10.0, joined("b", RETRY, last_round=1), []),
+            (11.0, joined("a", RETRY, last_round=1), sealed(2, "a b", 1)),
+        ],
+    ),
+    "one that still runs in a round that is over is expelled": (
+        [*FORMED, (1.0, LeaseExpired("b/0"), stop("a", f"b {LOST}")), (2.0, joined("a", RETRY, last_round=1), [])],
+        [(10.0, returned("b", RETRY, rank=1), [Expel("b/0", "its place in round 1 was given up")])],
     ),
     "an end stays the end": (
         [*formed(ONE, "a"), (1.0, succeeded("a"), ended("a", SUCCESS))],
@@ -836,3 +866,29 @@ def test_phases_change_only_as_the_picture_says() -> None:
         run._enter(Phase.RUNNING)
     assert {after for _, _, after in PHASE_CHANGES} == set(Phase)
     assert Phase.ENDED not in {before for before, _, _ in PHASE_CHANGES}
+
+
+def test_everybody_hears_that_a_round_is_stopped_because_it_hung() -> None:
+    """Each node then sees where its workers are; the one with the worker that stands out names the cause."""
+    of = settings(2, 2, max_restarts=1)
+    run = after(formed(of))
+    [stopped] = step(run, failed("a", exception="hang", is_consequence=True), 10.0)
+    assert (stopped.keys, stopped.is_hang) == (keys("a b"), True)
+    assert step(run, failed("b", exception="hang"), 10.1) == []
+    step(run, joined("a", of, last_round=1), 10.2)
+    step(run, joined("b", of, last_round=1), 10.3)
+    assert run.restarts_used == 1
+    [again] = step(run, failed("a", round=2, exception="hang", is_consequence=True), 11.0)
+    assert again.is_hang
+    step(run, failed("b", round=2, exception="hang"), 11.1)
+    step(run, joined("a", of, last_round=2), 11.2)
+    commands = step(run, joined("b", of, last_round=2), 11.3)
+    [outcome] = [command.outcome for command in commands if hasattr(command, "outcome")]
+    assert outcome.cause is not None
+    assert outcome.cause.node == "b"
+
+
+def test_other_failures_are_no_hangs() -> None:
+    run = after(formed(settings(2, 2)))
+    [stopped] = step(run, failed("a", exception="ValueError"), 10.0)
+    assert not stopped.is_hang

@@ -46,6 +46,7 @@ EXAMPLES: list[Any] = [
     messages.HeartbeatAnswer(12),
     messages.Sealed("node-a/3", PLACE),
     messages.Stop(7, "node-b leaves"),
+    messages.Stop(7, "rank 2 hung", is_hang=True),
     messages.Refused("rank 2 is taken"),
     messages.Expelled("it was not heard of"),
     messages.Ended(Outcome(End.FAILED, "no restarts are left", FAILURE)),

@@ -54,6 +54,7 @@ def test_spec_fields_keep_their_positions_and_defaults() -> None:
         ("duplicate_stderr_filters", None),
         ("virtual_local_rank", False),
         ("restart_policy", None),
+        ("hang_policy", None),
     ]
 
 

@@ -80,6 +80,11 @@ DEFAULTS = {
     "uncounted_exit_codes": frozenset(),
     "uncounted_exceptions": frozenset(),
     "grace_period": None,
+    "hang_timeout": None,
+    "start_timeout": None,
+    "progress_signals": None,
+    "progress_pattern": "",
+    "progress_every": None,
     "master_addr": "127.0.0.1",
     "master_port": None,
     "local_addr": None,
@@ -87,6 +92,7 @@ DEFAULTS = {
     "numa_binding": None,
     "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     "shutdown_timeout": None,
+    "health_port": None,
     "virtual_local_rank": False,
     "quiet": False,
     "verbose": False,
@@ -105,6 +111,7 @@ VALUES = {
     "node_rank": ("3", 3),
     "master_port": ("1234", 1234),
     "shutdown_timeout": ("0", 0),
+    "health_port": ("8080", 8080),
     "numa_binding": ("core-complex", "core-complex"),
     "join_timeout": ("10m", 600.0),
     "last_call": ("1.5s", 1.5),
@@ -118,6 +125,10 @@ VALUES = {
     "uncounted_exit_codes": ("143", frozenset({143})),
     "fatal_exceptions": ("KeyError, MyError", frozenset({"KeyError", "MyError"})),
     "uncounted_exceptions": ("Preempted", frozenset({"Preempted"})),
+    "hang_timeout": ("10m", 600.0),
+    "start_timeout": ("1h", 3600.0),
+    "progress_signals": ("output, CPU", frozenset({"output", "cpu"})),
+    "progress_every": ("60s", 60.0),
 }
 
 

@@ -14,6 +14,7 @@ from holdfast.rendezvous.participant import (
     MessageCame,
     Participant,
     PlaceLost,
+    RoundStopped,
     Send,
     Standing,
     SuccessReported,
@@ -39,6 +40,12 @@ def member() -> Participant:
     node.step(MessageCame(messages.Sealed("n/0", place)), JOINED_AT)
     node.step(session.TimePassed(), JOINED_AT + 0.6)  # A heartbeat, its number is 2.
     return node
+
+
+@pytest.mark.parametrize("is_hang", [False, True])
+def test_a_stop_says_whether_the_run_hangs(is_hang: bool) -> None:
+    [stopped] = member().step(MessageCame(messages.Stop(1, "why", is_hang)), IN_TIME)
+    assert stopped == RoundStopped(1, "why", is_hang)
 
 
 LATE_WORDS = [

@@ -479,9 +479,10 @@ class TestTrouble:
 
     def test_full_filtered_file_is_dropped_for_all_streams(self, rig: Rig) -> None:
         full_fd = os.open("/dev/full", os.O_WRONLY)
-        first_fd, last_fd = (rig.add(name, b"", filters=(b"x",), filtered_fd=full_fd) for name in ("one", "two"))
-        between_fd = rig.add("rank 9", b"", file_fd=os.open("/dev/full", os.O_WRONLY))
-        for count, write_fd in enumerate((first_fd, between_fd, last_fd), start=1):
+        shared = {"filters": (b"x",), "filtered_fd": full_fd}
+        outlets = {"one": shared, "rank 9": {"file_fd": os.open("/dev/full", os.O_WRONLY)}, "late": shared}
+        for count, (name, outlet) in enumerate(outlets.items(), start=1):
+            write_fd = rig.add(name, b"", **outlet)  # type: ignore[arg-type]
             write_all(write_fd, b"x\n")
             wait_until(lambda count=count: rig.console() == b"x\n" * count, "the line is out")  # type: ignore[misc]
             os.close(write_fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from holdfast.diagnosis.report import (
     error_timestamp,
     exception_name,
     failure_block,
+    follows_from_another,
     is_consequence,
     ranks_text,
     report,
@@ -233,6 +235,24 @@ def test_root_cause(failures: dict[int, FailureFacts], expected: int) -> None:
 )
 def test_cause_line(rank: int, facts: FailureFacts, line: str) -> None:
     assert cause_line(rank, facts) == line
+
+
+HUNG = Evidence(hang="no output for 600 s; it was at train.py:31 in save", stack="save (train.py:31)", note="see x")
+
+
+def test_a_hang_is_told_as_one_however_it_was_stopped() -> None:
+    for exitcode, text in ((0, ""), (-15, ""), (-9, ""), (1, "hung: no output")):
+        facts = FailureFacts(exitcode, text, pid=4103, evidence=HUNG)
+        assert cause_line(2, facts) == "rank 2 hung: no output for 600 s; it was at train.py:31 in save (pid 4103)"
+
+
+def test_a_hang_speaks_for_itself_unless_it_waited_for_others() -> None:
+    hung = FailureFacts(-15, evidence=HUNG)
+    waiting = FailureFacts(-15, evidence=replace(HUNG, is_waiting=True))
+    broken = FailureFacts(1, "ConnectionResetError: by peer")
+    assert root_cause({0: broken, 1: waiting, 2: hung}) == 2
+    assert follows_from_another(waiting)
+    assert not follows_from_another(hung)
 
 
 def test_a_long_message_keeps_the_end_of_the_cause_line() -> None:

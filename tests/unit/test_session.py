@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -205,6 +206,15 @@ def play(session: Session, script: Script) -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts(name: str) -> None:
     play(Session(SETTINGS), SCRIPTS[name])
+
+
+def test_where_a_join_renews_nothing_the_grant_of_the_lease_does() -> None:
+    """It counts from when it was asked for, also after a lease that was lost."""
+    session = Session(replace(SETTINGS, does_join_renew=False))
+    granted: Script = [(100.0, TIME, [Connect()]), (104.0, Connected(), [SendHeartbeat(1)])]
+    play(session, [*granted, (105.0, PlaceTaken(104.5), [SetLease(109.0)]), (106.0, PlaceGivenUp(), [SetLease(None)])])
+    again: Script = [(107.0, Disconnected(), []), (108.0, TIME, [Connect()]), (109.0, Connected(), [SendHeartbeat(2)])]
+    play(session, [*again, (110.0, PlaceTaken(109.5), [SetLease(117.0)])])
 
 
 def test_those_who_prefer_running_on_never_lose_their_place() -> None:

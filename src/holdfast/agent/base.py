@@ -14,7 +14,6 @@ period, and the exception goes on to the caller.
 from __future__ import annotations
 
 import abc
-import functools
 import json
 import logging
 import os
@@ -25,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, assert_never
 
-from holdfast.agent import lifecycle, ranks, recording
+from holdfast.agent import exchange, health, lifecycle, ranks, recording
 from holdfast.agent.blocking import call_interruptibly
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -33,12 +32,14 @@ from holdfast.diagnosis import report
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.process import signals
 from holdfast.process.errors import ProcessFailure
+from holdfast.process.pulse import Pulse
 from holdfast.process.signals import SignalException
 from holdfast.rendezvous.api import (
     RendezvousClosedError,
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousTimeoutError,
+    is_kind,
 )
 from holdfast.rendezvous.coordination import (
     Coordination,
@@ -50,7 +51,7 @@ from holdfast.rendezvous.coordination import (
     RunOver,
     SoloCoordination,
 )
-from holdfast.rendezvous.outcome import End, Failure, Outcome
+from holdfast.rendezvous.outcome import HANG, End, Failure, Outcome
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.telemetry.events import Event, record
 from holdfast.telemetry.metrics import prof, put_metric
@@ -60,6 +61,9 @@ __all__ = ["DEFAULT_ROLE", "ElasticAgent", "SimpleElasticAgent"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_ROLE = "default"
+
+# For how long a node that has reported a hang keeps its workers, so that every node can take stacks.
+_OTHERS_LOOK_S = 2.0
 
 
 class ElasticAgent(abc.ABC):
@@ -87,6 +91,10 @@ class SimpleElasticAgent(ElasticAgent):
         self._result = RunResult(WorkerState.INIT)
         self._total_execution_time = 0
         self._restart_began: float | None = None
+        self._health_check_server: Any = None
+        self._pulse = Pulse()
+        self._is_stopping = False
+        self._was_told_of_hang = False
 
     # Hooks.
 
@@ -112,6 +120,10 @@ class SimpleElasticAgent(ElasticAgent):
         interval_s = worker_group.spec.monitor_interval
         signals.wait_readable([pushes_fd], interval_s if timeout_s is None else min(interval_s, timeout_s))
 
+    def _examine_workers(self, worker_group: WorkerGroup) -> RunResult | None:
+        """The run hangs: see where these workers are. The result if the cause is among them."""
+        return None
+
     def _unkillable(self) -> tuple[int, ...]:
         """After a stop: the pids that even SIGKILL did not end."""
         return ()
@@ -119,6 +131,13 @@ class SimpleElasticAgent(ElasticAgent):
     def _settle(self, result: RunResult) -> RunResult:
         """The result with what is known only after the workers were stopped."""
         return result
+
+    def _get_alive_time(self) -> float:
+        """When this agent was last known to be alive, in seconds since the epoch; the health check asks for it.
+
+        A loop that waits is alive now, whatever it waits for. Another meaning is a matter of overriding this.
+        """
+        return time.time() - self._pulse.busy_for_s()
 
     # What others see.
 
@@ -142,7 +161,8 @@ class SimpleElasticAgent(ElasticAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         began = time.monotonic()
         is_shut_down = False
-        with signals.deferred():
+        self._is_stopping = False
+        with self._pulse.taken_here(), health.served(self._health_server()), signals.deferred():
             try:
                 result = self._invoke_run(role)
                 self._total_execution_time = int(time.monotonic() - began)
@@ -151,21 +171,25 @@ class SimpleElasticAgent(ElasticAgent):
                 )
                 self._record_worker_events(result)
                 return result
-            except RendezvousGracefulExitError as reason:
-                logger.info("this node is not needed any more and leaves: %s", reason)
-                return RunResult(WorkerState.SUCCEEDED)
             except SignalException as received:
                 logger.warning("got %s, stopping the workers", received.sigval.name)
                 self._leave(received.sigval)
                 is_shut_down = True
                 raise
+            except Exception as error:
+                if not is_kind(error, RendezvousGracefulExitError):
+                    raise
+                logger.info("this node is not needed any more and leaves: %s", error)
+                return RunResult(WorkerState.SUCCEEDED)
             finally:
                 self._total_execution_time = int(time.monotonic() - began)
+                self._is_stopping = True
                 if not is_shut_down:
                     self._shutdown(timeout=self._shutdown_timeout)
 
     def _leave(self, death_sig: signal.Signals) -> None:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
+        self._is_stopping = True
         if self._coordination is not None:
             self._coordination.leaving()
         self._shutdown(death_sig, timeout=self._shutdown_timeout)
@@ -199,6 +223,7 @@ class SimpleElasticAgent(ElasticAgent):
                 signals.inbox().raise_pending()  # One that came while the workers were being stopped.
                 return [self._join(group)]
             case lifecycle.StartWorkers(round):
+                self._was_told_of_hang = False
                 self._initialize_workers(group)
                 return [lifecycle.WorkersStarted(round)]
             case lifecycle.StopWorkers(round, at_once):
@@ -207,8 +232,11 @@ class SimpleElasticAgent(ElasticAgent):
                 group.state = WorkerState.STOPPED
                 return [lifecycle.WorkersStopped(round, self._unkillable())]
             case lifecycle.ReportFailure(round):
-                run.report_failure(round, _failure(self._result))
+                failure = _failure(self._result)
+                run.report_failure(round, failure)
                 self._tell_failure(run.verdict)
+                if failure.exception == HANG and run.has_leases and not self._was_told_of_hang:
+                    self._let_others_look(group)
             case lifecycle.ReportSuccess(round):
                 if (group.group_world_size or 1) > 1:
                     logger.info("the workers of this node have finished, waiting for the other nodes")
@@ -218,6 +246,11 @@ class SimpleElasticAgent(ElasticAgent):
             case _:
                 assert_never(command)
         return []
+
+    def _let_others_look(self, group: WorkerGroup) -> None:
+        """Once these workers are gone, those of the other nodes get an error and are not where they hung any more."""
+        if (group.group_world_size or 1) > 1:
+            signals.wait_readable([], _OTHERS_LOOK_S)
 
     def _stop_group(self, group: WorkerGroup, at_once: bool) -> None:
         """A hook cannot be told to hurry; whoever has lost its place has its workers killed by the spawner."""
@@ -262,16 +295,28 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _as_event(self, push: Push) -> lifecycle.Event:
         match push:
-            case RoundStopped(round, reason):
-                if round == self._machine.round:
-                    logger.warning("the round is stopped: %s", reason)
-                return lifecycle.RoundStopped(round)
+            case RoundStopped(round, reason, is_hang):
+                if round != self._machine.round:
+                    return lifecycle.RoundStopped(round)
+                logger.warning("the round is stopped: %s", reason)
+                is_ours = is_hang and self._machine.phase is lifecycle.Phase.RUNNING and self._is_cause_of_hang()
+                return lifecycle.WorkersFailed(round) if is_ours else lifecycle.RoundStopped(round)
             case PlaceLost(round, reason):
                 logger.warning("this node has lost its place, its workers are killed: %s", reason)
                 return lifecycle.PlaceLost(round)
             case RunEnded(outcome):
                 return self._ended(outcome)
         assert_never(push)
+
+    def _is_cause_of_hang(self) -> bool:
+        """Another node has found the run hanging. Before its own workers are stopped this one looks where they are;
+        if one of them is where no peer could help it, that is this node's failure."""
+        self._was_told_of_hang = True
+        result = self._examine_workers(self._worker_group)
+        if result is None:
+            return False
+        self._result = result
+        return True
 
     def _ended(self, outcome: Outcome) -> lifecycle.RunEnded:
         self._run_outcome = outcome
@@ -291,7 +336,7 @@ class SimpleElasticAgent(ElasticAgent):
     def _final_result(self, outcome: lifecycle.Outcome) -> RunResult:
         if outcome is lifecycle.Outcome.SUCCEEDED:
             self._tell_success()
-            return self._result
+            return self._result if self._has_finished else RunResult(WorkerState.SUCCEEDED)
         self._worker_group.state = WorkerState.FAILED
         settled = self._settle(self._result)
         if self._machine.unkillable:
@@ -319,7 +364,8 @@ class SimpleElasticAgent(ElasticAgent):
             return
         result.root = agreed.rank
         if agreed.rank not in result.failures:
-            evidence = report.Evidence(error={"message": {"message": agreed.text}})
+            hang = agreed.text if agreed.exception == HANG else ""
+            evidence = report.Evidence(error={"message": {"message": agreed.text}}, hang=hang)
             result.failures[agreed.rank] = ProcessFailure(-1, 0, agreed.exitcode, "", evidence, node=agreed.node)
         if (self._worker_group.group_world_size or 1) > 1:
             result.cause = f"{agreed.text}, on node {agreed.node}"
@@ -331,8 +377,14 @@ class SimpleElasticAgent(ElasticAgent):
         elif self._policy.max_restarts:
             logger.warning("%s; %s", _cause(self._result), verdict)
 
+    @property
+    def _has_finished(self) -> bool:
+        """Whether this node's workers are among those that brought the run to its end. A node that stood by then is
+        not, whatever became of the workers that it had before."""
+        return self._worker_group.state is WorkerState.SUCCEEDED
+
     def _tell_success(self) -> None:
-        if self._round is None:
+        if not self._has_finished:
             logger.info("the run has succeeded; this node was not needed")
             return
         count, restarts = len(self._worker_group.workers), self._restarts_used
@@ -346,6 +398,7 @@ class SimpleElasticAgent(ElasticAgent):
         assert self._coordination is not None
         if self._coordination.outcome is not None:
             return self._ended(self._coordination.outcome)
+        group.state = WorkerState.INIT if self._round is None else WorkerState.STOPPED
         restarts_before = self._restarts_used
         try:
             found = self._rendezvous(group)
@@ -381,13 +434,11 @@ class SimpleElasticAgent(ElasticAgent):
         if group_world_size == 1 or self._are_nodes_alike():
             world = ranks.identical_world(spec.role, spec.local_world_size, group_world_size)
             return ranks.assign_ranks(world, group_rank)
-        exchange = functools.partial(_exchange_ranks, store, group_rank, group_world_size, spec)
-        return call_interruptibly(exchange)
+        return call_interruptibly(exchange.exchange_ranks, store, group_rank, group_world_size, spec)
 
     def _are_nodes_alike(self) -> bool:
-        return os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1" or getattr(
-            self._handler, "has_fixed_world", False
-        )
+        is_said = os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1"
+        return is_said or getattr(self._handler, "has_fixed_world", False)
 
     @prof
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
@@ -405,12 +456,8 @@ class SimpleElasticAgent(ElasticAgent):
             self._restart_began = None
 
     def _tell_start(self, group: WorkerGroup) -> None:
+        logger.info("%s", recording.start_line(group))
         first = group.workers[0]
-        count = len(group.workers)
-        who = f"{count} workers" if count > 1 else "1 worker"
-        ids = ", ".join(str(worker.id) for worker in group.workers[:8]) + (", ..." if count > 8 else "")
-        place = f", node {group.group_rank} of {group.group_world_size}" if (group.group_world_size or 1) > 1 else ""
-        logger.info("started %s of %s (pids %s)%s", who, recording.entry_name(group.spec), ids, place)
         logger.debug(
             "round %d: global ranks %d..%d of %d, master %s:%s, restarts used %d",
             self._machine.round,
@@ -423,6 +470,18 @@ class SimpleElasticAgent(ElasticAgent):
         )
 
     # What is told to others.
+
+    def _health_server(self) -> Any:
+        if self._health_check_server is None:
+            self._health_check_server = health.server_at(health.port_from_environment())
+        health.introduce(self._health_check_server, self._get_alive_time, self._health)
+        return self._health_check_server
+
+    def _health(self) -> dict[str, Any]:
+        phase = self._machine.phase
+        if self._is_stopping and phase is not lifecycle.Phase.ENDED:
+            phase = lifecycle.Phase.STOPPING
+        return {"phase": phase.name.lower(), "round": self._machine.round, "restarts": self._restarts_used}
 
     def _publish_state(self, group: WorkerGroup) -> None:
         put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
@@ -470,19 +529,6 @@ def _elapsed_ms(began: float) -> int:
     return int((time.monotonic() - began) * 1000)
 
 
-def _exchange_ranks(store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Worker]:
-    """For agents that share nothing but a store: everybody says what it has, rank 0 gives everybody a place."""
-    mine = ranks.Member(spec.role, spec.local_world_size)
-    store.set(ranks.role_info_key(group_rank), ranks.encode_member(mine, group_rank))
-    if group_rank == 0:
-        said = store.multi_get([ranks.role_info_key(i) for i in range(group_world_size)])
-        places = ranks.assign_nodes([ranks.decode_member(data, i) for i, data in enumerate(said)])
-        keys = [ranks.assigned_ranks_key(i) for i in range(group_world_size)]
-        store.multi_set(keys, [ranks.encode_assignment(place) for place in places])
-    place = ranks.decode_assignment(store.get(ranks.assigned_ranks_key(group_rank)), group_rank)
-    return ranks.place_workers(place, spec.local_world_size)
-
-
 def _root(result: RunResult) -> tuple[int, report.FailureFacts] | None:
     if not result.failures:
         return None
@@ -506,7 +552,7 @@ def _failure(result: RunResult) -> Failure:
         node=os.uname().nodename,
         rank=rank,
         exitcode=facts.exitcode,
-        exception=report.exception_name(facts.text),
+        exception=HANG if facts.evidence.hang else report.exception_name(facts.text),
         text=_cause(result),
-        is_consequence=report.is_consequence(facts.exitcode, facts.text, facts.evidence.stderr_tail),
+        is_consequence=report.follows_from_another(facts),
     )

@@ -11,19 +11,24 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.agent import recording
 from holdfast.agent.base import SimpleElasticAgent
 from holdfast.agent.environment import RoundFacts, log_line_prefixes, macros, worker_environments
 from holdfast.agent.model import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from holdfast.agent.roll import Roll
 from holdfast.agent.watchdog import Watchdog
 from holdfast.process import signals, stop
 from holdfast.process.lease import Lease
 from holdfast.process.link import SpawnerLink, launch_or_take_early
 from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.start import PContext, start_processes
-from holdfast.telemetry.metrics import prof
+from holdfast.telemetry.metrics import prof, put_metric
+
+if TYPE_CHECKING:
+    from holdfast.agent.hangs import Finding, HangWatch
+    from holdfast.process.activity import OutputWatch
 
 __all__ = ["LocalElasticAgent"]
 
@@ -60,6 +65,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._link: SpawnerLink | None = None
         self._held_lease: Lease | None = None
         self._held_watchdog: Watchdog | None = None
+        self._hangs: HangWatch | None = None
+        self._roll: Roll | None = None
 
     @prof
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -67,11 +74,13 @@ class LocalElasticAgent(SimpleElasticAgent):
         args = {w.local_rank: tuple(macros.substitute(spec.args, w.local_rank)) for w in worker_group.workers}
         assert spec.entrypoint is not None
         self._stuck.forget()
+        envs = worker_environments(worker_group, self._round_facts(self._watchdog().start()), os.environ)
+        watch = self._prepare_hang_watch(envs)
         self._context = start_processes(
             name=spec.role,
             entrypoint=spec.entrypoint,
             args=args,
-            envs=worker_environments(worker_group, self._round_facts(self._watchdog().start()), os.environ),
+            envs=envs,
             logs_specs=self._logs_specs,
             log_line_prefixes=log_line_prefixes(self._prefix_template, spec.role, worker_group.workers),
             start_method=self._start_method,
@@ -80,10 +89,19 @@ class LocalElasticAgent(SimpleElasticAgent):
             duplicate_stderr_filters=spec.duplicate_stderr_filters,
             link=self._spawner(),
             lease=self._lease(),
+            watch=watch,
         )
-        if self._health_check_server is not None:
-            self._health_check_server.start()
+        if self._hangs is not None:
+            self._hangs.begin()
         return dict(self._context.pids())
+
+    def _tell_start(self, group: WorkerGroup) -> None:
+        super()._tell_start(group)
+        try:
+            self._roll = self._roll or Roll()
+            self._roll.write(self._handler.get_run_id(), self._machine.round, group)
+        except OSError as error:
+            logger.debug("holdfast stacks will not find these workers: %s", error)
 
     def _spawner(self) -> SpawnerLink | None:
         """The one spawner of this agent, or another one if somebody killed it. Forked functions bring their own."""
@@ -108,6 +126,14 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._held_watchdog = Watchdog(self._handler.get_run_id(), self._record_watchdog)
         return self._held_watchdog
 
+    def _get_watchdog_progress_time(self) -> float:
+        """When the watchdog last completed a turn, in seconds since the epoch; now, if there is none.
+
+        For subclasses whose `_get_alive_time` is to mean this. By default it does not: a watchdog that hangs harms
+        nobody, and must not make a scheduler end a healthy job.
+        """
+        return self._watchdog().last_progress_time()
+
     def _record_watchdog(self, name: str, details: Mapping[str, str]) -> None:
         if name == "kill worker process" and self._context is not None:
             self._context.blame(int(details["worker_pid"]), f"its timer {details['scope_id']} had expired")
@@ -131,6 +157,10 @@ class LocalElasticAgent(SimpleElasticAgent):
             return  # While the last workers were being started; nothing will come to wake us.
         if timeout_s is None and self._stuck.is_on:
             timeout_s = worker_group.spec.monitor_interval
+        look_at = self._hangs.next_deadline() if self._hangs is not None else None
+        if look_at is not None:
+            left_s = max(0.0, look_at - time.monotonic())
+            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
         signals.wait_readable([self._context.fileno(), pushes_fd], timeout_s)
 
     @prof
@@ -148,9 +178,11 @@ class LocalElasticAgent(SimpleElasticAgent):
             )
             return RunResult(WorkerState.UNKNOWN)
         ended = context.wait(0)
-        if ended is None:
-            return RunResult(WorkerState.UNHEALTHY if self._is_stuck(context) else WorkerState.HEALTHY)
         to_global = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        if ended is None:
+            if self._is_hung(context):
+                return self._failed_result(context, to_global)
+            return RunResult(WorkerState.UNHEALTHY if self._is_stuck(context) else WorkerState.HEALTHY)
         if ended.is_failed():
             return self._failed_result(context, to_global)
         values = {to_global[rank]: value for rank, value in ended.return_values.items()}
@@ -170,6 +202,71 @@ class LocalElasticAgent(SimpleElasticAgent):
         to_global = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
         return self._failed_result(self._context, to_global)
 
+    # Hangs.
+
+    def _prepare_hang_watch(self, envs: dict[int, dict[str, str]]) -> OutputWatch | None:
+        """For each life of the group a watch of its own, if the user wants one."""
+        self._end_hang_watch()
+        policy = self._worker_group.spec.hang_policy
+        if policy is None or not policy.is_on:
+            return None
+        from holdfast.agent.hangs import HangWatch
+
+        self._hangs = HangWatch(policy)
+        return self._hangs.prepare(envs)
+
+    def _end_hang_watch(self) -> None:
+        if self._hangs is not None:
+            self._hangs.end()
+            self._hangs = None
+
+    def _is_hung(self, context: PContext) -> bool:
+        watch, policy = self._hangs, self._worker_group.spec.hang_policy
+        verdict = watch.look(context.running()) if watch is not None else None
+        if watch is None or policy is None or verdict is None:
+            return False
+        from holdfast.diagnosis import hang
+
+        reason = hang.words(verdict, policy)
+        logger.warning("the workers hang: %s (--%s %g s); taking their stacks", reason, verdict.bound, verdict.limit_s)
+        finding = self._examine(context, reason)
+        if context.wait(0) is not None or watch.look_again(context.running()) is None:
+            logger.warning("the workers have moved while their stacks were taken, and go on")
+            return False
+        self._blame(context, finding)
+        return True
+
+    def _examine_workers(self, worker_group: WorkerGroup) -> RunResult | None:
+        context = self._context
+        if context is None or not context.running():
+            return None
+        finding = self._examine(context, "another node found the run hanging")
+        if not finding.is_cause_here:
+            return None
+        self._blame(context, finding)
+        return self._failed_result(context, {w.local_rank: w.global_rank for w in worker_group.workers})
+
+    def _examine(self, context: PContext, reason: str) -> Finding:
+        from holdfast.agent import hangs
+
+        group = self._worker_group
+        pids = context.running()
+        workers = {w.local_rank: (w.global_rank, pids[w.local_rank]) for w in group.workers if w.local_rank in pids}
+        seen = hangs.examine(workers, reason, self._hangs)
+        run_id, round = self._handler.get_run_id(), self._machine.round
+        heading = f"run {run_id}, round {round}, host {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        finding = hangs.tell(seen, hangs.directory_of(context.destinations), heading)
+        details = {"reason": reason, "odd_ranks": ",".join(map(str, finding.odd_ranks)), "stacks": finding.path}
+        self._record(recording.hang_event(group, details, self._restarts_used))
+        put_metric(f"workers.{group.spec.role}.hung", 1)
+        return finding
+
+    def _blame(self, context: PContext, finding: Finding) -> None:
+        note = f"every thread of every worker is in {finding.path}" if finding.path else ""
+        for rank, words in finding.blamed().items():
+            pid, stack = finding.pid_of(rank), finding.stack_of(rank)
+            context.blame_hang(pid, words, stack, note, is_waiting=not finding.is_cause_here)
+
     def _is_stuck(self, context: PContext) -> bool:
         pid = self._stuck.find(context.pids().values())
         if pid is not None:
@@ -183,13 +280,14 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._context.close(signal.SIGTERM, self._shutdown_timeout)
 
     def _stop_group(self, group: WorkerGroup, at_once: bool) -> None:
-        self._stop_watchdog()
+        self._stop_watching()
         if at_once and self._context is not None:
             self._context.close(signal.SIGKILL, 0)
         else:
             self._stop_workers(group)
 
-    def _stop_watchdog(self) -> None:
+    def _stop_watching(self) -> None:
+        self._end_hang_watch()
         if self._held_watchdog is not None:
             self._held_watchdog.stop()
 
@@ -197,11 +295,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         return tuple(pid for pid, _ in self._context.survivors) if self._context is not None else ()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
-        if self._health_check_server is not None:
-            self._health_check_server.stop()
-        self._stop_watchdog()
+        self._stop_watching()
         if self._context is not None:
             self._context.close(death_sig, timeout)
+        if self._roll is not None:
+            self._roll.close()
+            self._roll = None
         if self._link is not None:
             self._link.close()
             self._link = None

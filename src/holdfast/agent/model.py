@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.diagnosis.hang import HangPolicy
     from holdfast.process.errors import ProcessFailure
     from holdfast.rendezvous.api import RendezvousHandler
     from holdfast.rendezvous.restart import RestartPolicy
@@ -38,7 +39,7 @@ class WorkerSpec:
 
     `entrypoint` is a function, or the program to execute. `master_addr` and `master_port` override what the
     rendezvous offers. `fn` is the old name of `entrypoint` and wins over it. `restart_policy` says more about
-    restarts than `max_restarts` can, and replaces it.
+    restarts than `max_restarts` can, and replaces it. `hang_policy` says when the group counts as hung.
     """
 
     role: str
@@ -58,6 +59,7 @@ class WorkerSpec:
     duplicate_stderr_filters: list[str] | None = None
     virtual_local_rank: bool = False
     restart_policy: RestartPolicy | None = None
+    hang_policy: HangPolicy | None = None
 
     def __post_init__(self) -> None:
         if self.fn is not None:

@@ -47,6 +47,15 @@ def status_event(
     return Event(f"torchelastic.worker.status.{state}", source, int(time.time()), metadata)
 
 
+def start_line(group: WorkerGroup) -> str:
+    """What was started, for people."""
+    count = len(group.workers)
+    who = f"{count} workers" if count > 1 else "1 worker"
+    ids = ", ".join(str(worker.id) for worker in group.workers[:8]) + (", ..." if count > 8 else "")
+    place = f", node {group.group_rank} of {group.group_world_size}" if (group.group_world_size or 1) > 1 else ""
+    return f"started {who} of {entry_name(group.spec)} (pids {ids}){place}"
+
+
 def watchdog_event(group: WorkerGroup, name: str, details: Mapping[str, str], restarts_used: int) -> Event:
     """What the watchdog did, under the name that it has for it."""
     event = status_event(group, "RUNNING", restarts_used, 0)
@@ -54,6 +63,13 @@ def watchdog_event(group: WorkerGroup, name: str, details: Mapping[str, str], re
     del metadata["duration_ms"]
     metadata["metadata"] = json.dumps({**_details(group, None, None), **details})
     return Event(name, EventSource.AGENT, event.timestamp, metadata)
+
+
+def hang_event(group: WorkerGroup, details: Mapping[str, str], restarts_used: int) -> Event:
+    """The workers were found hanging."""
+    event = status_event(group, "HUNG", restarts_used, 0)
+    metadata = {**event.metadata, "metadata": json.dumps({**_details(group, None, None), **details})}
+    return Event(event.name, EventSource.AGENT, event.timestamp, metadata)
 
 
 def _details(group: WorkerGroup, worker: Worker | None, exit_code: int | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,11 @@ class Watchdog:
         if request is not None:
             details.update(_described(request))
         self._tell(name, details)
+
+    def last_progress_time(self) -> float:
+        """When its last turn ended, in seconds since the epoch; now, if there is nobody to take turns."""
+        server = self._server
+        return time.time() if server is None else server.get_last_progress_time()
 
     def stop(self) -> None:
         if self._server is not None:

@@ -109,6 +109,7 @@ _OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
         "what stands in front of tee'd lines, with `${role_name}`, `${rank}` and `${local_rank}`",
     ),
     ("TORCHELASTIC_ERROR_FILE", "where the cause is written, as JSON, if the run fails"),
+    ("TORCHELASTIC_HEALTH_CHECK_PORT", "a port, if `--health-port` is not given"),
     ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "seconds, if `--shutdown-timeout` is not given"),
     (
         "LOGLEVEL",

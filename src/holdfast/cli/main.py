@@ -15,6 +15,7 @@ PROGRAM = "holdfast"
 COMMANDS = {
     "run": ("holdfast.cli.run", "start workers on this machine and keep them together"),
     "coordinator": ("holdfast.cli.coordinator", "serve the membership of runs"),
+    "stacks": ("holdfast.cli.stacks", "show where the workers of a run are right now"),
 }
 
 _USAGE = f"usage: {PROGRAM} COMMAND [options]"

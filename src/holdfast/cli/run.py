@@ -15,7 +15,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +27,7 @@ from holdfast.errors import HoldfastError, InternalError, UserError
 from holdfast.process import errors, signals
 
 if TYPE_CHECKING:
+    from holdfast.diagnosis.hang import HangPolicy
     from holdfast.launcher import LaunchConfig
     from holdfast.process.logs import LogsSpecs
     from holdfast.process.numa import NumaOptions
@@ -136,9 +137,11 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise UserError(f"--shutdown-timeout {args.shutdown_timeout} is negative")
     if args.master_port is not None and not 0 < args.master_port < 65536:
         raise UserError(f"--master-port {args.master_port} is not a port (1 to 65535)")
+    if args.health_port is not None and not 0 <= args.health_port < 65536:
+        raise UserError(f"--health-port {args.health_port} is not a port (0 to 65535; 0 is any free one)")
 
 
-_HONOURS_RANKS = frozenset({"static", "tcp", "c10d"})
+_HONOURS_RANKS = frozenset({"static", "tcp", "c10d", "etcd", "etcd-v3"})
 # Options that have the same name as the rendezvous setting that they are.
 _RENDEZVOUS_OPTIONS = (
     "join_timeout",
@@ -234,6 +237,21 @@ def _restart_policy(args: argparse.Namespace) -> RestartPolicy:
     )
 
 
+def _hang_policy(args: argparse.Namespace) -> HangPolicy | None:
+    values = (args.hang_timeout, args.start_timeout, args.progress_every, args.progress_signals)
+    if not args.progress_pattern and all(value is None for value in values):
+        return None
+    from holdfast.diagnosis.hang import HangPolicy
+
+    return HangPolicy(
+        hang_timeout_s=args.hang_timeout,
+        start_timeout_s=args.start_timeout,
+        pattern=args.progress_pattern,
+        progress_every_s=args.progress_every,
+        signals=args.progress_signals,
+    )
+
+
 def _fresh_id() -> str:
     """A random UUID (version 4) as 32 hexadecimal digits; the module that makes them is slow to import."""
     octets = bytearray(os.urandom(16))
@@ -273,7 +291,7 @@ def _logs_specs(args: argparse.Namespace) -> LogsSpecs:
     redirects = _for_option("--redirects", Std.from_str, args.redirects)
     tee = _for_option("--tee", Std.from_str, args.tee)
     ranks = _parse_ranks(args.local_ranks_filter)
-    _warn_unused(_unused_filters(args, tee))
+    _warn_unused(_unused_streams(args))
     make = _logs_specs_class(args.logs_specs or "default")
     specs: LogsSpecs = make(log_dir=args.log_dir, redirects=redirects, tee=tee, local_ranks_filter=ranks)
     return specs
@@ -311,20 +329,10 @@ def _load_logs_specs(name: str, load: Callable[[], Any]) -> Callable[..., Any]:
     return loaded  # type: ignore[no-any-return]  # a plug-in's class; what it makes is used as a LogsSpecs
 
 
-def _unused_filters(args: argparse.Namespace, tee: Any) -> list[str]:
-    """Filters look at tee'd lines only; and nothing is kept under /dev/null."""
-    if args.log_dir == os.devnull:
-        values = {"--redirects": args.redirects, "--tee": args.tee}
-        values["--duplicate-stdout-filters"] = args.duplicate_stdout_filters
-        values["--duplicate-stderr-filters"] = args.duplicate_stderr_filters
-        return [f"{name} {value}" for name, value in values.items() if value not in ("", "0")]
-    choices = tee.values() if isinstance(tee, dict) else [tee]
-    unused = []
-    if args.duplicate_stdout_filters and not any(choice & 1 for choice in choices):
-        unused.append(f"--duplicate-stdout-filters {args.duplicate_stdout_filters} (stdout is not tee'd; see --tee)")
-    if args.duplicate_stderr_filters and not any(choice & 2 for choice in choices):
-        unused.append(f"--duplicate-stderr-filters {args.duplicate_stderr_filters} (stderr is not tee'd; see --tee)")
-    return unused
+def _unused_streams(args: argparse.Namespace) -> list[str]:
+    """Nothing is kept under /dev/null."""
+    values = {"--redirects": args.redirects, "--tee": args.tee} if args.log_dir == os.devnull else {}
+    return [f"{name} {value}" for name, value in values.items() if value != "0"]
 
 
 # --- the whole ----------------------------------------------------------------------------------------------
@@ -385,15 +393,10 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "virtual_local_rank": args.virtual_local_rank,
         "shutdown_timeout": args.shutdown_timeout if args.grace_period is None else args.grace_period,
         "restart_policy": _restart_policy(args),
+        "health_port": args.health_port,
+        "hang_policy": _hang_policy(args),
         **_rendezvous_fields(args, max_nodes),
     }
-
-
-def _refuse_absent_parts(environ: Mapping[str, str]) -> None:
-    """To run without a part that the environment asks for would be a silent change."""
-    port = environ.get("TORCHELASTIC_HEALTH_CHECK_PORT")
-    if port:
-        raise UserError(f"TORCHELASTIC_HEALTH_CHECK_PORT={port}: this version has no health check server")
 
 
 def _limit_threads(nproc_per_node: int) -> None:
@@ -406,7 +409,6 @@ def _limit_threads(nproc_per_node: int) -> None:
 @errors.record
 def run(args: argparse.Namespace) -> None:
     """Launch what the arguments ask for, and return when it has succeeded."""
-    _refuse_absent_parts(os.environ)
     check_program(args, determine_local_world_size(args.nproc_per_node))
     config, entrypoint, entry_args = config_from_args(args)
     _limit_threads(config.nproc_per_node)
@@ -432,7 +434,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _explain(error: BaseException) -> int:
     """Say why the run ended, and return the exit code that tells the same."""
-    from holdfast.rendezvous.api import RendezvousError
+    from holdfast.rendezvous.api import RendezvousError, is_kind
 
     if isinstance(error, errors.ChildFailedError):
         console.write(error.format_msg().rstrip("\n") + "\n")
@@ -443,7 +445,8 @@ def _explain(error: BaseException) -> int:
         return 128 + number
     is_usage = isinstance(error, UserError) or _is_refused_value(error)
     # What the system refuses (a program in a foreign format, one descriptor too many) is not for us to explain.
-    is_foreseen = isinstance(error, HoldfastError | RendezvousError | OSError) and not isinstance(error, InternalError)
+    is_named = isinstance(error, HoldfastError | OSError) and not isinstance(error, InternalError)
+    is_foreseen = is_named or is_kind(error, RendezvousError)
     if not is_usage and not is_foreseen:
         return _own_up(error)
     log.debug("where this comes from:", exc_info=error)

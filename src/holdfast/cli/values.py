@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 _YES = frozenset({"1", "true", "yes"})
 _NO = frozenset({"0", "false", "no"})
@@ -52,6 +53,15 @@ def exit_codes(text: str) -> frozenset[int]:
 
 def names(text: str) -> frozenset[str]:
     return frozenset(name.strip() for name in text.split(",") if name.strip())
+
+
+def progress_signals(text: str) -> frozenset[Any]:
+    from holdfast.diagnosis import hang
+
+    try:
+        return hang.parse_signals(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def yes_or_no(text: str) -> bool:

@@ -45,6 +45,10 @@ class Evidence:
     """A sentence about the kernel's memory killer."""
     note: str = ""
     """A sentence by holdfast, such as "its spawner was killed"."""
+    hang: str = ""
+    """For a worker that was found hanging: for how long, and where it was. holdfast stopped it because of that."""
+    is_waiting: bool = False
+    """It hung because it waited for its peers in a collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +175,7 @@ def root_cause(failures: Mapping[K, FailureFacts]) -> K:
     round in a circle. So the first of the ordered ones is found by order alone, and it alone is compared by
     time with those that have none. The answer then depends on the mapping's sequence only in a tie.
     """
-    telling = [key for key, failure in failures.items() if not _is_consequence(failure)]
+    telling = [key for key, failure in failures.items() if not follows_from_another(failure)]
     candidates = telling or list(failures)
     ordered = [key for key in candidates if failures[key].order is not None]
     if ordered:
@@ -180,7 +184,10 @@ def root_cause(failures: Mapping[K, FailureFacts]) -> K:
     return min(candidates, key=lambda key: failures[key].timestamp)
 
 
-def _is_consequence(failure: FailureFacts) -> bool:
+def follows_from_another(failure: FailureFacts) -> bool:
+    """Whether it is typically brought about by another failure. How one that hung was stopped says nothing."""
+    if failure.evidence.hang:
+        return failure.evidence.is_waiting
     return is_consequence(failure.exitcode, failure.text, failure.evidence.stderr_tail)
 
 
@@ -209,6 +216,8 @@ def cause_line(rank: int, failure: FailureFacts) -> str:
 def _cause_pieces(failure: FailureFacts) -> tuple[str, str, str]:
     """What happened, in whose words, and what the exit status says that the words have not said yet."""
     code = failure.exitcode
+    if failure.evidence.hang:
+        return "hung: ", failure.evidence.hang, ""
     how = (signal_name(code) or f"signal {-code}") if code < 0 else f"exit code {code}"
     if failure.text:
         return "failed: ", failure.text, how
@@ -221,6 +230,8 @@ def _cause_pieces(failure: FailureFacts) -> tuple[str, str, str]:
 
 def _detail(failure: FailureFacts) -> str:
     evidence = failure.evidence
+    if evidence.hang:
+        return ""
     noticed = evidence.memory or evidence.note
     if noticed or failure.text:
         return noticed

@@ -12,7 +12,7 @@ recorded on its way out and then left to the interpreter, which prints it, sets 
 interrupt as ever. What remains different is one more frame below the program's first, and that faulthandler is on.
 
 The black box is a file in memory that the starter holds too, so it outlives the worker. On a fatal signal
-faulthandler writes the stacks into it, as text. The rest is records:
+faulthandler writes the stacks into it, as text; and on another one, when the agent asks. The rest is records:
 
     b"\\0HF1" | kind: b"V" (pickled return value) or b"E" (error, JSON) | length: 8 bytes, big-endian | payload
 """
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MAGIC, VALUE, ERROR = b"\0HF1", b"V", b"E"
 MESSAGE_LIMIT, CALLSTACK_LIMIT = 64 << 10, 256 << 10
+# When it comes, the stacks of all threads go into the black box. The agent sends it to a worker that hangs.
+DUMP_SIGNAL = 58
 # Where `library` looks first, so that a program's own json.py is not taken for the standard one.
 library_path = sys.path[:0]
 
@@ -171,6 +173,8 @@ class Evidence:
 
             if not faulthandler.is_enabled():  # Else the user wants it on stderr, and finds it there.
                 faulthandler.enable(fd, all_threads=True)
+            if sys.modules["_signal"].getsignal(DUMP_SIGNAL) == 0:  # Else somebody uses it.
+                faulthandler.register(DUMP_SIGNAL, fd, all_threads=True)
 
     def write(self, kind: bytes, payload: bytes) -> None:
         """Programs close descriptors that they do not know, and open files that get their numbers."""
@@ -474,6 +478,7 @@ def finish_forked(code: int) -> "NoReturn":
     """End a forked worker as multiprocessing ends its own: inherited exit handlers are the parent's."""
     try:
         if "threading" in sys.modules:
+            leave_pool()
             library("threading")._shutdown()
         if "multiprocessing.util" in sys.modules:
             end_multiprocessing()
@@ -485,6 +490,14 @@ def finish_forked(code: int) -> "NoReturn":
         except BaseException:
             pass
     os._exit(code)
+
+
+def leave_pool() -> None:
+    """A worker that was forked from a thread of a pool still counts as one of the pool's threads, which are waited
+    for at the end; nobody can wait for itself."""
+    pool = sys.modules.get("concurrent.futures.thread")
+    if pool is not None:
+        getattr(pool, "_threads_queues", {}).pop(library("threading").current_thread(), None)
 
 
 def end_multiprocessing() -> None:

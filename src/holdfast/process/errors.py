@@ -68,11 +68,11 @@ class ProcessFailure:
     def __post_init__(self) -> None:
         # The hint about decorators is for failures of which others know no more than the exit code.
         self._silence = TRACEBACK_HINT if self.evidence is None else f"exit code {self.exitcode}, without a word"
-        data = self._read_error_file()
+        self.timestamp = int(time.time())
+        data = self._error_of_hang() or self._read_error_file()
         if data is None:
             self.error_file = NOT_AVAILABLE
             data = self._error_of_evidence()
-        self.timestamp = int(time.time())
         if data is not None:
             self._take(data)
         else:
@@ -80,6 +80,11 @@ class ProcessFailure:
 
     def signal_name(self) -> str:
         return report.signal_name(self.exitcode) or NOT_AVAILABLE
+
+    def exitcode_text(self) -> str:
+        """One that hung did not end by itself."""
+        has_hung = self.evidence is not None and self.evidence.hang
+        return "none, it hung" if has_hung and self.exitcode == 0 else str(self.exitcode)
 
     def timestamp_isoformat(self) -> str:
         """Local time, with `_` between date and time."""
@@ -116,6 +121,15 @@ class ProcessFailure:
             logger.warning("Error file %s of pid %d is unreadable: %s", self.error_file, self.pid, e)
             self._add_note(f"its error file {self.error_file} is unreadable: {e}")
             return None
+
+    def _error_of_hang(self) -> dict[str, Any] | None:
+        """Whatever it said when it was stopped: that it hung is what happened to it."""
+        words = self.evidence.hang if self.evidence else ""
+        if not words:
+            return None
+        self.error_file = NOT_AVAILABLE
+        extra = {"timestamp": str(self.timestamp)}
+        return {"message": {"message": f"hung: {words}", "extraInfo": extra}}
 
     def _error_of_evidence(self) -> dict[str, Any] | None:
         error = self.evidence.error if self.evidence else None
@@ -215,7 +229,7 @@ class ChildFailedError(Exception):
             # Not the fully qualified name: asking DNS may block, and at the worst moment.
             "host": failure.node or os.uname().nodename,
             "rank": str(rank) if failure.node else f"{rank} (local_rank: {failure.local_rank})",
-            "exitcode": " ".join([str(failure.exitcode), *pid, *([f"({name})"] if name else [])]),
+            "exitcode": " ".join([failure.exitcode_text(), *pid, *([f"({name})"] if name else [])]),
             "error_file": failure.error_file,
             "traceback": failure.traceback_text(),
         }
@@ -302,7 +316,7 @@ def record(fn: Callable[P, R], error_handler: ErrorHandler | None = None) -> Cal
     """Decorate a worker's main function so that its exception is left in the error file.
 
     The exception itself goes on as before. `sys.exit(0)` and `sys.exit()` in `fn` make the call return None.
-    A `ChildFailedError` of a launcher within `fn` passes the error file of its root cause on.
+    A `ChildFailedError` of a launcher within `fn` passes the error of its root cause on.
     """
     handler = error_handler or get_error_handler()
 
@@ -340,21 +354,20 @@ def _attempt(action: Callable[..., None], *args: Any) -> None:
 
 
 def _pass_on_root_cause(handler: ErrorHandler, error: ChildFailedError) -> None:
+    """The launcher's error file tells the cause whatever the worker left, if only in the words of the report."""
     rank, failure = error.get_first_failure()
-    if failure.error_file != NOT_AVAILABLE:
+    if os.path.isfile(failure.error_file):
         handler.dump_error_file(failure.error_file, failure.exitcode)
-    elif failure.facts().text:
-        source = f"the evidence of rank {rank}"
-        handler.dump_error_data(source, copy.deepcopy(failure.error_file_data), failure.exitcode)
-    else:
-        logger.debug(
-            "Rank %d (local rank %d, pid %d, exit code %d) left no error file; %s",
-            rank,
-            failure.local_rank,
-            failure.pid,
-            failure.exitcode,
-            error.cause(),
-        )
+        return
+    data = copy.deepcopy(failure.error_file_data) if failure.facts().text else _error_of(error.cause(), failure)
+    handler.dump_error_data(f"the evidence of rank {rank}", data, failure.exitcode)
+
+
+def _error_of(cause: str, failure: ProcessFailure) -> dict[str, Any]:
+    """What stands for the error file of a worker that left none: it was killed, or said nothing."""
+    stack = failure.evidence.stack if failure.evidence else ""
+    details = {"py_callstack": stack or failure.traceback_text(), "timestamp": str(failure.timestamp)}
+    return {"message": {"message": cause, "extraInfo": details}}
 
 
 def _load_error_file(path: str) -> dict[str, Any]:

@@ -10,10 +10,13 @@ for it.
 
 from __future__ import annotations
 
-__all__ = ["LineAssembler", "LineFilter", "Tail"]
+import re
+
+__all__ = ["LineAssembler", "LineFilter", "LineMatcher", "Tail"]
 
 _HELD_MAX_BYTES = 64 * 1024 * 1024
 _TAIL_BYTES = 16 * 1024
+_MATCH_HELD_MAX_BYTES = 64 * 1024
 
 _LINE_ENDS = (b"\n", b"\r")
 
@@ -74,7 +77,7 @@ class _HeldLine:
         if not end:
             self._held += data
             return b""
-        whole = bytes(self._held) + data[:end] if self._held else data[:end]
+        whole = b"".join((self._held, memoryview(data)[:end])) if self._held else data[:end]
         self._held = bytearray(data[end:])
         return whole
 
@@ -124,11 +127,32 @@ class LineAssembler:
 
 
 def _prefix_lines(text: bytes, prefix: bytes) -> bytes:
-    """Put the prefix before every line. Both ways work in bulk; the first is faster but knows only `\\n`."""
-    if b"\r" not in text:
-        inner_ends = text.count(b"\n") - text.endswith(b"\n")
-        return (prefix + text).replace(b"\n", b"\n" + prefix, inner_ends)
-    return prefix + prefix.join(text.splitlines(keepends=True))
+    """Put the prefix before every line. Both ways work in bulk; the second is faster but knows only `\\n`."""
+    if b"\r" in text:
+        return prefix + prefix.join(text.splitlines(keepends=True))
+    spread = text.replace(b"\n", b"\n" + prefix)
+    # No line begins after the last end. To take that prefix away again is cheaper than to count the others first.
+    surplus = len(prefix) if text.endswith(b"\n") else 0
+    return b"".join((prefix, memoryview(spread)[: len(spread) - surplus]))
+
+
+class LineMatcher:
+    """Whether a line matches, in a stream that comes in pieces. Whole lines are searched, all that came at once.
+
+    A line that grows beyond `max_held_bytes` is searched in pieces.
+    """
+
+    def __init__(self, pattern: re.Pattern[str], max_held_bytes: int = _MATCH_HELD_MAX_BYTES) -> None:
+        self._search = pattern.search
+        self._max_held_bytes = max_held_bytes
+        self._line = _HeldLine()
+
+    def feed(self, data: bytes) -> bool:
+        text = self._line.take(data)
+        if len(self._line) > self._max_held_bytes:
+            text += self._line.release()
+        # To the pattern, `$` is before a newline and before nothing else.
+        return bool(text) and self._search(text.replace(b"\r", b"\n").decode("utf-8", "replace")) is not None
 
 
 class LineFilter:

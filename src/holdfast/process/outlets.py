@@ -2,18 +2,24 @@
 
 A redirected stream is a file that the worker writes itself. A tee'd one passes through the pump. So does stderr
 whenever it is not redirected, because the last lines of a worker that fails are evidence; on a terminal the
-worker is given a terminal in between.
+worker is given a terminal in between. So does stdout, if somebody watches whether workers write anything (`watch`);
+a redirected stream is then watched by the growth of its file.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from holdfast.errors import HostError
 from holdfast.process import pump
 from holdfast.process.logs import LogsDest
+
+if TYPE_CHECKING:
+    from holdfast.process.activity import OutputWatch, StreamWatch
 
 logger = logging.getLogger(__name__)
 
@@ -30,36 +36,67 @@ class Outlets:
         destinations: LogsDest,
         prefixes: Mapping[int, str],
         filters: Mapping[str, Sequence[str] | None],
+        watch: OutputWatch | None = None,
     ) -> None:
         self._name = name
         self._destinations = destinations
         self._prefixes = prefixes
         self._filters = {stream: _needles(needles) for stream, needles in filters.items()}
         self._filtered_fds: dict[str, int] = {}
+        self._watch = watch
         self._tails: dict[int, pump.Tail] = {}
         self._pump = pump.Pump(logger.warning)
+        if watch is not None:
+            watch.attach(lambda: self._pump.is_held_up)
 
     def start(self) -> None:
+        self._tell_of_useless_filters()
         self._pump.start()
+
+    def _tell_of_useless_filters(self) -> None:
+        """Filters look at tee'd lines only."""
+        dest = self._destinations
+        for stream, paths, tees, filtered in (
+            ("stdout", dest.stdouts, dest.tee_stdouts, dest.filtered_stdout),
+            ("stderr", dest.stderrs, dest.tee_stderrs, dest.filtered_stderr),
+        ):
+            if self._filters.get(stream) and not any(paths.get(rank) for rank in tees):
+                _tell_that_filters_are_useless(stream, os.path.dirname(os.path.dirname(filtered)))
 
     def open_stdout(self, rank: int) -> int:
         path = self._destinations.stdouts.get(rank, "")
         if path and rank in self._destinations.tee_stdouts:
             return self._open_tee("stdout", rank, path, 1, None)
-        return _open_for_writing(path) if path else dup_or_null(1)
+        is_heard = path != os.devnull
+        if self._watch is not None and not (path and is_heard):
+            return self._open_passage("stdout", rank, 1 if is_heard else None, None)
+        return self._open_redirected(rank, path) if path else dup_or_null(1)
 
     def open_stderr(self, rank: int) -> int:
         path = self._destinations.stderrs.get(rank, "")
         is_teed = rank in self._destinations.tee_stderrs
         if path and path != os.devnull and not is_teed:
-            return _open_for_writing(path)
+            return self._open_redirected(rank, path)
         tail = self._tails[rank] = pump.Tail()
         if path and is_teed:
             return self._open_tee("stderr", rank, path, 2, tail)
-        console_fd = None if path == os.devnull else 2
+        return self._open_passage("stderr", rank, None if path == os.devnull else 2, tail)
+
+    def _open_redirected(self, rank: int, path: str) -> int:
+        fd = _open_for_writing(path)
+        if self._watch is not None:
+            self._watch.follow(rank, path)
+        return fd
+
+    def _open_passage(self, stream: str, rank: int, console_fd: int | None, tail: pump.Tail | None) -> int:
+        """Through the pump to the console, or to nowhere, as it comes."""
         read_fd, write_fd = pump.open_channel(console_fd)
-        self._pump.add(pump.Stream(read_fd, f"rank {rank} stderr", None, console_fd, None, tail))
+        label = f"rank {rank} {stream}"
+        self._pump.add(pump.Stream(read_fd, label, None, console_fd, None, tail, watch=self._watch_of(rank)))
         return write_fd
+
+    def _watch_of(self, rank: int) -> StreamWatch | None:
+        return None if self._watch is None else self._watch.stream(rank)
 
     def _open_tee(self, stream: str, rank: int, path: str, console_fd: int, tail: pump.Tail | None) -> int:
         filters = self._filters[stream]
@@ -68,7 +105,8 @@ class Outlets:
         read_fd, write_fd = pump.open_channel(None)
         prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:").encode(errors="surrogateescape")
         label = f"rank {rank} {stream}"
-        self._pump.add(pump.Stream(read_fd, label, file_fd, console_fd, prefix, tail, filters, filtered_fd))
+        watch = self._watch_of(rank)
+        self._pump.add(pump.Stream(read_fd, label, file_fd, console_fd, prefix, tail, filters, filtered_fd, watch))
         return write_fd
 
     def _filtered_fd(self, stream: str) -> int:
@@ -96,6 +134,12 @@ class Outlets:
         for fd in self._filtered_fds.values():
             os.close(fd)
         self._filtered_fds.clear()
+
+
+@functools.lru_cache(maxsize=64)
+def _tell_that_filters_are_useless(stream: str, directory: str) -> None:
+    """Once for all lives of a group: they share a directory."""
+    logger.warning("duplicate_%s_filters has no effect: %s of no worker is tee'd", stream, stream)
 
 
 def dup_or_null(fd: int) -> int:

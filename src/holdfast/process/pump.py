@@ -36,14 +36,19 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.errors import HostError, InternalError
 from holdfast.process.lines import LineAssembler, LineFilter, Tail
 
+if TYPE_CHECKING:
+    from holdfast.process.activity import StreamWatch
+
 __all__ = ["LineAssembler", "Pump", "Stream", "Tail", "open_channel"]
 
-_READ_BYTES = 128 * 1024
+# With its prefixes such a piece still fits into memory that malloc has at hand. From 128 KiB on it asks the kernel for
+# every piece anew, and the page faults cost more than the system calls that larger pieces save.
+_READ_BYTES = 64 * 1024
 # An ordinary user may have 64 MiB in pipes; two hundred workers must fit.
 _PIPE_BYTES = 256 * 1024
 
@@ -79,6 +84,7 @@ class Stream:
     tail: Tail | None
     filters: tuple[bytes, ...] = ()
     filtered_fd: int | None = None  # May be shared between streams; the caller owns it.
+    watch: StreamWatch | None = None  # Who wants to know that something came.
 
 
 def open_channel(console_fd: int | None) -> tuple[int, int]:
@@ -131,6 +137,7 @@ class _Lane:
         self.console_fd = stream.console_fd
         self.filtered_fd = stream.filtered_fd
         self.tail = stream.tail
+        self.watch = stream.watch
         has_lines = stream.console_fd is not None and stream.prefix is not None
         self.assembler = LineAssembler(stream.prefix or b"") if has_lines else None
         has_filter = stream.filters and stream.filtered_fd is not None
@@ -184,6 +191,11 @@ class Pump:
             self._arriving.append(lane)
             self._unended.add(lane)
             self._wake()
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether it is writing to the console at this moment; a console that blocks holds all streams up."""
+        return self._busy_with is not None
 
     def start(self) -> None:
         if self._thread is None:
@@ -340,7 +352,9 @@ class Pump:
                 self._complain(f"{lane.label}: cannot be read any more: {error.strerror}")
             data = b""
         if data:
-            self._moved_at = time.monotonic()
+            now = self._moved_at = time.monotonic()
+            if lane.watch is not None:
+                lane.watch.saw(data, now)
             self._pass_on(lane, data)
         else:
             self._end(lane)
@@ -395,20 +409,14 @@ class Pump:
             self._complain(f"{lane.label}: the log file {path} ends here: {error.strerror}")
 
     def _write_filtered(self, lane: _Lane, lines: bytes) -> None:
-        if not lines or lane.filtered_fd is None:
+        if not lines or lane.filtered_fd is None or lane.filtered_fd in self._dead_outlets:
             return
         try:
             _write_all(lane.filtered_fd, lines)
         except OSError as error:
-            path = _path_of(lane.filtered_fd)
-            self._drop_filtered(lane.filtered_fd)
-            self._complain(f"the filtered log file {path} ends here: {error.strerror}")
-
-    def _drop_filtered(self, fd: int) -> None:
-        """One file takes lines of many streams; it ends for all of them."""
-        for lane in self._lanes.values():
-            if lane.filtered_fd == fd:
-                lane.filtered_fd = lane.filter = None
+            # One file takes lines of many streams; it ends for all of them.
+            self._dead_outlets.add(lane.filtered_fd)
+            self._complain(f"the filtered log file {_path_of(lane.filtered_fd)} ends here: {error.strerror}")
 
     def _write_console(self, fd: int, data: bytes) -> None:
         view, start = memoryview(data), 0

@@ -28,6 +28,7 @@ from types import FrameType
 from typing import Any
 
 from holdfast.errors import UserError
+from holdfast.process import pulse
 
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -221,6 +222,7 @@ def wait_readable(fds: Iterable[int], timeout_s: float | None, *, new_signals_on
     poller = select.poll()
     for fd in (*fds, *([box.fileno()] if box else [])):
         poller.register(fd, select.POLLIN)
-    poller.poll(None if timeout_s is None else max(0.0, timeout_s * 1000))
+    with pulse.resting():
+        poller.poll(None if timeout_s is None else max(0.0, timeout_s * 1000))
     if box is not None:
         box.clear_wakeups()

@@ -17,6 +17,9 @@ from holdfast.process.bootstrap import BlackBox, read_blackbox
 # A worker that ends so after it was told to stop still failed by itself.
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS})
 
+# How faulthandler begins what it writes on a fatal signal.
+_CRASH = "Fatal Python error"
+
 
 class UnreadableValue(Exception):  # noqa: N818
     """A return value came that this process cannot unpickle."""
@@ -46,6 +49,10 @@ class Slot:
     """Set if it ended while the group was being stopped."""
     note: str = ""
     """Why it counts as failed, whatever its exit code says."""
+    hang: str = ""
+    """For how long the group had shown no progress, and where this worker was then; it counts as failed, too."""
+    hang_stack: str = ""
+    is_waiting: bool = False
     _box: BlackBox | None = None
 
     @property
@@ -61,6 +68,8 @@ class Slot:
         self.exitcode, self.order, self.stop = exitcode, order, stop
 
     def failed_by_itself(self) -> bool:
+        if self.hang:
+            return True
         if self.exitcode is None:
             return False
         if self.note:
@@ -87,6 +96,14 @@ class Slot:
         if self._box is None:
             self._box = read_blackbox(_read_all(self.blackbox_fd))
         return self._box
+
+    def stack(self) -> str:
+        """Where it was when it crashed or was found hanging."""
+        if self.hang:
+            return self.hang_stack
+        # What stands before was asked for, while it was well.
+        text = self.box().text
+        return text[text.rindex(_CRASH) :] if _CRASH in text else ""
 
     def return_value(self) -> Any:
         data = self.box().value

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.diagnosis import oom
 from holdfast.diagnosis.report import Evidence
@@ -45,6 +45,9 @@ from holdfast.process.link import (
 from holdfast.process.logs import LogsDest, LogsSpecs
 from holdfast.process.outlets import Outlets, dup_or_null
 from holdfast.process.slots import Slot, Stop, UnreadableValue
+
+if TYPE_CHECKING:
+    from holdfast.process.activity import OutputWatch
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +90,7 @@ class PContext(abc.ABC):
         numa_options: Any = None,
         link: SpawnerLink | None = None,
         lease: Lease | None = None,
+        watch: OutputWatch | None = None,
     ) -> None:
         _check_ranks("args", args, len(args))
         _check_ranks("envs", envs, len(args))
@@ -107,6 +111,7 @@ class PContext(abc.ABC):
             self.destinations,
             log_line_prefixes or {},
             {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters},
+            watch,
         )
         self._numa_options = numa_options
         self._link = link
@@ -210,6 +215,18 @@ class PContext(abc.ABC):
             if slot.pid == pid:
                 slot.note = note
 
+    def blame_hang(self, pid: int, words: str, stack: str, note: str, *, is_waiting: bool) -> None:
+        """This process, which still runs, is why the group hangs, or waits for the one that is; the words say for
+        how long, and where it was found."""
+        for slot in self._slots.values():
+            if slot.pid == pid:
+                slot.hang, slot.hang_stack, slot.is_waiting = words, stack, is_waiting
+                slot.note = note
+
+    def running(self) -> dict[int, int]:
+        """Local rank -> pid of those that have not ended, as far as was heard."""
+        return {rank: slot.pid for rank, slot in self._slots.items() if slot.pid is not None and slot.is_running}
+
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """The result once every process succeeded or any failed; None while they run.
 
@@ -290,17 +307,19 @@ class PContext(abc.ABC):
 
     def _failure(self, slot: Slot) -> ProcessFailure:
         assert slot.pid is not None
-        assert slot.exitcode is not None
-        box = slot.box()
         evidence = Evidence(
-            error=box.error,
-            stack=box.text,
+            error=None if slot.is_running else slot.box().error,
+            stack=slot.stack(),
             stderr_tail=self._outlets.stderr_tail(slot.local_rank),
             memory=self._memory_evidence(slot),
             note=slot.note,
+            hang=slot.hang,
+            is_waiting=slot.is_waiting,
         )
         error_file = self.error_files.get(slot.local_rank, "")
-        return ProcessFailure(slot.local_rank, slot.pid, slot.exitcode, error_file, evidence, slot.order)
+        # One that hangs has no exit status yet, or never will; the one that it has got says how it was stopped.
+        exitcode = slot.exitcode or 0
+        return ProcessFailure(slot.local_rank, slot.pid, exitcode, error_file, evidence, slot.order)
 
     def _memory_evidence(self, slot: Slot) -> str:
         # A shell whose child was killed says so with its own exit code.
@@ -342,6 +361,8 @@ class PContext(abc.ABC):
                 continue
             try:
                 signal.pidfd_send_signal(slot.pidfd, number)
+                if slot.hang:  # It may be stopped, and would not hear of it.
+                    signal.pidfd_send_signal(slot.pidfd, signal.SIGCONT)
             except ProcessLookupError:
                 pass
 
@@ -446,14 +467,15 @@ def start_processes(
     *,
     link: SpawnerLink | None = None,
     lease: Lease | None = None,
+    watch: OutputWatch | None = None,
 ) -> PContext:
     """Start one process for each local rank: of a program (a text entry point) or of a function.
 
     `args` and `envs` map each local rank 0..n-1 to its arguments and its additional environment. A `link` to a
-    spawner that is already there saves starting another one.
+    spawner that is already there saves starting another one. A `watch` is told when workers write something.
     """
     others = (envs, logs_specs, log_line_prefixes, duplicate_stdout_filters, duplicate_stderr_filters)
-    common: dict[str, Any] = {"numa_options": numa_options, "link": link, "lease": lease}
+    common: dict[str, Any] = {"numa_options": numa_options, "link": link, "lease": lease, "watch": watch}
     context: PContext
     if isinstance(entrypoint, str):
         context = SubprocessContext(name, entrypoint, args, *others, **common)

@@ -61,6 +61,12 @@ class RendezvousGracefulExitError(RendezvousError):
     """This node is not needed and is asked to leave; that is not a failure."""
 
 
+def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
+    """Whether it is that error, or the one of the same name that a handler written for torch raises. torch is not
+    imported to find out."""
+    return any(each.__name__ == kind.__name__ for each in type(error).__mro__)
+
+
 _TRUE_TEXTS = frozenset({"1", "true", "t", "yes", "y"})
 _FALSE_TEXTS = frozenset({"0", "false", "f", "no", "n"})
 

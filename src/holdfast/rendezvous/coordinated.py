@@ -323,8 +323,8 @@ class CoordinatedHandler(RendezvousHandler, Coordination):
         match delivery:
             case participant.WorldSealed() | participant.JoinRefused():
                 self._arrivals.put(delivery)
-            case participant.RoundStopped(round, reason):
-                self._mailbox.put(RoundStopped(round, reason))
+            case participant.RoundStopped(round, reason, is_hang):
+                self._mailbox.put(RoundStopped(round, reason, is_hang))
             case participant.PlaceLost(round, reason):
                 self._mailbox.put(PlaceLost(round, reason))
             case participant.RunEnded(outcome):

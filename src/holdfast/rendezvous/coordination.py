@@ -43,8 +43,11 @@ class Round:
 
 @record
 class RoundStopped:
+    """`is_hang`: another node has found that the run hangs."""
+
     round: int
     reason: str
+    is_hang: bool = False
 
 
 @record

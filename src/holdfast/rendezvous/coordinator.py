@@ -165,9 +165,9 @@ class RunHost:
                     self._send([key], messages.Sealed(key, place))
             case vocabulary.TellPlace(key, place):
                 self._send([key], messages.Sealed(key, place))
-            case vocabulary.StopRound(keys, round, reason):
+            case vocabulary.StopRound(keys, round, reason, is_hang):
                 logger.info("run %r: round %d is stopped: %s", self.run_id, round, reason)
-                self._send(keys, messages.Stop(round, reason))
+                self._send(keys, messages.Stop(round, reason, is_hang))
             case vocabulary.Refuse(key, reason):
                 logger.info("run %r: %s is refused: %s", self.run_id, key, reason)
                 self._send([key], messages.Refused(reason))

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from holdfast.errors import InternalError
 from holdfast.rendezvous import keyspace, messages, participant, session
 from holdfast.rendezvous.elected_words import (
     Campaign,
@@ -74,6 +75,17 @@ class Office(StrEnum):
     LEADING = "LEADING"
 
 
+# How a node's office may change, and why. The picture in the documentation is made from this.
+OFFICE_CHANGES: tuple[tuple[Office, str, Office], ...] = (
+    (Office.FOLLOWING, "nobody leads, and it has created the key", Office.LOADING),
+    (Office.LOADING, "the run and all statements were read", Office.LEADING),
+    (Office.LEADING, "the watch was interrupted, and all was read again", Office.LEADING),
+    (Office.LOADING, "the key is not its own any more, or it goes", Office.FOLLOWING),
+    (Office.LEADING, "the key is not its own any more, a write was refused, or it goes", Office.FOLLOWING),
+)
+_ALLOWED = frozenset((before, after) for before, _, after in OFFICE_CHANGES)
+
+
 class Elected:
     """One node's part in one run on etcd."""
 
@@ -82,6 +94,7 @@ class Elected:
         self.office = Office.FOLLOWING
         self.reign: Reign | None = None
         self._lease: int | None = None
+        self._abandoned: int | None = None
         self._leader: Found | None = None
         self._leader_revision = 0
         self._reign_number = 0
@@ -179,7 +192,7 @@ class Elected:
             return []
         match event:
             case Loaded(term, run, nodes) if term == reign.term:
-                self.office = Office.LEADING
+                self._hold(Office.LEADING)
                 reign.load(run, nodes, now)
             case LoadFailed(term, jitter) if term == reign.term:
                 self._retry("load", jitter, now)
@@ -232,6 +245,7 @@ class Elected:
                 case session.Connect():
                     commands.append(GrantLease())
                 case session.HangUp():
+                    self._abandoned = None if self.node.may_outlive_lease else self._lease
                     commands += self._give_up_lease(now)
                 case _:
                     commands.append(command)
@@ -240,11 +254,17 @@ class Elected:
     def _granted(self, lease: int, now: float) -> list[Command]:
         self._lease = lease
         self._said, self._saying = b"", None
-        commands = self._step_node(session.Connected(), now)
+        commands = [*self._end_abandoned(), *self._step_node(session.Connected(), now)]
         if not self._is_following:
             self._is_following = True
             return [*commands, Follow()]
         return [*commands, *(self._campaign() if self._leader is None else [])]
+
+    def _end_abandoned(self) -> list[Command]:
+        """Its workers were killed before it was given up, so nobody needs to wait until it ends by itself; least of all
+        if it was the leader's."""
+        lease, self._abandoned = self._abandoned, None
+        return [RevokeLease(lease)] if lease is not None else []
 
     def _lose_lease(self, now: float) -> list[Command]:
         """Nobody but etcd can have ended it: the node was not heard of for too long."""
@@ -315,8 +335,13 @@ class Elected:
             return []
         commands = self._step_down()
         self.reign = self._begin_reign(leader.created_at, self._reign_number)
-        self.office = Office.LOADING
+        self._hold(Office.LOADING)
         return [*commands, Load(leader.created_at)]
+
+    def _hold(self, office: Office) -> None:
+        if (self.office, office) not in _ALLOWED:
+            raise InternalError(f"node {self.node.facts.key} cannot go from {self.office} to {office}")
+        self.office = office
 
     def _begin_reign(self, term: int, number: int) -> Reign:
         return Reign(term, number)
@@ -329,7 +354,7 @@ class Elected:
             return []
         self._reign_number = self.reign.number
         self.reign = None
-        self.office = Office.FOLLOWING
+        self._hold(Office.FOLLOWING)
         for what in ("load", "write"):
             self._retry_at.pop(what, None)
         return [StepDown()]

@@ -178,7 +178,8 @@ class KeepLease:
 
 @record
 class RevokeLease:
-    """The node has said its last word. Not answered. After whatever was asked for before it, `Forget` above all."""
+    """The node has said its last word under it. Not answered. It comes after what was asked for before it, `Forget`
+    above all."""
 
     lease: int
 

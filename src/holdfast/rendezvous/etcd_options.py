@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.errors import UserError
 from holdfast.rendezvous import options
 from holdfast.rendezvous.api import RendezvousParameters
+from holdfast.rendezvous.etcd_http import parse_etcd_endpoint
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.rendezvous.session import SessionSettings
 from holdfast.rendezvous.vocabulary import Admit, Settings
@@ -114,7 +115,11 @@ def _endpoints(text: str, protocol: str | None) -> tuple[str, ...]:
     parts = [part.strip() for part in text.split(",")] if text.strip() else ["localhost"]
     if not all(parts):
         raise UserError(f"rendezvous endpoint {text!r}: one of the endpoints is empty")
-    return tuple(f"{protocol}://{part}" if protocol and "://" not in part else part for part in parts)
+    endpoints = tuple(f"{protocol}://{part}" if protocol and "://" not in part else part for part in parts)
+    for each in endpoints:
+        if not parse_etcd_endpoint(each, is_secure=False)[2]:
+            raise UserError(f"rendezvous endpoint {each!r}: nobody can listen at port 0")
+    return endpoints
 
 
 def _session(config: dict[str, Any]) -> SessionSettings:

@@ -50,7 +50,7 @@ from typing import assert_never
 from holdfast.errors import InternalError
 from holdfast.rendezvous import restart
 from holdfast.rendezvous.forming import Forming, too_few
-from holdfast.rendezvous.outcome import End, Failure, Outcome
+from holdfast.rendezvous.outcome import HANG, End, Failure, Outcome
 from holdfast.rendezvous.roster import Node, Roster
 from holdfast.rendezvous.vocabulary import (  # fmt: skip
     Admit,
@@ -160,6 +160,8 @@ class Membership:
             machine._begin(snapshot.world)
             for facts in snapshot.world.members:
                 machine._roster.add(facts, Stage.RUNNING, now)
+            for key in snapshot.finished:
+                machine._finish(machine._roster[key])
             machine._failures, machine._departed = dict(snapshot.failures), dict(snapshot.departed)
             if snapshot.is_stopping:
                 machine._enter(Phase.STOPPING)
@@ -169,7 +171,9 @@ class Membership:
         is_stopping = self.phase is Phase.STOPPING
         failures = tuple(self._failures.items()) if is_stopping else ()
         departed = tuple(self._departed.items()) if is_stopping else ()
-        return Snapshot(self._memory(), self.world, is_stopping, failures, departed, self._previous)
+        members = self.world.keys if self.world is not None else ()
+        finished = tuple(key for key in members if key not in self._unfinished)
+        return Snapshot(self._memory(), self.world, is_stopping, failures, departed, self._previous, finished)
 
     # What the shell calls.
 
@@ -240,6 +244,8 @@ class Membership:
             case NodeJoined(facts) | NodeReturned(facts):
                 self.settings = self.settings or event.settings
                 self._roster.add(facts, Stage.WAITING, now)
+                if not self._keeps_leases:
+                    self._forget_at = None  # What it is told lies where it looks for it, so it must stay there a while.
                 return [TellOutcome((facts.key,), self.outcome)]
             case NodeLeft(key) | LeaseExpired(key):
                 self._roster.remove(key)
@@ -371,7 +377,7 @@ class Membership:
         if is_of_stop or not self._is_current(key, round):
             return []
         self._failures.setdefault(key, failure)
-        return self._stop(failure.text)
+        return self._stop(failure.text, is_hang=failure.exception == HANG)
 
     def _finish(self, node: Node) -> None:
         if node.stage is Stage.RUNNING:
@@ -445,7 +451,7 @@ class Membership:
             raise InternalError(f"a run cannot go from {self.phase} to {phase}; before:\n{self.story()}")
         self.phase = phase
 
-    def _stop(self, reason: str, departed: NodeFacts | None = None) -> list[Command]:
+    def _stop(self, reason: str, departed: NodeFacts | None = None, *, is_hang: bool = False) -> list[Command]:
         """Stop the round for everybody. Whether the run goes on is decided when all are accounted for."""
         assert self.world is not None
         if departed is not None:
@@ -455,7 +461,7 @@ class Membership:
         self._enter(Phase.STOPPING)
         gone = departed.key if departed else ""
         keys = tuple(key for key in self.world.keys if key in self._roster and key != gone)
-        return [StopRound(keys, self.world.round, reason)]
+        return [StopRound(keys, self.world.round, reason, is_hang)]
 
     def _maybe_admit(self, now: float) -> list[Command]:
         """Whoever waits below max is let in. Mostly it has just joined; it may also have been silent when the round

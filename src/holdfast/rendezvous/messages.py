@@ -151,6 +151,7 @@ class Sealed(msgspec.Struct, frozen=True, tag=True):
 class Stop(msgspec.Struct, frozen=True, tag=True):
     round: int
     reason: str
+    is_hang: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+# Stands for the exception of workers that did not end but hung.
+HANG = "hang"
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:

@@ -124,6 +124,7 @@ class WorldSealed:
 class RoundStopped:
     round: int
     reason: str
+    is_hang: bool = False
 
 
 @record
@@ -291,8 +292,8 @@ class Participant:
                 return self._step_session(session.HeartbeatAnswered(number), now)
             case messages.Sealed(key, place):
                 return self._sealed(key, place, now)
-            case messages.Stop(round, reason):
-                return [RoundStopped(round, reason)] if self._is_in(round) else []
+            case messages.Stop(round, reason, is_hang):
+                return [RoundStopped(round, reason, is_hang)] if self._is_in(round) else []
             case messages.Expelled(reason):
                 return self._lose_place(reason, now)
             case messages.Refused(reason):

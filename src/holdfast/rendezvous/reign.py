@@ -4,8 +4,8 @@ It reads statements and turns what is new in them into events for `Membership`; 
 tell the nodes, and hands it out in writes, one at a time, each with the snapshot if that has changed.
 
 A statement outlives its node by a lease. An agent that was killed, and started again with the same requested rank,
-meets its own claim to it. So a newcomer whose rank is claimed is not shown to the machine, which would refuse it, before
-the claim is gone, or has held for so long that somebody must be alive who renews it.
+meets its own claim to it. So a newcomer whose rank is claimed is not shown to the machine, which would refuse it,
+before the claim is gone, or has held for so long that somebody must be alive who renews it.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Reign:
         self._miss_the_absent([found for _, found in nodes], now)
         for node_id, found in sorted(nodes, key=lambda each: each[1].changed_at):
             self._see_one(node_id, found, now)
+        self._feed(words.TimePassed(), now)  # There may be nobody, and a time to come all the same.
 
     def _take_office(self, snapshot: Snapshot | None, now: float) -> None:
         self._snapshot = snapshot
@@ -143,8 +144,10 @@ class Reign:
 
     def _feed(self, event: words.Event, now: float) -> None:
         assert self.machine is not None
+        self._is_forgotten = False
         for command in self.machine.step(event, now):
             self._carry_out(command)
+        self._is_removed = self._is_removed and self._is_forgotten  # It may have met somebody who has not heard.
 
     def _carry_out(self, command: words.Command) -> None:
         match command:
@@ -175,8 +178,10 @@ class Reign:
     def _tell(self, keys: tuple[str, ...], message: Tellable) -> None:
         for key in keys:
             node_id = key.rpartition("/")[0]
-            self.number += 1
             told = self._told.get(node_id, [])
+            if any(each.key == key and _is_same_stop(each.message, message) for each in told):
+                continue  # With the reason that was the first.
+            self.number += 1
             self._told[node_id] = [*_still_true(told, message), Telling(self.term, self.number, key, message)]
             self._untold.add(node_id)
 
@@ -257,12 +262,10 @@ def _still_true(told: list[Telling], message: Tellable) -> list[Telling]:
     match message:
         case messages.Sealed() | messages.Expelled() | messages.Refused() | messages.Ended():
             return [each for each in told if isinstance(each.message, messages.Notice)]
-        case messages.Stop(round):
-            return [each for each in told if not _is_stop_of(each.message, round)]
         case messages.Progress():
             return [each for each in told if not isinstance(each.message, messages.Progress)]
     return told
 
 
-def _is_stop_of(message: Tellable, round: int) -> bool:
-    return isinstance(message, messages.Stop) and message.round == round
+def _is_same_stop(told: Tellable, message: Tellable) -> bool:
+    return isinstance(told, messages.Stop) and isinstance(message, messages.Stop) and told.round == message.round

@@ -66,8 +66,9 @@ class Memory:
 class Snapshot:
     """What somebody needs who goes on with the run in the place of another, besides what the nodes say themselves.
 
-    `previous` is the order of the world before. In a round that is being stopped, `failures` and `departed` are what
-    is known about it so far: the first to be known has decided how those that follow are taken.
+    `previous` is the order of the world before. `finished` are the members whose workers have succeeded; they may be
+    gone by now. In a round that is being stopped, `failures` and `departed` are what is known about it so far: the
+    first to be known has decided how those that follow are taken.
     """
 
     memory: Memory
@@ -76,6 +77,7 @@ class Snapshot:
     failures: tuple[tuple[str, Failure], ...] = ()
     departed: tuple[tuple[str, str], ...] = ()
     previous: tuple[str, ...] = ()
+    finished: tuple[str, ...] = ()
 
 
 # Events.
@@ -197,11 +199,15 @@ class TellPlace:
 
 @record
 class StopRound:
-    """Tell these nodes to stop their workers of this round and join again."""
+    """Tell these nodes to stop their workers of this round and join again.
+
+    `is_hang`: the run hangs, and each node should see where its workers are before it stops them.
+    """
 
     keys: tuple[str, ...]
     round: int
     reason: str
+    is_hang: bool = False
 
 
 @record

@@ -21,8 +21,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from holdfast.diagnosis import stacks
 from holdfast.errors import UserError
-from holdfast.timer import debug_info_logging, liveness, stacks, wire
+from holdfast.timer import debug_info_logging, liveness, wire
 from holdfast.timer.api import RETRY_DELAY_S, TURN_GAP_S, TimerClient, check_interval, join_or_warn, wait_s
 from holdfast.timer.clock import WallClock
 from holdfast.timer.fifo import RequestPipe
@@ -266,13 +267,13 @@ class FileTimerServer:
         """Log where these processes are. Requests are read meanwhile; a call to stop ends it."""
         if not pids:
             return
-        dumps = stacks.Dumps(pids, self._dump_stacks, self._wakeup.ring)
+        dumps = stacks.Dumps(pids, lambda pid: stacks.text_for(pid, self._dump_stacks), self._wakeup.ring)
         until_s = time.monotonic() + _DUMPS_TIMEOUT_S
         while not dumps.are_complete() and not self._stop_signaled and time.monotonic() < until_s:
             self._wait_until(until_s)
             self.register_timers(self._pipe.read())
             self._turn_ended_s = time.monotonic()
-        for text in filter(None, dumps.finish().values()):
+        for text in filter(None, dumps.finish(stacks.late_text).values()):
             logger.warning("%s", text)
 
     def _is_ended(self, pid: int, timer: FileTimerRequest) -> bool:

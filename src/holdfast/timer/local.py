@@ -12,7 +12,8 @@ from collections.abc import Callable
 from queue import Empty
 from typing import TYPE_CHECKING, Any
 
-from holdfast.timer import liveness, stacks
+from holdfast.diagnosis import stacks
+from holdfast.timer import liveness
 from holdfast.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer
 from holdfast.timer.clock import WallClock
 from holdfast.timer.table import TimerTable

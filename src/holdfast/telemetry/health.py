@@ -1,0 +1,299 @@
+"""The health check: an HTTP server that says whether something is alive, for whoever restarts what is not.
+
+    GET / (any path)   200 {"status": "alive", "phase": "running", "round": 1, "restarts": 0}
+                       503 {"status": "stuck", "reason": "no sign of life for 73 s, ...", "phase": ...}
+
+Alive means that the alive callback's time (seconds since the epoch) is less than `timeout` seconds ago. For an agent
+it is the time at which its loop was last known to turn, which is now in every phase in which the loop waits.
+
+The server listens on all interfaces, because whoever asks (the kubelet, say) asks from outside, and tells nothing but
+the above. It is one thread that never waits for a single caller: each gets a few seconds and a few kilobytes to ask
+one question, and if too many come at once the oldest is dropped for the newest. So slow callers and junk cost nothing,
+and a probe is answered whoever else is there. If nothing can be listened on, that is one warning: no job dies of its
+health check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["AgentAlive", "HealthCheckServer", "create_healthcheck_server"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_CALLERS = 32
+_CALL_LIMIT_S = 5.0
+_CALL_LIMIT_BYTES = 8192
+_STOP_PATIENCE_S = 2.0
+_SHORTAGE_PAUSE_S = 1.0
+_PHRASES = {
+    200: "OK",
+    400: "Bad Request",
+    405: "Method Not Allowed",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+
+
+class AgentAlive:
+    """An alive callback that speaks for an agent as soon as there is one; until then, for the process."""
+
+    def __init__(self) -> None:
+        self._callback: Callable[[], float] = time.time
+
+    def attach(self, callback: Callable[[], float]) -> None:
+        self._callback = callback
+
+    def __call__(self) -> float:
+        return self._callback()
+
+
+class HealthCheckServer:
+    """Answers for whatever `alive_callback` speaks for. `describe` adds to the answers what else there is to tell.
+
+    Port 0 is any free port; `port` says which, once the server is started. It may be started again after a stop.
+    """
+
+    def __init__(self, alive_callback: Callable[[], float], port: int, timeout: float) -> None:
+        self._alive_callback = alive_callback
+        self._wanted_port = port
+        self._timeout_s = timeout
+        self._desk: _Desk | None = None
+        self.describe: Callable[[], Mapping[str, Any]] = dict
+
+    @property
+    def alive_callback(self) -> Callable[[], float]:
+        return self._alive_callback
+
+    @property
+    def port(self) -> int:
+        return self._wanted_port if self._desk is None else self._desk.port
+
+    def start(self) -> None:
+        """Serve from now on. Does nothing if it serves already, and warns if it cannot."""
+        if self._desk is not None:
+            return
+        try:
+            self._desk = _Desk(self._wanted_port, self.condition)
+        except (OSError, RuntimeError) as error:
+            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            logger.warning(
+                "no health check: port %d %s", self._wanted_port, "is taken" if taken else f"cannot be used: {error}"
+            )
+            return
+        level = logging.DEBUG if self._wanted_port else logging.INFO
+        logger.log(level, "health check on port %d", self._desk.port)
+
+    def stop(self) -> None:
+        """Release the port. Does nothing if it does not serve."""
+        desk, self._desk = self._desk, None
+        if desk is not None:
+            desk.close()
+
+    def condition(self) -> dict[str, Any]:
+        """What is answered: `status` is `alive` or `stuck`, the latter with a `reason`."""
+        try:
+            told = dict(self.describe())
+            silent_s = time.time() - self._alive_callback()
+        except Exception as error:
+            return {"status": "stuck", "reason": f"the alive callback failed: {type(error).__name__}: {error}"}
+        if silent_s < self._timeout_s:
+            return {"status": "alive", **told}
+        where = f" in phase {told['phase']}" if "phase" in told else ""
+        reason = f"no sign of life for {silent_s:.0f} s{where}, the limit is {self._timeout_s:g} s"
+        return {"status": "stuck", "reason": reason, **told}
+
+
+def create_healthcheck_server(alive_callback: Callable[[], float], port: int, timeout: float) -> HealthCheckServer:
+    """A server that is not started yet. Whoever wants another kind in every run replaces this function."""
+    return HealthCheckServer(alive_callback, port, timeout)
+
+
+def respond(request: bytes, ask: Callable[[], Mapping[str, Any]]) -> bytes | None:
+    """The answer to what a caller has said so far; None if there is more to come."""
+    if b"\r\n\r\n" not in request and b"\n\n" not in request:
+        too_long = len(request) >= _CALL_LIMIT_BYTES
+        return _answer(431, {"reason": f"more than {_CALL_LIMIT_BYTES} bytes"}) if too_long else None
+    words = request.split(b"\n", 1)[0].split()
+    if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
+        return _answer(400, {"reason": "not a request of HTTP/1"})
+    if words[0] not in (b"GET", b"HEAD"):
+        return _answer(405, {"reason": "only GET and HEAD are answered"}, "Allow: GET, HEAD\r\n")
+    condition = ask()
+    return _answer(200 if condition["status"] == "alive" else 503, condition, has_body=words[0] == b"GET")
+
+
+def _answer(status: int, content: Mapping[str, Any], more_headers: str = "", *, has_body: bool = True) -> bytes:
+    body = json.dumps(content).encode() + b"\n"
+    head = (
+        f"HTTP/1.1 {status} {_PHRASES[status]}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        f"Cache-Control: no-store\r\nConnection: close\r\n{more_headers}\r\n"
+    )
+    return head.encode() + (body if has_body else b"")
+
+
+class _Caller:
+    """One connection."""
+
+    __slots__ = ("deadline", "is_answered", "said", "sock")
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.said = bytearray()
+        self.is_answered = False
+        self.deadline = time.monotonic() + _CALL_LIMIT_S
+
+
+class _Desk:
+    """The port and the thread that answers there."""
+
+    def __init__(self, port: int, ask: Callable[[], Mapping[str, Any]]) -> None:
+        self._ask = ask
+        self._is_closing = False
+        self._deaf_until = 0.0
+        self._callers: dict[int, _Caller] = {}  # In the order in which they came.
+        self._listener = _listen(port)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.port: int = self._listener.getsockname()[1]
+        _desks.add(self)
+        self._thread = threading.Thread(target=self._run, name="holdfast-health", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self.release()
+            raise
+
+    def close(self) -> None:
+        if self._wake_fd < 0:
+            return  # In a forked process, which has let go of it.
+        self._is_closing = True
+        # Even if the thread is stuck in a callback, the port is free from here on.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join(_STOP_PATIENCE_S)
+        if not self._thread.is_alive():
+            self.release()
+
+    def release(self) -> None:
+        """Let go of every descriptor. The thread must not be there any more."""
+        self._hang_up()
+        os.close(self._wake_fd)
+        self._wake_fd = -1
+        _desks.discard(self)
+
+    def _hang_up(self) -> None:
+        for sock in (self._listener, *(caller.sock for caller in self._callers.values())):
+            sock.close()
+        self._callers.clear()
+
+    # In the thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                for fd in self._ready():
+                    self._serve(fd)
+                self._drop_late_callers()
+        except Exception as error:
+            logger.warning("the health check has ended: %s: %s", type(error).__name__, error)
+        finally:
+            self._hang_up()
+
+    def _ready(self) -> list[int]:
+        now = time.monotonic()
+        deadlines = [caller.deadline for caller in self._callers.values()][:1]
+        poller = select.poll()
+        for fd in (self._wake_fd, *self._callers):
+            poller.register(fd, select.POLLIN)
+        if self._deaf_until > now:
+            deadlines.append(self._deaf_until)
+        else:
+            poller.register(self._listener, select.POLLIN)
+        timeout_ms = max(0.0, min(deadlines) - now) * 1000 if deadlines else None
+        return [fd for fd, _ in poller.poll(timeout_ms)]
+
+    def _serve(self, fd: int) -> None:
+        if fd == self._listener.fileno():
+            self._take_caller()
+        elif fd in self._callers:
+            self._hear(self._callers[fd])
+
+    def _take_caller(self) -> None:
+        if len(self._callers) >= _MOST_CALLERS:
+            self._drop(next(iter(self._callers.values())))
+        try:
+            sock, _ = self._listener.accept()
+        except ConnectionError:
+            return
+        except OSError:
+            # No descriptor or memory for it. The caller stays in the queue, and we must not spin meanwhile.
+            self._deaf_until = time.monotonic() + _SHORTAGE_PAUSE_S
+            return
+        sock.setblocking(False)
+        self._callers[sock.fileno()] = _Caller(sock)
+
+    def _hear(self, caller: _Caller) -> None:
+        try:
+            said = caller.sock.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        caller.said += said
+        if not said or len(caller.said) > 4 * _CALL_LIMIT_BYTES:
+            self._drop(caller)
+        elif not caller.is_answered:
+            self._answer(caller)
+
+    def _answer(self, caller: _Caller) -> None:
+        answer = respond(bytes(caller.said), self._ask)
+        if answer is None:
+            return
+        caller.is_answered = True
+        try:
+            # It fits into the empty buffer of a connection. Closing it while something is unread would take the
+            # answer back, so the caller hangs up first, or is dropped when its time is up.
+            caller.sock.send(answer)
+            caller.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._drop(caller)
+
+    def _drop_late_callers(self) -> None:
+        now = time.monotonic()
+        for caller in [each for each in self._callers.values() if each.deadline <= now]:
+            self._drop(caller)
+
+    def _drop(self, caller: _Caller) -> None:
+        del self._callers[caller.sock.fileno()]
+        caller.sock.close()
+
+
+def _listen(port: int) -> socket.socket:
+    """Every interface, IPv4 and, where there is such a thing, IPv6. Not inherited by what is executed."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+_desks: weakref.WeakSet[_Desk] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    """A forked process must not keep the port when its parent is gone, nor hold its callers."""
+    for desk in list(_desks):
+        desk.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)

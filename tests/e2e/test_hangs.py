@@ -1,0 +1,388 @@
+"""Jobs that hang are found, explained and restarted; jobs that do not hang are left alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests import support
+from tests.e2e.command import COMMAND, Ended, Holdfast
+
+EXAMPLE = str(Path(__file__).parent.parent.parent / "examples" / "hang.py")
+
+# An agent that would wait for the default grace of 30 s has lost this test.
+COMMON = ("--standalone", "--shutdown-timeout", "10")
+
+
+def own_words(ended: Ended) -> str:
+    return "\n".join(line.removeprefix("holdfast: ") for line in ended.own)
+
+
+def stacks_file(holdfast: Holdfast, attempt: int = 0) -> str:
+    [path] = holdfast.directory.glob(f"logs/*/attempt_{attempt}/stacks.txt")
+    return path.read_text()
+
+
+# Three ways to hang.
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("lock", "it was at hang.py:24 in save_checkpoint `with checkpoint_lock:`"),
+        ("stop", "it was stopped by a signal such as SIGSTOP, at hang.py:33 in go_wrong"),
+    ],
+)
+def test_a_hung_job_is_explained_restarted_and_finishes(holdfast: Holdfast, how: str, where: str) -> None:
+    ended = holdfast.run(
+        *COMMON, "--nproc-per-node=4", "--hang-timeout=3s", "--max-restarts=1", "--log-dir=logs", EXAMPLE, how
+    )
+    assert ended.code == 0, str(ended)
+    words = own_words(ended)
+    assert "the workers hang: no output or I/O for 3 s (--hang-timeout 3 s); taking their stacks" in words
+    assert re.search(r"^rank 2 hung: no output or I/O for \d+ s; " + re.escape(where), words, re.MULTILINE), words
+    assert re.search(r"while ranks 1, 3 were at hang.py:44 in barrier .*; restart 1 of 1$", words, re.MULTILINE), words
+    assert words.index("rank 2 (pid") < words.index("ranks 1, 3 (2 workers)"), "the odd one is named first"
+    assert words.endswith("all 4 workers finished after 1 restart")
+    text = stacks_file(holdfast)
+    assert [f"rank {rank}\n" in text or f"rank {rank}," in text for rank in range(4)] == [True] * 4
+    assert f"({EXAMPLE}:44)" in text
+
+
+GLOO = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+import holdfast
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+holdfast.progress(step=1)
+if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    while True:  # Something that this rank does, and the other does not wait for in vain.
+        time.sleep(60)
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+
+
+def test_a_collective_that_one_rank_never_enters(holdfast: Holdfast) -> None:
+    """The import of torch takes its time; what it may take is the start timeout's business."""
+    script = holdfast.script(GLOO)
+    bounds = ("--hang-timeout=3s", "--start-timeout=100s", "--max-restarts=1")
+    ended = holdfast.run(*COMMON, *bounds, "--nproc-per-node=2", "--log-dir=logs", script, deadline_s=100)
+    assert ended.code == 0, str(ended)
+    cause = next(line for line in ended.own if "rank 1 hung: " in line)
+    assert "it was at job.py:12 in <module> `time.sleep(60)`, while rank 0 was at job.py:13" in cause
+    assert "restart 1 of 1" in cause
+    assert "rank 1 (pid" in own_words(ended).partition("rank 0 (pid")[0], "the odd one is named first"
+    assert "step 1" in own_words(ended)
+    assert "c10d::Work::wait" in stacks_file(holdfast), "native frames"
+
+
+def test_a_worker_in_uninterruptible_sleep(holdfast: Holdfast) -> None:
+    """The parent of a vfork is in it until its child executes something, and this one never does."""
+    script = holdfast.script("""
+        import ctypes, os, time
+        libc = ctypes.CDLL(None)
+        print("here", flush=True)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["RANK"] == "1" and libc.vfork() == 0:
+                libc.sleep(600)
+            time.sleep(600)
+    """)
+    ended = holdfast.run(*COMMON, "--nproc-per-node=3", "--hang-timeout=1s", "--max-restarts=1", script)
+    assert ended.code == 0, str(ended)
+    assert "rank 1 hung: " in own_words(ended)
+    assert "it was in uninterruptible sleep in the kernel, " in own_words(ended)
+
+
+def test_a_run_without_restarts_ends_with_the_cause(holdfast: Holdfast) -> None:
+    ended = holdfast.run(*COMMON, "--nproc-per-node=4", "--hang-timeout=2s", EXAMPLE, "lock")
+    assert ended.code == 1
+    assert ended.last.startswith("Cause: rank 2 hung: no output or I/O for ")
+    assert "Stopped by holdfast: ranks 0, 1, 3 (SIGTERM)" in ended.err
+    assert re.search(r"note +: every thread of every worker is in /\S+/stacks.txt", ended.err)
+    assert "    save_checkpoint (" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (("--max-restarts=3", "--fatal-exceptions=hang"), 1, "no restart: hang is fatal"),
+        (("--max-restarts=0", "--uncounted-exceptions=hang"), 0, "the worker finished"),
+    ],
+)
+def test_the_restart_policy_knows_hangs_by_name(
+    holdfast: Holdfast, options: tuple[str, ...], code: int, words: str
+) -> None:
+    script = holdfast.script("""
+        import os, time
+        if os.environ["HOLDFAST_ROUND"] == "1":
+            time.sleep(600)
+    """)
+    ended = holdfast.run(*COMMON, *options, "--hang-timeout=1s", script)
+    assert ended.code == code, str(ended)
+    assert words in own_words(ended)
+
+
+def test_a_cadence_that_is_broken_though_output_goes_on(holdfast: Holdfast) -> None:
+    script = holdfast.script("""
+        import time
+        for step in range(3):
+            print("step", step, flush=True)
+        while True:
+            print("still waiting for the data", flush=True)
+            time.sleep(0.1)
+    """)
+    ended = holdfast.run(*COMMON, r"--progress-pattern=^step \d+", "--progress-every=1s", script)
+    assert ended.code == 1
+    assert r"Cause: rank 0 hung: no line has matched '^step \\d+' for 1 s, and one was expected every 1 s" in ended.last
+
+
+def test_a_beginning_that_does_not_begin(holdfast: Holdfast) -> None:
+    script = holdfast.script("import time; time.sleep(600)")
+    ended = holdfast.run(*COMMON, "--start-timeout=1s", "--progress-signals=output", script)
+    assert ended.code == 1
+    assert "Cause: rank 0 hung: no output since the start 1 s ago; it was at job.py:1 in <module>" in ended.last
+
+
+def test_who_has_finished_is_not_hung_and_who_is_left_may_be(holdfast: Holdfast) -> None:
+    script = holdfast.script("""
+        import os, time
+        print("hello", flush=True)
+        if os.environ["RANK"] == "1":
+            time.sleep(600)
+    """)
+    ended = holdfast.run(*COMMON, "--nproc-per-node=2", "--hang-timeout=1s", script)
+    assert ended.code == 1
+    assert "Cause: rank 1 hung: " in ended.last
+    assert "rank 0" not in ended.last
+
+
+def test_a_spinning_worker_is_hung_unless_processor_time_counts(holdfast: Holdfast) -> None:
+    script = holdfast.script("while True: pass")
+    ended = holdfast.run(*COMMON, "--hang-timeout=1s", script)
+    assert ended.code == 1
+    assert "Cause: rank 0 hung: " in ended.last
+
+
+def test_a_program_that_is_no_python(holdfast: Holdfast) -> None:
+    script = holdfast.script("#!/bin/sh\nexec sleep 600\n", "job.sh", executable=True)
+    ended = holdfast.run(*COMMON, "--hang-timeout=1s", "--no-python", f"./{script}")
+    assert ended.code == 1
+    assert "no stack: py-spy: " in own_words(ended), "it is said why there are none"
+    assert "Cause: rank 0 hung: no output or I/O for 1 s; it was in the kernel's " in ended.last
+
+
+def test_a_shell_around_python_shows_the_python(holdfast: Holdfast) -> None:
+    holdfast.script("import time\ntime.sleep(600)\n", "inner.py")
+    script = holdfast.script('#!/bin/sh\n"$PYTHON" inner.py\ntrue\n', "job.sh", executable=True)
+
+    ended = holdfast.run(*COMMON, "--hang-timeout=1s", "--no-python", f"./{script}", env={"PYTHON": sys.executable})
+    assert "it was at inner.py:2 in <module> `time.sleep(600)`" in ended.last
+
+
+def test_without_a_log_directory_the_stacks_are_in_the_log(holdfast: Holdfast) -> None:
+    script = holdfast.script("import time\ntime.sleep(600)\n")
+    ended = holdfast.run(*COMMON, "--hang-timeout=1s", "--log-dir=/dev/null", script)
+    assert "the stacks are in no file: nothing is kept under /dev/null" in own_words(ended)
+    assert "thread MainThread (waiting)" in own_words(ended)
+
+
+# Jobs that do not hang.
+
+HEALTHY = {
+    "output": ("print(n, flush=True)", ("--progress-signals=output",)),
+    "stderr": ("print(n, file=sys.stderr, flush=True)", ("--progress-signals=output",)),
+    "redirected output": ("print(n, flush=True)", ("--progress-signals=output", "-r", "3")),
+    "tee'd output": ("print(n, flush=True)", ("--progress-signals=output", "-t", "3")),
+    "filtered output": ("print(n, flush=True)", ("--progress-signals=output", "--local-ranks-filter=1")),
+    "pattern": ("print('step', n, flush=True)", ("--progress-signals=pattern", "--progress-pattern=step [0-9]+")),
+    "pattern in a file": (
+        "print('step', n, flush=True)",
+        ("--progress-signals=pattern", "--progress-pattern=step [0-9]+", "-r", "3"),
+    ),
+    "progress": ("holdfast.progress(step=n)", ("--progress-signals=progress",)),
+    "io": ("open('/dev/zero', 'rb').read(100_000)", ("--progress-signals=io",)),
+    "cpu": ("sum(range(1_000_000))", ("--progress-signals=cpu",)),
+    "defaults": ("open('/dev/zero', 'rb').read(100_000)", ()),
+}
+
+
+@pytest.mark.parametrize(("activity", "options"), HEALTHY.values(), ids=HEALTHY)
+def test_a_job_that_moves_is_left_alone(holdfast: Holdfast, activity: str, options: tuple[str, ...]) -> None:
+    script = holdfast.script(f"""
+        import sys, time
+        import holdfast
+        ends, n = time.monotonic() + 2.4, 0
+        while time.monotonic() < ends:
+            n += 1
+            {activity}
+            time.sleep(0.02)
+    """)
+    ended = holdfast.run(*COMMON, "--hang-timeout=1.2s", *options, "--log-dir=logs", script)
+    assert ended.code == 0, str(ended)
+    assert "hang" not in own_words(ended)
+
+
+def test_a_pattern_that_never_matches_is_a_warning(holdfast: Holdfast) -> None:
+    script = holdfast.script("""
+        import time
+        ends = time.monotonic() + 2
+        while time.monotonic() < ends:
+            print("step 1", flush=True)
+            time.sleep(0.05)
+    """)
+    ended = holdfast.run(*COMMON, "--progress-pattern=stpe", "--progress-every=0.5s", script)
+    assert ended.code == 0
+    assert own_words(ended).count("has matched --progress-pattern 'stpe'") == 1
+
+
+def test_an_agent_that_was_stopped_blames_nobody(holdfast: Holdfast) -> None:
+    """Nobody passed the workers' output on meanwhile."""
+    script = holdfast.script("""
+        import os, signal, time
+        print("hello", flush=True)
+        with open(f"/proc/{os.getppid()}/stat") as file:
+            agent = int(file.read().rpartition(")")[2].split()[1])
+        os.kill(agent, signal.SIGSTOP)
+        time.sleep(3)
+        os.kill(agent, signal.SIGCONT)
+        for _ in range(10):
+            print("again", flush=True)
+            time.sleep(0.05)
+    """)
+    ended = holdfast.run(*COMMON, "--hang-timeout=1s", script)
+    assert ended.code == 0, str(ended)
+    assert "hang" not in own_words(ended)
+
+
+def test_a_console_that_blocks_is_not_the_workers_fault(holdfast: Holdfast) -> None:
+    """As after Ctrl-S: everybody who writes waits for the reader."""
+    script = holdfast.script("""
+        for _ in range(20_000):
+            print("x" * 100, flush=True)
+    """)
+    read_fd, write_fd = os.pipe()
+    run = holdfast.start(*COMMON, "--hang-timeout=1s", "--progress-signals=output", script, stdout=write_fd)
+    os.close(write_fd)
+    assert not select.select([], [], [], 3)[0], "for three times as long as the bound"
+    with open(read_fd, "rb") as reader:
+        assert len(reader.read()) == 20_000 * 101
+    ended = run.wait()
+    assert ended.code == 0, str(ended)
+    assert "hang" not in own_words(ended)
+
+
+# Many nodes.
+
+
+def test_on_two_nodes_each_takes_stacks_and_all_name_the_one(holdfast: Holdfast) -> None:
+    """The second node does not watch; it hears of the hang, and has the worker that is to blame."""
+    endpoint = f"127.0.0.1:{support.free_port()}"
+    place = ("--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=tcp", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two")
+    common = (*place, "--shutdown-timeout=10", "--max-restarts=1")
+    first = holdfast.start(*common, "--node-rank=0", "--hang-timeout=3s", EXAMPLE, "lock")
+    second = holdfast.start(*common, "--node-rank=1", EXAMPLE, "lock")
+    codes = [each.process.wait(60) for each in (first, second)]
+    support.wait_until(lambda: not first.left(), "everything has ended")
+    a, b = (each.wait() for each in (first, second))
+    assert codes == [0, 0], f"{a}\n{b}"
+    assert "all 2 workers of this node waited for peers" in own_words(a)
+    assert "restart 1 of 1" in own_words(a)
+    assert "rank 2 hung: another node found the run hanging; it was at hang.py:24 in save_checkpoint" in own_words(b)
+    for ended in (a, b):
+        assert "every thread of every worker: " in own_words(ended)
+
+
+# Wrong usage.
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--progress-every=60s",), "--progress-every says how often --progress-pattern should match"),
+        (("--progress-pattern=(", "--hang-timeout=1m"), "--progress-pattern '(' is not a regular expression: "),
+        (("--progress-pattern=x",), "--progress-pattern 'x' has no effect without"),
+        (("--progress-signals=cpu",), "--progress-signals cpu have no effect without"),
+        (("--progress-signals=gpu", "--hang-timeout=1m"), "'gpu' is no progress signal"),
+        (("--progress-signals=pattern", "--hang-timeout=1m"), "has pattern, and no --progress-pattern is given"),
+        (("--hang-timeout=0",), "--hang-timeout 0 is not a time above 0"),
+        (("--hang-timeout=soon",), "'soon' is not a duration"),
+        (("--hang-timeout=-5",), "'-5' is not a duration"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_starts_nothing(
+    holdfast: Holdfast, options: tuple[str, ...], complaint: str
+) -> None:
+    ended = holdfast.run("--standalone", *options, holdfast.script("print('started')"))
+    assert (ended.code, ended.out) == (2, "")
+    assert complaint in ended.last
+
+
+# On demand.
+
+
+def stacks(holdfast: Holdfast, *args: str) -> Ended:
+    running = holdfast.start(*args, command=(COMMAND, "stacks"))
+    code = running.process.wait(60)
+    return running._ended(code)
+
+
+@pytest.mark.parametrize("start_method", ["script", "fork"])
+def test_stacks_on_demand_and_nothing_is_stopped(holdfast: Holdfast, start_method: str) -> None:
+    script = holdfast.script("""
+        import os, time
+        print("here", flush=True)
+        time.sleep(600)
+    """)
+    name = f"job-{uuid.uuid4().hex}"
+    how = () if start_method == "script" else ("--run-path", "--start-method=fork")
+    run = holdfast.start(*COMMON, "--nproc-per-node=2", f"--rdzv-id={name}", *how, script)
+    support.wait_until(lambda: run._ended(-1).out.count("here") == 2, "both run")
+    for choice in (("--run-id", name), ("--pid", str(run.pid)), ("--pid", str(run.pid), "--native", "--all")):
+        ended = stacks(holdfast, *choice)
+        assert ended.code == 0, str(ended)
+        assert ended.lines[0].startswith(f"run {name}, round 1, agent {run.pid} on ")
+        assert "all 2 workers (ranks 0, 1) are at the same place:" in ended.out
+        assert "<module> (job.py:3)   time.sleep(600)" in ended.out
+    worker = run.workers()[0]
+    wrong = {
+        ("--pid", str(worker)): (2, f"its agent is {run.pid}"),
+        ("--pid", "1"): (2, "--pid 1 is not a holdfast agent"),
+        ("--pid", "-3"): (2, "there is no such process"),
+        ("--pid", "x"): (2, "invalid int value"),
+        ("--run-id", "other"): (2, "'other' is not found on this host"),
+        ("--run-id", name, "--pid", "3"): (2, "not allowed with"),
+    }
+    for args, (code, complaint) in wrong.items():
+        ended = stacks(holdfast, *args)
+        assert (ended.code, ended.out) == (code, ""), str(ended)
+        assert complaint in ended.last
+    assert run.process.poll() is None
+    run.send(signal.SIGTERM)
+    assert run.wait().code == 143
+
+
+def test_two_runs_of_one_name_are_told_apart(holdfast: Holdfast) -> None:
+    script = holdfast.script("print('here', flush=True); import time; time.sleep(600)")
+    name = f"twice-{uuid.uuid4().hex}"
+    runs = [holdfast.start(*COMMON, f"--rdzv-id={name}", script) for _ in range(2)]
+    for run in runs:
+        support.wait_until(lambda run=run: "here" in run._ended(-1).out, "it runs")
+    ended = stacks(holdfast, "--run-id", name)
+    assert ended.code == 2
+    assert all(f"--pid {run.pid}" in ended.last for run in runs)
+    assert stacks(holdfast, "--pid", str(runs[0].pid)).code == 0
+    for run in runs:
+        run.send(signal.SIGTERM)
+        run.process.wait(30)

@@ -1,0 +1,226 @@
+"""Hangs through the Python API, and what happens when the watch itself has a bad day."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.agent import hangs
+from holdfast.diagnosis import stacks
+from holdfast.diagnosis.hang import HangPolicy, Signal
+from holdfast.errors import HostError, UserError
+from holdfast.launcher import LaunchConfig, elastic_launch
+from holdfast.process import DefaultLogsSpecs
+from holdfast.process.errors import ChildFailedError
+from holdfast.telemetry import metrics
+
+OUTPUT_ONLY = HangPolicy(hang_timeout_s=1.0, signals=frozenset({Signal.OUTPUT, Signal.PROGRESS}))
+
+
+def config(tmp_path: Path, max_restarts: int = 0, policy: HangPolicy = OUTPUT_ONLY, **options: Any) -> LaunchConfig:
+    common: dict[str, Any] = {
+        "rdzv_backend": "standalone",
+        "run_id": "hung",
+        "max_restarts": max_restarts,
+        "logs_specs": DefaultLogsSpecs(str(tmp_path / "logs")),
+        "event_log_handler": f"file:{tmp_path / 'events'}",
+        "shutdown_timeout": 10,
+        "hang_policy": policy,
+    }
+    return LaunchConfig(1, 1, 2, **{**common, **options})
+
+
+def stall(rank: int, last_life: int) -> str:
+    """That rank stands still in all lives but the last."""
+    import os
+    import time
+
+    import holdfast
+
+    holdfast.progress(step=7)
+    if int(os.environ["RANK"]) == rank and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < last_life:
+        time.sleep(600)
+    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < last_life:
+        wait_for_peer()
+    return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def wait_for_peer() -> None:
+    import time
+
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_functions_are_watched_explained_and_restarted(
+    tmp_path: Path, start_method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = elastic_launch(config(tmp_path, 1, start_method=start_method), stall)(1, 1)
+    assert values == {0: "1", 1: "1"}
+    assert "rank 1 (pid" in caplog.text
+    assert "step 7" in caplog.text
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    [hung] = [event for event in events if event["name"] == "torchelastic.worker.status.HUNG"]
+    details = json.loads(hung["metadata"]["metadata"])
+    assert details["reason"].startswith("no output or call of holdfast.progress() for 1 s")
+    assert os.path.isfile(details["stacks"])
+
+
+def test_a_metric_tells_of_it(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Handler(metrics.MetricHandler):
+        def emit(self, metric_data: metrics.MetricData) -> None:
+            seen.append(metric_data.name)
+
+    metrics.configure(Handler())
+    try:
+        with pytest.raises(ChildFailedError):
+            elastic_launch(config(tmp_path, role="trainer"), stall)(0, 9)
+    finally:
+        metrics.configure(metrics.NullMetricHandler())
+    assert seen.count("workers.trainer.hung") == 1
+
+
+def test_the_failure_of_a_hung_worker(tmp_path: Path) -> None:
+    with pytest.raises(ChildFailedError) as caught:
+        elastic_launch(config(tmp_path), stall)(1, 9)
+    rank, failure = caught.value.get_first_failure()
+    assert failure.evidence is not None
+    assert failure.evidence.hang.startswith("no output")
+    assert "time.sleep(600)" in failure.evidence.stack
+    assert failure.traceback_text() == f"hung: {failure.evidence.hang}"
+    assert failure.exitcode == -15
+    assert caught.value.cause().startswith(f"rank {rank} hung: ")
+    assert set(caught.value.stopped) == {0, 1} - set(caught.value.failures)
+
+
+# Stacks that cannot be taken.
+
+
+def no_py_spy() -> str:
+    raise HostError("py-spy is not installed")
+
+
+def test_without_py_spy_faulthandler_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "find_py_spy", no_py_spy)
+    with pytest.raises(ChildFailedError) as caught:
+        elastic_launch(config(tmp_path), stall)(1, 9)
+    _, failure = caught.value.get_first_failure()
+    assert failure.evidence is not None
+    assert "time.sleep(600)" in failure.evidence.stack
+
+
+def test_with_neither_the_report_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "find_py_spy", no_py_spy)
+    with pytest.raises(ChildFailedError, match="hung: no output for 1 s"):
+        elastic_launch(config(tmp_path, policy=HangPolicy(1.0, signals=frozenset({Signal.OUTPUT}))), "sleep")("600")
+    [path] = (tmp_path / "logs").glob("*/attempt_0/stacks.txt")
+    assert "no stacks: py-spy is not installed; it has no faulthandler of holdfast" in path.read_text()
+
+
+def test_stacks_that_take_too_long_do_not_hold_up_the_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hangs, "EXAMINATION_LIMIT_S", 0.5)
+    monkeypatch.setattr(stacks, "look_at", lambda pid, **_: time.sleep(5))
+    assert elastic_launch(config(tmp_path, 1), stall)(1, 1) == {0: "1", 1: "1"}
+    assert "the dump did not finish in time" in caplog.text
+
+
+def test_a_full_disk_costs_the_file_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hangs, "write_file", full)
+    assert elastic_launch(config(tmp_path, 1), stall)(1, 1) == {0: "1", 1: "1"}
+    assert "the stacks are in no file: No space left on device" in caplog.text
+    assert "thread MainThread" in caplog.text, "so they are in the log"
+
+
+# A watch that fails.
+
+
+def be_quick() -> str:
+    import time
+
+    time.sleep(1.5)
+    return "done"
+
+
+QUICK = HangPolicy(hang_timeout_s=0.4)
+
+
+def test_a_watch_that_fails_is_off_and_the_job_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("this should not be")
+
+    monkeypatch.setattr(hangs.HangWatch, "_movements", broken)
+    assert elastic_launch(config(tmp_path, policy=QUICK), be_quick)() == {0: "done", 1: "done"}
+    assert caplog.text.count("hangs are not watched for any more: RuntimeError: this should not be") == 1
+
+
+def test_counters_that_cannot_be_read_end_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("holdfast.process.activity.process_io_bytes", lambda pid: None)
+    assert elastic_launch(config(tmp_path, policy=QUICK), be_quick)() == {0: "done", 1: "done"}
+    assert caplog.text.count("io counters of worker") == 1
+
+
+def test_a_group_that_moves_while_stacks_are_taken_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was slow, not hung."""
+    examine = hangs.examine
+    policy = HangPolicy(hang_timeout_s=1.0, signals=frozenset({Signal.OUTPUT}))
+
+    def slow(*args: Any, **options: Any) -> hangs.Finding:
+        (tmp_path / "go").touch()
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "gone").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return examine(*args, **options)
+
+    monkeypatch.setattr(hangs, "examine", slow)
+    assert elastic_launch(config(tmp_path, policy=policy), dawdle)(str(tmp_path)) == {0: "done", 1: "done"}
+    assert "the workers have moved while their stacks were taken, and go on" in caplog.text
+
+
+def dawdle(directory: str) -> str:
+    """Silent until it is looked at."""
+    import os
+    import time
+
+    while not os.path.exists(f"{directory}/go"):
+        time.sleep(0.01)
+    os.write(1, b"here I am\n")
+    open(f"{directory}/gone", "w").close()
+    return "done"
+
+
+def test_a_policy_that_makes_no_sense_is_refused_before_anything_starts() -> None:
+    with pytest.raises(UserError, match="is not a regular expression"):
+        LaunchConfig(1, 1, 1, rdzv_backend="standalone", hang_policy=HangPolicy(1.0, pattern="("))
+
+
+def test_without_a_policy_nobody_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hangs, "HangWatch", None)
+    launch = config(tmp_path)
+    launch.hang_policy = None
+    assert elastic_launch(launch, board)() == {0: None, 1: None}
+
+
+def board() -> str | None:
+    import os
+
+    return os.environ.get("HOLDFAST_PROGRESS")

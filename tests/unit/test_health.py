@@ -1,0 +1,357 @@
+"""The health check server: what it answers, to whom, and what callers cannot do to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from holdfast.agent import health as agent_health
+from holdfast.errors import UserError
+from holdfast.process import signals
+from holdfast.process.pulse import Pulse
+from holdfast.telemetry import health
+from holdfast.telemetry.health import AgentAlive, HealthCheckServer, create_healthcheck_server, respond
+from tests import support
+
+TIMEOUT_S = 60
+
+
+@contextmanager
+def serving(alive_callback: Any = time.time, port: int = 0) -> Iterator[HealthCheckServer]:
+    server = create_healthcheck_server(alive_callback, port, TIMEOUT_S)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def ask(port: int, method: str = "GET", path: str = "/", host: str = "127.0.0.1") -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection(host, port, timeout=support.DEADLINE_S)
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        body = answer.read()
+        return answer.status, json.loads(body) if body else {}
+    finally:
+        connection.close()
+
+
+def say(port: int, words: bytes) -> bytes:
+    """All that a caller hears who says just that, and nothing more, and does not hang up."""
+    with socket.create_connection(("127.0.0.1", port), support.DEADLINE_S) as caller:
+        caller.sendall(words)
+        return b"".join(iter(lambda: caller.recv(4096), b""))
+
+
+# What is answered.
+
+ALIVE = {"status": "alive"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", 200),
+        (b"GET /healthz?x=1 HTTP/1.0\r\n\r\n", 200),
+        (b"GET / HTTP/1.1\n\n", 200),
+        (b"HEAD / HTTP/1.1\r\n\r\n", 200),
+        (b"POST / HTTP/1.1\r\n\r\n", 405),
+        (b"DELETE / HTTP/1.1\r\n\r\n", 405),
+        (b"GET /\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\n", 400),
+        (b"\r\n\r\n", 400),
+        (b"\x16\x03\x01\xff\n\n", 400),
+        (b"GET / HTTP/1.1\r\n" + b"x" * 8192, 431),
+        (b"", None),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n", None),
+    ],
+)
+def test_answers(request_: bytes, status: int | None) -> None:
+    answer = respond(request_, lambda: ALIVE)
+    assert (answer and int(answer.split()[1])) == status
+
+
+def test_an_answer_is_http() -> None:
+    answer = respond(b"GET / HTTP/1.1\r\n\r\n", lambda: ALIVE)
+    assert answer is not None
+    head, body = answer.split(b"\r\n\r\n")
+    assert json.loads(body) == ALIVE
+    assert f"Content-Length: {len(body)}".encode() in head.split(b"\r\n")
+    assert respond(b"HEAD / HTTP/1.1\r\n\r\n", lambda: ALIVE) == head + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("age_s", "expected"),
+    [
+        (0, (200, {"status": "alive", "phase": "running"})),
+        (59, (200, {"status": "alive", "phase": "running"})),
+        (-3600, (200, {"status": "alive", "phase": "running"})),
+        (
+            73,
+            (503, {
+                "status": "stuck",
+                "reason": "no sign of life for 73 s in phase running, the limit is 60 s",
+                "phase": "running",
+            }),
+        ),
+    ],
+)  # fmt: skip
+def test_alive_is_a_matter_of_the_callbacks_time(age_s: float, expected: tuple[int, dict[str, Any]]) -> None:
+    with serving(lambda: time.time() - age_s) as server:
+        server.describe = lambda: {"phase": "running"}
+        assert ask(server.port) == expected
+        assert server.alive_callback() <= time.time() - age_s
+
+
+def test_a_callback_that_fails_is_told() -> None:
+    with serving(lambda: {}["progress"]) as server:
+        assert ask(server.port) == (
+            503,
+            {"status": "stuck", "reason": "the alive callback failed: KeyError: 'progress'"},
+        )
+
+
+def test_methods_over_the_wire() -> None:
+    with serving() as server:
+        assert ask(server.port, "GET", "/healthz") == (200, ALIVE)
+        assert ask(server.port, "HEAD") == (200, {})
+        assert ask(server.port, "POST")[0] == 405
+        body = b"POST / HTTP/1.1\r\nContent-Length: 9000\r\n\r\n" + b"x" * 9000
+        assert say(server.port, body).startswith(b"HTTP/1.1 405")
+        assert say(server.port, b"x" * 9000).startswith(b"HTTP/1.1 431")
+
+
+def test_ipv4_and_ipv6_where_there_is_such_a_thing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as server:
+        assert ask(server.port, host="127.0.0.1") == (200, ALIVE)
+        if socket.has_dualstack_ipv6():
+            assert ask(server.port, host="::1") == (200, ALIVE)
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with serving() as server:
+        assert ask(server.port, host="127.0.0.1") == (200, ALIVE)
+
+
+# The port.
+
+
+def test_a_taken_port_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with serving(port=port) as server:
+            assert server.port == port
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warnings == [f"no health check: port {port} is taken"]
+
+
+def test_any_free_port_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    with serving() as server:
+        assert f"health check on port {server.port}" in caplog.messages
+        assert server.port > 0
+
+
+def test_the_port_is_released_and_may_be_used_again(no_descriptor_leak: None) -> None:
+    port = support.free_port()
+    server = HealthCheckServer(time.time, port, TIMEOUT_S)
+    for _ in range(3):
+        server.start()
+        server.start()
+        assert ask(port) == (200, ALIVE)
+        server.stop()
+        server.stop()
+        with pytest.raises(ConnectionRefusedError):
+            ask(port)
+
+
+def test_the_port_is_released_although_the_callback_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_STOP_PATIENCE_S", 0.1)
+    was_asked, may_end = threading.Event(), threading.Event()
+
+    def hang() -> float:
+        was_asked.set()
+        may_end.wait(support.DEADLINE_S)
+        return time.time()
+
+    with serving(hang) as server, socket.create_connection(("127.0.0.1", server.port)) as caller:
+        caller.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert was_asked.wait(support.DEADLINE_S)
+        port = server.port
+        server.stop()
+        with socket.create_server(("", port)):
+            pass
+        may_end.set()
+
+
+def test_a_forked_process_does_not_keep_the_port() -> None:
+    with serving() as server:
+        port = server.port
+        gate_read, gate_write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            server.stop()  # Nothing of the parent's is touched.
+            os.read(gate_read, 1)
+            os._exit(0)
+        try:
+            assert ask(port) == (200, ALIVE)
+            server.stop()
+            with socket.create_server(("", port)):
+                pass
+        finally:
+            os.write(gate_write, b".")
+            os.waitpid(child, 0)
+            os.close(gate_read)
+            os.close(gate_write)
+
+
+# Callers that mean no good.
+
+
+def test_slow_callers_do_not_keep_others_from_being_answered(no_descriptor_leak: None) -> None:
+    with serving() as server, ExitStack() as callers:
+        for _ in range(200):
+            slow = callers.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            slow.sendall(b"GET / HT")
+        assert ask(server.port) == (200, ALIVE)
+
+
+def test_a_slow_caller_is_dropped_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_CALL_LIMIT_S", 0.1)
+    with serving() as server:
+        assert say(server.port, b"GET / HT") == b""
+
+
+def test_a_caller_that_never_ends_is_dropped() -> None:
+    with serving() as server, socket.create_connection(("127.0.0.1", server.port), support.DEADLINE_S) as caller:
+        with pytest.raises(ConnectionError):
+            caller.sendall(b"x" * 100_000_000)
+        assert ask(server.port) == (200, ALIVE)
+
+
+def test_callers_that_hang_up_at_once() -> None:
+    with serving() as server:
+        for words in (b"", b"GET", b"GET / HTTP/1.1\r\n\r\n"):
+            for _ in range(20):
+                with socket.create_connection(("127.0.0.1", server.port)) as caller:
+                    caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                    caller.sendall(words)
+        assert ask(server.port) == (200, ALIVE)
+
+
+SHORTAGE = """
+import os, resource, sys, time
+from holdfast.telemetry.health import HealthCheckServer
+
+server = HealthCheckServer(time.time, 0, 60)
+server.start()
+most = len(os.listdir("/proc/self/fd")) - 1
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+print(server.port, flush=True)
+sys.stdin.readline()
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+sys.stdin.readline()
+print(time.process_time(), flush=True)
+"""
+
+
+def test_without_descriptors_nothing_spins_and_the_caller_waits() -> None:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SHORTAGE], **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with socket.create_connection(("127.0.0.1", port), support.DEADLINE_S) as caller:
+            caller.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            caller.settimeout(1.5)
+            with pytest.raises(TimeoutError):
+                caller.recv(1)
+            process.stdin.write("\n")
+            process.stdin.flush()
+            caller.settimeout(support.DEADLINE_S)
+            assert caller.recv(12) == b"HTTP/1.1 200"
+        process.stdin.write("\n")
+        process.stdin.flush()
+        used_s = float(process.stdout.readline())
+        assert used_s < 1.0, "it has looked again and again"
+
+
+# The agent's side.
+
+
+def test_a_pulse_is_quiet_while_its_loop_waits() -> None:
+    pulse = Pulse()
+    read_fd, write_fd = os.pipe()
+    states = []
+
+    def loop() -> None:
+        with pulse.taken_here():
+            signals.wait_readable([read_fd], None)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    support.wait_until(lambda: pulse.busy_for_s() == 0, "a loop that waits")
+    states.append(pulse.busy_for_s())
+    signals.wait_readable([], 0)  # Somebody else's wait is nothing to it.
+    states.append(pulse.busy_for_s())
+    os.write(write_fd, b".")
+    thread.join()
+    assert states == [0, 0]
+    assert pulse.busy_for_s() > 0
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_until_there_is_an_agent_the_process_is_alive() -> None:
+    alive = AgentAlive()
+    server = HealthCheckServer(alive, 0, TIMEOUT_S)
+    assert server.condition() == ALIVE
+    agent_health.introduce(server, lambda: 0.0, lambda: {"phase": "joining"})
+    assert server.condition()["status"] == "stuck"
+    own = HealthCheckServer(time.time, 0, TIMEOUT_S)
+    agent_health.introduce(own, lambda: 0.0, lambda: {"phase": "joining"})
+    assert own.condition() == {"status": "alive", "phase": "joining"}
+
+
+@pytest.mark.parametrize("text", ["", None])
+def test_no_port_in_the_environment(text: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(agent_health.PORT_VARIABLE, raising=False)
+    if text is not None:
+        monkeypatch.setenv(agent_health.PORT_VARIABLE, text)
+    assert agent_health.server_at(agent_health.port_from_environment()) is None
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "65536", "tcp://10.0.0.1:80"])
+def test_a_port_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(agent_health.PORT_VARIABLE, text)
+    with pytest.raises(UserError, match=f"TORCHELASTIC_HEALTH_CHECK_PORT={text} is not a port"):
+        agent_health.port_from_environment()
+
+
+class Broken:
+    """A server of somebody else, which does not work."""
+
+    def start(self) -> None:
+        raise OSError("no")
+
+    def stop(self) -> None:
+        raise OSError("no, again")
+
+
+def test_a_server_that_fails_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    server = Broken()
+    with agent_health.served(server), agent_health.served(server):
+        caplog.clear()
+    assert caplog.messages == ["the health check server failed to stop: OSError: no, again"]
