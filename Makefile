@@ -18,6 +18,7 @@ test: $(VENV)/.test
 # Runs that never were, with faults drawn from a seed; a seed that fails says how to see it again.
 sim: $(VENV)/.test
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --jobs $(JOBS)
+	$(BIN)/python -m tests.sim --etcd --seeds $(SEEDS) --jobs $(JOBS)
 
 check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/ruff check .

@@ -222,11 +222,13 @@ class Relay:
     """Stands between a node and the coordinator, as a network does that can fail."""
 
     def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
+        self.target_port = target_port
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._server.getsockname()[1])
         self._lock = threading.Lock()
         self._is_silent = False
+        self.passed = b""
+        """All that was passed on, in either direction."""
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -267,11 +269,12 @@ class Relay:
     def _pass_on(self, sock: socket.socket) -> None:
         if sock is self._server:
             with contextlib.suppress(OSError):
-                near, far = self._server.accept()[0], socket.create_connection(("127.0.0.1", self._target_port))
+                near, far = self._server.accept()[0], socket.create_connection(("127.0.0.1", self.target_port))
                 self._pairs.update({near: far, far: near})
         elif sock in self._pairs:
             try:
                 data = sock.recv(1 << 16)
+                self.passed += data
                 self._pairs[sock].sendall(data)
             except OSError:
                 data = b""

@@ -40,7 +40,7 @@ PURE = {
     "rendezvous/outcome.py": set(),
     "rendezvous/vocabulary.py": {"holdfast.records", "holdfast.rendezvous"},
     "rendezvous/participant.py": {"holdfast.errors", "holdfast.records", "holdfast.rendezvous"},
-    "rendezvous/elected.py": {"holdfast.rendezvous"},
+    "rendezvous/elected.py": {"holdfast.errors", "holdfast.rendezvous"},
     "rendezvous/elected_words.py": {"holdfast.records", "holdfast.rendezvous"},
     "rendezvous/reign.py": {"holdfast.rendezvous"},
     "rendezvous/keyvalues.py": {"holdfast.rendezvous"},

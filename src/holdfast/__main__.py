@@ -55,8 +55,10 @@ def _drop_spawner() -> None:
 
 def run() -> NoReturn:
     """End as soon as the command has: what the interpreter would still take apart is of no use to anybody."""
-    code = main()
-    _drop_spawner()
+    try:
+        code = main()
+    finally:
+        _drop_spawner()  # Also after wrong usage, which ends with SystemExit.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -128,3 +128,10 @@ def test_the_sides_take_turns(measure: ModuleType) -> None:
 
     assert measure.take_turns(3, [lambda: side("a"), lambda: side("b")]) == [[1, 3, 5], [2, 4, 6]]
     assert calls == ["a", "b"] * 3
+
+
+def test_the_cost_of_hang_detection_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    hangs = importlib.import_module("hangs")
+    assert hangs.call_ns(hangs._BOARD, "steps.progress", 1000) > 0
+    assert hangs.examination_ms(native=False) > 0

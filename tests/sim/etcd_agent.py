@@ -300,7 +300,8 @@ class EtcdAgent(Agent):
                 return words.LeaseGone(lease), etcd.changed_at(key)
             if self._does_guard_statements() and etcd.changed_at(key) != expected:
                 return words.SayFailed(number, self._chance()), etcd.changed_at(key)
-            self.checks.statement_written(self.name, number)
+            if not self.truth.is_forgotten:
+                self.checks.statement_written(self.name, number)
             return words.StatementWritten(number), etcd.put([(key, statement)], lease)
 
         def answered(answer: tuple[Any, int]) -> None:

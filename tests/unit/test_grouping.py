@@ -76,6 +76,32 @@ def test_whether_the_cause_may_be_elsewhere() -> None:
     assert not picture([worker(0, COLLECTIVE), worker(1, LOCK)]).is_all_in_collective
 
 
+RECORD = Frame("wrapper", TORCH.replace("distributed_c10d", "elastic/multiprocessing/errors/__init__"), 356)
+FSDP = Frame("forward", TORCH.replace("distributed_c10d", "fsdp/fully_sharded_data_parallel"), 850)
+
+
+@pytest.mark.parametrize(
+    ("frames", "expected"),
+    [
+        ((*LOCK, RECORD), False),
+        ((*COMPUTE, FSDP, RECORD), False),
+        ((Frame("forward", "/env/lib/python3.11/site-packages/torch/nn/linear.py", 12), FSDP, *LOCK), False),
+        ((Frame("save", "/home/me/nccl-tests/MPI_run/train.py", 3),), False),
+        ((Frame("wait", TORCH, 3), *LOCK), True),
+        ((Frame("recv", "/home/me/net.py", 3), *LOCK), False),
+        ((Frame("barrier", "/home/me/net.py", 3), *LOCK), True),
+    ],
+)
+def test_what_is_a_collective(frames: tuple[Frame, ...], expected: bool) -> None:
+    assert worker(0, frames).is_in_collective == expected
+
+
+def test_a_stopped_python_below_a_shell_is_seen() -> None:
+    python = Look(2, "T", (Thread("MainThread", LOCK, True),))
+    seen = picture([WorkerLook(0, Look(1, "S", trouble="no Python"), (python,)), worker(1, LOCK)])
+    assert found(seen, 0).startswith("it was stopped by a signal")
+
+
 def test_native_collectives_are_known_by_their_symbols() -> None:
     native = Frame("gloo::transport::tcp::UnboundBuffer::waitRecv", "libtorch_cpu.so", 0, is_native=True)
     assert worker(0, (native, *LOCK)).is_in_collective

@@ -656,6 +656,14 @@ RESUMED: dict[str, tuple[Script, Script]] = {
             (12.0, joined("c", RETRY), sealed(2, "c b")),
         ],
     ),
+    "a failure is explained to whoever has stopped before it could be told": (
+        FORMED,
+        [
+            (10.0, LeaseExpired("a/0"), stop("b", f"a {LOST}")),
+            (10.0, joined("b", RETRY, last_round=1, failure=failure("b")), put_down(f"a {LOST}", "b")),
+            (12.0, joined("c", RETRY), sealed(2, "c b")),
+        ],
+    ),
     "who has finished is not missed": (
         [*FORMED, (1.0, succeeded("a"), [])],
         [
@@ -792,6 +800,11 @@ def test_the_first_to_come_after_a_restart_does_not_fix_the_settings() -> None:
     refusal = [Refuse("x/0", "the run has max_nodes=2, this node has max_nodes=3")]
     play(run, [(0.0, joined("x", replace(RETRY, max_nodes=3)), refusal)])
     play(run, [(1.0, returned("a", RETRY, 3), []), (2.0, joined("c", RETRY), standby("c", 3, "2 nodes"))])
+
+
+def test_before_the_first_round_the_settings_go_with_the_nodes() -> None:
+    run = after([(0.0, joined("a", settings(2, 2)), []), (1.0, NodeLeft("a/0"), [])])
+    play(run, [(2.0, joined("b", settings(1, 1)), sealed(1, "b"))])
 
 
 def test_a_coordinator_without_memory_adopts_as_well() -> None:

@@ -39,7 +39,8 @@ class WorkerSpec:
 
     `entrypoint` is a function, or the program to execute. `master_addr` and `master_port` override what the
     rendezvous offers. `fn` is the old name of `entrypoint` and wins over it. `restart_policy` says more about
-    restarts than `max_restarts` can, and replaces it. `hang_policy` says when the group counts as hung.
+    restarts than `max_restarts` can, and replaces it. `hang_policy` says when the group counts as hung; it is for
+    agents of this host, others watch as they can.
     """
 
     role: str

@@ -138,8 +138,8 @@ OPTIONS: tuple[Option, ...] = (
         ("--rdzv-backend",),
         NODES,
         "How the nodes find each other: static, from the node's rank and the master's address given here; "
-        "tcp (c10d is another name for it), at a coordinator at the endpoint; etcd (etcd-v3 is another name for it), in "
-        "an etcd cluster; or the name of an installed plug-in.",
+        "tcp (c10d is another name for it), at a coordinator at the endpoint; etcd (etcd-v3 is another name for it), "
+        "in an etcd cluster; or the name of an installed plug-in.",
         metavar="NAME",
         default="static",
     ),
@@ -166,8 +166,8 @@ OPTIONS: tuple[Option, ...] = (
         "More settings for the rendezvous; for tcp: join_timeout, last_call, heartbeat, lease, drop_timeout, "
         "reconnect_grace, close_linger, admit, on_isolation, is_host, read_timeout, token_file, tls_cert, tls_key, "
         "tls_ca; for static also coordinator_port (default: the master port + 1; off to go without); for etcd: "
-        "join_timeout, last_call, heartbeat, lease, close_linger, admit, on_isolation, read_timeout, prefix (/holdfast if "
-        "left out), protocol (http or https, for endpoints that say neither), user, password_file (else "
+        "join_timeout, last_call, heartbeat, lease, close_linger, admit, on_isolation, read_timeout, prefix (/holdfast "
+        "if left out), protocol (http or https, for endpoints that say neither), user, password_file (else "
         "HOLDFAST_ETCD_PASSWORD of the environment), tls_cert, tls_key, tls_ca.",
         metavar="KEY=VALUE,...",
         default="",
@@ -235,8 +235,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--on-isolation",),
         NODES,
-        "What a node does that cannot reach the coordinator, or etcd: stop, its workers are killed before its place is given "
-        "away; continue, they run on, at the risk that two worlds run at once (stop if left out).",
+        "What a node does that cannot reach the coordinator, or etcd: stop, its workers are killed before its place is "
+        "given away; continue, they run on, at the risk that two worlds run at once (stop if left out).",
         metavar="WHAT",
         choices=("stop", "continue"),
     ),

@@ -31,12 +31,16 @@ _FROZEN = {
     "Z": "dead, but not yet buried",
 }
 
-# Frames in which a process waits for its peers: by file, by the name of the function, and by native symbol.
-_COLLECTIVE = re.compile(
-    r"torch/distributed/|/horovod/|/mpi4py/|/jax/experimental/multihost|"
-    r"^(all_?reduce|all_?gather\w*|all_?to_?all\w*|reduce_?scatter\w*|broadcast\w*|monitored_barrier|barrier)$|"
-    r"\b(c10d|gloo)::|nccl|MPI_|ucx_|ibv_"
+# Frames in which a process waits for its peers: by the library's file, by the name of the function, by native symbol.
+# Wrappers such as torch's `record` and its parallel models are at the bottom of every stack, and tell nothing.
+_COLLECTIVE_FILE = re.compile(
+    r"/torch/distributed/(distributed_c10d|_functional_collectives|rendezvous)\.py$|"
+    r"/horovod/.*mpi_ops\.py$|/mpi4py/|/jax/experimental/multihost_utils\.py$"
 )
+_COLLECTIVE_NAME = re.compile(
+    r"all_?reduce|all_?gather\w*|all_?to_?all\w*|reduce_?scatter\w*|broadcast\w*|(monitored_)?barrier|rendezvous"
+)
+_COLLECTIVE_SYMBOL = re.compile(r"\b(c10d|gloo)::|nccl[A-Z_:]|\bMPI_|\bucp_|\bibv_")
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[.\d]*t?/|^<frozen |/holdfast/process/")
 # What stands below every Python worker, and is none of the user's business.
 _OWN = re.compile(r"/holdfast/process/(bootstrap|spawner|start)\.py$")
@@ -99,12 +103,15 @@ class WorkerLook:
         return ()
 
     @property
-    def is_frozen(self) -> bool:
-        return self.leader.state in _FROZEN
+    def frozen(self) -> Look | None:
+        """The process that cannot run: the leader, or a Python of which the leader is but the shell."""
+        others = () if self.leader.threads else self.others
+        return next((look for look in (self.leader, *others) if look.state in _FROZEN), None)
 
     @property
     def is_in_collective(self) -> bool:
-        return any(_COLLECTIVE.search(text) for frame in self.main for text in (frame.name, frame.file))
+        """Judged by what the user's own code has called, and by the name of that code."""
+        return any(_is_collective(frame) for frame in called_last(self.main))
 
 
 @record
@@ -155,12 +162,28 @@ def picture(looks: Iterable[WorkerLook]) -> Picture:
 
 def _place_key(look: WorkerLook) -> object:
     frames = tuple((frame.name, frame.file, frame.line) for frame in python_frames(look.main))
-    return look.is_frozen, frames or (look.leader.state, look.leader.trouble)
+    return look.frozen is None, frames or (look.leader.state, look.leader.trouble)
 
 
 def _oddness(group: Group) -> tuple[bool, bool, int, float]:
     """Least is oddest."""
-    return not group.first.is_frozen, group.first.is_in_collective, len(group.looks), group.lowest_step
+    return group.first.frozen is None, group.first.is_in_collective, len(group.looks), group.lowest_step
+
+
+def called_last(frames: Sequence[Frame]) -> list[Frame]:
+    """The user's innermost frame, and those on top of it."""
+    found: list[Frame] = []
+    for frame in frames:
+        found.append(frame)
+        if not frame.is_native and not _LIBRARY.search(frame.file):
+            break
+    return found
+
+
+def _is_collective(frame: Frame) -> bool:
+    if frame.is_native:
+        return bool(_COLLECTIVE_SYMBOL.search(frame.name))
+    return bool(_COLLECTIVE_NAME.fullmatch(frame.name) or _COLLECTIVE_FILE.search(frame.file))
 
 
 def python_frames(frames: Sequence[Frame]) -> list[Frame]:
@@ -188,7 +211,7 @@ def found(looked: Picture, rank: int) -> str:
     """One worker's part in the hang, as a clause: `it was at ..., while ranks 0-6 were at ...`."""
     group = next(group for group in looked.groups if rank in group.ranks)
     look = next(each for each in group.looks if each.rank == rank)
-    words = f"it was {state_words(look.leader)}{place(look)}"
+    words = f"it was {state_words(look.frozen)}{place(look)}"
     if group in looked.odd:
         crowd = looked.crowd
         were = "was" if len(crowd.ranks) == 1 else "were"
@@ -203,8 +226,8 @@ def found(looked: Picture, rank: int) -> str:
     return words
 
 
-def state_words(look: Look) -> str:
-    return f"{_FROZEN[look.state]}, " if look.state in _FROZEN else ""
+def state_words(look: Look | None) -> str:
+    return f"{_FROZEN[look.state]}, " if look is not None and look.state in _FROZEN else ""
 
 
 def summary(looked: Picture, *, frames_limit: int | None = SUMMARY_FRAMES, groups_limit: int = SUMMARY_GROUPS) -> str:
@@ -222,8 +245,8 @@ def summary(looked: Picture, *, frames_limit: int | None = SUMMARY_FRAMES, group
 def _group_text(group: Group, looked: Picture, frames_limit: int | None) -> str:
     lines = [f"{_who(group, looked)}{_knowledge(group)}:"]
     first = group.first
-    if first.is_frozen:
-        lines.append(f"    ({state_words(first.leader).removesuffix(', ')})")
+    if first.frozen is not None:
+        lines.append(f"    ({state_words(first.frozen).removesuffix(', ')})")
     is_short = frames_limit is not None
     lines += [f"    {line}" for line in _shown(stack_lines(first.main, is_short=is_short), frames_limit)]
     if not first.main:

@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from enum import StrEnum
 from typing import assert_never
 
 from holdfast.errors import InternalError
@@ -53,6 +52,7 @@ from holdfast.rendezvous.forming import Forming, too_few
 from holdfast.rendezvous.outcome import HANG, End, Failure, Outcome
 from holdfast.rendezvous.roster import Node, Roster
 from holdfast.rendezvous.vocabulary import (  # fmt: skip
+    PHASE_CHANGES,
     Admit,
     Announce,
     CloseRequested,
@@ -68,6 +68,7 @@ from holdfast.rendezvous.vocabulary import (  # fmt: skip
     NodeLeaving,
     NodeLeft,
     NodeReturned,
+    Phase,
     Refuse,
     Remember,
     SealWorld,
@@ -94,25 +95,6 @@ from holdfast.rendezvous.world import (  # fmt: skip
 
 _STORY_LENGTH = 40
 _SILENT_HEARTBEATS = 2.5  # This many heartbeats without a word make a node suspect.
-
-
-class Phase(StrEnum):
-    FORMING = "FORMING"
-    RUNNING = "RUNNING"
-    STOPPING = "STOPPING"
-    ENDED = "ENDED"
-
-
-# How a run may go from phase to phase, and why. The picture in the documentation is made from this.
-PHASE_CHANGES: tuple[tuple[Phase, str, Phase], ...] = (
-    (Phase.FORMING, "everybody has joined, or the last call is over", Phase.RUNNING),
-    (Phase.FORMING, "a member of an earlier round returns", Phase.RUNNING),
-    (Phase.FORMING, "too few in time, or closed", Phase.ENDED),
-    (Phase.RUNNING, "a failure, a lost or leaving member, a newcomer to admit", Phase.STOPPING),
-    (Phase.RUNNING, "all workers have succeeded, or closed", Phase.ENDED),
-    (Phase.STOPPING, "everybody is accounted for, and the run goes on", Phase.FORMING),
-    (Phase.STOPPING, "the policy gives up, or closed", Phase.ENDED),
-)
 _ALLOWED = frozenset((before, after) for before, _, after in PHASE_CHANGES)
 
 
@@ -171,7 +153,7 @@ class Membership:
         is_stopping = self.phase is Phase.STOPPING
         failures = tuple(self._failures.items()) if is_stopping else ()
         departed = tuple(self._departed.items()) if is_stopping else ()
-        members = self.world.keys if self.world is not None else ()
+        members = self.world.keys if self.world is not None and self.outcome is None else ()
         finished = tuple(key for key in members if key not in self._unfinished)
         return Snapshot(self._memory(), self.world, is_stopping, failures, departed, self._previous, finished)
 
@@ -255,6 +237,8 @@ class Membership:
         facts = event.facts
         if facts.key in self._owing and self.world is not None and event.last_round < self.world.round:
             return self._tell_again(self._roster[facts.key], now)
+        if self.round == 0 and not self._roster:
+            self.settings = None  # Whoever has fixed them is gone, and nothing has begun.
         problem = self._objection(facts, event.settings, now)
         if problem:
             return [Refuse(facts.key, problem)]
@@ -262,19 +246,26 @@ class Membership:
         self.round = max(self.round, event.last_round)
         commands = self._gone(event.replaces, "has lost its place") if event.replaces else []
         if event.failure is not None:
-            commands += self._failed(facts.key, event.last_round, event.failure)
+            commands += self._failed(facts.key, event.last_round, event.failure) + self._explain(facts.key)
         if facts.key in self._owing and self.phase is Phase.RUNNING:
             commands += self._stop(f"{facts.node_id} has left the round", departed=facts)
         self._owing.discard(facts.key)
         self._roster.add(facts, Stage.WAITING, now)
         return commands + ([] if self.phase is not Phase.RUNNING or self._has_room() else self._stand_by((facts.key,)))
 
+    def _explain(self, key: str) -> list[Command]:
+        """It had stopped because of a failure before anybody could tell it who was gone: its leader."""
+        is_late = not self._keeps_leases and self.phase is Phase.STOPPING and self._departed and not self._failures
+        return [self._excuse((key,))] if is_late else []
+
+    def _excuse(self, keys: tuple[str, ...]) -> Announce:
+        return Announce(keys, restart.excuse([*self._departed.values()], self.round))
+
     def _tell_again(self, node: Node, now: float) -> list[Command]:
         """It is a member of a round of which it has not heard."""
         assert self.world is not None
         self._roster.reopen(node, now)
-        place = self.world.places()[self.world.keys.index(node.key)]
-        return [TellPlace(node.key, place), *self._stop_again(node)]
+        return [TellPlace(node.key, self.world.place_of(node.key)), *self._stop_again(node)]
 
     def _stop_again(self, node: Node) -> list[Command]:
         """It may have missed that the round is being stopped."""
@@ -343,14 +334,10 @@ class Membership:
         """A member of an adopted round has returned: it takes the place of its stand-in."""
         assert self.world is not None
         assert self.settings is not None
-        if rank >= len(self.world.members):
-            return
-        stand_in = self.world.members[rank].key
+        stand_in = self.world.keys[rank] if rank < len(self.world.members) else ""
         if not is_stand_in(stand_in) or stand_in not in self._roster:
             return
-        members = list(self.world.members)
-        members[rank] = facts
-        self.world = World(self.world.round, tuple(members), self.world.restarts_used)
+        self.world = self.world.with_member(rank, facts)
         self._roster.remove(stand_in)
         for keys in (self._owing, self._unfinished):
             keys.discard(stand_in)
@@ -476,9 +463,7 @@ class Membership:
 
     def _stand_by(self, keys: tuple[str, ...]) -> list[Command]:
         assert self.world is not None
-        count = len(self.world.members)
-        nodes = "1 node" if count == 1 else f"{count} nodes"
-        return [Announce(keys, f"round {self.world.round} runs with {nodes}, this node stands by")] if keys else []
+        return [Announce(keys, f"{self.world.description}, this node stands by")] if keys else []
 
     def _advance(self, now: float) -> list[Command]:
         """Whatever is due now that the event has been taken in."""
@@ -501,8 +486,7 @@ class Membership:
         assert self.world is not None
         commands: list[Command] = []
         if self._failures and self._departed:
-            excuse = restart.excuse([*self._departed.values()], self.world.round)
-            commands.append(Announce(self._roster.open_keys(), excuse))
+            commands.append(self._excuse(self._roster.open_keys()))
         if self._failures and not self._departed:
             cause = restart.root_cause(list(self._failures.values()))
             decision = restart.decide(self.settings.policy, self._charged_at, cause, now)
@@ -525,7 +509,8 @@ class Membership:
         self._keep_quiet()
         self._forming.count(len(self._roster.waiting), self.settings, now)
         if self._forming.has_failed(self.settings, now):
-            return self._end(Outcome(End.FAILED, self._too_few()))
+            missing = too_few(self._roster.names_waiting(), self.settings.min_nodes, self.settings.join_timeout_s)
+            return self._end(Outcome(End.FAILED, missing))
         if self._is_time_to_seal(len(self._roster.waiting), now):
             ready = self._ready(now)
             if self._is_time_to_seal(len(ready), now):
@@ -556,11 +541,6 @@ class Membership:
             self._roster[key].stage = Stage.RUNNING
             self._roster.waiting.discard(key)
         return [Remember(self._memory()), SealWorld(world), *self._stand_by(tuple(sorted(self._roster.waiting)))]
-
-    def _too_few(self) -> str:
-        assert self.settings is not None
-        names = sorted(self._roster[key].facts.node_id for key in self._roster.waiting)
-        return too_few(names, self.settings.min_nodes, self.settings.join_timeout_s)
 
     def _maybe_show_progress(self, now: float) -> list[Command]:
         assert self.settings is not None

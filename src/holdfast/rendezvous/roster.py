@@ -75,6 +75,9 @@ class Roster:
         """Those that wait."""
         return sorted((self._nodes[key] for key in self.waiting), key=lambda node: node.arrival)
 
+    def names_waiting(self) -> list[str]:
+        return sorted(self._nodes[key].facts.node_id for key in self.waiting)
+
     def is_outdated(self, facts: NodeFacts) -> bool:
         """Whether the node has come as somebody newer. Connections do not wait for each other, so the last words of an
         incarnation that was given up may be here after the first of the next."""

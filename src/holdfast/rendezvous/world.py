@@ -57,6 +57,19 @@ class World:
             for rank in range(len(self.members))
         ]
 
+    def place_of(self, key: str) -> Place:
+        return self.places()[self.keys.index(key)]
+
+    def with_member(self, rank: int, member: NodeFacts) -> World:
+        """The same with somebody else at that rank."""
+        members = (*self.members[:rank], member, *self.members[rank + 1 :])
+        return World(self.round, members, self.restarts_used)
+
+    @property
+    def description(self) -> str:
+        count = len(self.members)
+        return f"round {self.round} runs with {'1 node' if count == 1 else f'{count} nodes'}"
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
