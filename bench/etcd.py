@@ -1,6 +1,6 @@
 """Runs on etcd on this machine, beside runs with a coordinator (the tcp backend) in the same minutes.
 
-    python bench/etcd.py                           everything, about ten minutes
+    python bench/etcd.py                           everything, about six minutes
     python bench/etcd.py --quick                   everything with few repetitions
     python bench/etcd.py --only leader             one case; may be given more than once
 
@@ -51,6 +51,7 @@ SIZES = (2, 16, 64, 256)
 REST_SIZES = (16, 64)
 REST_S = 60.0
 QUICK_REST_S = 10.0
+SETTLE_S = 3.0
 LEASE_S = 15.0
 WAIT_LIMIT_S = 120.0
 MS_PER_S = 1e3
@@ -270,6 +271,7 @@ def _rest_rows(size: int, rest_s: float) -> list[Row]:
     _tell(f"{size} nodes at rest for {rest_s:g} s")
     with _etcd() as server, _nodes("etcd", server.endpoint, "bench", size) as nodes:
         nodes.form_s()
+        time.sleep(SETTLE_S)  # Everybody says that it has its place.
         process = psutil.Process(server.pid)
         before, etcd_s, nodes_s, began = _load_of(server), _cpu_s(process), nodes.cpu_s(), time.monotonic()
         time.sleep(rest_s)
