@@ -802,11 +802,6 @@ def test_the_first_to_come_after_a_restart_does_not_fix_the_settings() -> None:
     play(run, [(1.0, returned("a", RETRY, 3), []), (2.0, joined("c", RETRY), standby("c", 3, "2 nodes"))])
 
 
-def test_before_the_first_round_the_settings_go_with_the_nodes() -> None:
-    run = after([(0.0, joined("a", settings(2, 2)), []), (1.0, NodeLeft("a/0"), [])])
-    play(run, [(2.0, joined("b", settings(1, 1)), sealed(1, "b"))])
-
-
 def test_a_coordinator_without_memory_adopts_as_well() -> None:
     """Its state file may be lost: what the members say is enough."""
     run = Membership(0.0)

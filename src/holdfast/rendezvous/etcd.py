@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.coordinated import CoordinatedHandler
 from holdfast.rendezvous.elected import Elected
@@ -79,10 +78,3 @@ class EtcdRendezvousHandler(CoordinatedHandler):
 
 def create_handler(params: RendezvousParameters) -> EtcdRendezvousHandler:
     return EtcdRendezvousHandler(params.backend, params.run_id, EtcdOptions.from_parameters(params))
-
-
-def refuse_v2(params: RendezvousParameters) -> EtcdRendezvousHandler:
-    raise UserError(
-        f"the backend {params.backend!r} speaks an interface that etcd has given up; use the backend etcd, which "
-        "speaks v3 with etcd 3.4 or later"
-    )

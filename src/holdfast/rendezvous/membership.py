@@ -237,8 +237,6 @@ class Membership:
         facts = event.facts
         if facts.key in self._owing and self.world is not None and event.last_round < self.world.round:
             return self._tell_again(self._roster[facts.key], now)
-        if self.round == 0 and not self._roster:
-            self.settings = None  # Whoever has fixed them is gone, and nothing has begun.
         problem = self._objection(facts, event.settings, now)
         if problem:
             return [Refuse(facts.key, problem)]
