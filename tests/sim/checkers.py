@@ -42,6 +42,7 @@ HOOKS = (
     "leader_wrote",
     "told",
     "statement_written",
+    "run_forgotten",
 )
 
 

@@ -392,6 +392,7 @@ class EtcdAgent(Agent):
             etcd.remove([key for key, _ in etcd.under(KEYS.root)])
             self.truth.is_forgotten = True
             self.engine.note("etcd", "the run is forgotten")
+            self.checks.run_forgotten(self.truth.snapshot)
             self.truth.forgotten()
 
     def _then(self, call: Callable[[], None]) -> None:

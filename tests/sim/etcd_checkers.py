@@ -64,6 +64,14 @@ class TellingsAreNumbered(Checker):
             self.object(f"{node_id} is told two things with the number {at}")
 
 
+class OnlyAnEndedRunIsForgotten(Checker):
+    """Nobody could be told how it ended if that was not written down."""
+
+    def run_forgotten(self, snapshot: Snapshot | None) -> None:
+        if snapshot is None or snapshot.memory.outcome is None:
+            self.object("the run is forgotten, and no end of it was written down")
+
+
 def _problem(telling: Telling, snapshot: Snapshot | None) -> str:
     if snapshot is None:
         return "nothing is written down"
@@ -82,4 +90,11 @@ def _problem(telling: Telling, snapshot: Snapshot | None) -> str:
     return ""
 
 
-ETCD_RULES = (*RULES, PastTermsWriteNothing, NothingIsUndone, TellingsAreBacked, TellingsAreNumbered)
+ETCD_RULES = (
+    *RULES,
+    PastTermsWriteNothing,
+    NothingIsUndone,
+    TellingsAreBacked,
+    TellingsAreNumbered,
+    OnlyAnEndedRunIsForgotten,
+)

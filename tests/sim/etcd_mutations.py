@@ -27,9 +27,9 @@ def _nothing(original: Any) -> Any:
 
 
 def _snapshot_afterwards(original: Any) -> Any:
-    def write(self: Reign) -> Any:
+    def write(self: Reign, now: float) -> Any:
         before = self._snapshot
-        commands = original(self)
+        commands = original(self, now)
         if not commands or self._last_write is None or not self._last_write.told:
             return commands
         last, self._snapshot = self._last_write, before

@@ -133,6 +133,7 @@ STORIES += [
     ("tellings_are_backed", [told(messages.Sealed(A.key, World(1, (B, A)).places()[1]), RUNS)]),
     ("tellings_are_backed", [told(messages.Stop(1, "b joins"), RUNS)]),
     ("tellings_are_backed", [told(messages.Stop(2, "b joins"), RUNS)]),
+    ("only_an_ended_run_is_forgotten", [did("run_forgotten", RUNS)]),
     ("tellings_are_numbered", [told(messages.Notice("one"), RUNS), told(messages.Notice("another"), RUNS)]),
 ]
 

@@ -734,6 +734,15 @@ RESUMED: dict[str, tuple[Script, Script]] = {
         [*FORMED, (1.0, LeaseExpired("b/0"), stop("a", f"b {LOST}")), (2.0, joined("a", RETRY, last_round=1), [])],
         [(10.0, returned("b", RETRY, rank=1), [Expel("b/0", "its place in round 1 was given up")])],
     ),
+    "one that had finished is told of the stop, not turned out": (
+        [*FORMED, (1.0, succeeded("b"), [])],
+        [
+            (10.0, LeaseExpired("a/0"), stop("b", f"a {LOST}")),
+            (10.0, returned("b", RETRY, rank=1, stage=Stage.FINISHED), stop("b", "the round was stopped meanwhile")),
+            (11.0, joined("b", RETRY, last_round=1), []),
+            (12.0, joined("c", RETRY), sealed(2, "c b")),
+        ],
+    ),
     "an end stays the end": (
         [*formed(ONE, "a"), (1.0, succeeded("a"), ended("a", SUCCESS))],
         [(10.0, returned("a", ONE, count=1), [TellOutcome(keys("a"), SUCCESS)]), (11.0, LeaseExpired("a/0"), []),

@@ -81,7 +81,7 @@ class Leader:
     def _do(self, something: Callable[[], Any]) -> Leader:
         self.run, self.told = None, {}
         something()
-        while commands := self.reign.write():
+        while commands := self.reign.write(self.now):
             for command in commands:
                 self._take(command)
         return self
@@ -98,7 +98,7 @@ class Leader:
             assert [item.number for item in items] == sorted({item.number for item in items})
             self.numbers.append(items[-1].number)
             self.told[name] = [item.message for item in items]
-        self.reign.was_written(command.number)
+        self.reign.was_written(command.number, self.now)
 
 
 def _present(nodes: dict[str, tuple[Any, ...]]) -> tuple[tuple[str, Found], ...]:
@@ -227,7 +227,7 @@ def test_progress_replaces_progress() -> None:
 def test_what_nobody_can_read_is_no_news() -> None:
     leader = both()
     leader.reign.see((("c", Found(b"junk", 1, 1)), ("b", Found(b"\xc1", 1, 1)), ("a", found(at=3))), 1.0)
-    assert leader.reign.write() == []
+    assert leader.reign.write(1.0) == []
     leader.see(b=None)
     assert leader.told == {"a": [messages.Stop(1, "b is lost: its lease ended")]}
 
@@ -275,6 +275,31 @@ def test_a_run_that_has_succeeded_is_forgotten_when_everybody_knows() -> None:
     assert leader.see(b=(messages.Left(),)).told == {"etcd": [Forget(TERM)]}
 
 
+def test_a_run_is_not_forgotten_before_its_end_is_written() -> None:
+    """A write takes longer than the run is remembered, and meanwhile everybody has succeeded."""
+    leader = both()
+    reign = leader.reign
+    reign.see((("c", found(join(C))),), 1.0)
+    (slow,) = reign.write(1.0)
+    assert isinstance(slow, Write)
+    finished = ((name, found(member(facts(name), Stage.FINISHED))) for name in "ab")
+    reign.see(tuple(finished), 1.0)
+    reign.time_passed([], 20.0)
+    assert reign.write(20.0) == []
+    assert reign.next_deadline() is None
+    reign.was_written(slow.number, 21.0)
+    (end,) = reign.write(21.0)
+    assert isinstance(end, Write)
+    assert end.is_last
+    assert [name for name, _ in end.told] == ["a", "b", "c"]
+    reign.was_written(end.number, 22.0)
+    assert reign.write(22.0) == []
+    assert reign.next_deadline() == 32.0
+    reign.time_passed([], 32.0)
+    assert reign.write(32.0) == [Forget(TERM)]
+    assert reign.next_deadline() is None
+
+
 def test_somebody_who_comes_when_the_run_should_be_forgotten() -> None:
     """The request to forget it got lost, and the one who asked for it still leads."""
     outcome = Outcome(End.CLOSED, "enough")
@@ -299,16 +324,16 @@ def test_one_write_at_a_time() -> None:
     leader = both()
     reign = leader.reign
     reign.see((("b", None),), 1.0)
-    (first,) = reign.write()
+    (first,) = reign.write(1.0)
     assert isinstance(first, Write)
     reign.see((("a", found(join(A, 1))),), 1.0)
-    assert reign.write() == []
+    assert reign.write(1.0) == []
     assert reign.time_passed(["write"], 1.0) == [first]
     assert reign.time_passed(["load", "write"], 1.0) == [Load(TERM), first]
-    reign.was_written(first.number - 1)
-    assert reign.write() == []
-    reign.was_written(first.number)
-    (second,) = reign.write()
+    reign.was_written(first.number - 1, 1.0)
+    assert reign.write(1.0) == []
+    reign.was_written(first.number, 1.0)
+    (second,) = reign.write(1.0)
     assert isinstance(second, Write)
     assert second.number > first.number
     assert reign.time_passed(["write"], 1.0) == [second]
@@ -317,7 +342,7 @@ def test_one_write_at_a_time() -> None:
 def test_a_reign_counts_on_where_the_one_before_has_stopped() -> None:
     reign = Reign(TERM, 17)
     reign.load(None, (("a", found(join(A))),), 0.0)
-    (write,) = reign.write()
+    (write,) = reign.write(1.0)
     assert isinstance(write, Write)
     assert write.number == 18
 

@@ -199,7 +199,7 @@ class Elected:
             case NodesSeen(term, changes) if term == reign.term:
                 reign.see(changes, now)
             case Written(number):
-                reign.was_written(number)
+                reign.was_written(number, now)
             case WriteRefused(number) if number == reign.writing:
                 return self._step_down()
             case WriteFailed(number, jitter) if number == reign.writing:
@@ -362,4 +362,4 @@ class Elected:
     def _reign_on(self, now: float) -> list[Command]:
         if self.reign is None or "write" in self._retry_at:
             return []
-        return [*self.reign.write()]
+        return [*self.reign.write(now)]

@@ -283,7 +283,8 @@ class Membership:
         is_member = self.world is not None and self.world.round == place.round
         if node is None or not is_member or node.stage is Stage.WAITING:
             self.round = max(self.round, place.round)
-            if event.stage is Stage.FINISHED and not self._keeps_leases and node is None:
+            is_done = event.stage is Stage.FINISHED and (node is None or node.stage is Stage.FINISHED)
+            if is_done and not self._keeps_leases:
                 return self._stop_late(facts, place.round, now)
             return [Expel(facts.key, f"its place in round {place.round} was given up")]
         self._roster.reopen(node, now)

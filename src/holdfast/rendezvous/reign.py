@@ -10,6 +10,7 @@ before the claim is gone, or has held for so long that somebody must be alive wh
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import assert_never
 
@@ -42,6 +43,7 @@ class Reign:
         self._snapshot: Snapshot | None = None
         self._is_forgotten = False
         self._is_removed = False
+        self._told_end_at = -math.inf
 
     @property
     def is_ending(self) -> bool:
@@ -49,8 +51,10 @@ class Reign:
         return not self._is_removed and (has_ended or self.writing is not None)
 
     def next_deadline(self) -> float | None:
-        if self.machine is None or self._is_forgotten:
+        if self.machine is None:
             return None
+        if self._is_forgotten:
+            return self._forget_at() if self.writing is None and not self._is_removed else None
         candidates = [self.machine.next_deadline(), *(until for until, _ in self._held.values())]
         return min((each for each in candidates if each is not None), default=None)
 
@@ -189,17 +193,16 @@ class Reign:
 
     # What is written.
 
-    def write(self) -> list[EtcdCommand]:
-        """One at a time: what is decided meanwhile goes out with the next."""
+    def write(self, now: float) -> list[EtcdCommand]:
+        """One at a time: what is decided meanwhile goes out with the next. A run is not forgotten before all of it is
+        written; if that took long, the end of the run may be among it."""
         if self.machine is None or self.writing is not None:
             return []
-        if self._is_forgotten:
-            return self._forget()
         snapshot = self.machine.snapshot()
         # As long as nobody has joined there is nothing to be remembered.
         is_changed = snapshot != self._snapshot and not (self._snapshot is None and self.machine.settings is None)
         if not is_changed and not self._untold:
-            return []
+            return self._forget(now)
         run = _page(snapshot) if is_changed else None
         told = tuple((node_id, self._tellings(node_id)) for node_id in sorted(self._untold) if node_id in self._told)
         self._snapshot = snapshot
@@ -211,16 +214,28 @@ class Reign:
         self._last_write = Write(self.number, self.term, run, told, self.machine.outcome is not None)
         return [self._last_write]
 
-    def _forget(self) -> list[EtcdCommand]:
-        is_new, self._is_removed = not self._is_removed, True
-        return [Forget(self.term)] if is_new else []
+    def _forget(self, now: float) -> list[EtcdCommand]:
+        if not self._is_forgotten or self._is_removed or now < self._forget_at():
+            return []
+        self._is_removed = True
+        return [Forget(self.term)]
+
+    def _forget_at(self) -> float:
+        """Whoever is still there was told when that was written, and not before."""
+        assert self.machine is not None
+        settings = self.machine.settings
+        linger_s = settings.close_linger_s if settings is not None and self.machine.node_count else 0.0
+        return self._told_end_at + linger_s
 
     def _tellings(self, node_id: str) -> bytes:
         return keyspace.encode(Tellings(keyspace.VERSION, tuple(self._told[node_id])))
 
-    def was_written(self, number: int) -> None:
-        if number == self.writing:
-            self.writing = self._last_write = None
+    def was_written(self, number: int, now: float) -> None:
+        if number != self.writing or self._last_write is None:
+            return
+        if self._last_write.is_last and self._last_write.told:
+            self._told_end_at = now
+        self.writing = self._last_write = None
 
 
 def _page(snapshot: Snapshot) -> bytes:
