@@ -739,8 +739,8 @@ RESUMED: dict[str, tuple[Script, Script]] = {
         [
             (10.0, LeaseExpired("a/0"), stop("b", f"a {LOST}")),
             (10.0, returned("b", RETRY, rank=1, stage=Stage.FINISHED), stop("b", "the round was stopped meanwhile")),
-            (11.0, joined("b", RETRY, last_round=1), []),
-            (12.0, joined("c", RETRY), sealed(2, "c b")),
+            (10.5, joined("b", RETRY, last_round=1), []),
+            (10.5, joined("c", RETRY), sealed(2, "c b")),
         ],
     ),
     "an end stays the end": (
