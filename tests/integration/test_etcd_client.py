@@ -181,11 +181,18 @@ def test_a_watch_tells_everything_from_its_revision_on(client: EtcdClient) -> No
 def test_closing_a_watch_wakes_whoever_waits(client: EtcdClient) -> None:
     revision = client.put(b"k", b"")
     watch = client.watch(b"k", revision)
-    waiting = Caller(list, watch)
-    support.wait_until(lambda: watch._next_revision > revision, "a watch that runs")
+    taken: list[Batch] = []
+
+    def take_all() -> None:
+        for batch in watch:
+            taken.append(batch)
+
+    waiting = Caller(take_all)
+    support.wait_until(lambda: taken, "the first change")
     watch.close()
     watch.close()
-    assert len(waiting.result()) == 1
+    waiting.result()
+    assert len(taken) == 1
     assert watch.is_closed
     assert watch.take() is None
     assert not watch._thread.is_alive()
