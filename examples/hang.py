@@ -72,4 +72,4 @@ if __name__ == "__main__":
     try:
         train(sys.argv[1] if len(sys.argv) > 1 else "lock")
     except OSError:
-        sys.exit(1)  # A peer is gone; why is its story to tell.
+        signal.pause()  # A peer was stopped, and this one will be.
