@@ -258,7 +258,8 @@ def _trouble(error: BaseException) -> Trouble:
     if isinstance(error, http.InvalidURL | http.InvalidSchema):
         return Trouble(str(error), is_lasting=True)
     # What listens in vain for the other kind of connection hangs up like a member that is killed.
-    is_cut_off = any(isinstance(cause, ssl.SSLEOFError | RemoteDisconnected) for cause in causes)
+    cut_off = (ssl.SSLEOFError, RemoteDisconnected, ConnectionResetError)
+    is_cut_off = any(isinstance(cause, cut_off) for cause in causes)
     text = "the connection was closed without an answer (is it http or https?)" if is_cut_off else reason
     return Trouble(text or "the connection has broken", may_have_happened=True)
 

@@ -1,0 +1,123 @@
+"""The scenarios that users of the agent classes rely on, with the backends that decide for the run: tcp and etcd."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.agent.model import WorkerSpec, WorkerState
+from holdfast.process.logs import DefaultLogsSpecs
+from holdfast.rendezvous.api import RendezvousParameters
+from holdfast.rendezvous.etcd_server import EtcdServer
+from holdfast.rendezvous.registry import get_rendezvous_handler
+from tests import entrypoints, support
+from tests.integration import test_agent as lives
+
+Handlers = Callable[..., Any]
+
+
+@pytest.fixture(params=["tcp", "etcd"])
+def handler(request: pytest.FixtureRequest, etcd: EtcdServer) -> Iterator[Handlers]:
+    """Makes handlers of one run; all are shut down at the end, as a launcher would."""
+    backend = request.param
+    endpoint = etcd.get_endpoint() if backend == "etcd" else f"127.0.0.1:{support.free_port()}"
+    run_id = uuid.uuid4().hex
+    with contextlib.ExitStack() as made:
+
+        def make(nodes: int = 1, **config: Any) -> Any:
+            parameters = RendezvousParameters(backend, endpoint, run_id, nodes, nodes, close_linger=0.5, **config)
+            created = get_rendezvous_handler(parameters)
+            made.callback(created.shutdown)
+            return created
+
+        yield make
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+@pytest.mark.parametrize(("kind", "outcome"), lives.LIVES)
+def test_lives(
+    tmp_path: Path, mailbox: support.Mailbox, handler: Handlers, kind: str, outcome: str, max_restarts: int
+) -> None:
+    entry = lives.entry_of(kind, tmp_path)
+    agent = lives.make_agent(*entry, str(mailbox), outcome, handler=handler(), max_restarts=max_restarts)
+    result = agent.run()
+    assert mailbox.rest().count("1") == (1 if outcome == "success" else 1 + max_restarts)
+    if outcome == "success":
+        values = {rank: f"life 0 of rank {rank}" if kind == "function" else None for rank in range(2)}
+        assert (result.state, result.return_values, result.failures) == (WorkerState.SUCCEEDED, values, {})
+        return
+    assert result.state is WorkerState.FAILED
+    assert {rank: failure.exitcode for rank, failure in result.failures.items()} == {1: lives.ENDS[outcome]}
+
+
+def test_a_second_life_that_succeeds(mailbox: support.Mailbox, handler: Handlers) -> None:
+    agent = lives.make_agent(entrypoints.live, str(mailbox), "raise", 1, handler=handler(), max_restarts=3)
+    assert agent.run().return_values == {0: "life 1 of rank 0", 1: "life 1 of rank 1"}
+
+
+def test_nodes_of_different_sizes_and_roles(handler: Handlers) -> None:
+    nodes = [("ps", 4), ("trainer", 1), ("trainer", 2), ("ps", 3)]
+    agents = [
+        lives.make_agent(entrypoints.told, handler=handler(len(nodes), rank=rank), role=role, local_world_size=size)
+        for rank, (role, size) in enumerate(nodes)
+    ]
+    told = [each for _, each in sorted(lives.told_ranks(lives.run_together(*agents)).items())]
+    assert [each["RANK"] for each in told] == [str(rank) for rank in range(10)]
+    assert {each["WORLD_SIZE"] for each in told} == {"10"}
+    expected = [("ps", rank, 7) for rank in range(4)] + [("trainer", rank, 3) for rank in range(3)]
+    expected += [("ps", rank, 7) for rank in range(4, 7)]
+    roles = [(each["ROLE_NAME"], int(each["ROLE_RANK"]), int(each["ROLE_WORLD_SIZE"])) for each in told]
+    assert roles == expected
+    sizes = [size for _, size in nodes]
+    assert [each["LOCAL_RANK"] for each in told] == [str(rank) for rank in itertools.chain(*map(range, sizes))]
+    assert len({(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in told}) == 1
+
+
+@pytest.mark.parametrize("how", ["decorated", "plain"])
+def test_errors_with_and_without_record(tmp_path: Path, handler: Handlers, how: str) -> None:
+    path = support.write_script(tmp_path / "fails.py", """
+        import sys
+        from holdfast import record
+        def main():
+            raise KeyError("recorded")
+        if sys.argv[1] == "decorated":
+            main = record(main)
+        main()
+    """)  # fmt: skip
+    before = int(time.time())
+    logs = DefaultLogsSpecs(str(tmp_path / "logs"))
+    options = {"handler": handler(), "logs_specs": logs, "local_world_size": 1}
+    failure = lives.make_agent(sys.executable, path, how, **options).run().failures[0]
+    assert isinstance(failure.message, dict)
+    assert failure.message["message"] == "KeyError: 'recorded'"
+    assert 'raise KeyError("recorded")' in failure.message["extraInfo"]["py_callstack"]
+    assert before <= failure.timestamp <= int(time.time())
+
+
+S = WorkerState
+
+
+@pytest.mark.parametrize(
+    ("states", "max_restarts", "calls", "end"),
+    [
+        ([S.SUCCEEDED], 0, ["start", "succeeded", lives.END], S.SUCCEEDED),
+        ([S.UNHEALTHY], 0, ["start", "unhealthy", "stop", lives.END], S.FAILED),
+        ([S.FAILED, S.SUCCEEDED], 1, ["start", "failed", "stop", "start", "succeeded", lives.END], S.SUCCEEDED),
+        ([S.FAILED, S.FAILED], 1, ["start", "failed", "stop", "start", "failed", "stop", lives.END], S.FAILED),
+    ],
+)
+def test_the_loop_drives_the_hooks(
+    handler: Handlers, states: list[Any], max_restarts: int, calls: list[str], end: WorkerState
+) -> None:
+    spec = WorkerSpec("r", 2, handler(), entrypoint="-", max_restarts=max_restarts, monitor_interval=0.01)
+    agent = lives.Scripted(spec, list(states))
+    result = agent.run()
+    assert (agent.calls, result.state) == (calls, end)
