@@ -196,14 +196,20 @@ class Note:
 class Scene:
     """A few agents of one run on this host, each with one worker that takes notes."""
 
-    def __init__(self, directory: str, nodes: str, count: int) -> None:
+    def __init__(
+        self, directory: str, nodes: str, count: int, rendezvous: tuple[str, str] | None = None, run_id: str = "bench"
+    ) -> None:
+        """`rendezvous` is a backend and an endpoint; by default a coordinator that the agents start."""
         self._directory = directory
         self._port = _free_port()
+        self._run_id = run_id
+        self._rendezvous = rendezvous or ("tcp", f"127.0.0.1:{self._port}")
         self.agents = [self._start(nodes, number) for number in range(count)]
 
     def _start(self, nodes: str, number: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "holdfast", "run", "--rdzv-backend", "tcp", "--nnodes", nodes]
-        command += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "bench", "--max-restarts", "3"]
+        backend, endpoint = self._rendezvous
+        command = [sys.executable, "-m", "holdfast", "run", "--rdzv-backend", backend, "--nnodes", nodes]
+        command += ["--rdzv-endpoint", endpoint, "--rdzv-id", self._run_id, "--max-restarts", "3"]
         env = {**_our_environment(), "XDG_RUNTIME_DIR": self._directory}
         with Path(self._directory, f"agent-{number}.err").open("wb") as said:
             return subprocess.Popen(
@@ -271,9 +277,9 @@ def _free_port() -> int:
 
 
 @contextmanager
-def _scene(nodes: str, count: int) -> Iterator[Scene]:
+def _scene(nodes: str, count: int, rendezvous: tuple[str, str] | None = None, run_id: str = "bench") -> Iterator[Scene]:
     with tempfile.TemporaryDirectory() as directory:
-        scene = Scene(directory, nodes, count)
+        scene = Scene(directory, nodes, count, rendezvous, run_id)
         try:
             yield scene
         except BenchmarkError as error:

@@ -86,11 +86,9 @@ def series(values: Iterable[float]) -> Series:
     return Series(tuple(values))
 
 
-HEADER = ("measure", "holdfast", "torchrun", "holdfast / torchrun", "bound", "met", "repetitions")
-
-
-def table(rows: Sequence[Row]) -> str:
-    lines = [HEADER, ("---",) * len(HEADER), *(_cells(row) for row in rows)]
+def table(rows: Sequence[Row], sides: tuple[str, str] = ("holdfast", "torchrun")) -> str:
+    header = ("measure", *sides, " / ".join(sides), "bound", "met", "repetitions")
+    lines = [header, ("---",) * len(header), *(_cells(row) for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

@@ -69,4 +69,7 @@ def train(how: str) -> None:
 
 
 if __name__ == "__main__":
-    train(sys.argv[1] if len(sys.argv) > 1 else "lock")
+    try:
+        train(sys.argv[1] if len(sys.argv) > 1 else "lock")
+    except OSError:
+        signal.pause()  # A peer was stopped, and this one will be.

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.process import signals
+from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import support
 
 
@@ -20,10 +22,18 @@ def mailbox(tmp_path: Path) -> Iterator[support.Mailbox]:
 
 @pytest.fixture
 def no_descriptor_leak() -> Iterator[None]:
-    """The test leaves as many open descriptors as it found."""
+    """The test leaves as many open descriptors as it found. The process's inbox, made when first asked for, stays."""
+    signals.inbox()
     gc.collect()
     before = support.open_descriptors()
     yield
     gc.collect()
     leaked = {fd: what for fd, what in support.open_descriptors().items() if before.get(fd) != what}
     assert len(support.open_descriptors()) <= len(before), f"descriptors left open: {leaked}"
+
+
+@pytest.fixture(scope="session")
+def etcd() -> Iterator[EtcdServer]:
+    """An etcd for all tests that ask for one; each uses keys of its own."""
+    with EtcdServer() as server:
+        yield server

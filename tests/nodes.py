@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from holdfast.rendezvous.etcd_client import EtcdClient
 from tests import support
 
 T = TypeVar("T")
@@ -44,6 +45,9 @@ SETTINGS = {
     "close_linger": "0.5",
     "join_timeout": "60",
 }
+
+# On etcd no connection is closed by a death, so there is nothing to count from that; the lease is the shortest it has.
+ETCD_SETTINGS = {"heartbeat": "0.3", "lease": "2", "last_call": "0.5", "close_linger": "1", "join_timeout": "60"}
 
 _OUR_VARIABLES = ("PET_", "HOLDFAST_", "TORCHELASTIC_", "TORCH_ELASTIC_")
 
@@ -218,11 +222,13 @@ class Relay:
     """Stands between a node and the coordinator, as a network does that can fail."""
 
     def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
+        self.target_port = target_port
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._server.getsockname()[1])
         self._lock = threading.Lock()
         self._is_silent = False
+        self.passed = b""
+        """All that was passed on, in either direction."""
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -263,11 +269,12 @@ class Relay:
     def _pass_on(self, sock: socket.socket) -> None:
         if sock is self._server:
             with contextlib.suppress(OSError):
-                near, far = self._server.accept()[0], socket.create_connection(("127.0.0.1", self._target_port))
+                near, far = self._server.accept()[0], socket.create_connection(("127.0.0.1", self.target_port))
                 self._pairs.update({near: far, far: near})
         elif sock in self._pairs:
             try:
                 data = sock.recv(1 << 16)
+                self.passed += data
                 self._pairs[sock].sendall(data)
             except OSError:
                 data = b""
@@ -278,10 +285,11 @@ class Relay:
 
 
 class Scene:
-    """One run."""
+    """One run. With `etcd`, an endpoint or several, its nodes meet there and not at a coordinator."""
 
-    def __init__(self, home: Path, mark: str, port: int | None = None) -> None:
+    def __init__(self, home: Path, mark: str, port: int | None = None, etcd: str = "") -> None:
         self.home = home
+        self.etcd = etcd
         self.port = port or support.free_port()
         self.run_id = home.name
         self.master_port: int | None = None
@@ -306,7 +314,8 @@ class Scene:
         **settings: Any,
     ) -> Node:
         """An agent. `settings` are those of --rdzv-conf that differ from `SETTINGS`."""
-        place = ["--rdzv-backend", "tcp", "--rdzv-endpoint", f"127.0.0.1:{port or self.port}"]
+        endpoint = f"127.0.0.1:{port}" if port else self.etcd or f"127.0.0.1:{self.port}"
+        place = ["--rdzv-backend", "etcd" if self.etcd else "tcp", "--rdzv-endpoint", endpoint]
         return self._start(name, nnodes, place, options, script, args, settings)
 
     def start_static(self, name: str, nnodes: str, rank: int, *options: str) -> Node:
@@ -326,7 +335,8 @@ class Scene:
         args: tuple[str, ...],
         settings: dict[str, Any],
     ) -> Node:
-        conf = ",".join(f"{key}={value}" for key, value in {**SETTINGS, **settings}.items())
+        usual = ETCD_SETTINGS if self.etcd else SETTINGS
+        conf = ",".join(f"{key}={value}" for key, value in {**usual, **settings}.items())
         command = [sys.executable, "-m", "holdfast", "run", "--nnodes", nnodes, *place]
         command += ["--rdzv-id", self.run_id, "--rdzv-conf", conf]
         command += [*options, script or self.script, str(self.home), *args]
@@ -434,12 +444,38 @@ class Scene:
 
         return self._await(find, f"a coordinator at port {self.port}")
 
+    # What etcd has of it.
+
+    @property
+    def root(self) -> bytes:
+        return f"/holdfast/{self.run_id}/".encode()
+
+    def keys(self) -> dict[str, bytes]:
+        """All keys of the run, without what they begin with, and their values."""
+        with EtcdClient(self.etcd.split(",")) as client:
+            return {item.key.removeprefix(self.root).decode(): item.value for item in client.range(self.root).items}
+
+    def leader(self) -> Node | None:
+        """The agent that leads."""
+        name = self.keys().get("leader", b"").decode()
+        return next((node for node in self.nodes if f"-{node.pid}-" in name), None)
+
+    def await_leader(self, other_than: Node | None = None) -> Node:
+        def find() -> Node | None:
+            leader = self.leader()
+            return leader if leader is not other_than else None
+
+        return self._await(find, "an agent that leads")
+
     # The end.
 
     def ended(self) -> dict[str, int]:
         """The exit codes of all nodes, once all have ended; then the coordinator ends too, and leaves nothing."""
         codes = {node.name: node.wait() for node in self.nodes}
-        self._await(lambda: self.coordinator() is None, "the end of the coordinator")
+        if self.etcd:
+            self._await(lambda: not self.keys(), "the end of the run's keys")
+        else:
+            self._await(lambda: self.coordinator() is None, "the end of the coordinator")
         left = [str(path) for path in (self.home / "tmp").glob("holdfast-*/*")]
         assert not left, f"files left behind: {left}\n{self}"
         return codes
@@ -475,7 +511,7 @@ class Scene:
             if node.is_running:
                 node.process.kill()
                 node.process.wait()
-        pid = self.coordinator()
+        pid = None if self.etcd else self.coordinator()
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -488,8 +524,8 @@ class Scene:
 
 
 @contextlib.contextmanager
-def scene(home: Path, mark: str, port: int | None = None) -> Iterator[Scene]:
-    stage = Scene(home, mark, port)
+def scene(home: Path, mark: str, port: int | None = None, etcd: str = "") -> Iterator[Scene]:
+    stage = Scene(home, mark, port, etcd)
     try:
         yield stage
     finally:

@@ -64,10 +64,9 @@ def refusal(ended: Ended) -> str:
         ("--nnodes 0 job.py", "--nnodes '0': at least one node is needed"),
         ("--nnodes 1:2:3 job.py", "--nnodes '1:2:3' is neither a number nor MIN:MAX"),
         ("--nnodes many job.py", "--nnodes 'many' is neither a number nor MIN:MAX"),
-        # What later versions have.
-        ("--rdzv-backend etcd job.py", "unknown rendezvous backend 'etcd'; available: c10d, standalone, static, tcp"),
-        ("--rdzv-backend etcd --rdzv-endpoint h:1 job.py", "unknown rendezvous backend 'etcd'"),
-        ("--rdzv-backend etcd-v2 job.py", "unknown rendezvous backend 'etcd-v2'"),
+        # Backends that there are not.
+        ("--rdzv-backend x job.py", "backend 'x'; available: c10d, etcd, etcd-v3, standalone, static, tcp"),
+        ("--rdzv-backend etcd-v2 job.py", "the backend 'etcd-v2' speaks an interface that etcd has given up"),
         # Where to meet.
         ("--rdzv-endpoint h job.py", "the endpoint 'h' of the static rendezvous has no port"),
         ("--rdzv-endpoint h:x job.py", "port 'x' is not a number from 0 to 65535"),

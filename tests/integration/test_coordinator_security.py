@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from holdfast.rendezvous import connections, dial, messages, options, reach
 from holdfast.rendezvous.api import RendezvousConnectionError
 from holdfast.rendezvous.tcp import TcpRendezvousHandler
 from tests import support
+from tests.certificates import Certificates, make_certificates
 from tests.coordinators import (
     Caller,
     CoordinatorProcess,
@@ -187,36 +185,9 @@ def test_a_welcome_node_that_is_turned_away_later_keeps_trying(
 # TLS.
 
 
-@dataclass(frozen=True)
-class Certificates:
-    """An authority, a server's and a client's certificate of it, and another authority with a client's."""
-
-    home: Path
-
-    def __getattr__(self, name: str) -> str:
-        return str(self.home / name.replace("_", ".", 1))
-
-
-def openssl(*args: str, cwd: Path) -> None:
-    subprocess.run(["openssl", *args], cwd=cwd, check=True, capture_output=True, timeout=60)
-
-
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not there to make certificates")
-    home = tmp_path_factory.mktemp("certificates")
-    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    for authority in ("ca", "other"):
-        about = ("-subj", f"/CN={authority}", "-keyout", f"{authority}.key", "-out", f"{authority}.pem")
-        openssl("req", "-x509", *new_key, "-days", "2", *about, cwd=home)
-    for name, authority in (("server", "ca"), ("client", "ca"), ("stranger", "other")):
-        openssl("req", *new_key, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr", cwd=home)
-        (home / f"{name}.ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-        issuer = ("-CA", f"{authority}.pem", "-CAkey", f"{authority}.key", "-CAcreateserial", "-days", "2")
-        files = ("-in", f"{name}.csr", "-out", f"{name}.pem", "-extfile", f"{name}.ext")
-        openssl("x509", "-req", *files, *issuer, cwd=home)
-    return Certificates(home)
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="module")

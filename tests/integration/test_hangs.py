@@ -19,7 +19,8 @@ from holdfast.process import DefaultLogsSpecs
 from holdfast.process.errors import ChildFailedError
 from holdfast.telemetry import metrics
 
-OUTPUT_ONLY = HangPolicy(hang_timeout_s=1.0, signals=frozenset({Signal.OUTPUT, Signal.PROGRESS}))
+# On a busy machine a worker may take longer than a second to begin; its first call says that it has.
+OUTPUT_ONLY = HangPolicy(1.0, start_timeout_s=60.0, signals=frozenset({Signal.OUTPUT, Signal.PROGRESS}))
 
 
 def config(tmp_path: Path, max_restarts: int = 0, policy: HangPolicy = OUTPUT_ONLY, **options: Any) -> LaunchConfig:

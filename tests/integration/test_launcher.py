@@ -1,11 +1,14 @@
-"""The launcher: the scenarios that its users rely on, with the backends `static`, `standalone` and `tcp`."""
+"""The launcher: the scenarios that its users rely on, with every backend."""
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import sys
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,9 +22,10 @@ from holdfast.launcher import LaunchConfig, elastic_launch, launch_agent
 from holdfast.process import DefaultLogsSpecs, SignalException
 from holdfast.process.errors import ChildFailedError, ProcessFailure
 from holdfast.rendezvous import registry
+from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import entrypoints, support
 
-BACKENDS = ("static", "standalone", "tcp")
+BACKENDS = ("static", "standalone", "tcp", "etcd")
 CHECKS_SCRIPT = """
 import argparse, os, sys
 parser = argparse.ArgumentParser()
@@ -48,12 +52,28 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
+def backend(request: pytest.FixtureRequest, etcd: EtcdServer) -> dict[str, Any]:
     if request.param == "standalone":
         return {"rdzv_backend": "standalone"}
+    if request.param == "etcd":
+        return place_in(etcd)
     settings = {"rank": 0} if request.param == "static" else {"close_linger": 0.5}
     endpoint = f"127.0.0.1:{support.free_port()}"
     return {"rdzv_backend": request.param, "rdzv_endpoint": endpoint, "rdzv_configs": settings}
+
+
+def place_in(etcd: EtcdServer, **settings: Any) -> dict[str, Any]:
+    """Where a run meets that shares an etcd with others; the name of the backend is the default of `LaunchConfig`."""
+    settings = {"prefix": f"test/{uuid.uuid4().hex}", **settings}
+    return {"rdzv_backend": LaunchConfig.rdzv_backend, "rdzv_endpoint": etcd.get_endpoint(), "rdzv_configs": settings}
+
+
+@pytest.fixture(params=["tcp", "etcd"])
+def meeting(request: pytest.FixtureRequest, etcd: EtcdServer) -> Callable[..., dict[str, Any]]:
+    """Where several agents meet, with more settings; the same place for all of one test."""
+    place = place_in(etcd) if request.param == "etcd" else {"rdzv_backend": "tcp", "rdzv_configs": {}}
+    place.setdefault("rdzv_endpoint", f"127.0.0.1:{support.free_port()}")
+    return lambda **settings: {**place, "rdzv_configs": {**place["rdzv_configs"], **settings}}
 
 
 def config(workers: int = 4, **options: Any) -> LaunchConfig:
@@ -131,30 +151,30 @@ def test_a_torch_group(backend: dict[str, Any]) -> None:
 # Scenarios 6 and 9: nodes that find each other.
 
 OTHER_AGENT = """
-import sys
+import json, sys
 from holdfast.launcher import LaunchConfig, elastic_launch
-endpoint, script, files = sys.argv[1:]
-place = {"rdzv_backend": "c10d", "rdzv_endpoint": endpoint, "rdzv_configs": {"last_call_timeout": 60}}
+place, script, files = sys.argv[1:]
+place = json.loads(place)
 config = LaunchConfig(1, 2, 4, run_id="run", max_restarts=0, **place)
 ranks = sorted(elastic_launch(config, sys.executable)("-u", script, "--touch-file-dir=" + files))
 assert ranks in ([0, 1, 2, 3], [4, 5, 6, 7]), ranks
 """
 
 
-def test_a_single_agent_where_there_may_be_two(tmp_path: Path, files: Path) -> None:
-    endpoint = f"127.0.0.1:{support.free_port()}"
-    made = config(rdzv_backend="tcp", rdzv_endpoint=endpoint, rdzv_configs={"last_call": 0.3})
+def test_a_single_agent_where_there_may_be_two(meeting: Any, tmp_path: Path, files: Path) -> None:
+    made = config(**meeting(last_call=0.3))
     made.max_nodes = 2
     elastic_launch(made, sys.executable)("-u", script(tmp_path), f"--touch-file-dir={files}")
     assert touched(files) == ["0", "1", "2", "3"]
 
 
-def test_two_agents(tmp_path: Path, files: Path) -> None:
-    """The other one calls the backend by the name that users of torchrun know."""
-    endpoint = f"127.0.0.1:{support.free_port()}"
+def test_two_agents(meeting: Any, tmp_path: Path, files: Path) -> None:
+    """The other one calls the backend and a setting by the names that users of torchrun know."""
     other = support.write_script(tmp_path / "other.py", OTHER_AGENT)
-    with support.python(other, endpoint, script(tmp_path), files) as process:
-        made = config(rdzv_backend="tcp", rdzv_endpoint=endpoint, rdzv_configs={"last_call": 60})
+    place = meeting(last_call_timeout=60)
+    place["rdzv_backend"] = {"tcp": "c10d"}.get(place["rdzv_backend"], "etcd-v3")
+    with support.python(other, json.dumps(place), script(tmp_path), files) as process:
+        made = config(**meeting(last_call=60))
         made.max_nodes = 2
         elastic_launch(made, sys.executable)("-u", script(tmp_path), f"--touch-file-dir={files}")
         assert process.wait(support.DEADLINE_S) == 0, process.communicate()

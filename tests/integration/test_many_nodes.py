@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import nodes, support
 from tests.nodes import Relay, Scene
 
@@ -23,10 +24,15 @@ def mark() -> str:
     return os.environ[support.TEST_MARK]
 
 
-@pytest.fixture
-def scene(tmp_path: Path, mark: str) -> Iterator[Scene]:
-    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], mark) as stage:
+@pytest.fixture(params=["tcp", "etcd"])
+def scene(request: pytest.FixtureRequest, etcd: EtcdServer, tmp_path: Path, mark: str) -> Iterator[Scene]:
+    endpoint = etcd.get_endpoint() if request.param == "etcd" else ""
+    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], mark, etcd=endpoint) as stage:
         yield stage
+
+
+at_a_coordinator = pytest.mark.parametrize("scene", ["tcp"], indirect=True)
+"""For what is about the coordinator, or has a test of its own for etcd."""
 
 
 def last_line(log: str) -> str:
@@ -403,6 +409,7 @@ def relay(scene: Scene) -> Iterator[Relay]:
     link.close()
 
 
+@at_a_coordinator
 def test_a_node_that_the_network_cuts_off_loses_its_workers_in_time(scene: Scene, relay: Relay) -> None:
     scene.start("a", "1:2", rank=0, last_call=LONG_S)
     b = scene.start("b", "1:2", port=relay.port, rank=1, is_host="false", last_call=LONG_S)
@@ -418,6 +425,7 @@ def test_a_node_that_the_network_cuts_off_loses_its_workers_in_time(scene: Scene
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@at_a_coordinator
 def test_a_connection_that_breaks_and_is_made_again_disturbs_nobody(scene: Scene, relay: Relay) -> None:
     scene.start("a", "2", "--max-restarts", "1", rank=0)
     scene.start("b", "2", "--max-restarts", "1", port=relay.port, rank=1, is_host="false")
@@ -434,6 +442,7 @@ def test_a_connection_that_breaks_and_is_made_again_disturbs_nobody(scene: Scene
 # Nodes whose ranks and master the user has fixed.
 
 
+@at_a_coordinator
 def test_static_nodes_restart_together(scene: Scene) -> None:
     agents = [scene.start_static(name, "2", rank, "--max-restarts", "1") for rank, name in enumerate("ab")]
     first = scene.await_world(2)
@@ -446,6 +455,7 @@ def test_static_nodes_restart_together(scene: Scene) -> None:
     assert "rank 0 exited with code 4" in last_line(agents[1].log)
 
 
+@at_a_coordinator
 def test_a_static_node_can_be_replaced(scene: Scene) -> None:
     a = scene.start_static("a", "2", 0)
     scene.start_static("b", "2", 1)
@@ -461,6 +471,7 @@ def test_a_static_node_can_be_replaced(scene: Scene) -> None:
 # The coordinator.
 
 
+@at_a_coordinator
 def test_training_goes_on_while_the_coordinator_is_replaced(scene: Scene) -> None:
     for name in "ab":
         scene.start(name, "2", "--max-restarts", "1")
@@ -482,6 +493,7 @@ def is_past(scene: Scene, lives: list[nodes.Life], seconds: float) -> bool:
     return all(life.last_seen_at - life.started_at > seconds * 1e9 for life in scene.lives() if life.pid in pids)
 
 
+@at_a_coordinator
 def test_the_coordinator_outlives_the_agent_that_started_it(scene: Scene) -> None:
     a = scene.start("a", "1:2", last_call=LONG_S)
     coordinator = scene.await_coordinator()
@@ -495,6 +507,7 @@ def test_the_coordinator_outlives_the_agent_that_started_it(scene: Scene) -> Non
     assert scene.ended() == {"a": -9, "b": 0}
 
 
+@at_a_coordinator
 def test_two_runs_share_a_coordinator(scene: Scene, tmp_path: Path, mark: str) -> None:
     with nodes.scene(tmp_path / "other", mark, scene.port) as other:
         for name in "ab":
@@ -516,13 +529,14 @@ def test_the_same_run_id_again_is_another_run(scene: Scene, tmp_path: Path, mark
     """Nobody has to wait until the first one is forgotten, however long it would be remembered."""
     scene.order("exit 0")
     assert scene.start("a", "1", close_linger=LONG_S).wait() == 0
-    with nodes.scene(tmp_path / "again", mark, scene.port) as again:
+    with nodes.scene(tmp_path / "again", mark, scene.port, scene.etcd) as again:
         again.run_id = scene.run_id
         again.order("exit 0")
         assert again.start("b", "1", close_linger=LONG_S).wait() == 0
         assert [life.node for life in again.lives()] == ["b"]
 
 
+@at_a_coordinator
 def test_the_loss_of_the_coordinators_host(scene: Scene) -> None:
     a, b = (scene.start(name, "1:2", rank=rank, last_call=LONG_S) for rank, name in enumerate("ab"))
     scene.await_world(2)
@@ -536,6 +550,7 @@ def test_the_loss_of_the_coordinators_host(scene: Scene) -> None:
     assert scene.ended() == {"a": -9, "b": 0}
 
 
+@at_a_coordinator
 def test_a_frozen_coordinator_costs_a_round_and_no_restart(scene: Scene) -> None:
     """Nobody can tell that from a network that is cut, so all workers are stopped in time."""
     for name in "ab":
@@ -551,6 +566,7 @@ def test_a_frozen_coordinator_costs_a_round_and_no_restart(scene: Scene) -> None
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@at_a_coordinator
 def test_a_coordinator_that_was_started_by_hand(scene: Scene) -> None:
     """Agents that may not start one wait for it, and go on without it until there is another."""
     agents = [scene.start(name, "2", "--max-restarts", "1", is_host="false") for name in "ab"]

@@ -191,7 +191,7 @@ def test_a_program_that_is_no_python() -> None:
     with running("sh", "-c", "echo there; exec sleep 600") as process:
         look = stacks.look_at(process.pid)
         assert look.threads == ()
-        assert "py-spy: " in look.trouble
+        assert "py-spy: it finds no Python in the process" in look.trouble
         assert look.command == "sleep 600"
 
 
@@ -205,6 +205,7 @@ def test_a_process_that_is_gone() -> None:
     ("program", "complaint"),
     [
         ("echo 'Permission Denied: Try running again with sudo' >&2; exit 1", "it may not look into the process"),
+        ("echo 'EPERM: Operation not permitted' >&2; exit 1", "it may not look into the process"),
         ("echo 'no json'", "py-spy's answer is not understood"),
         ("echo '[]'", "py-spy saw no thread"),
         ("echo '[{\"thread_name\": 3}]'", "py-spy's answer is not understood"),

@@ -117,7 +117,7 @@ ETCD_MUTATIONS = [
         "resume",
         _resume_without(previous=()),
         "survivors_keep_order",
-        first_seed=360,
+        first_seed=1500,
     ),
     mutation_of("a new leader does not miss the absent", Reign, "_miss_the_absent", _nothing, "settles"),
     # Getting there.

@@ -651,12 +651,12 @@ def test_a_run_with_run_path() -> None:
     assert ended.stdout == "__main__ ['x.py', 'a']\n"
 
 
-def test_a_backend_that_this_version_does_not_have() -> None:
-    ended = holdfast("run", "--rdzv-backend=etcd", "--rdzv-endpoint=localhost:0", "x.py")
+def test_a_backend_that_etcd_has_given_up() -> None:
+    ended = holdfast("run", "--rdzv-backend=etcd-v2", "--rdzv-endpoint=localhost:2379", "x.py")
     assert ended.returncode == 2
     [line] = ended.stderr.splitlines()
     assert line.startswith("holdfast run: error: ")
-    assert "'etcd'" in line
+    assert "'etcd-v2'" in line
 
 
 def test_usage_errors_for_real() -> None:

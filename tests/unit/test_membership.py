@@ -656,6 +656,22 @@ RESUMED: dict[str, tuple[Script, Script]] = {
             (12.0, joined("c", RETRY), sealed(2, "c b")),
         ],
     ),
+    "a failure is explained to whoever has stopped before it could be told": (
+        FORMED,
+        [
+            (10.0, LeaseExpired("a/0"), stop("b", f"a {LOST}")),
+            (10.0, joined("b", RETRY, last_round=1, failure=failure("b")), put_down(f"a {LOST}", "b")),
+            (12.0, joined("c", RETRY), sealed(2, "c b")),
+        ],
+    ),
+    "who has finished is not missed": (
+        [*FORMED, (1.0, succeeded("a"), [])],
+        [
+            (10.0, LeaseExpired("a/0"), []),
+            (10.0, returned("b", RETRY, rank=1), []),
+            (11.0, succeeded("b"), ended("b", SUCCESS)),
+        ],
+    ),
     "a join that the seal has answered is no news": (
         FORMED,
         [
@@ -717,6 +733,15 @@ RESUMED: dict[str, tuple[Script, Script]] = {
     "one that still runs in a round that is over is expelled": (
         [*FORMED, (1.0, LeaseExpired("b/0"), stop("a", f"b {LOST}")), (2.0, joined("a", RETRY, last_round=1), [])],
         [(10.0, returned("b", RETRY, rank=1), [Expel("b/0", "its place in round 1 was given up")])],
+    ),
+    "one that had finished is told of the stop, not turned out": (
+        [*FORMED, (1.0, succeeded("b"), [])],
+        [
+            (10.0, LeaseExpired("a/0"), stop("b", f"a {LOST}")),
+            (10.0, returned("b", RETRY, rank=1, stage=Stage.FINISHED), stop("b", "the round was stopped meanwhile")),
+            (10.5, joined("b", RETRY, last_round=1), []),
+            (10.5, joined("c", RETRY), sealed(2, "c b")),
+        ],
     ),
     "an end stays the end": (
         [*formed(ONE, "a"), (1.0, succeeded("a"), ended("a", SUCCESS))],

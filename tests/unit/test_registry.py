@@ -175,11 +175,11 @@ def test_two_distributions_with_one_name(install: Callable[[str], str], caplog: 
     assert registry.get_rendezvous_handler(parameters("first")).get_backend() == "first"
 
 
-@pytest.mark.parametrize("backend", ["etcd", "etcd-v2", "etcd-v3", "nonsense"])
+@pytest.mark.parametrize("backend", ["etcd-v4", "nonsense"])
 def test_unknown_backends_are_refused_in_one_line(backend: str, install: Callable[[str], str]) -> None:
     install("[holdfast.handlers]\nfirst = MODULE:first\n")
     with pytest.raises(UserError) as caught:
         registry.get_rendezvous_handler(parameters(backend))
     assert str(caught.value) == (
-        f"unknown rendezvous backend {backend!r}; available: c10d, first, standalone, static, tcp"
+        f"unknown rendezvous backend {backend!r}; available: c10d, etcd, etcd-v3, first, standalone, static, tcp"
     )

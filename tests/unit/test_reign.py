@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.rendezvous import keyspace, messages
+from holdfast.rendezvous import keyspace, messages, reign
 from holdfast.rendezvous.elected_words import Forget, Found, Load, Write
 from holdfast.rendezvous.keyspace import Junk, Page, Statement, Tellings
 from holdfast.rendezvous.outcome import End, Failure, Outcome
@@ -111,7 +111,7 @@ def both(snapshot: Snapshot | None = RUNNING) -> Leader:
 
 def test_the_first_word_of_a_run() -> None:
     leader = Leader()
-    assert leader.run == NOTHING
+    assert leader.run is None, "nobody has joined"
     leader.see(a=(join(A),))
     assert leader.run == Snapshot(FIXED)
     leader.see(b=(join(B),))
@@ -397,3 +397,13 @@ def test_after_the_end_nobody_waits_for_a_rank() -> None:
     ended = Snapshot(replace(FIXED, outcome=outcome))
     leader = Leader(ended, b=(join(RANKED[1]),), z=(join(AGAIN),))
     assert leader.told == {"b": [messages.Ended(outcome)], "z": [messages.Ended(outcome)]}
+
+
+def test_a_snapshot_is_never_larger_than_etcd_takes() -> None:
+    """All members fail with a long text; the texts are cut, nobody is left out."""
+    failures = tuple((f"n{at}/0", Failure(f"n{at}", at, text="x" * 16_000)) for at in range(200))
+    page = reign._page(Snapshot(Memory(1, 0), is_stopping=True, failures=failures))
+    assert len(page) <= 1 << 20
+    kept = keyspace.decode(keyspace.Page, page).snapshot.failures
+    assert [key for key, _ in kept] == [key for key, _ in failures]
+    assert all(failure.text.startswith("x" * 100) for _, failure in kept)

@@ -138,7 +138,8 @@ OPTIONS: tuple[Option, ...] = (
         ("--rdzv-backend",),
         NODES,
         "How the nodes find each other: static, from the node's rank and the master's address given here; "
-        "tcp (c10d is another name for it), at a coordinator at the endpoint; or the name of an installed plug-in.",
+        "tcp (c10d is another name for it), at a coordinator at the endpoint; etcd (etcd-v3 is another name for it), "
+        "in an etcd cluster; or the name of an installed plug-in.",
         metavar="NAME",
         default="static",
     ),
@@ -146,8 +147,9 @@ OPTIONS: tuple[Option, ...] = (
         ("--rdzv-endpoint",),
         NODES,
         "Where the nodes meet, usually HOST:PORT. For tcp the node on whose host it is starts a coordinator there "
-        "unless one is there already; the port is 29400 if left out. For static it replaces --master-addr and "
-        "--master-port.",
+        "unless one is there already; the port is 29400 if left out. For etcd it is one member of the cluster or "
+        "several, as in A:2379,B:2379,https://C; the port is 2379 if left out. For static it replaces --master-addr "
+        "and --master-port.",
         metavar="ENDPOINT",
         default="",
     ),
@@ -163,7 +165,10 @@ OPTIONS: tuple[Option, ...] = (
         NODES,
         "More settings for the rendezvous; for tcp: join_timeout, last_call, heartbeat, lease, drop_timeout, "
         "reconnect_grace, close_linger, admit, on_isolation, is_host, read_timeout, token_file, tls_cert, tls_key, "
-        "tls_ca; for static also coordinator_port (default: the master port + 1; off to go without).",
+        "tls_ca; for static also coordinator_port (default: the master port + 1; off to go without); for etcd: "
+        "join_timeout, last_call, heartbeat, lease, close_linger, admit, on_isolation, read_timeout, prefix (/holdfast "
+        "if left out), protocol (http or https, for endpoints that say neither), user, password_file (else "
+        "HOLDFAST_ETCD_PASSWORD of the environment), tls_cert, tls_key, tls_ca.",
         metavar="KEY=VALUE,...",
         default="",
     ),
@@ -214,7 +219,7 @@ OPTIONS: tuple[Option, ...] = (
         ("--lease",),
         NODES,
         "How long a node may be silent before its place is given away; its own side kills its workers before "
-        "that (5s if left out).",
+        "that (5s if left out, for etcd 15s). For etcd it is rounded up to whole seconds, at least 2.",
         metavar="TIME",
         parse=values.duration_s,
     ),
@@ -230,8 +235,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--on-isolation",),
         NODES,
-        "What a node does that cannot reach the coordinator: stop, its workers are killed before its place is given "
-        "away; continue, they run on, at the risk that two worlds run at once (stop if left out).",
+        "What a node does that cannot reach the coordinator, or etcd: stop, its workers are killed before its place is "
+        "given away; continue, they run on, at the risk that two worlds run at once (stop if left out).",
         metavar="WHAT",
         choices=("stop", "continue"),
     ),
@@ -239,7 +244,7 @@ OPTIONS: tuple[Option, ...] = (
         ("--token-file",),
         NODES,
         "A file with a secret that every node of the run must know. Left out, it is HOLDFAST_TOKEN of the "
-        "environment, or none.",
+        "environment, or none. Not for etcd, which has users and passwords.",
         metavar="FILE",
     ),
     Option(("--tls-cert",), NODES, "Speak TLS, with this certificate.", metavar="FILE"),

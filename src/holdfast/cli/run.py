@@ -141,7 +141,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise UserError(f"--health-port {args.health_port} is not a port (0 to 65535; 0 is any free one)")
 
 
-_HONOURS_RANKS = frozenset({"static", "tcp", "c10d"})
+_HONOURS_RANKS = frozenset({"static", "tcp", "c10d", "etcd", "etcd-v3"})
 # Options that have the same name as the rendezvous setting that they are.
 _RENDEZVOUS_OPTIONS = (
     "join_timeout",

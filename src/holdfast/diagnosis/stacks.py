@@ -86,7 +86,9 @@ def _reason(complaint: str) -> str:
     """What py-spy says is wrong, on one line and without its own stack."""
     lines = complaint.partition("Stack backtrace:")[0].split("\n")
     reason = " ".join(line.strip() for line in lines if line.strip()) or "failed without a word"
-    if "permission denied" in reason.lower():
+    if "Failed to find python version" in reason:
+        return "it finds no Python in the process"
+    if any(words in reason.lower() for words in ("permission denied", "operation not permitted")):
         return f"it may not look into the process (permission denied{_ptrace_scope()})"
     return reason
 

@@ -349,4 +349,4 @@ def _short(seconds: float) -> str:
 
 
 def _node_id() -> str:
-    return f"{os.uname().nodename}-{os.getpid()}-{os.urandom(2).hex()}"
+    return f"{os.uname().nodename}-{os.getpid()}-{os.urandom(4).hex()}"

@@ -123,7 +123,7 @@ class Keyspace:
 
     def node_of(self, key: bytes) -> str:
         """Whose statement is under this key."""
-        return unquote(key.removeprefix(self.nodes).decode())
+        return unquote(key.removeprefix(self.nodes).decode(errors="replace"))
 
     def told_to(self, node_id: str) -> bytes:
         return self.told + quote(node_id, safe="").encode()

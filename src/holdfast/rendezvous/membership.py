@@ -44,15 +44,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from enum import StrEnum
 from typing import assert_never
 
 from holdfast.errors import InternalError
 from holdfast.rendezvous import restart
 from holdfast.rendezvous.forming import Forming, too_few
+from holdfast.rendezvous.objections import objection_to
 from holdfast.rendezvous.outcome import HANG, End, Failure, Outcome
 from holdfast.rendezvous.roster import Node, Roster
 from holdfast.rendezvous.vocabulary import (  # fmt: skip
+    PHASE_CHANGES,
     Admit,
     Announce,
     CloseRequested,
@@ -68,6 +69,7 @@ from holdfast.rendezvous.vocabulary import (  # fmt: skip
     NodeLeaving,
     NodeLeft,
     NodeReturned,
+    Phase,
     Refuse,
     Remember,
     SealWorld,
@@ -89,30 +91,10 @@ from holdfast.rendezvous.world import (  # fmt: skip
     arrange,
     is_stand_in,
     stand_ins,
-    unreachable_between_hosts,
 )
 
 _STORY_LENGTH = 40
 _SILENT_HEARTBEATS = 2.5  # This many heartbeats without a word make a node suspect.
-
-
-class Phase(StrEnum):
-    FORMING = "FORMING"
-    RUNNING = "RUNNING"
-    STOPPING = "STOPPING"
-    ENDED = "ENDED"
-
-
-# How a run may go from phase to phase, and why. The picture in the documentation is made from this.
-PHASE_CHANGES: tuple[tuple[Phase, str, Phase], ...] = (
-    (Phase.FORMING, "everybody has joined, or the last call is over", Phase.RUNNING),
-    (Phase.FORMING, "a member of an earlier round returns", Phase.RUNNING),
-    (Phase.FORMING, "too few in time, or closed", Phase.ENDED),
-    (Phase.RUNNING, "a failure, a lost or leaving member, a newcomer to admit", Phase.STOPPING),
-    (Phase.RUNNING, "all workers have succeeded, or closed", Phase.ENDED),
-    (Phase.STOPPING, "everybody is accounted for, and the run goes on", Phase.FORMING),
-    (Phase.STOPPING, "the policy gives up, or closed", Phase.ENDED),
-)
 _ALLOWED = frozenset((before, after) for before, _, after in PHASE_CHANGES)
 
 
@@ -160,6 +142,8 @@ class Membership:
             machine._begin(snapshot.world)
             for facts in snapshot.world.members:
                 machine._roster.add(facts, Stage.RUNNING, now)
+            for key in snapshot.finished:
+                machine._finish(machine._roster[key])
             machine._failures, machine._departed = dict(snapshot.failures), dict(snapshot.departed)
             if snapshot.is_stopping:
                 machine._enter(Phase.STOPPING)
@@ -169,7 +153,9 @@ class Membership:
         is_stopping = self.phase is Phase.STOPPING
         failures = tuple(self._failures.items()) if is_stopping else ()
         departed = tuple(self._departed.items()) if is_stopping else ()
-        return Snapshot(self._memory(), self.world, is_stopping, failures, departed, self._previous)
+        members = self.world.keys if self.world is not None and self.outcome is None else ()
+        finished = tuple(key for key in members if key not in self._unfinished)
+        return Snapshot(self._memory(), self.world, is_stopping, failures, departed, self._previous, finished)
 
     # What the shell calls.
 
@@ -251,19 +237,28 @@ class Membership:
         facts = event.facts
         if facts.key in self._owing and self.world is not None and event.last_round < self.world.round:
             return self._tell_again(self._roster[facts.key], now)
-        problem = self._objection(facts, event.settings, now)
+        ours = self.settings or event.settings
+        problem = objection_to(event, ours, self._roster, lambda node: self._is_silent(node, now))
         if problem:
             return [Refuse(facts.key, problem)]
-        self.settings = self.settings or event.settings
+        self.settings = ours
         self.round = max(self.round, event.last_round)
         commands = self._gone(event.replaces, "has lost its place") if event.replaces else []
         if event.failure is not None:
-            commands += self._failed(facts.key, event.last_round, event.failure)
+            commands += self._failed(facts.key, event.last_round, event.failure) + self._explain(facts.key)
         if facts.key in self._owing and self.phase is Phase.RUNNING:
             commands += self._stop(f"{facts.node_id} has left the round", departed=facts)
         self._owing.discard(facts.key)
         self._roster.add(facts, Stage.WAITING, now)
         return commands + ([] if self.phase is not Phase.RUNNING or self._has_room() else self._stand_by((facts.key,)))
+
+    def _explain(self, key: str) -> list[Command]:
+        """It had stopped because of a failure before anybody could tell it who was gone: its leader."""
+        is_late = not self._keeps_leases and self.phase is Phase.STOPPING and self._departed and not self._failures
+        return [self._excuse((key,))] if is_late else []
+
+    def _excuse(self, keys: tuple[str, ...]) -> Announce:
+        return Announce(keys, restart.excuse([*self._departed.values()], self.round))
 
     def _tell_again(self, node: Node, now: float) -> list[Command]:
         """It is a member of a round of which it has not heard."""
@@ -277,27 +272,6 @@ class Membership:
             return []
         return [StopRound((node.key,), self.world.round, "the round was stopped meanwhile")]
 
-    def _objection(self, facts: NodeFacts, settings: Settings, now: float) -> str:
-        """Why this node cannot take part in this run, or nothing."""
-        ours = self.settings or settings
-        difference = ours.difference(settings)
-        if difference:
-            return difference
-        other = self._roster.first()
-        unreachable = unreachable_between_hosts(facts, other.facts) if other else ""
-        return unreachable or self._objection_to_rank(facts, ours.max_nodes, now)
-
-    def _objection_to_rank(self, facts: NodeFacts, max_nodes: int, now: float) -> str:
-        """One that is closed or silent claims nothing: it may be what has become of this very node."""
-        rank = facts.requested_rank
-        if rank is None:
-            return ""
-        if not 0 <= rank < max_nodes:
-            return f"rank {rank} was asked for, but the run has at most {max_nodes} nodes"
-        others = (node for node in self._roster.claimants(rank) if node.facts.node_id != facts.node_id)
-        names = sorted(node.facts.node_id for node in others if node.is_open and not self._is_silent(node, now))
-        return f"rank {rank} was asked for, but {names[0]} has asked for it before" if names else ""
-
     def _returned(self, event: NodeReturned, now: float) -> list[Command]:
         facts, place = event.facts, event.place
         self.settings = self.settings or event.settings
@@ -309,7 +283,8 @@ class Membership:
         is_member = self.world is not None and self.world.round == place.round
         if node is None or not is_member or node.stage is Stage.WAITING:
             self.round = max(self.round, place.round)
-            if event.stage is Stage.FINISHED and not self._keeps_leases and node is None:
+            is_done = event.stage is Stage.FINISHED and (node is None or node.stage is Stage.FINISHED)
+            if is_done and not self._keeps_leases:
                 return self._stop_late(facts, place.round, now)
             return [Expel(facts.key, f"its place in round {place.round} was given up")]
         self._roster.reopen(node, now)
@@ -323,9 +298,8 @@ class Membership:
         return [StopRound((facts.key,), round, "the round was stopped meanwhile")]
 
     def _adopt(self, place: Place, now: float) -> None:
-        """Go on with a round that another coordinator process has sealed; its members have a lease to return.
-
-        Who they are is not known before they do. Until then a stand-in holds each place."""
+        """Go on with a round that another coordinator process has sealed; its members have a lease to return. Who they
+        are is not known before they do. Until then a stand-in holds each place."""
         assert self.settings is not None
         self.restarts_used = max(self.restarts_used, place.restarts_used)
         self._charged_at = [now] * self.restarts_used
@@ -353,8 +327,11 @@ class Membership:
         return node is not None and node.stage is Stage.WAITING and self._is_silent(node, now)
 
     def _is_silent(self, node: Node, now: float) -> bool:
-        assert self.settings is not None
-        return self._keeps_leases and now - node.heard_at > _SILENT_HEARTBEATS * self.settings.heartbeat_s
+        return (
+            self._keeps_leases
+            and self.settings is not None
+            and now - node.heard_at > _SILENT_HEARTBEATS * self.settings.heartbeat_s
+        )
 
     def _closed(self, key: str, now: float) -> None:
         node = self._roster.get(key)
@@ -490,8 +467,7 @@ class Membership:
         assert self.world is not None
         commands: list[Command] = []
         if self._failures and self._departed:
-            excuse = restart.excuse([*self._departed.values()], self.world.round)
-            commands.append(Announce(self._roster.open_keys(), excuse))
+            commands.append(self._excuse(self._roster.open_keys()))
         if self._failures and not self._departed:
             cause = restart.root_cause(list(self._failures.values()))
             decision = restart.decide(self.settings.policy, self._charged_at, cause, now)
@@ -551,8 +527,7 @@ class Membership:
         assert self.settings is not None
         if not self._forming.progress.is_due(len(self._roster.waiting), now):
             return []
-        waiting = tuple(sorted(self._roster.waiting))
-        left_s = self._forming.left_s(self.settings, now)
+        waiting, left_s = tuple(sorted(self._roster.waiting)), self._forming.left_s(self.settings, now)
         return [ShowProgress(waiting, len(waiting), self.settings.min_nodes, self.settings.max_nodes, left_s)]
 
     # The end.

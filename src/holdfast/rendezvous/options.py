@@ -45,7 +45,6 @@ KEYS = {
     "keep_alive_max_attempt": (),
     "heartbeat_timeout": (),
 }
-_KNOWN = frozenset(KEYS) | {alias for aliases in KEYS.values() for alias in aliases}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +71,24 @@ class TcpOptions:
     @classmethod
     def from_parameters(cls, params: RendezvousParameters) -> TcpOptions:
         config = params.config
-        unknown = sorted(set(config) - _KNOWN)
-        if unknown:
-            raise UserError(f"unknown rendezvous setting {unknown[0]!r}; there are {', '.join(sorted(KEYS))}")
+        check_known(config, KEYS)
         _check_compatible(params.backend, config)
         session = _session(config)
-        drop_timeout_s = _seconds(config, "drop_timeout", max(2.0, 1.2 * _own_side_s(session)))
+        drop_timeout_s = seconds(config, "drop_timeout", max(2.0, 1.2 * _own_side_s(session)))
         _check_fencing(session, drop_timeout_s)
         token_file = str(config.get("token_file") or "")
         tls_cert, tls_key, tls_ca = _tls_files(config)
         return cls(
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
-            join_timeout_s=_join_timeout_s(config),
-            last_call_s=_seconds(config, "last_call", 5.0),
+            join_timeout_s=join_timeout_s(config),
+            last_call_s=seconds(config, "last_call", 5.0),
             drop_timeout_s=drop_timeout_s,
-            close_linger_s=_seconds(config, "close_linger", 10.0),
-            read_timeout_s=_seconds(config, "read_timeout", 60.0),
-            admit=_admit(config.get("admit", "now")),
+            close_linger_s=seconds(config, "close_linger", 10.0),
+            read_timeout_s=seconds(config, "read_timeout", 60.0),
+            admit=admit(config.get("admit", "now")),
             session=session,
-            continue_when_isolated=_on_isolation(config.get("on_isolation", "stop")),
+            continue_when_isolated=on_isolation(config.get("on_isolation", "stop")),
             is_host=params.get_as_bool("is_host"),
             local_addr=params.local_addr,
             requested_rank=params.get_as_int("rank"),
@@ -180,14 +177,32 @@ def read_token(path: str) -> bytes | None:
     if not path:
         text = os.environb.get(TOKEN_VARIABLE.encode(), b"").strip()
         return text or None
+    return read_secret("token", path).encode(errors="surrogateescape")
+
+
+def read_secret(what: str, path: str) -> str:
     try:
         with open(path, "rb") as file:
-            token = file.read().strip()
+            secret = file.read().strip().decode(errors="surrogateescape")
     except OSError as error:
-        raise UserError(f"the token file {path!r} cannot be read: {error.strerror}") from None
-    if not token:
-        raise UserError(f"the token file {path!r} is empty")
-    return token
+        raise UserError(f"the {what} file {path!r} cannot be read: {error.strerror}") from None
+    if not secret:
+        raise UserError(f"the {what} file {path!r} is empty")
+    return secret
+
+
+def check_known(config: dict[str, Any], keys: dict[str, tuple[str, ...]]) -> None:
+    """A setting that nobody reads would be accepted and ignored."""
+    known = frozenset(keys) | {alias for aliases in keys.values() for alias in aliases}
+    unknown = sorted(set(config) - known)
+    if unknown:
+        raise UserError(f"unknown rendezvous setting {unknown[0]!r}; there are {', '.join(sorted(keys))}")
+
+
+def warn_of_heartbeat_timeout(config: dict[str, Any]) -> None:
+    if "heartbeat_timeout" in config:
+        seconds(config, "heartbeat_timeout", 5.0)
+        logger.warning("the rendezvous setting heartbeat_timeout has no effect; lease is how long a node may be silent")
 
 
 def _check_compatible(backend: str, config: dict[str, Any]) -> None:
@@ -195,9 +210,7 @@ def _check_compatible(backend: str, config: dict[str, Any]) -> None:
     store_type = str(config.get("store_type", "tcp")).strip().lower()
     if store_type != "tcp":
         raise UserError(f"store_type must be tcp, not {config['store_type']!r}: nodes meet at a coordinator")
-    if "heartbeat_timeout" in config:
-        _seconds(config, "heartbeat_timeout", 5.0)
-        logger.warning("the rendezvous setting heartbeat_timeout has no effect; lease is how long a node may be silent")
+    warn_of_heartbeat_timeout(config)
     if "coordinator_port" in config and backend != "static":
         raise UserError(f"coordinator_port is for static runs; the backend {backend!r} meets at the endpoint itself")
 
@@ -205,18 +218,18 @@ def _check_compatible(backend: str, config: dict[str, Any]) -> None:
 def _session(config: dict[str, Any]) -> SessionSettings:
     """Where one of heartbeat and lease is given, the other follows from it."""
     has_lease = "lease" in config
-    lease_s = _seconds(config, "lease", 5.0)
-    heartbeat_s = _seconds(config, "heartbeat", min(1.0, lease_s / 4) if has_lease else 1.0)
+    lease_s = seconds(config, "lease", 5.0)
+    heartbeat_s = seconds(config, "heartbeat", min(1.0, lease_s / 4) if has_lease else 1.0)
     if not has_lease:
-        lease_s = _attempts(config) * heartbeat_s if "keep_alive_max_attempt" in config else max(5.0, 3 * heartbeat_s)
+        lease_s = attempts(config) * heartbeat_s if "keep_alive_max_attempt" in config else max(5.0, 3 * heartbeat_s)
     return SessionSettings(
         heartbeat_s=heartbeat_s,
         lease_s=lease_s,
-        reconnect_grace_s=_seconds(config, "reconnect_grace", 0.5),
+        reconnect_grace_s=seconds(config, "reconnect_grace", 0.5),
     )
 
 
-def _attempts(config: dict[str, Any]) -> int:
+def attempts(config: dict[str, Any]) -> int:
     """torchelastic's way to say how long the lease is: so many heartbeats may be missed."""
     value = config["keep_alive_max_attempt"]
     try:
@@ -252,13 +265,13 @@ def _tls_files(config: dict[str, Any]) -> tuple[str, str, str]:
     return cert, key, ca
 
 
-def _join_timeout_s(config: dict[str, Any]) -> float:
+def join_timeout_s(config: dict[str, Any]) -> float:
     # The launcher's own default is a number, what a user writes on the command line is text.
     is_launchers_default = config.get("timeout") == _LAUNCHER_DEFAULT_TIMEOUT_S and "join_timeout" not in config
-    return 600.0 if is_launchers_default else _seconds(config, "join_timeout", 600.0)
+    return 600.0 if is_launchers_default else seconds(config, "join_timeout", 600.0)
 
 
-def _seconds(config: dict[str, Any], key: str, default: float) -> float:
+def seconds(config: dict[str, Any], key: str, default: float) -> float:
     found = next((name for name in (key, *KEYS.get(key, ())) if name in config), None)
     if found is None:
         return default
@@ -271,14 +284,14 @@ def _seconds(config: dict[str, Any], key: str, default: float) -> float:
     return value
 
 
-def _admit(value: object) -> Admit:
+def admit(value: object) -> Admit:
     try:
         return Admit(str(value))
     except ValueError:
         raise UserError(f"admit must be now or on-restart, not {value!r}") from None
 
 
-def _on_isolation(value: object) -> bool:
+def on_isolation(value: object) -> bool:
     if value not in ("stop", "continue"):
         raise UserError(f"on_isolation must be stop or continue, not {value!r}")
     return value == "continue"

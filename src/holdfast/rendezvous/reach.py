@@ -52,10 +52,11 @@ class GiveUp:
 class Reach:
     """`since` is since when there has been no connection, or None while there is one."""
 
-    def __init__(self, endpoint: str, patience_s: float, now: float) -> None:
+    def __init__(self, endpoint: str, patience_s: float, now: float, who: str = "coordinator") -> None:
         """`patience_s` is for how long the caller wants to try, which is only told here and not counted."""
         self.since: float | None = now
         self.last_problem = ""
+        self._who = who
         self._endpoint = endpoint
         self._patience_s = patience_s
         self._has_been_welcome = False
@@ -77,9 +78,8 @@ class Reach:
             return None
         self._speak_at = now + _NEXT_WORD_AFTER_S
         self._has_spoken = True
-        return Say(
-            f"no coordinator can be reached at {self._endpoint}: {problem} ({self._tried(now)}, {self._goes_on(now)})"
-        )
+        tried = f"({self._tried(now)}, {self._goes_on(now)})"
+        return Say(f"no {self._who} can be reached at {self._endpoint}: {problem} {tried}")
 
     def _elapsed_s(self, now: float) -> float:
         return 0.0 if self.since is None else now - self.since
@@ -98,7 +98,7 @@ class Reach:
         had_spoken = self._has_spoken
         self.since, self._obstacle, self._attempts, self._has_spoken = None, None, 0, False
         self._has_been_welcome = True
-        return Say(f"the coordinator at {self._endpoint} is reached") if had_spoken else None
+        return Say(f"the {self._who} at {self._endpoint} is reached") if had_spoken else None
 
     def lost(self, now: float) -> None:
         self.since = now

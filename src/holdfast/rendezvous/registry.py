@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from holdfast.errors import UserError
 from holdfast.rendezvous.api import (
     RendezvousHandler,
     RendezvousHandlerCreator,
@@ -35,6 +36,11 @@ def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
     """A handler of the backend that `params` names, wherever that backend comes from."""
     if params.backend not in rendezvous_handler_registry:
         _register_out_of_tree_handlers()
+    if params.backend == "etcd-v2" and params.backend not in rendezvous_handler_registry:
+        raise UserError(
+            "the backend 'etcd-v2' speaks an interface that etcd has given up; use the backend etcd, which speaks v3 "
+            "with etcd 3.4 or later"
+        )
     return rendezvous_handler_registry.create_handler(params)
 
 
@@ -56,12 +62,20 @@ def _create_tcp(params: RendezvousParameters) -> RendezvousHandler:
     return tcp.create_handler(params)
 
 
+def _create_etcd(params: RendezvousParameters) -> RendezvousHandler:
+    from holdfast.rendezvous import etcd
+
+    return etcd.create_handler(params)
+
+
 def _register_built_in_handlers() -> None:
     built_in = {
         "static": _create_static,
         "standalone": _create_standalone,
         "tcp": _create_tcp,
         "c10d": _create_tcp,  # The name in torchrun command lines.
+        "etcd": _create_etcd,
+        "etcd-v3": _create_etcd,
     }
     for name, creator in built_in.items():
         # A program that registered its own handler under this name before importing us means it.

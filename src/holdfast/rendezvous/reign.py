@@ -11,6 +11,7 @@ before the claim is gone, or has held for so long that somebody must be alive wh
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import assert_never
 
 from holdfast.rendezvous import keyspace, messages
@@ -21,6 +22,7 @@ from holdfast.rendezvous.membership import Membership
 from holdfast.rendezvous.vocabulary import Snapshot
 from holdfast.rendezvous.world import NodeFacts
 
+_MAX_PAGE_BYTES = 1 << 20
 _CLAIM_LEASES = 2.0  # So long a newcomer waits for a rank that somebody else claims, in leases.
 
 
@@ -160,8 +162,8 @@ class Reign:
                     self._tell((key,), messages.Sealed(key, place))
             case words.TellPlace(key, place):
                 self._tell((key,), messages.Sealed(key, place))
-            case words.StopRound(keys, round, reason):
-                self._tell(keys, messages.Stop(round, reason))
+            case words.StopRound(keys, round, reason, is_hang):
+                self._tell(keys, messages.Stop(round, reason, is_hang))
             case words.Refuse(key, reason):
                 self._tell((key,), messages.Refused(reason))
             case words.Expel(key, reason):
@@ -197,10 +199,11 @@ class Reign:
         if self.machine is None or self.writing is not None:
             return []
         snapshot = self.machine.snapshot()
-        is_changed = snapshot != self._snapshot
+        # As long as nobody has joined there is nothing to be remembered.
+        is_changed = snapshot != self._snapshot and not (self._snapshot is None and self.machine.settings is None)
         if not is_changed and not self._untold:
             return self._forget(now)
-        run = keyspace.encode(Page(keyspace.VERSION, snapshot)) if is_changed else None
+        run = _page(snapshot) if is_changed else None
         told = tuple((node_id, self._tellings(node_id)) for node_id in sorted(self._untold) if node_id in self._told)
         self._snapshot = snapshot
         self._untold.clear()
@@ -233,6 +236,16 @@ class Reign:
         if self._last_write.is_last and self._last_write.told:
             self._told_end_at = now
         self.writing = self._last_write = None
+
+
+def _page(snapshot: Snapshot) -> bytes:
+    """Within what etcd takes, however many nodes have failed at once with however long a text."""
+    page = keyspace.encode(Page(keyspace.VERSION, snapshot))
+    if len(page) <= _MAX_PAGE_BYTES:
+        return page
+    most = _MAX_PAGE_BYTES // (8 * max(1, len(snapshot.failures)))
+    failures = tuple((key, replace(failure, text=failure.text[:most])) for key, failure in snapshot.failures)
+    return keyspace.encode(Page(keyspace.VERSION, replace(snapshot, failures=failures)))
 
 
 def _said(found: Found | None) -> tuple[Said, ...]:

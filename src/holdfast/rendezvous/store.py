@@ -116,7 +116,7 @@ class InProcessStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         with self._changed:
-            total = _to_int(key, self._values.get(key, b"0")) + amount
+            total = as_int(key, self._values.get(key, b"0")) + amount
             self._values[key] = str(total).encode()
             self._changed.notify_all()
             return total
@@ -211,7 +211,8 @@ def as_bytes(value: bytes | str) -> bytes:
     return bytes(value)
 
 
-def _to_int(key: str, value: bytes) -> int:
+def as_int(key: str, value: bytes) -> int:
+    """A value as something to add to."""
     try:
         return int(value)
     except ValueError:

@@ -49,6 +49,25 @@ class Stage(StrEnum):
     LEAVING = "LEAVING"
 
 
+class Phase(StrEnum):
+    FORMING = "FORMING"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    ENDED = "ENDED"
+
+
+# How a run may go from phase to phase, and why. The picture in the documentation is made from this.
+PHASE_CHANGES: tuple[tuple[Phase, str, Phase], ...] = (
+    (Phase.FORMING, "everybody has joined, or the last call is over", Phase.RUNNING),
+    (Phase.FORMING, "a member of an earlier round returns", Phase.RUNNING),
+    (Phase.FORMING, "too few in time, or closed", Phase.ENDED),
+    (Phase.RUNNING, "a failure, a lost or leaving member, a newcomer to admit", Phase.STOPPING),
+    (Phase.RUNNING, "all workers have succeeded, or closed", Phase.ENDED),
+    (Phase.STOPPING, "everybody is accounted for, and the run goes on", Phase.FORMING),
+    (Phase.STOPPING, "the policy gives up, or closed", Phase.ENDED),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """What survives the coordinator process. `last_round` is 0 if no round was ever sealed.
@@ -66,8 +85,9 @@ class Memory:
 class Snapshot:
     """What somebody needs who goes on with the run in the place of another, besides what the nodes say themselves.
 
-    `previous` is the order of the world before. In a round that is being stopped, `failures` and `departed` are what
-    is known about it so far: the first to be known has decided how those that follow are taken.
+    `previous` is the order of the world before. `finished` are the members whose workers have succeeded; they may be
+    gone by now. In a round that is being stopped, `failures` and `departed` are what is known about it so far: the
+    first to be known has decided how those that follow are taken.
     """
 
     memory: Memory
@@ -76,6 +96,7 @@ class Snapshot:
     failures: tuple[tuple[str, Failure], ...] = ()
     departed: tuple[tuple[str, str], ...] = ()
     previous: tuple[str, ...] = ()
+    finished: tuple[str, ...] = ()
 
 
 # Events.

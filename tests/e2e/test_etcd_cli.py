@@ -1,0 +1,89 @@
+"""`holdfast run` on etcd: options, several endpoints, users, prefixes, and what is said when nothing can be reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.rendezvous.etcd_server import EtcdCluster, EtcdServer
+from tests import support
+from tests.certificates import make_certificates
+from tests.e2e.command import Holdfast
+
+SCRIPT = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)\n"
+
+
+@pytest.fixture(autouse=True)
+def script(holdfast: Holdfast) -> None:
+    holdfast.script(SCRIPT, "x.py")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[EtcdCluster]:
+    with EtcdCluster() as cluster:
+        yield cluster
+
+
+def run_on(endpoint: str, *options: str, backend: str = "etcd") -> list[str]:
+    place = ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "run"]
+    return [*place, "--nproc-per-node", "2", *options, "x.py"]
+
+
+def test_several_endpoints_and_settings(holdfast: Holdfast, cluster: EtcdCluster) -> None:
+    endpoints = ",".join([f"127.0.0.1:{support.free_port()}", *cluster.endpoints])
+    conf = "prefix=/team/a,close_linger=1,heartbeat=1"
+    ended = holdfast.run(
+        *run_on(endpoints, "--lease", "3s", "--last-call", "1s", "--rdzv-conf", conf, backend="etcd-v3")
+    )
+    assert ended.code == 0, ended.err
+    assert sorted(ended.lines) == ["0 2", "1 2"]
+    with cluster.get_client() as client:
+        assert client.range(b"/team/a/").items == ()
+
+
+def test_tls_options(holdfast: Holdfast, tmp_path: Path) -> None:
+    made = make_certificates(tmp_path)
+    with EtcdServer(cert=made.server_pem, key=made.server_key, client_ca=made.ca_pem) as server:
+        files = ("--tls-ca", made.ca_pem, "--tls-cert", made.client_pem, "--tls-key", made.client_key)
+        ended = holdfast.run(*run_on(server.get_endpoint(), *files))
+        assert ended.code == 0, ended.err
+        refused = holdfast.run(*run_on(server.get_endpoint(), "--tls-ca", str(tmp_path / "other.pem")))
+    assert refused.code == 1
+    assert "CERTIFICATE_VERIFY_FAILED" in refused.last
+
+
+def test_a_user_and_a_password(holdfast: Holdfast) -> None:
+    holdfast.script("secret\n", "password")
+    with EtcdServer(username="root", password="secret") as server:
+        at = server.get_endpoint()
+        assert holdfast.run(*run_on(at, "--rdzv-conf", "user=root,password_file=password")).code == 0
+        refused = holdfast.run(*run_on(at, "--rdzv-conf", "user=root"), env={"HOLDFAST_ETCD_PASSWORD": "wrong"})
+    assert refused.code == 1
+    assert "authentication failed" in refused.last
+
+
+def test_nobody_listens(holdfast: Holdfast) -> None:
+    endpoint = f"127.0.0.1:{support.free_port()}"
+    ended = holdfast.run(*run_on(endpoint, "--join-timeout", "5s", "--rdzv-conf", "lease=2"))
+    assert ended.code == 1
+    *_, told, last = ended.err.splitlines()
+    assert f"no etcd can be reached at {endpoint}: " in told
+    assert f"no etcd could be reached at {endpoint} within 5 s; the last attempt: " in last
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "options", "words"),
+    [
+        ("a,,b", (), "one of the endpoints is empty"),
+        ("a", ("--token-file", "x"), "unknown rendezvous setting 'token_file'"),
+        ("a", ("--lease", "1s"), "lease=1 is too short: etcd gives 2 s at least"),
+        ("a", ("--rdzv-conf", "user=me"), "etcd user 'me' needs a password"),
+    ],
+)
+def test_usage(holdfast: Holdfast, endpoint: str, options: tuple[str, ...], words: str) -> None:
+    ended = holdfast.run(*run_on(endpoint, *options))
+    assert (ended.code, ended.out) == (2, "")
+    [line] = ended.err.splitlines()
+    assert words in line

