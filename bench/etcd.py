@@ -13,7 +13,6 @@ Prints the machine and a Markdown table, as `one_node.py` does.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import signal
@@ -21,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from urllib.request import urlopen
@@ -35,13 +34,13 @@ from many_nodes import (
     _cpu_s,
     _free_port,
     _our_environment,
-    _raise_descriptor_limit,
     _scene,
     _within,
+    run_cases,
 )
-from measure import Row, series, table
+from measure import Row, series
 from memory import held_by
-from one_node import _load, _machine, _tell
+from one_node import _tell
 
 from holdfast.rendezvous.etcd_client import EtcdClient
 from holdfast.rendezvous.etcd_server import find_etcd_binary
@@ -58,28 +57,7 @@ MS_PER_S = 1e3
 
 
 def main() -> int:
-    args = _parse(sys.argv[1:])
-    _raise_descriptor_limit()
-    try:
-        print(_machine(), flush=True)
-        rows = [row for name in args.only or CASES for row in _measure(name, args.quick)]
-    except BenchmarkError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 1
-    print(f"- load average at the end: {_load()}\n\n{table(rows, ('etcd', 'tcp'))}")
-    return 0
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure runs on etcd on this machine.")
-    parser.add_argument("--quick", action="store_true", help="few repetitions")
-    parser.add_argument("--only", action="append", choices=tuple(CASES), help="measure this; may be given again")
-    return parser.parse_args(argv)
-
-
-def _measure(name: str, quick: bool) -> list[Row]:
-    case = CASES[name]
-    return case.measure(case.quick_repetitions if quick else case.repetitions)
+    return run_cases("Measure runs on etcd on this machine.", CASES, ("etcd", "tcp"))
 
 
 # --- what etcd was asked ----------------------------------------------------------------------------------------

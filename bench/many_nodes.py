@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,27 +54,31 @@ MB = 1e6
 
 
 def main() -> int:
-    args = _parse(sys.argv[1:])
+    return run_cases("Measure runs of many nodes on this machine.", CASES)
+
+
+def run_cases(description: str, cases: Mapping[str, Case], sides: tuple[str, str] = ("holdfast", "torchrun")) -> int:
+    """The command line of a benchmark that is made of such cases."""
+    args = _parse(description, cases)
     _raise_descriptor_limit()
     try:
         print(_machine(), flush=True)
-        rows = [row for name in args.only or CASES for row in _measure(name, args.quick)]
+        rows = [row for name in args.only or cases for row in _measure(cases[name], args.quick)]
     except BenchmarkError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    print(f"- load average at the end: {_load()}\n\n{table(rows)}")
+    print(f"- load average at the end: {_load()}\n\n{table(rows, sides)}")
     return 0
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure runs of many nodes on this machine.")
+def _parse(description: str, cases: Mapping[str, Case]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="few repetitions")
-    parser.add_argument("--only", action="append", choices=tuple(CASES), help="measure this; may be given again")
-    return parser.parse_args(argv)
+    parser.add_argument("--only", action="append", choices=tuple(cases), help="measure this; may be given again")
+    return parser.parse_args()
 
 
-def _measure(name: str, quick: bool) -> list[Row]:
-    case = CASES[name]
+def _measure(case: Case, quick: bool) -> list[Row]:
     return case.measure(case.quick_repetitions if quick else case.repetitions)
 
 
