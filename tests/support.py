@@ -42,6 +42,17 @@ def alive(pid: int) -> bool:
         return False
 
 
+def halt(pid: int) -> None:
+    """Stop a process and return when all its threads stand still; SIGSTOP alone only announces it."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+
+    def stands_still() -> bool:
+        return all((thread / "stat").read_text().rpartition(") ")[2].startswith("T") for thread in threads.iterdir())
+
+    wait_until(stands_still, "it stands still")
+
+
 def survivors(pids: Iterable[int], deadline_s: float = DEADLINE_S) -> list[int]:
     """Which of these processes still run when the time is up. Returns as soon as none does."""
     ends = time.monotonic() + deadline_s

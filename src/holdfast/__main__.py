@@ -1,11 +1,20 @@
-"""`holdfast` and `python -m holdfast`."""
+"""`holdfast` and `python -m holdfast`.
+
+The first lines below hold signals back until handlers of ours are there, before any import that takes time: Python's
+own handler would raise KeyboardInterrupt in the middle of it, where it may even be swallowed, and the command would
+go on as if nobody had pressed Ctrl-C.
+"""
 
 from __future__ import annotations
 
-import atexit
-import os
-import sys
-from typing import NoReturn
+import _signal as kernel  # type: ignore[import-not-found]  # `signal` without the enums, which take time too
+
+_MASK = kernel.pthread_sigmask(kernel.SIG_BLOCK, (kernel.SIGHUP, kernel.SIGINT, kernel.SIGQUIT, kernel.SIGTERM))
+
+import atexit  # noqa: E402
+import os  # noqa: E402
+import sys  # noqa: E402
+from typing import NoReturn  # noqa: E402
 
 
 def main() -> int:
@@ -22,20 +31,13 @@ def main() -> int:
 
 
 def _handle_signals() -> None:
-    """Before anything that takes time, so that no moment exists in which a signal ends the agent without a word.
-
-    The signals wait while the handlers are being imported; else Python's own would raise KeyboardInterrupt there.
-    """
-    import _signal as kernel  # type: ignore[import-not-found]  # `signal` without the enums, which take time too
-
-    numbers = (kernel.SIGHUP, kernel.SIGINT, kernel.SIGQUIT, kernel.SIGTERM)
-    mask = kernel.pthread_sigmask(kernel.SIG_BLOCK, numbers)
+    """Before anything else, so that no moment exists in which a signal ends the agent without a word."""
     try:
         from holdfast.process import signals
 
         signals.install_early()
     finally:
-        kernel.pthread_sigmask(kernel.SIG_SETMASK, mask)
+        kernel.pthread_sigmask(kernel.SIG_SETMASK, _MASK)
 
 
 def _occupy_standard_streams() -> None:

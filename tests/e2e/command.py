@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +107,16 @@ class Running:
         masks = dict(line.split(":\t") for line in status.splitlines() if ":\t" in line)
         return bool(int(masks.get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
+    def so_far(self) -> Ended:
+        """What it has printed until now, whether it has ended or not."""
+        return Ended(-1, self._out.read_bytes(), self._err.read_bytes())
+
     def wait(self, deadline_s: float = DEADLINE_S, *, may_own_traceback: bool = False) -> Ended:
         try:
             code = self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"it has not ended after {deadline_s:g} s\n{self._ended(-1)}") from None
-        ended = self._ended(code)
+            raise AssertionError(f"it has not ended after {deadline_s:g} s\n{self.so_far()}") from None
+        ended = replace(self.so_far(), code=code)
         left = self.left()
         assert not left, f"processes left behind: {left}\n{ended}"
         assert may_own_traceback or f'File "{PACKAGE}' not in ended.err, f"a traceback of holdfast\n{ended}"
@@ -127,9 +131,6 @@ class Running:
         """The processes below the spawner."""
         spawners = psutil.Process(self.pid).children()
         return [worker.pid for spawner in spawners for worker in spawner.children()]
-
-    def _ended(self, code: int) -> Ended:
-        return Ended(code, self._out.read_bytes(), self._err.read_bytes())
 
 
 class Holdfast:

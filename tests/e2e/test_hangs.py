@@ -353,7 +353,7 @@ def test_stacks_on_demand_and_nothing_is_stopped(holdfast: Holdfast, start_metho
     name = f"job-{uuid.uuid4().hex}"
     how = () if start_method == "script" else ("--run-path", "--start-method=fork")
     run = holdfast.start(*COMMON, "--nproc-per-node=2", f"--rdzv-id={name}", *how, script)
-    support.wait_until(lambda: run._ended(-1).out.count("here") == 2, "both run")
+    support.wait_until(lambda: run.so_far().out.count("here") == 2, "both run")
     for choice in (("--run-id", name), ("--pid", str(run.pid)), ("--pid", str(run.pid), "--native", "--all")):
         ended = stacks(holdfast, *choice)
         assert ended.code == 0, str(ended)
@@ -383,7 +383,7 @@ def test_two_runs_of_one_name_are_told_apart(holdfast: Holdfast) -> None:
     name = f"twice-{uuid.uuid4().hex}"
     runs = [holdfast.start(*COMMON, f"--rdzv-id={name}", script) for _ in range(2)]
     for run in runs:
-        support.wait_until(lambda run=run: "here" in run._ended(-1).out, "it runs")
+        support.wait_until(lambda run=run: "here" in run.so_far().out, "it runs")
     ended = stacks(holdfast, "--run-id", name)
     assert ended.code == 2
     assert all(f"--pid {run.pid}" in ended.last for run in runs)

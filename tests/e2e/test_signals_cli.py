@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,7 @@ WORKER = """
     while True:
         signal.pause()
 """
+SWALLOWED = "Exception ignored in"
 FOREVER = "import time; time.sleep(3600)"
 STUBBORN, OBEDIENT = "stubborn", "obedient"
 ENDINGS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
@@ -226,19 +228,51 @@ def test_a_signal_in_the_first_moments(holdfast: Holdfast, number: signal.Signal
 
 
 def test_an_interrupt_in_the_first_moments(holdfast: Holdfast) -> None:
+    """Before a line of ours is executed it is Python's: a traceback, or swallowed, as Python then says itself."""
     script = holdfast.script(FOREVER)
     for delay_ms in FIRST_MOMENTS_MS:
         running = holdfast.start(script)
         time.sleep(delay_ms / 1000)
         running.send(signal.SIGINT)
+        wait_until(lambda: running.process.poll() is not None or SWALLOWED in running.so_far().err, "it has an effect")  # noqa: B023
+        if running.process.poll() is None:
+            wait_until(partial(running.catches, signal.SIGTERM), "a handler is installed")
+            running.send(signal.SIGINT)
         ended = running.wait(may_own_traceback=True)
+        assert not re.search(rf'File "{PACKAGE}/\w+/', ended.err), f"after {delay_ms} ms: {ended}"
         if ended.last != "holdfast: stopped by SIGINT":
             assert ended.last in ("", "KeyboardInterrupt"), f"after {delay_ms} ms: {ended}"
-            assert not re.search(rf'File "{PACKAGE}/\w+/', ended.err), f"after {delay_ms} ms: {ended}"
             assert ended.code in (-signal.SIGINT, 1), f"after {delay_ms} ms: {ended}"
         else:
             assert ended.code == 130
         assert list(holdfast.temporary.iterdir()) == []
+
+
+# Sends a signal to itself at the first import that is not the command's own module.
+SIGNAL_AT_IMPORT = """
+import os, sys
+sys.path.insert(0, {source!r})
+import holdfast
+
+class Finder:
+    numbers = [{number}]
+
+    def find_spec(name, path=None, target=None):
+        if name != "holdfast.__main__" and Finder.numbers:
+            os.kill(os.getpid(), Finder.numbers.pop())
+
+sys.meta_path.insert(0, Finder)
+from holdfast.__main__ import run
+run()
+"""
+
+
+@pytest.mark.parametrize("number", ENDINGS, ids=lambda number: number.name)
+def test_a_signal_at_the_first_import(holdfast: Holdfast, number: signal.Signals) -> None:
+    code = SIGNAL_AT_IMPORT.format(source=str(Path(PACKAGE).parent), number=int(number))
+    script = holdfast.script(FOREVER)
+    ended = holdfast.start("run", script, command=(sys.executable, "-S", "-c", code)).wait()
+    assert (ended.code, ended.last) == (128 + number, f"holdfast: stopped by {number.name}")
 
 
 @pytest.mark.parametrize("command", [(COMMAND, "run"), (sys.executable, "-m", "holdfast", "run")], ids=["script", "-m"])

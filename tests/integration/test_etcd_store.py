@@ -18,6 +18,7 @@ from holdfast.rendezvous.etcd_server import EtcdServer
 from holdfast.rendezvous.etcd_store import EtcdStore
 from holdfast.rendezvous.store import StoreTimeoutError
 from tests.coordinators import Caller
+from tests.support import halt
 
 LONG = timedelta(seconds=60)
 
@@ -130,7 +131,7 @@ def test_those_who_wait_outlast_an_etcd_that_is_away() -> None:
     with EtcdServer() as server, server.get_client(request_timeout_s=0.4, watch_silence_s=0.2) as client:
         store = EtcdStore(client, prefix(), LONG)
         waiting = Caller(store.get, "late")
-        os.kill(server.pid, signal.SIGSTOP)
+        halt(server.pid)
         with pytest.raises(RendezvousConnectionError, match=r"store: etcd has not answered within 0\.4 s"):
             store.set("other", "")
         with pytest.raises(StoreTimeoutError, match=r"after 0\.1 s waiting for 'gone'; etcd has not answered"):

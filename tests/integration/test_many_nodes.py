@@ -557,7 +557,7 @@ def test_a_frozen_coordinator_costs_a_round_and_no_restart(scene: Scene) -> None
         scene.start(name, "2")
     first = scene.await_world(2)
     coordinator = scene.await_coordinator()
-    os.kill(coordinator, signal.SIGSTOP)
+    support.halt(coordinator)
     assert not support.survivors(life.pid for life in first)
     os.kill(coordinator, signal.SIGCONT)
     second = scene.await_world(2, after=1)

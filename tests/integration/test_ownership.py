@@ -202,7 +202,7 @@ def test_a_spawner_that_does_not_answer_is_killed_with_everything_it_owns(mailbo
     context = start_processes("t", sys.executable, args, envs, DefaultLogsSpecs("/dev/null"))
     pids = [int(line.split()[2]) for line in mailbox.take(10)]
     spawner = support.spawner_of(context.pids()[0])
-    os.kill(spawner, signal.SIGSTOP)
+    support.halt(spawner)
     context.close(timeout=0)
     assert [pid for pid in [*pids, spawner] if support.alive(pid)] == []
 

@@ -17,7 +17,7 @@ from holdfast.diagnosis.grouping import Look
 from holdfast.errors import HostError
 from holdfast.process import bootstrap, entry
 from holdfast.process.start import PContext, start_processes
-from tests.support import wait_until, write_script
+from tests.support import halt, wait_until, write_script
 
 DEADLOCK = """
 import sys, threading
@@ -89,8 +89,7 @@ def test_native_frames_on_top(script: str) -> None:
 
 def test_a_stopped_process_is_read_without_pausing(script: str) -> None:
     with running(sys.executable, script) as process:
-        process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: stacks._state(process.pid) == "T", "it is stopped")
+        halt(process.pid)
         look = stacks.look_at(process.pid, native=True)
         assert main_thread(look) == WHERE
         assert (look.state, look.how) == ("T", "py-spy, without pausing it")
@@ -180,8 +179,7 @@ def test_nobody_is_sent_a_signal_that_may_kill_it(command: list[str], why: str) 
 @pytest.mark.usefixtures("no_py_spy")
 def test_a_stopped_process_without_py_spy(tmp_path: Path, script: str) -> None:
     with worker(tmp_path, sys.executable, script) as (_, pid):
-        os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: stacks._state(pid) == "T", "it is stopped")
+        halt(pid)
         look = stacks.look_at(pid)
         assert look.threads == ()
         assert "a stopped process answers no signal" in look.trouble

@@ -37,7 +37,7 @@ from holdfast.timer import (
 )
 from holdfast.timer.api import RETRY_DELAY_S
 from holdfast.timer.local import MultiprocessingRequestQueue
-from tests.support import DEADLINE_S, python, survivors, wait_until, write_script
+from tests.support import DEADLINE_S, halt, python, survivors, wait_until, write_script
 
 NEVER_S = 3600.0
 Event = tuple[str, FileTimerRequest | None]
@@ -202,7 +202,7 @@ def test_the_stacks_are_logged_before_the_kill(
     with python(worker, watch.path, NEVER_S, 9, "hang") as hung:
         wait_until(lambda: select.select([watch.server._pipe], [], [], 0)[0], "the worker has armed its timer")
         if is_stopped:
-            hung.send_signal(signal.SIGSTOP)
+            halt(hung.pid)
         watch.server.start()
         watch.write(past(hung.pid, "more"))
         assert hung.wait(DEADLINE_S) == -signal.SIGKILL
