@@ -43,6 +43,7 @@ HOOKS = (
     "told",
     "statement_written",
     "run_forgotten",
+    "data_lost",
 )
 
 
@@ -68,8 +69,15 @@ class RanksAgree(Checker):
         self._worlds: dict[int, World] = {}
         self._shared: dict[int, tuple[object, ...]] = {}
         self._holders: dict[tuple[int, int], str] = {}
+        self._was_data_lost = False
+
+    def data_lost(self) -> None:
+        self._was_data_lost = True
 
     def world_sealed(self, world: World) -> None:
+        if self._was_data_lost and world.round in self._worlds:
+            self._shared.pop(world.round, None)
+            self._holders = {at: key for at, key in self._holders.items() if at[0] != world.round}
         self._worlds[world.round] = world
         nodes = [member.node_id for member in world.members]
         if len(set(nodes)) != len(nodes):
@@ -94,12 +102,16 @@ class RanksAgree(Checker):
 
 
 class RoundsRise(Checker):
-    """Never two worlds with the same number; numbers only rise, for the run and for each node."""
+    """Never two worlds with the same number; numbers only rise, for the run and for each node. Where etcd has lost its
+    data they rise for each node, and for the run from the highest that any of those who are there has seen."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._last = 0
         self._last_of: dict[str, int] = {}
+
+    def data_lost(self) -> None:
+        self._last = 0
 
     def world_sealed(self, world: World) -> None:
         if world.round <= self._last:
@@ -203,6 +215,9 @@ class _Ledger(Checker):
     def coordinator_started(self) -> None:
         self.was_coordinator_restarted = True
 
+    def data_lost(self) -> None:
+        self.was_coordinator_restarted = True
+
     def leader_changed(self) -> None:
         self.was_leader_changed = True
 
@@ -265,11 +280,20 @@ class _Ledger(Checker):
 
 class MembershipIsFree(_Ledger):
     """A change of membership is never charged and never ends the run; only a failure does, of a round that nobody
-    was lost from or has left, and that was not stopped for another reason before."""
+    was lost from or has left, and that was not stopped for another reason before. Where etcd has lost its data, somebody
+    may come who knows of restarts that the others have not heard of."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._most_lost = 0
+
+    def data_lost(self) -> None:
+        super().data_lost()
+        self._most_lost = max(self._most_lost, self.world.restarts_used if self.world is not None else 0)
 
     def world_sealed(self, world: World) -> None:
         before = self.world
-        if before is not None and world.restarts_used > before.restarts_used:
+        if before is not None and world.restarts_used > max(before.restarts_used, self._most_lost):
             self._must_be_a_failure(f"round {before.round} was charged")
         super().world_sealed(world)
 
@@ -342,6 +366,10 @@ class SuccessIsUnanimous(_Ledger):
         super().__init__(settings)
         self._succeeded: dict[int, set[int]] = defaultdict(set)
 
+    def world_sealed(self, world: World) -> None:
+        super().world_sealed(world)
+        self._succeeded[world.round].clear()
+
     def workers_gone(self, group: Group) -> None:
         if group.has_succeeded:
             self._succeeded[group.round].add(group.rank)
@@ -354,12 +382,18 @@ class SuccessIsUnanimous(_Ledger):
 
 
 class RestartsWithinBudget(Checker):
-    """No more restarts are charged than the policy allows, within its window if it has one; nothing is refunded."""
+    """No more restarts are charged than the policy allows, within its window if it has one; nothing is refunded. Where
+    etcd has lost its data, a restart counts if anybody who is there was told of it."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._used = 0
+        self._most_lost = 0
         self._charged_at: list[float] = []
+
+    def data_lost(self) -> None:
+        self._most_lost = max(self._used, self._most_lost)
+        self._used, self._charged_at = 0, []
 
     def world_sealed(self, world: World) -> None:
         if world.restarts_used != self._used:
@@ -367,6 +401,9 @@ class RestartsWithinBudget(Checker):
 
     def remembered(self, memory: Memory) -> None:
         if memory.restarts_used == self._used:
+            return
+        if self._used < memory.restarts_used <= self._most_lost:
+            self._used = memory.restarts_used
             return
         if memory.restarts_used != self._used + 1:
             self.object(f"{self._used} restarts became {memory.restarts_used}")

@@ -102,7 +102,7 @@ class Coordinator:
             return
         self.checks.message_received(link, message)
         match message:
-            case messages.Join(facts, settings, last_round, replaces, failure):
+            case messages.Join(facts, settings, last_round, replaces, failure, used):
                 if self._bind(link, facts):
                     self._step(words.NodeJoined(facts, settings, last_round, replaces, failure))
             case messages.Return(facts, settings, place, stage):

@@ -5,6 +5,8 @@ It is linearizable because it is one object. What can go wrong with it is what a
 * Without a quorum nothing is carried out and no lease ends; afterwards every lease has its full length again.
 * When etcd changes its own leader, leases are extended to their full length. They are never shortened.
 * History is compacted: a watch that would have to begin before that cannot.
+* All its data is lost, and it counts its revisions from the beginning. Nobody is told. A watch goes on from the revision
+  that it has come to, so it says nothing until that is reached again. Leases are never given the same name twice.
 
 Its clock is its own, so a lease may end here earlier or later than its holder thinks.
 """
@@ -160,12 +162,23 @@ class Etcd:
         self._compacted_at = self.revision
         self._history.clear()
 
+    def lose_data(self) -> None:
+        self.engine.note("etcd", "loses all its data")
+        for watch in self.watches:
+            watch.from_revision = max(watch.from_revision, self.revision + 1)
+        self.revision = 1
+        self.entries.clear()
+        self.leases.clear()
+        self._history.clear()
+        self._compacted_at = 0
+
     # Watches.
 
     def add_watch(self, watch: Watch, from_revision: int) -> bool:
         """False if what the watch would have to begin with is not known any more."""
         if from_revision <= self._compacted_at:
             return False
+        watch.from_revision = from_revision
         for revision, changes in self._history:
             if revision >= from_revision:
                 watch.offer(revision, changes)
@@ -176,4 +189,5 @@ class Etcd:
         self._history.append((self.revision, changes))
         self.watches = [watch for watch in self.watches if not watch.is_over]
         for watch in self.watches:
-            watch.offer(self.revision, changes)
+            if self.revision >= watch.from_revision:
+                watch.offer(self.revision, changes)

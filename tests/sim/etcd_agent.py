@@ -53,6 +53,10 @@ class Truth:
     def now(self) -> float:
         return self._engine.now if self._decided_at is None else self._decided_at
 
+    def lose(self) -> None:
+        self.snapshot = None
+        self.checks.data_lost()
+
     def tell(self, entries: Sequence[Entry]) -> None:
         for at, hook, arguments in entries:
             self._decided_at = at
@@ -176,9 +180,11 @@ class EtcdAgent(Agent):
         self._patience_s = patience_s
         self._told_at_once = told_at_once
         self._following: list[Watch] = []
+        self._follow_token = self._load_token = object()
         self._loaded: Watch | None = None
         self._statement_at = 0
         self._turn_at = 0
+        self._office: tuple[int, int | None] = (0, None)
         self._is_forgetting = False
         self._afterwards: Callable[[], None] | None = None
 
@@ -236,7 +242,8 @@ class EtcdAgent(Agent):
                 self._write(command)
             case words.Forget(term):
                 self._is_forgetting = True
-                self._ask(lambda etcd: self._forget(etcd, term), lambda _: self._forgot(), self._forgot)
+                lease = self.elected.lease
+                self._ask(lambda etcd: self._forget(etcd, term, lease), lambda _: self._forgot(), self._forgot)
             case _:
                 self._deliver(command)
 
@@ -255,11 +262,21 @@ class EtcdAgent(Agent):
             watch.cancel()
         self._following = []
         told_key = KEYS.told_to(self.name)
+        token = self._follow_token = object()
 
         def read(etcd: Etcd) -> words.Followed:
             return words.Followed(etcd.revision, etcd.get(KEYS.leader), etcd.get(told_key))
 
-        self._ask(read, self._followed, self._follow_failed)
+        self._ask(read, self._if_still(token, self._followed), self._if_still(token, self._follow_failed))
+
+    def _if_still(self, token: object, call: Callable[..., None]) -> Callable[..., None]:
+        """Nothing is heard of what was asked for before all was to be read anew."""
+
+        def heard(*arguments: Any) -> None:
+            if token is self._follow_token:
+                call(*arguments)
+
+        return heard
 
     def _followed(self, followed: words.Followed) -> None:
         leader = Watch(self.wire, self, KEYS.leader, self._leader_seen, self._follow_failed)
@@ -290,7 +307,13 @@ class EtcdAgent(Agent):
                 etcd.put([(KEYS.leader, self.name.encode())], lease)
             return words.LeaderSeen(etcd.revision, etcd.get(KEYS.leader))
 
-        self._ask(create, self.tell, lambda: self.tell(words.CampaignFailed(self._chance())))
+        def answered(event: words.LeaderSeen | words.LeaseGone) -> None:
+            if token is self._follow_token or isinstance(event, words.LeaseGone):
+                self.tell(event)
+
+        token = self._follow_token
+        failed = self._if_still(token, lambda: self.tell(words.CampaignFailed(self._chance())))
+        self._ask(create, answered, failed)
 
     def _say(self, number: int, lease: int, statement: bytes) -> None:
         key, expected = KEYS.node(self.name), self._statement_at
@@ -317,6 +340,8 @@ class EtcdAgent(Agent):
 
     def _load(self, term: int) -> None:
         self._forget_load()
+        token = self._load_token = object()
+        is_first, self._office = self._office != (term, self.elected.lease), (term, self.elected.lease)
 
         def read(etcd: Etcd) -> tuple[int, int, words.Loaded]:
             nodes = tuple((_node_of(key), found) for key, found in etcd.under(KEYS.nodes))
@@ -324,14 +349,17 @@ class EtcdAgent(Agent):
 
         def answered(answer: tuple[int, int, words.Loaded]) -> None:
             revision, turn_at, loaded = answer
-            self._turn_at = max(self._turn_at, turn_at)
+            if token is not self._load_token:
+                return
+            self._turn_at = turn_at if is_first else max(self._turn_at, turn_at)
             watch = Watch(self.wire, self, KEYS.nodes, lambda _, changes: self._nodes_seen(term, changes), failed)
             self._loaded = watch
             self.tell(loaded)
             self.wire.watch(watch, revision + 1)
 
         def failed() -> None:
-            self.tell(words.LoadFailed(term, self._chance()))
+            if token is self._load_token:
+                self.tell(words.LoadFailed(term, self._chance()))
 
         self._ask(read, answered, failed)
 
@@ -354,11 +382,11 @@ class EtcdAgent(Agent):
         self, write: words.Write, parts: list[Any], index: int, chronicle: Chronicle | None, upto: int
     ) -> None:
         run = write.run if index == 0 else None
-        told, expected = parts[index], self._turn_at
+        told, expected, lease = parts[index], self._turn_at, self.elected.lease
 
         def commit(etcd: Etcd) -> tuple[Any, int]:
             present = etcd.created_at(KEYS.leader)
-            if self._does_guard_writes() and present != write.term:
+            if self._does_guard_writes() and not _is_led(etcd, write.term, lease):
                 return words.WriteRefused(write.number), 0
             if self._does_take_turns() and etcd.changed_at(KEYS.turn) != expected:
                 return words.WriteFailed(write.number, self._chance()), etcd.changed_at(KEYS.turn)
@@ -371,6 +399,8 @@ class EtcdAgent(Agent):
 
         def answered(answer: tuple[Any, int]) -> None:
             event, turn_at = answer
+            if lease != self.elected.lease:
+                return
             self._turn_at = max(self._turn_at, turn_at)
             if event is not None:
                 self.tell(event)
@@ -387,8 +417,8 @@ class EtcdAgent(Agent):
     def _does_take_turns(self) -> bool:
         return True
 
-    def _forget(self, etcd: Etcd, term: int) -> None:
-        if etcd.created_at(KEYS.leader) == term:
+    def _forget(self, etcd: Etcd, term: int, lease: int | None) -> None:
+        if _is_led(etcd, term, lease):
             etcd.remove([key for key, _ in etcd.under(KEYS.root)])
             self.truth.is_forgotten = True
             self.engine.note("etcd", "the run is forgotten")
@@ -432,6 +462,11 @@ class EtcdAgent(Agent):
         for command in self.elected.resign():
             self._carry_out(command)
         super().exit()
+
+
+def _is_led(etcd: Etcd, term: int, lease: int | None) -> bool:
+    leader = etcd.get(KEYS.leader)
+    return leader is not None and (leader.created_at, leader.lease) == (term, lease)
 
 
 def _node_of(key: bytes) -> str:

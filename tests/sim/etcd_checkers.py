@@ -15,6 +15,9 @@ class PastTermsWriteNothing(Checker):
         super().__init__(settings)
         self._last = 0
 
+    def data_lost(self) -> None:
+        self._last = 0
+
     def leader_wrote(self, term: int, present_term: int, number: int) -> None:
         if term != present_term:
             self.object(f"a leader of term {term} has written in term {present_term}")
@@ -35,6 +38,9 @@ class NothingIsUndone(Checker):
         if number < self._said.get(node_id, 0):
             self.object(f"statement {number} of {node_id} came after statement {self._said[node_id]}")
         self._said[node_id] = number
+
+    def data_lost(self) -> None:
+        self._written = (0, 0)
 
     def leader_wrote(self, term: int, present_term: int, number: int) -> None:
         if (term, number) < self._written:
@@ -57,6 +63,9 @@ class TellingsAreNumbered(Checker):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._seen: dict[tuple[str, int, int], object] = {}
+
+    def data_lost(self) -> None:
+        self._seen.clear()
 
     def told(self, node_id: str, telling: Telling, snapshot: Snapshot | None) -> None:
         at = (telling.term, telling.number)

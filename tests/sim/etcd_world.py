@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from holdfast.rendezvous import world as rounds
+from holdfast.rendezvous.participant import Standing
 from holdfast.rendezvous.vocabulary import Settings
 from holdfast.rendezvous.world import NodeFacts
 from tests.sim.checkers import Checks
@@ -12,7 +13,7 @@ from tests.sim.engine import Engine, Violation
 from tests.sim.etcd import Etcd
 from tests.sim.etcd_agent import KEYS, EtcdAgent, Truth
 from tests.sim.etcd_checkers import ETCD_RULES
-from tests.sim.faults import ETCD_KINDS, FASTEST, Misfortune, Profile, draw_clock, draw_profile
+from tests.sim.faults import ETCD_KINDS, FASTEST, SLOWEST, Misfortune, Profile, draw_clock, draw_profile
 from tests.sim.host import Host
 from tests.sim.wire import Wire
 from tests.sim.world import FakeWorld, live
@@ -35,6 +36,7 @@ class EtcdWorld(FakeWorld):
         self.wire = Wire(engine, self.etcd, profile.max_delay_s, _REQUEST_LEASES * profile.settings.lease_s)
         self.misfortune = EtcdMisfortune(self, profile)
         self._healed_at: float | None = None
+        self._quiet_until = 0.0
 
     def make_agent(self, host: Host, facts: NodeFacts, settings: Settings) -> EtcdAgent:
         return EtcdAgent(
@@ -54,11 +56,6 @@ class EtcdWorld(FakeWorld):
         may_claim_long = {"crash_leader", "change_etcd_leader"}.issubset(self.profile.kinds)
         return super().is_calm() and not (self.profile.do_hosts_request_ranks and may_claim_long)
 
-    def start_agent(self, host: Host, settings: Settings | None = None) -> None:
-        """Whoever comes when the run is forgotten begins another, which is none of ours."""
-        if not self.truth.is_forgotten:
-            super().start_agent(host, settings)
-
     def _forgotten(self) -> None:
         """Its name is free again. Whoever has not heard how it ended was out of reach for as long as a leader waits."""
         unknowing = [agent for agent in self._living() if agent.outcome is None and not agent.is_leaving]
@@ -76,6 +73,31 @@ class EtcdWorld(FakeWorld):
         if self.engine.random.random() < 0.2:
             self.etcd.lose_quorum()
             self.engine.after(3.0, self.etcd.regain_quorum)
+
+    def start_agent(self, host: Host, settings: Settings | None = None) -> None:
+        """Whoever comes when the run is forgotten begins another, which is none of ours. Who comes for the first time
+        while old workers are alive that nothing in etcd tells of would not know better than to do the same."""
+        is_misfit = settings is not None
+        if self.engine.now < self._quiet_until and not is_misfit:
+            self.engine.at(self._quiet_until, self.start_agent, host)
+        elif self.engine.now < self._quiet_until or (is_misfit and not self.are_settings_fixed):
+            pass  # It might be the first.
+        elif not self.truth.is_forgotten:
+            super().start_agent(host, settings)
+
+    def lose_data(self) -> None:
+        """The agents go on with what they remember. Those who have nothing to remember yet are as good as newcomers."""
+        self.etcd.lose_data()
+        self.truth.lose()
+        self._quiet_until = self.engine.now + self.profile.settings.lease_s / SLOWEST
+        for agent in self._living():
+            if isinstance(agent, EtcdAgent) and not self._knows_of_the_run(agent):
+                agent.crash()
+
+    def _knows_of_the_run(self, agent: EtcdAgent) -> bool:
+        is_misfit = agent.participant.settings != self.profile.settings
+        has_waited = agent.elected.lease is not None and agent.participant.standing is not Standing.OUTSIDE
+        return not is_misfit and (has_waited or agent.participant.last_round > 0)
 
     def recover(self) -> None:
         self._healed_at = self.engine.now
@@ -174,6 +196,13 @@ class EtcdMisfortune(Misfortune):
         if self._random.random() < 0.5:
             self._break_watch()
             self._engine.after(self._random.random(), self._etcd.compact)
+
+    def _lose_data(self) -> None:
+        """Not when the run is over: who has not heard of its end by then would begin anew."""
+        snapshot = self._etcd_world.truth.snapshot
+        is_over = snapshot is not None and snapshot.memory.outcome is not None
+        if self._random.random() < 0.3 and not is_over and not self._etcd_world.truth.is_forgotten:
+            self._etcd_world.lose_data()
 
     def _change_etcd_leader(self) -> None:
         self._engine.note("etcd", "changes its own leader")

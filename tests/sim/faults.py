@@ -62,6 +62,7 @@ ETCD_KINDS = (
     "break_watch",
     "compact",
     "change_etcd_leader",
+    "lose_data",
 )
 # With these alone no node is ever out of reach. A coordinator or a leader that is down is no reason to lose others.
 CALM = frozenset(

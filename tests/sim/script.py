@@ -172,3 +172,7 @@ class EtcdScript(Script):
     def lose_quorum(self, at: float, for_s: float) -> None:
         self.engine.at(at, self.etcd.lose_quorum)
         self.engine.at(at + for_s, self.etcd.regain_quorum)
+
+    def lose_data(self, at: float) -> None:
+        self.engine.at(at, self.etcd.lose_data)
+        self.engine.at(at, self.truth.lose)

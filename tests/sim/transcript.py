@@ -148,7 +148,7 @@ def _call(thing: object) -> str:
     said = []
     for name in type(thing).__match_args__:  # type: ignore[attr-defined]  # the caller has made sure of it
         value = getattr(thing, name)
-        is_noise = name == "jitter" or (name == "is_hang" and not value)
+        is_noise = name == "jitter" or (name in ("is_hang", "restarts_used") and not value)
         if value in ("", None, ()) or isinstance(value, Settings) or is_noise:
             continue
         is_plain = _is_record(value) or isinstance(value, (str, bytes, tuple, Enum))

@@ -39,6 +39,7 @@ class Watch:
         ended: Callable[[], None],
     ) -> None:
         self.agent = agent
+        self.from_revision = 0
         self.is_over = False
         self._wire = wire
         self._prefix = prefix

@@ -89,6 +89,10 @@ def member(stage: Stage = Stage.RUNNING) -> Any:
     return messages.Return(facts(), SETTINGS, place(), stage)
 
 
+def again(round: int) -> Any:
+    return messages.Return(facts(1, 2), SETTINGS, place(round), Stage.RUNNING)
+
+
 def statement(*said: Any) -> bytes:
     return keyspace.encode(Statement(keyspace.VERSION, said))
 
@@ -267,14 +271,14 @@ LOSING: dict[str, Script] = {
         (
             0.9,
             LeaseGranted(NEXT_LEASE),
-            [KeepLease(2, NEXT_LEASE), say(3, join(1, 1, "a/0", port=2), lease=NEXT_LEASE)],
+            [KeepLease(2, NEXT_LEASE), Follow(), say(3, join(1, 1, "a/0", port=2), lease=NEXT_LEASE)],
         ),
     ],
     "somebody who waits comes back as somebody else": [
         *WAITING,
         (0.7, LeaseGone(LEASE), []),
         (0.75, TIME, [GrantLease()]),
-        (0.9, LeaseGranted(NEXT_LEASE), [KeepLease(2, NEXT_LEASE), say(2, join(1, replaces="a/0"), lease=NEXT_LEASE)]),
+        (0.9, LeaseGranted(NEXT_LEASE), [KeepLease(2, NEXT_LEASE), Follow(), say(2, join(1, replaces="a/0"), lease=NEXT_LEASE)]),
         (1.0, ToldSeen(told((9, 1, sealed()))), []),
     ],
     "also if nothing is heard for a lease": [
@@ -285,9 +289,40 @@ LOSING: dict[str, Script] = {
         (
             6.2,
             LeaseGranted(NEXT_LEASE),
-            [RevokeLease(LEASE), KeepLease(7, NEXT_LEASE), say(2, join(1, replaces="a/0"), lease=NEXT_LEASE)],
+            [RevokeLease(LEASE), KeepLease(7, NEXT_LEASE), Follow(), say(2, join(1, replaces="a/0"), lease=NEXT_LEASE)],
         ),
         (6.3, ToldSeen(told((9, 1, sealed()))), []),
+    ],
+    "etcd has lost its data, and counts from the beginning": [
+        *MEMBER,
+        (0.7, LeaseGone(LEASE), [SetLease(0.7), PlaceLost(1, "its lease has ended")]),
+        (0.8, JoinRequested(2), [SetLease(None)]),
+        (0.8, TIME, [GrantLease()]),
+        (
+            0.9,
+            LeaseGranted(NEXT_LEASE),
+            [KeepLease(2, NEXT_LEASE), Follow(), say(3, join(1, 1, "a/0", port=2), lease=NEXT_LEASE)],
+        ),
+        (1.0, StatementWritten(3), []),
+        (1.0, Followed(2, None, None), [Campaign(NEXT_LEASE)]),
+        (1.1, LeaderSeen(3, found(b"b", 3, lease=3)), []),
+        (
+            1.2,
+            ToldSeen(told((3, 1, messages.Sealed("a/1", place(2))), key="a/1")),
+            [SetLease(5.3), WorldSealed(place(2)), say(4, again(2), lease=NEXT_LEASE)],
+        ),
+    ],
+    "what was to be tried again with the lease before is not": [
+        *WAITING,
+        (0.5, FollowFailed(), []),
+        (0.6, LeaseGone(LEASE), []),
+        (0.65, TIME, [GrantLease()]),
+        (
+            0.68,
+            LeaseGranted(NEXT_LEASE),
+            [KeepLease(2, NEXT_LEASE), Follow(), say(2, join(1, replaces="a/0"), lease=NEXT_LEASE)],
+        ),
+        (0.7, TIME, []),
     ],
     "another's lease": [*MEMBER, (0.7, LeaseGone(99), [])],
 }
@@ -318,14 +353,15 @@ LEADING_ON: dict[str, Script] = {
         (
             0.9,
             LeaseGranted(NEXT_LEASE),
-            [KeepLease(2, NEXT_LEASE), Campaign(NEXT_LEASE), say(2, join(1, replaces="a/0"), lease=NEXT_LEASE)],
+            [KeepLease(2, NEXT_LEASE), Follow(), say(2, join(1, replaces="a/0"), lease=NEXT_LEASE)],
         ),
+        (1.0, Followed(12, None, None), [Campaign(NEXT_LEASE)]),
     ],
     "its own key under an earlier lease is somebody else's": [
         *LEADING,
         (0.8, LeaseGone(LEASE), [StepDown()]),
         (0.85, TIME, [GrantLease()]),
-        (0.9, LeaseGranted(NEXT_LEASE), [KeepLease(2, NEXT_LEASE), say(2, join(1, replaces="a/0"), lease=NEXT_LEASE)]),
+        (0.9, LeaseGranted(NEXT_LEASE), [KeepLease(2, NEXT_LEASE), Follow(), say(2, join(1, replaces="a/0"), lease=NEXT_LEASE)]),
         (1.0, LeaderSeen(TERM, OURS), []),
     ],
     "a write was refused": [
@@ -488,8 +524,8 @@ def test_one_that_prefers_running_on_says_again_where_it_stands() -> None:
         machine.step(event, now)
     assert machine.step(LeaseGone(LEASE), 0.7) == []
     assert machine.step(TIME, 0.75) == [GrantLease()]
-    again = [KeepLease(2, NEXT_LEASE), say(3, member(), lease=NEXT_LEASE)]
-    assert machine.step(LeaseGranted(NEXT_LEASE), 0.8) == again
+    commands = [KeepLease(2, NEXT_LEASE), Follow(), say(3, member(), lease=NEXT_LEASE)]
+    assert machine.step(LeaseGranted(NEXT_LEASE), 0.8) == commands
 
 
 @pytest.mark.parametrize("event", [ToldSeen(b"\xc1"), Followed(12, OTHER, found(b"junk"))], ids=["seen", "read"])

@@ -59,9 +59,13 @@ def place_problem(place: Place) -> str:
         return "a world with impossible members"
     if sum(run.count for run in place.runs) != place.node_count:
         return f"a world of {place.node_count} nodes that has another number of members"
-    if not 0 <= place.restarts_used <= _MAX_COUNT:
-        return f"{place.restarts_used} restarts used"
-    return "" if 0 <= place.master_port < 1 << 16 else f"master port {place.master_port}"
+    if not 0 <= place.master_port < 1 << 16:
+        return f"master port {place.master_port}"
+    return restarts_problem(place.restarts_used)
+
+
+def restarts_problem(used: int) -> str:
+    return "" if 0 <= used <= _MAX_COUNT else f"{used} restarts used"
 
 
 def failure_problem(failure: Failure | None) -> str:

@@ -104,9 +104,9 @@ class RunHost:
             case messages.StoreRequest():
                 self._answer(self._store.handle(connection.name, message, self._loop.time()))
                 self._arm()
-            case messages.Join(facts, settings, last_round, replaces, failure):
+            case messages.Join(facts, settings, last_round, replaces, failure, used):
                 if self._identify(connection, facts):
-                    self.feed(vocabulary.NodeJoined(facts, settings, last_round, replaces, failure))
+                    self.feed(vocabulary.NodeJoined(facts, settings, last_round, replaces, failure, used))
             case messages.Return(facts, settings, place, stage):
                 if self._identify(connection, facts):
                     self.feed(vocabulary.NodeReturned(facts, settings, place, stage))

@@ -98,7 +98,6 @@ class Elected:
         self._leader: Found | None = None
         self._leader_revision = 0
         self._reign_number = 0
-        self._is_following = False
         self._heard = (0, 0)
         self._said = b""
         self._saying: bytes | None = None
@@ -119,6 +118,11 @@ class Elected:
         if self.reign is not None:
             candidates.append(self.reign.next_deadline())
         return min((each for each in candidates if each is not None), default=None)
+
+    @property
+    def lease(self) -> int | None:
+        """Of this node, and of the leader's key if that is its own."""
+        return self._lease
 
     @property
     def has_duties(self) -> bool:
@@ -252,13 +256,14 @@ class Elected:
         return commands
 
     def _granted(self, lease: int, now: float) -> list[Command]:
+        """Everything is read anew. etcd may have lost its data, and with it the lease before this one; then its
+        revisions begin again, and whoever waits for what comes after the last that it saw waits for ever."""
         self._lease = lease
         self._said, self._saying = b"", None
-        commands = [*self._end_abandoned(), *self._step_node(session.Connected(), now)]
-        if not self._is_following:
-            self._is_following = True
-            return [*commands, Follow()]
-        return [*commands, *(self._campaign() if self._leader is None else [])]
+        self._leader, self._leader_revision, self._heard = None, 0, (0, 0)
+        for what in ("follow", "campaign", "say"):
+            self._retry_at.pop(what, None)
+        return [*self._end_abandoned(), *self._step_node(session.Connected(), now), Follow()]
 
     def _end_abandoned(self) -> list[Command]:
         """Its workers were killed before it was given up, so nobody needs to wait until it ends by itself; least of all

@@ -5,7 +5,8 @@ has led for a while. At the end of the run what the nodes still have to hear mov
 gone after the linger; the rest goes when the leader does.
 
 Every transaction holds only if the leader's key is the one of this term, and if the transaction before it was the last
-that changed the key `turn` (see `keyspace`).
+that changed the key `turn` (see `keyspace`). An etcd that has lost its data counts its revisions anew, and the next
+leader may have the same term as the last; so the lease of the key is compared, too, which no other ever has.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from holdfast.records import record
 from holdfast.rendezvous import elected_words as words
 from holdfast.rendezvous.elected_words import Found
 from holdfast.rendezvous.etcd_client import (
@@ -36,11 +38,22 @@ _MAX_OPERATIONS = 100  # etcd takes 128 in one transaction unless it is told oth
 _MAX_BYTES = 1 << 20  # and 1.5 MiB.
 
 
+@record
+class Office:
+    """The leader's key: the revision at which it was created, and the lease that it hangs on."""
+
+    term: int
+    lease: int
+
+
 class Leadership:
     """One term. Used by the lanes only, one of which alone writes."""
 
-    def __init__(self, client: EtcdClient, keys: Keyspace, term: int, lease_s: int, linger_s: int) -> None:
-        self.term = term
+    def __init__(self, client: EtcdClient, keys: Keyspace, office: Office, lease_s: int, linger_s: int) -> None:
+        self.term = office.term
+        leader = keys.leader
+        self._guards = (Compare(leader, "create", "=", office.term), Compare(leader, "lease", "=", office.lease))
+        self._office = office
         self._client = client
         self._keys = keys
         self._run_lease_s = max(_SHORTEST_RUN_LEASE_S, _LEASES_PER_RUN_LEASE * lease_s)
@@ -147,22 +160,21 @@ class Leadership:
             turn = Put(self._keys.turn, b"", portion[0].lease)
             at_turn = Compare(self._keys.turn, "mod", "=", self._turn_at)
             looks = (Get(self._keys.leader), Get(self._keys.turn))
-            done = self._client.commit([self._guard, at_turn], [*portion, turn], looks)
+            done = self._client.commit([*self._guards, at_turn], [*portion, turn], looks)
             if not done.has_succeeded:
                 leader, found = map(only, done.readings)
                 self._turn_at = _changed_at(found)
-                return None if leader is not None and leader.create_revision == self.term else False
+                return None if leader is not None and self._is_own(leader) else False
             self._turn_at = done.revision
             self._written |= {put.key: put.value for put in portion}
         return True
 
     def forget(self) -> None:
         """Everybody has heard how the run ended: its name can be used again."""
-        self._client.commit([self._guard], [Delete(self._keys.root, is_prefix=True)])
+        self._client.commit(self._guards, [Delete(self._keys.root, is_prefix=True)])
 
-    @property
-    def _guard(self) -> Compare:
-        return Compare(self._keys.leader, "create", "=", self.term)
+    def _is_own(self, leader: KeyValue) -> bool:
+        return (leader.create_revision, leader.lease) == (self._office.term, self._office.lease)
 
 
 def _portions(puts: list[Put]) -> Iterator[list[Put]]:

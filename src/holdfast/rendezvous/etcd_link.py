@@ -37,7 +37,7 @@ from holdfast.rendezvous.etcd_client import (
     Watch,
     is_missing,
 )
-from holdfast.rendezvous.etcd_leadership import Leadership, as_found, only
+from holdfast.rendezvous.etcd_leadership import Leadership, Office, as_found, only
 from holdfast.rendezvous.keyspace import Junk, Keyspace
 from holdfast.rendezvous.reach import GiveUp, Obstacle, Reach, Say
 
@@ -178,7 +178,7 @@ class EtcdLink:
                     self._following = object()
                     self._work_lane.add(self._follow, self._following)
                 case words.Campaign(lease):
-                    self._work_lane.add(self._campaign, lease)
+                    self._work_lane.add(self._campaign, lease, self._following)
                 case words.Say():
                     self._work_lane.add(self._write_statement, command)
                 case words.Load(term):
@@ -195,7 +195,8 @@ class EtcdLink:
     def _lead(self, term: int) -> None:
         if self._leading is None or self._leading.term != term:
             self._step_down()
-            self._leading = Leadership(self._client, self._keys, term, self._lease_s, self._linger_s)
+            office = Office(term, self._machine.lease or 0)
+            self._leading = Leadership(self._client, self._keys, office, self._lease_s, self._linger_s)
         self._loading = object()
         self._work_lane.add(self._load, self._leading, self._loading)
 
@@ -327,15 +328,16 @@ class EtcdLink:
         if told is not None:
             self.run_lease = told.lease
 
-    def _campaign(self, lease: int) -> None:
+    def _campaign(self, lease: int, token: object) -> None:
+        """Its answer is not heard when all is being read anew."""
         key, name = self._keys.leader, self._machine.node.facts.node_id.encode()
         try:
             done = self._client.commit([is_missing(key)], [Put(key, name, lease), Get(key)], [Get(key)])
-            self._tell("campaign", words.LeaderSeen(done.revision, as_found(only(done.readings[-1]))))
+            self._tell("campaign", words.LeaderSeen(done.revision, as_found(only(done.readings[-1]))), token)
         except LeaseGone:
             self._tell("campaign", words.LeaseGone(lease))
         except EtcdError as error:
-            self._failed("campaign", error, words.CampaignFailed(random.random()))
+            self._failed("campaign", error, words.CampaignFailed(random.random()), token)
 
     def _write_statement(self, say: words.Say) -> None:
         try:

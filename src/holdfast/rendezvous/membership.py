@@ -33,7 +33,9 @@ A member that returns says which world it is in; the highest round is adopted, a
 to return. If all do, nobody notices anything.
 
 Where an outside authority keeps the leases (etcd), the machine counts none itself and is told when one has ended. Who
-leads such a run changes; the next leader takes a `Snapshot` and what all nodes say at that time, and goes on.
+leads such a run changes; the next leader takes a `Snapshot` and what all nodes say at that time, and goes on. If there
+is none, and yet somebody says that it was here before, then the authority has lost its data: others may not have
+noticed yet. Nothing is sealed until a lease has passed, and round and restarts go on from the highest that is heard of.
 
 A join is not always news. A node that was sealed into a world may not have heard of it: it says its join again on a
 new connection, or a new leader finds it where it stood. The round that it last saw tells: it is older than the one
@@ -136,7 +138,7 @@ class Membership:
     def resume(cls, snapshot: Snapshot, now: float) -> Membership:
         """Go on where another leader was. What each node says now is fed to it next, and who is gone is said to be."""
         machine = cls(now, snapshot.memory, keeps_leases=False)
-        machine._previous = snapshot.previous
+        machine._previous, machine._is_recovering = snapshot.previous, snapshot.is_recovering
         machine._has_seen_no_round = False
         if snapshot.world is not None and machine.phase is not Phase.ENDED:
             machine._begin(snapshot.world)
@@ -155,7 +157,9 @@ class Membership:
         departed = tuple(self._departed.items()) if is_stopping else ()
         members = self.world.keys if self.world is not None and self.outcome is None else ()
         finished = tuple(key for key in members if key not in self._unfinished)
-        return Snapshot(self._memory(), self.world, is_stopping, failures, departed, self._previous, finished)
+        return Snapshot(
+            self._memory(), self.world, is_stopping, failures, departed, self._previous, finished, self._is_recovering
+        )
 
     # What the shell calls.
 
@@ -242,7 +246,7 @@ class Membership:
         if problem:
             return [Refuse(facts.key, problem)]
         self.settings = ours
-        self.round = max(self.round, event.last_round)
+        self._learn_the_past(event.last_round, event.restarts_used, bool(event.replaces), now)
         commands = self._gone(event.replaces, "has lost its place") if event.replaces else []
         if event.failure is not None:
             commands += self._failed(facts.key, event.last_round, event.failure) + self._explain(facts.key)
@@ -251,6 +255,13 @@ class Membership:
         self._owing.discard(facts.key)
         self._roster.add(facts, Stage.WAITING, now)
         return commands + ([] if self.phase is not Phase.RUNNING or self._has_room() else self._stand_by((facts.key,)))
+
+    def _learn_the_past(self, last_round: int, restarts_used: int, was_here: bool, now: float) -> None:
+        self.round = max(self.round, last_round)
+        self._charged_at += [now] * (restarts_used - self.restarts_used)
+        self.restarts_used = max(self.restarts_used, restarts_used)
+        if self._has_seen_no_round and not self._keeps_leases and (last_round > 0 or was_here):
+            self._is_recovering = True
 
     def _explain(self, key: str) -> list[Command]:
         """It had stopped because of a failure before anybody could tell it who was gone: its leader."""
@@ -301,8 +312,7 @@ class Membership:
         """Go on with a round that another coordinator process has sealed; its members have a lease to return. Who they
         are is not known before they do. Until then a stand-in holds each place."""
         assert self.settings is not None
-        self.restarts_used = max(self.restarts_used, place.restarts_used)
-        self._charged_at = [now] * self.restarts_used
+        self._learn_the_past(place.round, place.restarts_used, True, now)
         members = stand_ins(place)
         self._begin(World(place.round, members, place.restarts_used))
         for facts in members:
@@ -487,7 +497,7 @@ class Membership:
         if not self._roster or self.settings is None:
             self._forming.reset()
             return []
-        self._keep_quiet()
+        self._keep_quiet(now)
         self._forming.count(len(self._roster.waiting), self.settings, now)
         if self._forming.has_failed(self.settings, now):
             missing = too_few(self._roster.names_waiting(), self.settings.min_nodes, self.settings.join_timeout_s)
@@ -503,11 +513,13 @@ class Membership:
         is_everybody = self.round > 0 and ready_count == len(self._roster)
         return self._forming.is_over(ready_count, is_everybody, self.settings, now)
 
-    def _keep_quiet(self) -> None:
+    def _keep_quiet(self, now: float) -> None:
         """After a restart of the coordinator, members of a round that it never saw may run for another lease."""
         assert self.settings is not None
         if self._is_recovering:
-            self._forming.not_before = max(self._forming.not_before, self._started_at + self.settings.lease_s)
+            quiet_until = self._started_at + self.settings.lease_s
+            self._forming.not_before = max(self._forming.not_before, quiet_until)
+            self._is_recovering = now < quiet_until
 
     def _ready(self, now: float) -> list[NodeFacts]:
         """Who can be sealed into a world, in order of arrival."""

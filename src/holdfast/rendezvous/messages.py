@@ -97,6 +97,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     last_round: int = 0
     replaces: str = ""
     failure: Failure | None = None
+    restarts_used: int = 0
 
 
 class Return(msgspec.Struct, frozen=True, tag=True):
@@ -237,10 +238,10 @@ def problem_of(message: object) -> str:
             # Another version is refused as such; what its nonces are like is its own business.
             is_sound = version != PROTOCOL_VERSION or len(nonce) == NONCE_BYTES
             return "" if is_sound else f"a nonce of {len(nonce)} bytes"
-        case Join(facts, settings, last_round, replaces, failure):
+        case Join(facts, settings, last_round, replaces, failure, used):
             is_sound = bounds.is_round(last_round) and len(replaces) <= 2 * bounds.MAX_NAME
             problem = bounds.facts_problem(facts) or bounds.settings_problem(settings)
-            problem = problem or bounds.failure_problem(failure)
+            problem = problem or bounds.failure_problem(failure) or bounds.restarts_problem(used)
             return problem or ("" if is_sound else f"last round {last_round}")
         case Return(facts, settings, place, _):
             problem = bounds.facts_problem(facts) or bounds.settings_problem(settings)

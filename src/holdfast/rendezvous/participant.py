@@ -171,6 +171,7 @@ class Participant:
         self.standing = Standing.OUTSIDE
         self.place: Place | None = None
         self.last_round = 0
+        self._restarts_used = 0
         self._session = link
         self._replaces = ""
         self._asked_at = 0.0
@@ -254,7 +255,9 @@ class Participant:
     def _join_message(self) -> messages.Join:
         """With the failure of the round before: the report of it may have met a closed connection."""
         failure = self._failure.failure if self._failure else None
-        return messages.Join(self.facts, self.settings, self.last_round, self._replaces, failure)
+        return messages.Join(
+            self.facts, self.settings, self.last_round, self._replaces, failure, self._restarts_used
+        )
 
     def _report_failure(self, report: FailureReported) -> list[Command]:
         if not self._is_in(report.round):
@@ -317,7 +320,7 @@ class Participant:
         if key != self.facts.key:
             return commands  # It was so late that the place is lost already.
         self._stand(Standing.MEMBER)
-        self.place, self.last_round = place, place.round
+        self.place, self.last_round, self._restarts_used = place, place.round, place.restarts_used
         self._replaces, self._failure = "", None
         return [*commands, WorldSealed(place)]
 

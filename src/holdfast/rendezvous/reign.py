@@ -264,9 +264,9 @@ def _facts_of(said: tuple[Said, ...]) -> NodeFacts | None:
 def _event(key: str, message: Said, known_key: str) -> words.Event:
     """`known_key` is the incarnation that was there before; if it is another, it is gone, whatever came between."""
     match message:
-        case messages.Join(facts, settings, last_round, replaces, failure):
+        case messages.Join(facts, settings, last_round, replaces, failure, restarts_used):
             gone = known_key if known_key != key else ""
-            return words.NodeJoined(facts, settings, last_round, gone or replaces, failure)
+            return words.NodeJoined(facts, settings, last_round, gone or replaces, failure, restarts_used)
         case messages.Return(facts, settings, place, stage):
             return words.NodeReturned(facts, settings, place, stage)
         case messages.Failed(round, failure):

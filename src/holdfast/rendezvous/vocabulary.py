@@ -87,7 +87,8 @@ class Snapshot:
 
     `previous` is the order of the world before. `finished` are the members whose workers have succeeded; they may be
     gone by now. In a round that is being stopped, `failures` and `departed` are what is known about it so far: the
-    first to be known has decided how those that follow are taken.
+    first to be known has decided how those that follow are taken. `is_recovering`: what was written of the run before is
+    lost, and somebody may still have workers of a round that nobody here knows of.
     """
 
     memory: Memory
@@ -97,6 +98,7 @@ class Snapshot:
     departed: tuple[tuple[str, str], ...] = ()
     previous: tuple[str, ...] = ()
     finished: tuple[str, ...] = ()
+    is_recovering: bool = False
 
 
 # Events.
@@ -106,8 +108,9 @@ class Snapshot:
 class NodeJoined:
     """A node asks for a place in the next round; none of its workers are alive.
 
-    `last_round` is the highest round that it has seen. `replaces` is the incarnation that it gave up, or empty.
-    `failure` is what its workers of that round failed of, in case that the report of it got lost.
+    `last_round` is the highest round that it has seen, and `restarts_used` what it was told then. `replaces` is the
+    incarnation that it gave up, or empty. `failure` is what its workers of that round failed of, in case that the
+    report of it got lost.
     """
 
     facts: NodeFacts
@@ -115,6 +118,7 @@ class NodeJoined:
     last_round: int = 0
     replaces: str = ""
     failure: Failure | None = None
+    restarts_used: int = 0
 
 
 @record
