@@ -280,8 +280,8 @@ class _Ledger(Checker):
 
 class MembershipIsFree(_Ledger):
     """A change of membership is never charged and never ends the run; only a failure does, of a round that nobody
-    was lost from or has left, and that was not stopped for another reason before. Where etcd has lost its data, somebody
-    may come who knows of restarts that the others have not heard of."""
+    was lost from or has left, and that was not stopped for another reason before. Where etcd has lost its data,
+    somebody may come who knows of restarts that the others have not heard of."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

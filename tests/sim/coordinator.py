@@ -104,7 +104,7 @@ class Coordinator:
         match message:
             case messages.Join(facts, settings, last_round, replaces, failure, used):
                 if self._bind(link, facts):
-                    self._step(words.NodeJoined(facts, settings, last_round, replaces, failure))
+                    self._step(words.NodeJoined(facts, settings, last_round, replaces, failure, used))
             case messages.Return(facts, settings, place, stage):
                 if self._bind(link, facts):
                     self._step(words.NodeReturned(facts, settings, place, stage))

@@ -5,8 +5,8 @@ It is linearizable because it is one object. What can go wrong with it is what a
 * Without a quorum nothing is carried out and no lease ends; afterwards every lease has its full length again.
 * When etcd changes its own leader, leases are extended to their full length. They are never shortened.
 * History is compacted: a watch that would have to begin before that cannot.
-* All its data is lost, and it counts its revisions from the beginning. Nobody is told. A watch goes on from the revision
-  that it has come to, so it says nothing until that is reached again. Leases are never given the same name twice.
+* All its data is lost, and it counts its revisions from the beginning. Nobody is told. A watch goes on from the
+  revision that it has come to, so it says nothing until that is reached again. No two leases ever have the same name.
 
 Its clock is its own, so a lease may end here earlier or later than its holder thinks.
 """

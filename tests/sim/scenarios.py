@@ -371,9 +371,9 @@ def a_frozen_leader_returns() -> str:
 
 @scenario
 def etcd_loses_its_data() -> str:
-    """It is empty, and counts its revisions from the beginning. With their next renewals the nodes find that their leases
-    are gone, and kill their workers. They elect a leader, which waits for a lease, as somebody may not have noticed; the
-    round is the next, and the restart that was used is not forgotten."""
+    """It is empty, and counts its revisions from the beginning. With their next renewals the nodes find that their
+    leases are gone, and kill their workers. They elect a leader, which waits for a lease, as somebody may not have
+    noticed; the round is the next, and the restart that was used is not forgotten."""
     script = EtcdScript(min_nodes=2, max_nodes=2, policy=RestartPolicy(max_restarts=1))
     script.nodes("ab")
     script.work("b", 1, failing(1.0))

@@ -278,7 +278,11 @@ LOSING: dict[str, Script] = {
         *WAITING,
         (0.7, LeaseGone(LEASE), []),
         (0.75, TIME, [GrantLease()]),
-        (0.9, LeaseGranted(NEXT_LEASE), [KeepLease(2, NEXT_LEASE), Follow(), say(2, join(1, replaces="a/0"), lease=NEXT_LEASE)]),
+        (
+            0.9,
+            LeaseGranted(NEXT_LEASE),
+            [KeepLease(2, NEXT_LEASE), Follow(), say(2, join(1, replaces="a/0"), lease=NEXT_LEASE)],
+        ),
         (1.0, ToldSeen(told((9, 1, sealed()))), []),
     ],
     "also if nothing is heard for a lease": [
@@ -361,7 +365,11 @@ LEADING_ON: dict[str, Script] = {
         *LEADING,
         (0.8, LeaseGone(LEASE), [StepDown()]),
         (0.85, TIME, [GrantLease()]),
-        (0.9, LeaseGranted(NEXT_LEASE), [KeepLease(2, NEXT_LEASE), Follow(), say(2, join(1, replaces="a/0"), lease=NEXT_LEASE)]),
+        (
+            0.9,
+            LeaseGranted(NEXT_LEASE),
+            [KeepLease(2, NEXT_LEASE), Follow(), say(2, join(1, replaces="a/0"), lease=NEXT_LEASE)],
+        ),
         (1.0, LeaderSeen(TERM, OURS), []),
     ],
     "a write was refused": [

@@ -38,6 +38,7 @@ _LOOK_AGAIN_S = 0.02
 _STOP_S = 30.0
 _KEEPER = str(Path(__file__).with_name("etcd_keeper.py"))
 _LOG_NAME = "etcd.log"
+_DATA_NAME = "data"
 # A server without peers need not give them time; it is ready the sooner, and leases may be as short as a second.
 _ALONE = ("--heartbeat-interval=50", "--election-timeout=300")
 
@@ -191,7 +192,7 @@ class _Member:
         command = [
             find_etcd_binary(),
             f"--name={self.name}",
-            f"--data-dir={os.path.join(self.home, 'data')}",
+            f"--data-dir={os.path.join(self.home, _DATA_NAME)}",
             f"--listen-client-urls={url}",
             f"--advertise-client-urls={url}",
             f"--listen-peer-urls={peer_url}",
@@ -431,6 +432,16 @@ class EtcdCluster:
         self.kill(number)
         self._members[number].start(self._peers, None)
         self._members[number].await_health(time.monotonic() + self._timeout)
+
+    def lose_data(self) -> None:
+        """Kills all members and starts them again at the same ports, with nothing."""
+        for number in range(len(self._members)):
+            self.kill(number)
+        for member in self._members:
+            shutil.rmtree(os.path.join(member.home, _DATA_NAME))
+            member.start(self._peers, None)
+        for member in self._members:
+            member.await_health(time.monotonic() + self._timeout)
 
     def leader(self) -> int:
         """The number of the member that leads; waits until there is one."""

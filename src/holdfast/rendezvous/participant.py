@@ -255,9 +255,7 @@ class Participant:
     def _join_message(self) -> messages.Join:
         """With the failure of the round before: the report of it may have met a closed connection."""
         failure = self._failure.failure if self._failure else None
-        return messages.Join(
-            self.facts, self.settings, self.last_round, self._replaces, failure, self._restarts_used
-        )
+        return messages.Join(self.facts, self.settings, self.last_round, self._replaces, failure, self._restarts_used)
 
     def _report_failure(self, report: FailureReported) -> list[Command]:
         if not self._is_in(report.round):

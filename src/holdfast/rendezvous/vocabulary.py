@@ -87,8 +87,8 @@ class Snapshot:
 
     `previous` is the order of the world before. `finished` are the members whose workers have succeeded; they may be
     gone by now. In a round that is being stopped, `failures` and `departed` are what is known about it so far: the
-    first to be known has decided how those that follow are taken. `is_recovering`: what was written of the run before is
-    lost, and somebody may still have workers of a round that nobody here knows of.
+    first to be known has decided how those that follow are taken. `is_recovering`: what was written of the run
+    before is lost, and somebody may still have workers of a round that nobody here knows of.
     """
 
     memory: Memory

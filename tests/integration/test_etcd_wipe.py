@@ -1,0 +1,70 @@
+"""Runs on an etcd that loses everything that it has, and is there again at the same address."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.rendezvous.etcd_server import EtcdCluster
+from tests import nodes, support
+from tests.nodes import Scene
+
+
+@contextlib.contextmanager
+def unmarked() -> Iterator[None]:
+    """What is started now is not of the scene, which would miss its end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(support.TEST_MARK)
+        yield
+
+
+@pytest.fixture
+def cluster() -> Iterator[EtcdCluster]:
+    with unmarked():
+        cluster = EtcdCluster(1)
+    with cluster:
+        yield cluster
+
+
+def lose_data(cluster: EtcdCluster) -> None:
+    with unmarked():
+        cluster.lose_data()
+
+
+@pytest.fixture
+def scene(cluster: EtcdCluster, tmp_path: Path) -> Iterator[Scene]:
+    mark, endpoints = os.environ[support.TEST_MARK], ",".join(cluster.endpoints)
+    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], mark, etcd=endpoints) as stage:
+        yield stage
+
+
+def test_a_run_outlives_the_loss_of_all_data(scene: Scene, cluster: EtcdCluster) -> None:
+    """Rounds and restarts go on from what the nodes remember, and nothing is charged: no restart is left."""
+    agents = [scene.start(name, "2", "--max-restarts", "1", lease=3) for name in "ab"]
+    scene.await_world(2)
+    scene.order("exit 3", rank=1, round=1)
+    second = scene.await_world(2, after=1)
+    lose_data(cluster)
+    for agent in agents:
+        agent.await_line("lost its place")
+    third = scene.await_world(2, after=2)
+    assert not support.survivors(life.pid for life in second)
+    assert {(life.round, life.restarts) for life in third} == {(3, 1)}
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+def test_nodes_that_wait_for_others_go_on_waiting(scene: Scene, cluster: EtcdCluster) -> None:
+    """Nobody had a place yet. Who comes afterwards is met by whoever was there before."""
+    a = scene.start("a", "2", lease=3)
+    a.await_line("1/2 joined, waiting for 1")
+    lose_data(cluster)
+    scene.start("b", "2", lease=3)
+    assert {life.round for life in scene.await_world(2)} == {1}
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}
