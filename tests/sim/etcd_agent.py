@@ -57,6 +57,17 @@ class Truth:
         self.snapshot = None
         self.checks.data_lost()
 
+    def forget(self) -> None:
+        """A run that never began is nothing to anybody: whoever comes next begins it."""
+        has_begun = self.snapshot is not None and (self.snapshot.memory.last_round or self.snapshot.memory.outcome)
+        if self.snapshot is not None and not has_begun:
+            self.snapshot = None
+            return
+        if not self.is_forgotten:
+            self.checks.run_forgotten(self.snapshot)
+        self.is_forgotten = True
+        self.forgotten()
+
     def tell(self, entries: Sequence[Entry]) -> None:
         for at, hook, arguments in entries:
             self._decided_at = at
@@ -240,10 +251,10 @@ class EtcdAgent(Agent):
                 self._forget_load()
             case words.Write():
                 self._write(command)
-            case words.Forget(term):
+            case words.Forget(term, origin):
                 self._is_forgetting = True
                 lease = self.elected.lease
-                self._ask(lambda etcd: self._forget(etcd, term, lease), lambda _: self._forgot(), self._forgot)
+                self._ask(lambda etcd: self._forget(etcd, term, lease, origin), lambda _: self._forgot(), self._forgot)
             case _:
                 self._deliver(command)
 
@@ -345,7 +356,10 @@ class EtcdAgent(Agent):
 
         def read(etcd: Etcd) -> tuple[int, int, words.Loaded]:
             nodes = tuple((_node_of(key), found) for key, found in etcd.under(KEYS.nodes))
-            return etcd.revision, etcd.changed_at(KEYS.turn), words.Loaded(term, etcd.get(KEYS.run), nodes)
+            told = tuple(KEYS.node_told(key) for key, _ in etcd.under(KEYS.told))
+            ended = tuple((KEYS.origin_of(key), found.value) for key, found in etcd.under(KEYS.ended))
+            loaded = words.Loaded(term, etcd.get(KEYS.run), nodes, told, ended)
+            return etcd.revision, etcd.changed_at(KEYS.turn), loaded
 
         def answered(answer: tuple[int, int, words.Loaded]) -> None:
             revision, turn_at, loaded = answer
@@ -395,6 +409,10 @@ class EtcdAgent(Agent):
             self.truth.wrote(write, present, run, told)
             values = [(KEYS.run, run)] if run is not None else []
             values += [(KEYS.told_to(node_id), value) for node_id, value in told]
+            if write.epitaph is not None:
+                values.append((KEYS.ended_of(write.epitaph[0]), write.epitaph[1]))
+            if index + 1 == len(parts):
+                etcd.remove([KEYS.told_to(node_id) for node_id in write.removed])
             return None, etcd.put([*values, (KEYS.turn, b"")])
 
         def answered(answer: tuple[Any, int]) -> None:
@@ -417,13 +435,14 @@ class EtcdAgent(Agent):
     def _does_take_turns(self) -> bool:
         return True
 
-    def _forget(self, etcd: Etcd, term: int, lease: int | None) -> None:
-        if _is_led(etcd, term, lease):
-            etcd.remove([key for key, _ in etcd.under(KEYS.root)])
-            self.truth.is_forgotten = True
-            self.engine.note("etcd", "the run is forgotten")
-            self.checks.run_forgotten(self.truth.snapshot)
-            self.truth.forgotten()
+    def _forget(self, etcd: Etcd, term: int, lease: int | None, origin: int) -> None:
+        if not _is_led(etcd, term, lease):
+            return
+        etcd.remove([key for key, _ in etcd.under(KEYS.root) if not key.startswith(KEYS.nodes)])
+        if origin:
+            etcd.remove([KEYS.ended_of(origin)])
+        self.engine.note("etcd", "the run is forgotten")
+        self.truth.forget()
 
     def _then(self, call: Callable[[], None]) -> None:
         """When whatever is being forgotten is."""

@@ -57,7 +57,8 @@ class EtcdWorld(FakeWorld):
         return super().is_calm() and not (self.profile.do_hosts_request_ranks and may_claim_long)
 
     def _forgotten(self) -> None:
-        """Its name is free again. Whoever has not heard how it ended was out of reach for as long as a leader waits."""
+        """Its name is free again. Whoever has not heard how it ended was out of reach for as long as a leader waits,
+        and hears of it when it is back."""
         unknowing = [agent for agent in self._living() if agent.outcome is None and not agent.is_leaving]
         is_peaceful = self._healed_at is not None and self.engine.now - self._healed_at > 20.0
         settled = [agent.name for agent in unknowing if agent.participant.settings == self.profile.settings]
@@ -66,7 +67,8 @@ class EtcdWorld(FakeWorld):
                 "everybody_hears", f"the run is forgotten, and {', '.join(settled)} has not heard of its end"
             )
         for agent in unknowing:
-            agent.crash()
+            if isinstance(agent, EtcdAgent) and not agent.elected.origin:
+                agent.crash()  # It has nothing by which it could know.
 
     def open(self) -> None:
         """etcd is there before anybody else, or not quite."""
@@ -123,6 +125,12 @@ class EtcdWorld(FakeWorld):
         snapshot = self.truth.snapshot
         is_running = snapshot is not None and not snapshot.is_stopping and snapshot.memory.outcome is None
         return snapshot.world if snapshot is not None and is_running else None
+
+    def _is_settled(self) -> bool:
+        """Nothing lies there for somebody who is gone."""
+        present = {KEYS.node_of(key) for key, _ in self.etcd.under(KEYS.nodes)}
+        told = {KEYS.node_told(key) for key, _ in self.etcd.under(KEYS.told)}
+        return super()._is_settled() and (not self._living() or told <= present)
 
     def standing(self) -> str:
         leader = self.leader()

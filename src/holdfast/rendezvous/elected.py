@@ -99,8 +99,9 @@ class Elected:
         self._leader_revision = 0
         self._reign_number = 0
         self._heard = (0, 0)
-        self._said = b""
-        self._saying: bytes | None = None
+        self._origin = 0
+        self._said: tuple[Said, ...] = ()
+        self._saying: tuple[Said, ...] | None = None
         self._say_number = 0
         self._is_revoked = False
         self._retry_at: dict[str, float] = {}
@@ -123,6 +124,11 @@ class Elected:
     def lease(self) -> int | None:
         """Of this node, and of the leader's key if that is its own."""
         return self._lease
+
+    @property
+    def origin(self) -> int:
+        """Of the run that it was told something of last; 0 if it never was."""
+        return self._origin
 
     @property
     def has_duties(self) -> bool:
@@ -195,9 +201,9 @@ class Elected:
         if reign is None:
             return []
         match event:
-            case Loaded(term, run, nodes) if term == reign.term:
+            case Loaded(term, run, nodes, told, ended) if term == reign.term:
                 self._hold(Office.LEADING)
-                reign.load(run, nodes, now)
+                reign.load(run, nodes, now, told, ended)
             case LoadFailed(term, jitter) if term == reign.term:
                 self._retry("load", jitter, now)
             case NodesSeen(term, changes) if term == reign.term:
@@ -259,7 +265,7 @@ class Elected:
         """Everything is read anew. etcd may have lost its data, and with it the lease before this one; then its
         revisions begin again, and whoever waits for what comes after the last that it saw waits for ever."""
         self._lease = lease
-        self._said, self._saying = b"", None
+        self._said, self._saying = (), None
         self._leader, self._leader_revision, self._heard = None, 0, (0, 0)
         for what in ("follow", "campaign", "say"):
             self._retry_at.pop(what, None)
@@ -296,12 +302,12 @@ class Elected:
         if self._lease is None or self._saying is not None or "say" in self._retry_at or self._is_revoked:
             return []
         said = tuple(each for each in self.node.statement() if isinstance(each, Said))
-        statement = keyspace.encode(Statement(keyspace.VERSION, said))
-        if not said or statement == self._said:
+        if not said or said == self._said:
             return []
-        self._saying = statement
+        self._saying = said
         self._say_number += 1
-        return [Say(self._say_number, self._lease, statement)]
+        statement = Statement(keyspace.VERSION, said, self._origin)
+        return [Say(self._say_number, self._lease, keyspace.encode(statement))]
 
     def _was_said(self, number: int) -> None:
         if number == self._say_number and self._saying is not None:
@@ -309,10 +315,11 @@ class Elected:
 
     def _hear(self, value: bytes, now: float) -> list[Command]:
         commands: list[Command] = []
-        for telling in keyspace.decode(Tellings, value).items:
+        tellings = keyspace.decode(Tellings, value)
+        for telling in tellings.items:
             if (telling.term, telling.number) <= self._heard:
                 continue
-            self._heard = (telling.term, telling.number)
+            self._heard, self._origin = (telling.term, telling.number), tellings.origin
             if telling.key == self.node.facts.key or isinstance(telling.message, messages.Ended):
                 commands += self._step_node(participant.MessageCame(telling.message), now)
         return commands
@@ -320,7 +327,9 @@ class Elected:
     def _say_farewell(self) -> list[Command]:
         """With the lease the statement goes, and the leader's key if it is ours: a leader has duties first."""
         is_speaking = self._saying is not None or "say" in self._retry_at
-        return self.resign() if self._has_left and not is_speaking and not self.has_duties else []
+        if not self._has_left or is_speaking or self.has_duties or self.is_gone:
+            return []
+        return [*(self.reign.leave(self.node.facts.key) if self.reign is not None else []), *self.resign()]
 
     @property
     def _has_left(self) -> bool:

@@ -95,11 +95,16 @@ class SayFailed:
 
 @record
 class Loaded:
-    """Everything about the run as it was at one moment; from there on the statements are watched."""
+    """Everything about the run as it was at one moment; from there on the statements are watched.
+
+    `told` are the nodes for which something lies there, `ended` the epitaphs of runs of this name by their origins.
+    """
 
     term: int
     run: Found | None
     nodes: tuple[tuple[str, Found], ...]
+    told: tuple[str, ...] = ()
+    ended: tuple[tuple[int, bytes], ...] = ()
 
 
 @record
@@ -227,6 +232,9 @@ class Write:
     `turn`, and holds only if `turn` was last changed by the transaction before it in this term (at the beginning: if it
     is as it was when the run was loaded). If it was not, an earlier one was carried out late: see when it was changed,
     and say `WriteFailed`. `WriteRefused` is for another term alone.
+
+    `removed` are nodes for which nothing is to lie there any more. `epitaph`, if there is one, is an origin and what is
+    to be known of that run for a day; it goes with `run`.
     """
 
     number: int
@@ -234,13 +242,20 @@ class Write:
     run: bytes | None
     told: tuple[tuple[str, bytes], ...]
     is_last: bool = False
+    removed: tuple[str, ...] = ()
+    epitaph: tuple[int, bytes] | None = None
 
 
 @record
 class Forget:
-    """Remove everything, if this term is still the present one. Not answered."""
+    """Remove everything but the statements, if this term is still the present one. Not answered. Statements are their
+    nodes' own, and one may have been written just now.
+
+    `origin`: everybody knows how this run ended, so its epitaph is removed, too.
+    """
 
     term: int
+    origin: int = 0
 
 
 EtcdCommand = GrantLease | KeepLease | RevokeLease | Follow | Campaign | Say | Load | StepDown | Write | Forget

@@ -368,7 +368,7 @@ class EtcdLink:
 
     def _carry_out(self, leadership: Leadership, command: words.Write | words.Forget) -> None:
         if isinstance(command, words.Forget):
-            leadership.forget()
+            leadership.forget(command.origin)
             return
         number = command.number
         try:

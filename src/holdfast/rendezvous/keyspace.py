@@ -6,6 +6,7 @@
     <prefix>/<run id>/nodes/<node>    what a node says of itself (`Statement`); gone with its lease
     <prefix>/<run id>/told/<node>     what the leader tells that node (`Tellings`)
     <prefix>/<run id>/store/<key>     the run's key-value store
+    <prefix>/<run id>:ended/<origin>  how a run of this name ended (`Epitaph`); kept for a day, see below
 
 A statement is not a message but the whole of what its node has to say; whoever reads the newest has missed nothing.
 What a node is told is a short list, of which the newest holds everything that still matters: its place, that the
@@ -16,8 +17,12 @@ overwritten by somebody who does not know what is there: a node's statement is w
 the one that this node wrote last, and each transaction of a leader only if the last that was written in its term was
 the one before it. That is what the key `turn` is for, whose value is nobody's business.
 
-Every value is a typed msgpack map behind a
-version, so something else's keys under the same prefix are noticed and not misread.
+A name may be used again. The *origin* of a run is the term in which it began; whoever is told something learns it, and
+says it in its statements. One that was out of reach for so long that nothing is left of its run says an origin of which
+there is an epitaph, and is told how that run ended. It neither starts it anew nor takes part in another of that name.
+
+Every value is a typed msgpack map behind a version, so something else's keys under the same prefix are noticed and not
+misread.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ import msgspec
 
 from holdfast.errors import UserError
 from holdfast.rendezvous import messages
+from holdfast.rendezvous.outcome import Outcome
 from holdfast.rendezvous.vocabulary import Snapshot
 
 VERSION = 1
@@ -59,26 +65,34 @@ class Telling(msgspec.Struct, frozen=True):
 class Statement(msgspec.Struct, frozen=True):
     version: int
     said: tuple[Said, ...]
+    origin: int = 0
 
 
 class Tellings(msgspec.Struct, frozen=True):
     version: int
     items: tuple[Telling, ...]
+    origin: int = 0
 
 
 class Page(msgspec.Struct, frozen=True):
     version: int
     snapshot: Snapshot
+    origin: int = 0
+
+
+class Epitaph(msgspec.Struct, frozen=True):
+    version: int
+    outcome: Outcome
 
 
 class Junk(ValueError):  # noqa: N818
     """A value that no holdfast of this version has written."""
 
 
-T = TypeVar("T", Statement, Tellings, Page)
+T = TypeVar("T", Statement, Tellings, Page, Epitaph)
 
 
-def encode(value: Statement | Tellings | Page) -> bytes:
+def encode(value: Statement | Tellings | Page | Epitaph) -> bytes:
     return _encoder.encode(value)
 
 
@@ -117,6 +131,8 @@ class Keyspace:
         self.nodes = self.root + b"nodes/"
         self.told = self.root + b"told/"
         self.store = self.root + b"store/"
+        # Beside the others and not among them; no other run can be called that, as its colon would be quoted.
+        self.ended = self.root[:-1] + b":ended/"
 
     def node(self, node_id: str) -> bytes:
         return self.nodes + quote(node_id, safe="").encode()
@@ -127,3 +143,15 @@ class Keyspace:
 
     def told_to(self, node_id: str) -> bytes:
         return self.told + quote(node_id, safe="").encode()
+
+    def node_told(self, key: bytes) -> str:
+        """Who is told something under this key."""
+        return unquote(key.removeprefix(self.told).decode(errors="replace"))
+
+    def ended_of(self, origin: int) -> bytes:
+        return self.ended + str(origin).encode()
+
+    def origin_of(self, key: bytes) -> int:
+        """Of which run this is the epitaph; 0 if of none."""
+        name = key.removeprefix(self.ended)
+        return int(name) if name.isdigit() else 0

@@ -139,6 +139,7 @@ class Membership:
         """Go on where another leader was. What each node says now is fed to it next, and who is gone is said to be."""
         machine = cls(now, snapshot.memory, keeps_leases=False)
         machine._previous, machine._is_recovering = snapshot.previous, snapshot.is_recovering
+        machine._has_lost_nodes = snapshot.has_lost_nodes
         machine._has_seen_no_round = False
         if snapshot.world is not None and machine.phase is not Phase.ENDED:
             machine._begin(snapshot.world)
@@ -157,9 +158,8 @@ class Membership:
         departed = tuple(self._departed.items()) if is_stopping else ()
         members = self.world.keys if self.world is not None and self.outcome is None else ()
         finished = tuple(key for key in members if key not in self._unfinished)
-        return Snapshot(
-            self._memory(), self.world, is_stopping, failures, departed, self._previous, finished, self._is_recovering
-        )
+        past = (self._previous, finished, self._is_recovering, self._has_lost_nodes)
+        return Snapshot(self._memory(), self.world, is_stopping, failures, departed, *past)
 
     # What the shell calls.
 
@@ -188,6 +188,17 @@ class Membership:
     def node_count(self) -> int:
         return len(self._roster)
 
+    @property
+    def have_all_heard(self) -> bool:
+        """How the run ended: nobody can come back who does not know."""
+        return self._is_end_told and not self._roster and not self._has_lost_nodes
+
+    def is_nothing_without(self, key: str) -> bool:
+        """Whether no round was ever formed, and nobody but this node has anything to do with the run. One that was lost
+        may come back, and has the settings that the run has."""
+        is_alone = all(node.key == key for node in self._roster)
+        return self.phase is Phase.FORMING and self.round == 0 and is_alone and not self._has_lost_nodes
+
     # Events.
 
     def _react(self, event: Event, now: float) -> list[Command]:
@@ -215,6 +226,7 @@ class Membership:
             case NodeLeaving(key):
                 return self._leaving(key)
             case NodeLeft(key):
+                self.settings = None if self.is_nothing_without(key) else self.settings
                 return self._gone(key, "left")
             case LeaseExpired(key):
                 return self._lose(key, "is lost: its lease ended")
@@ -558,8 +570,7 @@ class Membership:
         if self._forget_at is None:
             self._forget_at = now + (self.settings.close_linger_s if self.settings else 0.0)
         is_closed = self.outcome is not None and self.outcome.end is End.CLOSED
-        have_all_heard = self._is_end_told and not self._roster and not self._has_lost_nodes and not is_closed
-        return [ForgetRun()] if have_all_heard or now >= self._forget_at else []
+        return [ForgetRun()] if (self.have_all_heard and not is_closed) or now >= self._forget_at else []
 
     def _memory(self) -> Memory:
         return Memory(self.round, self.restarts_used, self.outcome, self.settings)

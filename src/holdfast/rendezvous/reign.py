@@ -3,6 +3,8 @@
 It reads statements and turns what is new in them into events for `Membership`; it collects what the machine's commands
 tell the nodes, and hands it out in writes, one at a time, each with the snapshot if that has changed.
 
+What was told to a node that is gone is removed with the next write: whoever comes back is somebody else.
+
 A statement outlives its node by a lease. An agent that was killed, and started again with the same requested rank,
 meets its own claim to it. So a newcomer whose rank is claimed is not shown to the machine, which would refuse it,
 before the claim is gone, or has held for so long that somebody must be alive who renews it.
@@ -17,8 +19,9 @@ from typing import assert_never
 from holdfast.rendezvous import keyspace, messages
 from holdfast.rendezvous import vocabulary as words
 from holdfast.rendezvous.elected_words import EtcdCommand, Forget, Found, Load, Write
-from holdfast.rendezvous.keyspace import Page, Said, Statement, Tellable, Telling, Tellings
+from holdfast.rendezvous.keyspace import Epitaph, Page, Said, Statement, Tellable, Telling, Tellings
 from holdfast.rendezvous.membership import Membership
+from holdfast.rendezvous.outcome import Outcome
 from holdfast.rendezvous.vocabulary import Snapshot
 from holdfast.rendezvous.world import NodeFacts
 
@@ -40,6 +43,10 @@ class Reign:
         self._told: dict[str, list[Telling]] = {}
         self._untold: set[str] = set()
         self._last_write: Write | None = None
+        self._gone: set[str] = set()  # For whom something may lie there that nobody will read.
+        self._origin = term
+        self._ended: dict[int, Outcome] = {}
+        self._late: dict[str, str] = {}  # Nodes of runs that have ended, and the keys by which they were told so.
         self._snapshot: Snapshot | None = None
         self._is_forgotten = False
         self._is_removed = False
@@ -68,18 +75,37 @@ class Reign:
 
     # What is read.
 
-    def load(self, run: Found | None, nodes: tuple[tuple[str, Found], ...], now: float) -> None:
+    def load(
+        self,
+        run: Found | None,
+        nodes: tuple[tuple[str, Found], ...],
+        now: float,
+        told: tuple[str, ...] = (),
+        ended: tuple[tuple[int, bytes], ...] = (),
+    ) -> None:
         """At the beginning of the term, and again whenever the watch was interrupted."""
         if self.machine is None:
-            snapshot = keyspace.decode(Page, run.value).snapshot if run is not None else None
-            self._take_office(snapshot, now)
+            page = keyspace.decode(Page, run.value) if run is not None else None
+            self._origin = (page.origin if page is not None else 0) or self.term
+            self._ended = {origin: keyspace.decode(Epitaph, value).outcome for origin, value in ended}
+            self._take_office(page.snapshot if page is not None else None, now)
         present = {node_id for node_id, _ in nodes}
         for node_id in [each for each in (*self._statements, *self._held) if each not in present]:
             self._see_one(node_id, None, now)
         self._miss_the_absent([found for _, found in nodes], now)
         for node_id, found in sorted(nodes, key=lambda each: each[1].changed_at):
             self._see_one(node_id, found, now)
+        self._remove_what_was_told_to({*told, *self._told} - present)
         self._feed(words.TimePassed(), now)  # There may be nobody, and a time to come all the same.
+
+    def _remove_what_was_told_to(self, absent: set[str]) -> None:
+        """After the end it stays: whoever comes back finds how the run ended, and all of it goes before long."""
+        if self.machine is None or self.machine.outcome is not None:
+            return
+        for node_id in absent:
+            self._told.pop(node_id, None)
+            self._untold.discard(node_id)
+            self._gone.add(node_id)
 
     def _take_office(self, snapshot: Snapshot | None, now: float) -> None:
         self._snapshot = snapshot
@@ -109,14 +135,15 @@ class Reign:
             return  # What nobody can read is no news.
         if found is None:
             self._held.pop(node_id, None)
-        elif self._must_wait(node_id, found, said, now):
+            self._late.pop(node_id, None)
+        elif self._is_late(node_id, found) or self._must_wait(node_id, found, said, now):
             return
         known_key, known = self._statements.pop(node_id, ("", ()))
         if not said:
-            self._told.pop(node_id, None)
             if known_key:
                 self._feed(words.LeaseExpired(known_key), now)
                 self._see_held(now)
+            self._remove_what_was_told_to({node_id})
             return
         facts = _facts_of(said)
         key = facts.key if facts is not None else known_key
@@ -125,6 +152,17 @@ class Reign:
         for message in said:
             if message not in before:
                 self._feed(_event(key, message, known_key), now)
+
+    def _is_late(self, node_id: str, found: Found) -> bool:
+        """Whether it is of a run that has ended. It is told how, and is nobody to the run that is here."""
+        statement = keyspace.decode(Statement, found.value)
+        facts, outcome = _facts_of(statement.said), self._ended.get(statement.origin)
+        if facts is None or outcome is None or statement.origin == self._origin:
+            return False
+        if self._late.get(node_id) != facts.key:
+            self._late[node_id] = facts.key
+            self._tell((facts.key,), messages.Ended(outcome))
+        return True
 
     def _must_wait(self, node_id: str, found: Found, said: tuple[Said, ...], now: float) -> bool:
         until, _ = self._held.pop(node_id, (None, None))
@@ -190,6 +228,7 @@ class Reign:
             self.number += 1
             self._told[node_id] = [*_still_true(told, message), Telling(self.term, self.number, key, message)]
             self._untold.add(node_id)
+            self._gone.discard(node_id)
 
     # What is written.
 
@@ -201,24 +240,34 @@ class Reign:
         snapshot = self.machine.snapshot()
         # As long as nobody has joined there is nothing to be remembered.
         is_changed = snapshot != self._snapshot and not (self._snapshot is None and self.machine.settings is None)
-        if not is_changed and not self._untold:
+        outcome = self.machine.outcome
+        if not is_changed and not self._untold and not self._gone:
             return self._forget(now)
-        run = _page(snapshot) if is_changed else None
+        run = _page(snapshot, self._origin) if is_changed else None
         told = tuple((node_id, self._tellings(node_id)) for node_id in sorted(self._untold) if node_id in self._told)
+        removed = tuple(sorted(self._gone))
+        epitaph = (self._origin, _epitaph(outcome)) if is_changed and outcome is not None else None
         self._snapshot = snapshot
         self._untold.clear()
+        self._gone.clear()
         for node_id in self._told:
             self._told[node_id] = [each for each in self._told[node_id] if not _is_passing(each.message)]
         self.number += 1
         self.writing = self.number
-        self._last_write = Write(self.number, self.term, run, told, self.machine.outcome is not None)
+        self._last_write = Write(self.number, self.term, run, told, outcome is not None, removed, epitaph)
         return [self._last_write]
 
     def _forget(self, now: float) -> list[EtcdCommand]:
         if not self._is_forgotten or self._is_removed or now < self._forget_at():
             return []
         self._is_removed = True
-        return [Forget(self.term)]
+        assert self.machine is not None
+        return [Forget(self.term, self._origin if self.machine.have_all_heard else 0)]
+
+    def leave(self, key: str) -> list[EtcdCommand]:
+        """The leader's own node goes. If it was alone with a run that never began, nothing is left of that."""
+        is_nothing = self.machine is not None and self.machine.is_nothing_without(key)
+        return [Forget(self.term)] if is_nothing and self.writing is None else []
 
     def _forget_at(self) -> float:
         """Whoever is still there was told when that was written, and not before."""
@@ -228,7 +277,7 @@ class Reign:
         return self._told_end_at + linger_s
 
     def _tellings(self, node_id: str) -> bytes:
-        return keyspace.encode(Tellings(keyspace.VERSION, tuple(self._told[node_id])))
+        return keyspace.encode(Tellings(keyspace.VERSION, tuple(self._told[node_id]), self._origin))
 
     def was_written(self, number: int, now: float) -> None:
         if number != self.writing or self._last_write is None:
@@ -238,14 +287,18 @@ class Reign:
         self.writing = self._last_write = None
 
 
-def _page(snapshot: Snapshot) -> bytes:
+def _page(snapshot: Snapshot, origin: int) -> bytes:
     """Within what etcd takes, however many nodes have failed at once with however long a text."""
-    page = keyspace.encode(Page(keyspace.VERSION, snapshot))
+    page = keyspace.encode(Page(keyspace.VERSION, snapshot, origin))
     if len(page) <= _MAX_PAGE_BYTES:
         return page
     most = _MAX_PAGE_BYTES // (8 * max(1, len(snapshot.failures)))
     failures = tuple((key, replace(failure, text=failure.text[:most])) for key, failure in snapshot.failures)
-    return keyspace.encode(Page(keyspace.VERSION, replace(snapshot, failures=failures)))
+    return keyspace.encode(Page(keyspace.VERSION, replace(snapshot, failures=failures), origin))
+
+
+def _epitaph(outcome: Outcome) -> bytes:
+    return keyspace.encode(Epitaph(keyspace.VERSION, outcome))
 
 
 def _said(found: Found | None) -> tuple[Said, ...]:

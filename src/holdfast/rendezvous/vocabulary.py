@@ -88,7 +88,8 @@ class Snapshot:
     `previous` is the order of the world before. `finished` are the members whose workers have succeeded; they may be
     gone by now. In a round that is being stopped, `failures` and `departed` are what is known about it so far: the
     first to be known has decided how those that follow are taken. `is_recovering`: what was written of the run
-    before is lost, and somebody may still have workers of a round that nobody here knows of.
+    before is lost, and somebody may still have workers of a round that nobody here knows of. `has_lost_nodes`: somebody
+    may come back who does not know how the run ended.
     """
 
     memory: Memory
@@ -99,6 +100,7 @@ class Snapshot:
     previous: tuple[str, ...] = ()
     finished: tuple[str, ...] = ()
     is_recovering: bool = False
+    has_lost_nodes: bool = False
 
 
 # Events.
