@@ -199,6 +199,12 @@ class EtcdAgent(Agent):
         self._is_forgetting = False
         self._afterwards: Callable[[], None] | None = None
 
+    @property
+    def has_said_its_origin(self) -> bool:
+        """Or will say it, with another lease, when it is back."""
+        origin, found = self.elected.origin, self.wire.etcd.get(KEYS.node(self.name))
+        return origin > 0 and (found is None or keyspace.decode(keyspace.Statement, found.value).origin == origin)
+
     # The machine.
 
     def tell(self, event: Any) -> None:

@@ -67,8 +67,8 @@ class EtcdWorld(FakeWorld):
                 "everybody_hears", f"the run is forgotten, and {', '.join(settled)} has not heard of its end"
             )
         for agent in unknowing:
-            if isinstance(agent, EtcdAgent) and not agent.elected.origin:
-                agent.crash()  # It has nothing by which it could know.
+            if isinstance(agent, EtcdAgent) and not agent.has_said_its_origin:
+                agent.crash()  # Nobody could know of what run it is.
 
     def open(self) -> None:
         """etcd is there before anybody else, or not quite."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from holdfast.rendezvous import keyspace
-from holdfast.rendezvous.keyspace import Page, Statement, Tellings
+from holdfast.rendezvous.keyspace import Epitaph, Page, Statement, Tellings
 from holdfast.rendezvous.outcome import Failure, Outcome
 from holdfast.rendezvous.vocabulary import Memory, Settings, Snapshot
 from holdfast.rendezvous.world import NodeFacts, Place, World
@@ -127,12 +127,14 @@ def _words(thing: object) -> str:
             return ", ".join(told)
         case Page():
             return _words(thing.snapshot)
+        case Epitaph():
+            return _words(thing.outcome)
     return _call(thing) if _is_record(thing) else str(thing)
 
 
 def _value(value: bytes) -> str:
     """What is in a key of etcd."""
-    for kind in (Statement, Tellings, Page):
+    for kind in (Statement, Tellings, Page, Epitaph):
         try:
             return _words(keyspace.decode(kind, value))
         except keyspace.Junk:

@@ -42,7 +42,7 @@ from holdfast.rendezvous.elected_words import (
     WriteRefused,
     Written,
 )
-from holdfast.rendezvous.keyspace import Junk, Page, Statement, Telling, Tellings
+from holdfast.rendezvous.keyspace import Epitaph, Junk, Page, Statement, Telling, Tellings
 from holdfast.rendezvous.outcome import End, Failure, Outcome
 from holdfast.rendezvous.participant import (
     CloseWanted,
@@ -93,17 +93,17 @@ def again(round: int) -> Any:
     return messages.Return(facts(1, 2), SETTINGS, place(round), Stage.RUNNING)
 
 
-def statement(*said: Any) -> bytes:
-    return keyspace.encode(Statement(keyspace.VERSION, said))
+def statement(*said: Any, origin: int = 0) -> bytes:
+    return keyspace.encode(Statement(keyspace.VERSION, said, origin))
 
 
 def say(number: int, *said: Any, lease: int = LEASE) -> Say:
     return Say(number, lease, statement(*said))
 
 
-def told(*items: tuple[int, int, Any], key: str = "a/0") -> bytes:
+def told(*items: tuple[int, int, Any], key: str = "a/0", origin: int = 0) -> bytes:
     tellings = tuple(Telling(term, number, key, message) for term, number, message in items)
-    return keyspace.encode(Tellings(keyspace.VERSION, tellings))
+    return keyspace.encode(Tellings(keyspace.VERSION, tellings, origin))
 
 
 def sealed(round: int = 1) -> Any:
@@ -111,7 +111,7 @@ def sealed(round: int = 1) -> Any:
 
 
 def snapshot(*memory: Any, **fields: Any) -> bytes:
-    return keyspace.encode(Page(keyspace.VERSION, Snapshot(Memory(*memory), **fields)))
+    return keyspace.encode(Page(keyspace.VERSION, Snapshot(Memory(*memory), **fields), TERM))
 
 
 def found(value: bytes = b"", at: int = 5, lease: int = LEASE) -> Found:
@@ -136,7 +136,7 @@ MEMBER: Script = [
 ]
 RUN = Snapshot(Memory(1, 0, None, SETTINGS), World(1, (facts(),)))
 FIRST_WRITE = Write(
-    2, TERM, snapshot(1, 0, None, SETTINGS, world=RUN.world), (("a", told((TERM, 1, sealed()))),)
+    2, TERM, snapshot(1, 0, None, SETTINGS, world=RUN.world), (("a", told((TERM, 1, sealed()), origin=TERM)),)
 )  # fmt: skip
 ELECTED: Script = [
     *WAITING[:-1],
@@ -158,8 +158,9 @@ ENDED = Write(
     4,
     TERM,
     snapshot(1, 0, SUCCESS, SETTINGS, world=RUN.world),
-    (("a", told((TERM, 3, messages.Ended(SUCCESS)))),),
+    (("a", told((TERM, 3, messages.Ended(SUCCESS)), origin=TERM)),),
     is_last=True,
+    epitaph=(TERM, keyspace.encode(Epitaph(keyspace.VERSION, SUCCESS))),
 )
 
 JOINING: dict[str, Script] = {
@@ -409,7 +410,7 @@ LEADING_ON: dict[str, Script] = {
         (
             1.0,
             Loaded(13, found(FIRST_WRITE.run or b""), (("a", found(statement(join()))),)),
-            [Write(4, 13, None, (("a", told((13, 3, sealed()))),))],
+            [Write(4, 13, None, (("a", told((13, 3, sealed()), origin=TERM)),))],
         ),
         (1.1, Written(2), []),
         (1.1, WriteRefused(2), []),
@@ -463,6 +464,37 @@ GOING: dict[str, Script] = {
         (0.8, LeaveCompleted(), [SetLease(None)]),
         (0.8, LeaderSeen(12, None), []),
     ],
+    "a run that never began goes with the last who waited for it": [
+        *WAITING[:-1],
+        (0.4, Followed(10, None, None), [Campaign(LEASE)]),
+        (0.5, LeaderSeen(TERM, OURS), [Load(TERM)]),
+        (0.6, Loaded(TERM, None, ()), []),
+        (0.7, LeaveRequested(), [say(2, messages.Leaving())]),
+        (0.8, LeaveCompleted(), []),
+        (0.9, StatementWritten(2), [say(3, messages.Left())]),
+        (1.0, StatementWritten(3), [Forget(TERM), StepDown(), RevokeLease(LEASE)]),
+    ],
+    "what it was told says to which run it belongs": [
+        *WAITING,
+        (
+            0.5,
+            ToldSeen(told((9, 1, sealed()), origin=9)),
+            [SetLease(4.6), WorldSealed(place()), Say(2, LEASE, statement(member(), origin=9))],
+        ),
+        (0.6, StatementWritten(2), []),
+        (0.7, LeaseGone(LEASE), [SetLease(0.7), PlaceLost(1, "its lease has ended")]),
+        (0.8, JoinRequested(2), [SetLease(None)]),
+        (0.8, TIME, [GrantLease()]),
+        (
+            0.9,
+            LeaseGranted(NEXT_LEASE),
+            [
+                KeepLease(2, NEXT_LEASE),
+                Follow(),
+                Say(3, NEXT_LEASE, statement(join(1, 1, "a/0", port=2), origin=9)),
+            ],
+        ),
+    ],
     "a leader has duties after the end": [
         *BOTH,
         (1.0, SuccessReported(1), [say(3, member(Stage.FINISHED))]),
@@ -476,7 +508,7 @@ GOING: dict[str, Script] = {
         (1.1, StatementWritten(4), []),
         (1.2, TIME, [KeepLease(2, LEASE)]),
         (1.3, NodesSeen(TERM, (("a", found(statement(messages.Left()))),)), []),
-        (1.4, Written(4), [Forget(TERM), StepDown(), RevokeLease(LEASE)]),
+        (1.4, Written(4), [Forget(TERM, TERM), StepDown(), RevokeLease(LEASE)]),
     ],
 }
 
@@ -502,9 +534,10 @@ def plain(command: Any) -> Any:
     match command:
         case SetLease(until) if until is not None:
             return SetLease(round(until, 6))
-        case Write(number, term, run, items, is_last):
+        case Write(number, term, run, items, is_last, removed, epitaph):
             read = keyspace.decode(Page, run) if run is not None else None
-            return (number, term, read, [(name, keyspace.decode(Tellings, value)) for name, value in items], is_last)
+            told = [(name, keyspace.decode(Tellings, value)) for name, value in items]
+            return (number, term, read, told, is_last, removed, epitaph)
     return command
 
 

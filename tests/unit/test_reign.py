@@ -154,7 +154,8 @@ def test_half_of_them_were_told_that_the_round_is_stopped() -> None:
 def test_a_member_that_is_not_there_any_more_is_lost() -> None:
     leader = Leader(RUNNING, a=(member(A),))
     assert leader.told == {"a": [messages.Stop(1, "b is lost: its lease ended")]}
-    assert leader.run == replace(STOPPING, departed=(("b/0", "b is lost: its lease ended"),))
+    departed = (("b/0", "b is lost: its lease ended"),)
+    assert leader.run == replace(STOPPING, departed=departed, has_lost_nodes=True)
 
 
 def test_what_was_known_of_the_failure_is_known() -> None:
@@ -262,7 +263,7 @@ def test_close() -> None:
     leader.see(a=(messages.Left(),)).see(a=None).see(b=(messages.Left(),)).see(b=None)
     assert leader.told == {}
     assert leader.reign.is_ending
-    assert leader.wait(10.0).told == {"etcd": [Forget(TERM)]}
+    assert leader.wait(10.0).told == {"etcd": [Forget(TERM, TERM)]}
     assert not leader.reign.is_ending
     assert leader.reign.next_deadline() is None
 
@@ -272,7 +273,7 @@ def test_a_run_that_has_succeeded_is_forgotten_when_everybody_knows() -> None:
     ended = messages.Ended(Outcome(End.SUCCEEDED, "all workers have succeeded"))
     assert leader.told == {"a": [ended], "b": [ended]}
     assert leader.see(a=(messages.Left(),)).told == {}
-    assert leader.see(b=(messages.Left(),)).told == {"etcd": [Forget(TERM)]}
+    assert leader.see(b=(messages.Left(),)).told == {"etcd": [Forget(TERM, TERM)]}
 
 
 def test_a_run_is_not_forgotten_before_its_end_is_written() -> None:
@@ -402,7 +403,7 @@ def test_after_the_end_nobody_waits_for_a_rank() -> None:
 def test_a_snapshot_is_never_larger_than_etcd_takes() -> None:
     """All members fail with a long text; the texts are cut, nobody is left out."""
     failures = tuple((f"n{at}/0", Failure(f"n{at}", at, text="x" * 16_000)) for at in range(200))
-    page = reign._page(Snapshot(Memory(1, 0), is_stopping=True, failures=failures))
+    page = reign._page(Snapshot(Memory(1, 0), is_stopping=True, failures=failures), TERM)
     assert len(page) <= 1 << 20
     kept = keyspace.decode(keyspace.Page, page).snapshot.failures
     assert [key for key, _ in kept] == [key for key, _ in failures]

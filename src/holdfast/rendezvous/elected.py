@@ -100,8 +100,8 @@ class Elected:
         self._reign_number = 0
         self._heard = (0, 0)
         self._origin = 0
-        self._said: tuple[Said, ...] = ()
-        self._saying: tuple[Said, ...] | None = None
+        self._said = b""
+        self._saying: bytes | None = None
         self._say_number = 0
         self._is_revoked = False
         self._retry_at: dict[str, float] = {}
@@ -265,7 +265,7 @@ class Elected:
         """Everything is read anew. etcd may have lost its data, and with it the lease before this one; then its
         revisions begin again, and whoever waits for what comes after the last that it saw waits for ever."""
         self._lease = lease
-        self._said, self._saying = (), None
+        self._said, self._saying = b"", None
         self._leader, self._leader_revision, self._heard = None, 0, (0, 0)
         for what in ("follow", "campaign", "say"):
             self._retry_at.pop(what, None)
@@ -302,12 +302,12 @@ class Elected:
         if self._lease is None or self._saying is not None or "say" in self._retry_at or self._is_revoked:
             return []
         said = tuple(each for each in self.node.statement() if isinstance(each, Said))
-        if not said or said == self._said:
+        statement = keyspace.encode(Statement(keyspace.VERSION, said, self._origin))
+        if not said or statement == self._said:
             return []
-        self._saying = said
+        self._saying = statement
         self._say_number += 1
-        statement = Statement(keyspace.VERSION, said, self._origin)
-        return [Say(self._say_number, self._lease, keyspace.encode(statement))]
+        return [Say(self._say_number, self._lease, statement)]
 
     def _was_said(self, number: int) -> None:
         if number == self._say_number and self._saying is not None:

@@ -246,6 +246,8 @@ class Membership:
                     self._forget_at = None  # What it is told lies where it looks for it, so it must stay there a while.
                 return [TellOutcome((facts.key,), self.outcome)]
             case NodeLeft(key) | LeaseExpired(key):
+                is_lost = isinstance(event, LeaseExpired) and key in self._roster
+                self._has_lost_nodes = self._has_lost_nodes or is_lost
                 self._roster.remove(key)
         return []
 
