@@ -1,9 +1,10 @@
-"""Runs on an etcd that loses everything that it has, and is there again at the same address."""
+"""What is lost and what is left: an etcd that is empty all at once, nodes that come late, names that are used again."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,3 +69,52 @@ def test_nodes_that_wait_for_others_go_on_waiting(scene: Scene, cluster: EtcdClu
     assert {life.round for life in scene.await_world(2)} == {1}
     scene.order("exit 0")
     assert scene.ended() == {"a": 0, "b": 0}
+
+
+def test_a_node_that_was_away_hears_how_its_run_ended(scene: Scene) -> None:
+    """By then nothing else is left of the run. It ends as the others did, and starts nothing."""
+    for name in "ab":
+        scene.start(name, "1:2", lease=2, close_linger=1)
+    scene.await_world(2)
+    led = scene.await_leader()
+    away, other = sorted(scene.nodes, key=lambda node: node is led)
+    support.halt(away.pid)
+    (alone,) = scene.await_world(1, after=1)
+    scene.order("exit 0")
+    assert other.wait() == 0
+    support.wait_until(lambda: not scene.keys(), "the end of the run's keys")
+    away.send(signal.SIGCONT)
+    assert scene.ended() == {"a": 0, "b": 0}
+    assert {life.round for life in scene.lives()} == {1, alone.round}
+
+
+def test_a_name_is_free_when_the_only_node_has_left(scene: Scene) -> None:
+    """Before any round was formed. The next comes with other settings, and need not wait."""
+    a = scene.start("a", "2", lease=3)
+    a.await_line("1/2 joined, waiting for 1")
+    a.send(signal.SIGTERM)
+    a.wait()
+    scene.nodes.clear()
+    scene.start("b", "1", lease=4)
+    scene.await_world(1)
+    scene.order("exit 0")
+    assert scene.ended() == {"b": 0}
+
+
+def test_what_was_told_to_a_lost_node_goes_with_it(scene: Scene) -> None:
+    for name in "ab":
+        scene.start(name, "1:2", lease=2)
+    scene.await_world(2)
+    lost = next(node for node in scene.nodes if node is not scene.await_leader())
+    lost.process.kill()
+    scene.await_world(1, after=1)
+
+    def told() -> list[str]:
+        keys = scene.keys()
+        return [key for key in keys if key.startswith("told/") and f"-{lost.pid}-" in key]
+
+    support.wait_until(lambda: not told(), "the end of what the lost node was told")
+    lost.wait()
+    scene.nodes.remove(lost)
+    scene.order("exit 0")
+    scene.ended()

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.errors import UserError
 from holdfast.rendezvous import keyspace, messages
-from holdfast.rendezvous.keyspace import Junk, Keyspace, Page, Statement, Telling, Tellings
+from holdfast.rendezvous.keyspace import Epitaph, Junk, Keyspace, Page, Statement, Telling, Tellings
 from holdfast.rendezvous.outcome import End, Failure, Outcome
 from holdfast.rendezvous.vocabulary import Memory, Settings, Snapshot, Stage
 from holdfast.rendezvous.world import NodeFacts, World
@@ -30,7 +30,8 @@ VALUES: list[Any] = [
     Tellings(1, (Telling(41, 1, "a/2", messages.Progress(1, 2, 3, 4.5)),)),
     Page(1, Snapshot(Memory())),
     Page(1, Snapshot(Memory(3, 1, None, Settings()), WORLD, True, (("a/2", FAILURE),), (("b/0", "left"),), ("b/0",))),
-    Page(1, Snapshot(Memory(3, 1, OUTCOME, Settings()))),
+    Page(1, Snapshot(Memory(3, 1, OUTCOME, Settings()), is_recovering=True, has_lost_nodes=True), 40),
+    Epitaph(1, OUTCOME),
 ]
 
 
@@ -90,3 +91,17 @@ def test_no_two_nodes_share_a_key() -> None:
 def test_a_prefix_must_be_there() -> None:
     with pytest.raises(UserError, match="prefix"):
         Keyspace("/", "job")
+
+
+def test_an_epitaph_is_beside_the_run_and_not_of_any_other() -> None:
+    keys = Keyspace("/holdfast", "job")
+    assert keys.ended_of(40) == b"/holdfast/job:ended/40"
+    assert keys.origin_of(keys.ended_of(40)) == 40
+    assert keys.origin_of(keys.ended + b"what") == 0
+    assert not keys.ended.startswith(keys.root)
+    assert not Keyspace("/holdfast", "job:ended").root.startswith(keys.ended)
+
+
+def test_who_is_told_something() -> None:
+    keys = Keyspace("/holdfast", "job")
+    assert keys.node_told(keys.told_to("a/b c")) == "a/b c"

@@ -820,6 +820,45 @@ def test_a_coordinator_without_memory_adopts_as_well() -> None:
     assert run.world.keys == keys("a b")
 
 
+def test_restarts_that_a_node_knows_of_are_used_up() -> None:
+    """Whatever was written down is gone with the disk that it was on."""
+    machine = Membership(0.0)
+    machine.step(joined("a", RETRY, last_round=3, restarts_used=1), 0.0)
+    machine.step(joined("b", RETRY), 0.0)
+    assert machine.world == World(4, (facts("a"), facts("b")), 1)
+    machine.step(failed("a", 4), 1.0)
+    machine.step(joined("a", RETRY, last_round=4, restarts_used=1), 1.0)
+    machine.step(joined("b", RETRY, last_round=4, restarts_used=1), 1.0)
+    assert machine.outcome is not None
+    assert machine.outcome.reason == "the 1 allowed restart is used up"
+
+
+@pytest.mark.parametrize("keeps_leases", [True, False], ids=["coordinator", "etcd"])
+@pytest.mark.parametrize(
+    ("story", "is_fixed"),
+    [
+        ([joined("a", PAIR), NodeLeft("a/0")], False),
+        ([joined("a", PAIR), NodeLeaving("a/0"), NodeLeft("a/0")], False),
+        ([joined("a", PAIR), joined("b", ONE), NodeLeft("b/0")], True),
+        ([joined("a", UP_TO_3), joined("b", UP_TO_3), NodeLeft("a/0")], True),
+        ([joined("a", UP_TO_3), joined("b", UP_TO_3), LeaseExpired("b/0"), NodeLeft("a/0")], True),
+        ([joined("a", PAIR), joined("b", PAIR), NodeLeft("a/0"), NodeLeft("b/0")], True),
+        ([joined("a", PAIR), LeaseExpired("a/0")], True),
+    ],
+    ids=["left", "left in order", "a misfit", "one waits", "one may come back", "a round", "lost"],
+)
+def test_settings_are_free_again_when_all_have_left_before_the_first_round(
+    story: list[Any], is_fixed: bool, keeps_leases: bool
+) -> None:
+    machine = Membership(0.0, keeps_leases=keeps_leases)
+    for event in story:
+        machine.step(event, 0.0)
+        machine.check()
+    other = settings(1, 2, lease_s=49.0)
+    commands = machine.step(joined("c", other), 1.0)
+    assert any(isinstance(command, Refuse) for command in commands) == is_fixed
+
+
 def test_a_round_that_a_node_has_seen_is_never_used_again() -> None:
     run = after([(0.0, joined("a", PAIR, last_round=8), []), (0.0, joined("b", PAIR), sealed(9, "a b"))])
     assert run.round == 9

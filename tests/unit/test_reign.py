@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.rendezvous import keyspace, messages, reign
 from holdfast.rendezvous.elected_words import Forget, Found, Load, Write
-from holdfast.rendezvous.keyspace import Junk, Page, Statement, Tellings
+from holdfast.rendezvous.keyspace import Epitaph, Junk, Page, Statement, Tellings
 from holdfast.rendezvous.outcome import End, Failure, Outcome
 from holdfast.rendezvous.reign import Reign
 from holdfast.rendezvous.restart import RestartPolicy
@@ -22,6 +22,7 @@ from holdfast.rendezvous.vocabulary import Memory, Settings, Snapshot, Stage
 from holdfast.rendezvous.world import NodeFacts, World
 
 TERM = 40
+ORIGIN = 30
 PAIR = Settings(2, 2, last_call_s=5.0, lease_s=5.0, policy=RestartPolicy(1))
 CRASH = Failure("a", 0, text="a broke")
 NOTHING = Snapshot(Memory())
@@ -51,24 +52,35 @@ def member(node: NodeFacts, stage: Stage = Stage.RUNNING, world: World = WORLD) 
     return messages.Return(node, PAIR, world.places()[world.keys.index(node.key)], stage)
 
 
-def found(*said: Any, at: int = 1) -> Found:
-    return Found(keyspace.encode(Statement(keyspace.VERSION, said)), at, at, 1)
+def found(*said: Any, at: int = 1, origin: int = 0) -> Found:
+    return Found(keyspace.encode(Statement(keyspace.VERSION, said, origin)), at, at, 1)
 
 
 class Leader:
     """A reign and what it has written; `written` are the last tellings of each node, `run` the last snapshot."""
 
-    def __init__(self, snapshot: Snapshot | None = None, **nodes: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot | None = None,
+        told: tuple[str, ...] = (),
+        ended: tuple[tuple[int, bytes], ...] = (),
+        **nodes: tuple[Any, ...],
+    ) -> None:
         self.reign = Reign(TERM)
         self.now = 0.0
         self.run: Snapshot | None = None
         self.told: dict[str, list[Any]] = {}
         self.numbers: list[int] = []
-        page = Found(keyspace.encode(Page(keyspace.VERSION, snapshot)), 1, 1) if snapshot else None
-        self._do(lambda: self.reign.load(page, _present(nodes), self.now))
+        self.removed: list[str] = []
+        self.epitaph: Any = None
+        page = Found(keyspace.encode(Page(keyspace.VERSION, snapshot, ORIGIN)), 1, 1) if snapshot else None
+        self._do(lambda: self.reign.load(page, _present(nodes), self.now, told, ended))
 
     def see(self, **nodes: tuple[Any, ...] | None) -> Leader:
         changes = tuple((name, found(*said) if said is not None else None) for name, said in nodes.items())
+        return self.see_found(*changes)
+
+    def see_found(self, *changes: tuple[str, Found | None]) -> Leader:
         return self._do(lambda: self.reign.see(changes, self.now))
 
     def read_again(self, **nodes: tuple[Any, ...]) -> Leader:
@@ -92,6 +104,8 @@ class Leader:
             return
         if command.run is not None:
             self.run = keyspace.decode(Page, command.run).snapshot
+        self.removed += command.removed
+        self.epitaph = command.epitaph
         for name, value in command.told:
             items = keyspace.decode(Tellings, value).items
             assert all(item.term == TERM for item in items)
@@ -263,7 +277,7 @@ def test_close() -> None:
     leader.see(a=(messages.Left(),)).see(a=None).see(b=(messages.Left(),)).see(b=None)
     assert leader.told == {}
     assert leader.reign.is_ending
-    assert leader.wait(10.0).told == {"etcd": [Forget(TERM, TERM)]}
+    assert leader.wait(10.0).told == {"etcd": [Forget(TERM, ORIGIN)]}
     assert not leader.reign.is_ending
     assert leader.reign.next_deadline() is None
 
@@ -273,7 +287,7 @@ def test_a_run_that_has_succeeded_is_forgotten_when_everybody_knows() -> None:
     ended = messages.Ended(Outcome(End.SUCCEEDED, "all workers have succeeded"))
     assert leader.told == {"a": [ended], "b": [ended]}
     assert leader.see(a=(messages.Left(),)).told == {}
-    assert leader.see(b=(messages.Left(),)).told == {"etcd": [Forget(TERM, TERM)]}
+    assert leader.see(b=(messages.Left(),)).told == {"etcd": [Forget(TERM, ORIGIN)]}
 
 
 def test_a_run_is_not_forgotten_before_its_end_is_written() -> None:
@@ -408,3 +422,119 @@ def test_a_snapshot_is_never_larger_than_etcd_takes() -> None:
     kept = keyspace.decode(keyspace.Page, page).snapshot.failures
     assert [key for key, _ in kept] == [key for key, _ in failures]
     assert all(failure.text.startswith("x" * 100) for _, failure in kept)
+
+
+# What nobody needs any more.
+
+
+def test_what_was_told_to_a_node_that_is_gone_is_removed() -> None:
+    leader = both()
+    assert leader.see(c=(join(C),)).told == {"c": [messages.Notice("round 1 runs with 2 nodes, this node stands by")]}
+    assert leader.removed == []
+    leader.see(c=None)
+    assert leader.removed == ["c"]
+    leader.see(b=None)
+    assert leader.removed == ["c", "b"]
+    assert leader.told == {"a": [messages.Stop(1, "b is lost: its lease ended")]}
+
+
+def test_a_new_leader_removes_what_the_last_one_has_left() -> None:
+    leader = Leader(RUNNING, ("a", "b", "c", "d"), a=(member(A),), d=(join(facts("d")),))
+    assert leader.removed == ["b", "c"]
+    assert leader.told.keys() == {"a"}
+
+
+def test_who_is_told_something_anew_keeps_it() -> None:
+    leader = both()
+    leader.see_found(("b", None), ("b", found(join(facts("b/1"), 1, "b/0"))))
+    assert leader.removed == ["b"]
+    leader = both()
+    leader.reign.see((("c", found(join(C))),), 0.0)
+    leader.see_found(("c", None), ("c", found(join(facts("c/1"), 0, "c/0"))))
+    assert leader.removed == []
+    assert leader.told.keys() == {"c"}
+
+
+def test_what_was_told_stays_after_the_end() -> None:
+    """It is how somebody who was away hears of it."""
+    leader = both().see(b=(member(B), messages.Close("enough")))
+    leader.see(a=None, b=None)
+    assert leader.removed == []
+
+
+SUCCESS = Outcome(End.SUCCEEDED, "all workers have succeeded")
+
+
+def epitaph(outcome: Outcome) -> bytes:
+    return keyspace.encode(Epitaph(keyspace.VERSION, outcome))
+
+
+def test_the_end_is_written_for_those_who_come_late() -> None:
+    leader = both().see(a=(member(A, Stage.FINISHED),)).see(b=(member(B, Stage.FINISHED),))
+    assert leader.epitaph == (ORIGIN, epitaph(SUCCESS))
+    leader.see(a=(messages.Left(),)).see(b=None)
+    assert leader.wait(10.0).told == {"etcd": [Forget(TERM)]}, "b has not said that it has heard"
+
+
+def test_an_epitaph_is_short() -> None:
+    cause = replace(CRASH, text="x" * 10_000)
+    leader = both().see(a=(member(A), messages.Failed(1, cause))).see(b=(join(B, 1),)).see(a=(join(A, 1),))
+    again = World(2, (A, B), 1)
+    leader.see(a=(member(A, world=again), messages.Failed(2, cause)), b=(join(B, 2),)).see(a=(join(A, 2),))
+    origin, value = leader.epitaph
+    outcome = keyspace.decode(Epitaph, value).outcome
+    assert (origin, outcome.end, len(outcome.cause.text if outcome.cause else "")) == (ORIGIN, End.FAILED, 1024)
+
+
+@pytest.mark.parametrize("snapshot", [None, Snapshot(FIXED), RUNNING], ids=["nothing", "another run", "its round"])
+def test_who_comes_late_hears_how_its_run_ended(snapshot: Snapshot | None) -> None:
+    """Whatever is there by now under the same name is not its run."""
+    leader = Leader(snapshot, (), ((20, epitaph(SUCCESS)),))
+    leader.see_found(("c", found(join(facts("c/1"), 7, "c/0"), origin=20)))
+    assert leader.told == {"c": [messages.Ended(SUCCESS)]}
+    assert leader.see_found(("c", found(join(facts("c/1"), 7, "c/0"), origin=20))).told == {}
+    assert leader.see(c=(messages.Left(),)).told == {}
+    assert leader.see(c=None).removed[-1:] == ["c"]
+
+
+@pytest.mark.parametrize("origin", [0, 19, ORIGIN])
+def test_who_is_of_no_run_that_has_ended_takes_part(origin: int) -> None:
+    junk = (19, b"junk")
+    leader = Leader(Snapshot(FIXED), (), ((ORIGIN, epitaph(SUCCESS)), junk), a=(join(A),))
+    assert leader.see_found(("b", found(join(B), origin=origin))).run == RUNNING
+
+
+def test_a_run_that_never_began_is_nothing_without_its_last_node() -> None:
+    leader = Leader(None, a=(join(A),))
+    assert leader.reign.leave("a/0") == [Forget(TERM)]
+    leader.see(b=None)
+    assert leader.see(c=(join(C),)).reign.leave("a/0") == []
+
+
+@pytest.mark.parametrize("how", ["a round", "somebody lost", "unwritten", "unread"])
+def test_a_run_that_may_be_missed_stays(how: str) -> None:
+    leader = both() if how == "a round" else Leader(Snapshot(FIXED), a=(join(A),))
+    if how == "somebody lost":
+        leader.see(b=(join(B),)).see(b=None)
+        leader = Leader(leader.run, a=(join(A),))
+    if how == "unwritten":
+        leader.reign.see((("b", found(join(B))),), 0.0)
+        leader.reign.write(0.0)
+    reign = Reign(TERM) if how == "unread" else leader.reign
+    assert reign.leave("a/0") == []
+
+
+def test_etcd_has_lost_the_run() -> None:
+    """Nothing is there, but nodes that remember. Others may have workers for another lease, also when another leads."""
+    a, b = (messages.Join(facts(f"{name}/1"), PAIR, 4, f"{name}/0", None, 1) for name in "ab")
+    found_out = Snapshot(Memory(4, 1, None, PAIR), is_recovering=True)
+    sealed_then = Snapshot(Memory(5, 1, None, PAIR), World(5, (facts("a/1"), facts("b/1")), 1))
+    first, second = Leader(None, a=(a,), b=(b,)), Leader(found_out, a=(a,), b=(b,))
+    assert first.run == found_out
+    for leader in (first, second):
+        assert leader.wait(4.9).run is None
+        assert leader.wait(5.0).run == sealed_then
+
+
+def test_a_fresh_run_waits_for_nobody() -> None:
+    assert Leader(None, a=(join(A),), b=(join(B),)).run == RUNNING

@@ -13,6 +13,7 @@ before the claim is gone, or has held for so long that somebody must be alive wh
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import assert_never
 
@@ -26,6 +27,7 @@ from holdfast.rendezvous.vocabulary import Snapshot
 from holdfast.rendezvous.world import NodeFacts
 
 _MAX_PAGE_BYTES = 1 << 20
+_MAX_EPITAPH = 1024
 _CLAIM_LEASES = 2.0  # So long a newcomer waits for a rank that somebody else claims, in leases.
 
 
@@ -87,7 +89,7 @@ class Reign:
         if self.machine is None:
             page = keyspace.decode(Page, run.value) if run is not None else None
             self._origin = (page.origin if page is not None else 0) or self.term
-            self._ended = {origin: keyspace.decode(Epitaph, value).outcome for origin, value in ended}
+            self._ended = dict(_outcomes(ended))
             self._take_office(page.snapshot if page is not None else None, now)
         present = {node_id for node_id, _ in nodes}
         for node_id in [each for each in (*self._statements, *self._held) if each not in present]:
@@ -298,7 +300,19 @@ def _page(snapshot: Snapshot, origin: int) -> bytes:
 
 
 def _epitaph(outcome: Outcome) -> bytes:
-    return keyspace.encode(Epitaph(keyspace.VERSION, outcome))
+    """Short: it stays for a day, and there may be many."""
+    cause = outcome.cause and replace(outcome.cause, text=outcome.cause.text[:_MAX_EPITAPH])
+    return keyspace.encode(
+        Epitaph(keyspace.VERSION, replace(outcome, reason=outcome.reason[:_MAX_EPITAPH], cause=cause))
+    )
+
+
+def _outcomes(ended: tuple[tuple[int, bytes], ...]) -> Iterator[tuple[int, Outcome]]:
+    for origin, value in ended:
+        try:
+            yield origin, keyspace.decode(Epitaph, value).outcome
+        except keyspace.Junk:
+            continue  # It is nobody's.
 
 
 def _said(found: Found | None) -> tuple[Said, ...]:
