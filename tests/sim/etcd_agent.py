@@ -358,7 +358,8 @@ class EtcdAgent(Agent):
     def _load(self, term: int) -> None:
         self._forget_load()
         token = self._load_token = object()
-        is_first, self._office = self._office != (term, self.elected.lease), (term, self.elected.lease)
+        if self._office != (term, self.elected.lease):
+            self._office, self._turn_at = (term, self.elected.lease), 0
 
         def read(etcd: Etcd) -> tuple[int, int, words.Loaded]:
             nodes = tuple((_node_of(key), found) for key, found in etcd.under(KEYS.nodes))
@@ -371,7 +372,7 @@ class EtcdAgent(Agent):
             revision, turn_at, loaded = answer
             if token is not self._load_token:
                 return
-            self._turn_at = turn_at if is_first else max(self._turn_at, turn_at)
+            self._turn_at = max(self._turn_at, turn_at)
             watch = Watch(self.wire, self, KEYS.nodes, lambda _, changes: self._nodes_seen(term, changes), failed)
             self._loaded = watch
             self.tell(loaded)

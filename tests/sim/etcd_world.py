@@ -68,7 +68,9 @@ class EtcdWorld(FakeWorld):
             )
         for agent in unknowing:
             if isinstance(agent, EtcdAgent) and not agent.has_said_its_origin:
-                agent.crash()  # Nobody could know of what run it is.
+                # Nobody could know of what run it is: it begins another, which is none of ours.
+                agent.crash()
+                self.etcd.revoke(agent.elected.lease or 0)
 
     def open(self) -> None:
         """etcd is there before anybody else, or not quite."""

@@ -527,13 +527,26 @@ def test_a_run_that_may_be_missed_stays(how: str) -> None:
 def test_etcd_has_lost_the_run() -> None:
     """Nothing is there, but nodes that remember. Others may have workers for another lease, also when another leads."""
     a, b = (messages.Join(facts(f"{name}/1"), PAIR, 4, f"{name}/0", None, 1) for name in "ab")
-    found_out = Snapshot(Memory(4, 1, None, PAIR), is_recovering=True)
-    sealed_then = Snapshot(Memory(5, 1, None, PAIR), World(5, (facts("a/1"), facts("b/1")), 1))
+    found_out = Snapshot(Memory(4, 1, None, PAIR), is_recovering=True, has_lost_nodes=True)
+    world = World(5, (facts("a/1"), facts("b/1")), 1)
+    sealed_then = Snapshot(Memory(5, 1, None, PAIR), world, has_lost_nodes=True)
     first, second = Leader(None, a=(a,), b=(b,)), Leader(found_out, a=(a,), b=(b,))
     assert first.run == found_out
     for leader in (first, second):
         assert leader.wait(4.9).run is None
         assert leader.wait(5.0).run == sealed_then
+
+
+@pytest.mark.parametrize(("origins", "origin"), [((0, 0), TERM), ((0, 20), 20), ((20, 19), 20), ((21, 20), 20)])
+def test_a_run_that_etcd_has_lost_is_still_the_same(origins: tuple[int, int], origin: int) -> None:
+    """The one of origin 21 has ended."""
+    reign = Reign(TERM)
+    nodes = tuple((name, found(join(facts(name)), origin=each)) for name, each in zip("ab", origins, strict=True))
+    reign.load(None, nodes, 0.0, (), ((21, epitaph(SUCCESS)),))
+    (write,) = reign.write(0.0)
+    assert isinstance(write, Write)
+    assert keyspace.decode(Page, write.run or b"").origin == origin
+    assert {keyspace.decode(Tellings, value).origin for _, value in write.told} == {origin}
 
 
 def test_a_fresh_run_waits_for_nobody() -> None:

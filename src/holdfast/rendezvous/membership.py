@@ -275,7 +275,7 @@ class Membership:
         self._charged_at += [now] * (restarts_used - self.restarts_used)
         self.restarts_used = max(self.restarts_used, restarts_used)
         if self._has_seen_no_round and not self._keeps_leases and (last_round > 0 or was_here):
-            self._is_recovering = True
+            self._is_recovering = self._has_lost_nodes = True
 
     def _explain(self, key: str) -> list[Command]:
         """It had stopped because of a failure before anybody could tell it who was gone: its leader."""

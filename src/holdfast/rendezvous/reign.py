@@ -46,7 +46,7 @@ class Reign:
         self._untold: set[str] = set()
         self._last_write: Write | None = None
         self._gone: set[str] = set()  # For whom something may lie there that nobody will read.
-        self._origin = term
+        self._origin = 0
         self._ended: dict[int, Outcome] = {}
         self._late: dict[str, str] = {}  # Nodes of runs that have ended, and the keys by which they were told so.
         self._snapshot: Snapshot | None = None
@@ -88,8 +88,8 @@ class Reign:
         """At the beginning of the term, and again whenever the watch was interrupted."""
         if self.machine is None:
             page = keyspace.decode(Page, run.value) if run is not None else None
-            self._origin = (page.origin if page is not None else 0) or self.term
             self._ended = dict(_outcomes(ended))
+            self._origin = page.origin if page is not None else 0
             self._take_office(page.snapshot if page is not None else None, now)
         present = {node_id for node_id, _ in nodes}
         for node_id in [each for each in (*self._statements, *self._held) if each not in present]:
@@ -159,6 +159,9 @@ class Reign:
         """Whether it is of a run that has ended. It is told how, and is nobody to the run that is here."""
         statement = keyspace.decode(Statement, found.value)
         facts, outcome = _facts_of(statement.said), self._ended.get(statement.origin)
+        if outcome is None and self._snapshot is None:
+            # etcd has lost its data. The run is still the same: others of it may come when it has ended.
+            self._origin = max(self._origin, statement.origin)
         if facts is None or outcome is None or statement.origin == self._origin:
             return False
         if self._late.get(node_id) != facts.key:
@@ -243,6 +246,8 @@ class Reign:
         # As long as nobody has joined there is nothing to be remembered.
         is_changed = snapshot != self._snapshot and not (self._snapshot is None and self.machine.settings is None)
         outcome = self.machine.outcome
+        if is_changed:
+            self._origin = self._origin or self.term
         if not is_changed and not self._untold and not self._gone:
             return self._forget(now)
         run = _page(snapshot, self._origin) if is_changed else None
