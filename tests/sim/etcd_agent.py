@@ -46,6 +46,7 @@ class Truth:
         self.snapshot: vocabulary.Snapshot | None = None
         self.is_forgotten = False
         self.forgotten: Callable[[], None] = lambda: None
+        self.between_rounds: Callable[[], None] = lambda: None
         self._engine = engine
         self._decided_at: float | None = None
 
@@ -59,8 +60,7 @@ class Truth:
 
     def forget(self) -> None:
         """A run that never began is nothing to anybody: whoever comes next begins it."""
-        has_begun = self.snapshot is not None and (self.snapshot.memory.last_round or self.snapshot.memory.outcome)
-        if self.snapshot is not None and not has_begun:
+        if self.snapshot is None or not (self.snapshot.memory.last_round or self.snapshot.memory.outcome):
             self.snapshot = None
             return
         if not self.is_forgotten:
@@ -81,6 +81,8 @@ class Truth:
         if run is not None:
             self.snapshot = keyspace.decode(Page, run).snapshot
             self.checks.remembered(self.snapshot.memory)
+            if self.snapshot.world is None and self.snapshot.memory.last_round > 0:
+                self._engine.after(0.0, self.between_rounds)
         for node_id, value in told:
             for telling in keyspace.decode(keyspace.Tellings, value).items:
                 self.checks.told(node_id, telling, self.snapshot)

@@ -69,6 +69,19 @@ def _resume_without(**fields: Any) -> Any:
     return change
 
 
+def _go_on_following(original: Any) -> Any:
+    def granted(self: Elected, lease: int, now: float) -> Any:
+        leader, revision, heard = self._leader, self._leader_revision, self._heard
+        commands = original(self, lease, now)
+        if revision:
+            self._leader, self._leader_revision, self._heard = leader, revision, heard
+            commands.remove(etcd_words.Follow())
+            commands += self._campaign() if leader is None else []
+        return commands
+
+    return granted
+
+
 def _same_number(original: Any) -> Any:
     def tell(self: Reign, keys: Any, message: Any) -> None:
         number = self.number
@@ -117,9 +130,13 @@ ETCD_MUTATIONS = [
         "resume",
         _resume_without(previous=()),
         "survivors_keep_order",
-        first_seed=1500,
     ),
     mutation_of("a new leader does not miss the absent", Reign, "_miss_the_absent", _nothing, "settles"),
+    # Data that is lost, and what is left.
+    mutation_of("nothing is read anew", Elected, "_granted", _go_on_following, "settles"),
+    mutation_of("nobody waits for who has not noticed", Membership, "_keep_quiet", _nothing, _FENCING),
+    mutation_of("what was told to the gone stays", Reign, "_remove_what_was_told_to", _nothing, "settles"),
+    mutation_of("who comes late is taken in", Reign, "_is_late", _no, "rounds_rise", "one_outcome"),
     # Getting there.
     mutation_of("an interrupted watch is not taken up", Elected, "_retry", _retry_never("follow"), "settles"),
     mutation_of("statements are not read again", Elected, "_retry", _retry_never("load"), "settles"),

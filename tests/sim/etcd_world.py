@@ -154,6 +154,16 @@ class EtcdMisfortune(Misfortune):
             leader.crash()
             self._maybe_come_back(leader.host)
 
+    def _crash_leader_between_rounds(self) -> None:
+        """When one is over and the next not sealed, all that is known of the order is what the leader has written. That
+        is often a moment only, so this one waits for it."""
+        self._etcd_world.truth.between_rounds = self._crash_leader_now
+
+    def _crash_leader_now(self) -> None:
+        self._etcd_world.truth.between_rounds = lambda: None
+        if not self._is_over:
+            self._crash_leader()
+
     def _freeze_leader(self) -> None:
         """Past its lease, mostly: what it does when it goes on must come to nothing."""
         leader = self._etcd_world.leader()

@@ -49,6 +49,7 @@ ETCD_KINDS = (
     "lose_host",
     "freeze_agent",
     "crash_leader",
+    "crash_leader_between_rounds",
     "freeze_leader",
     "cut_leader",
     "flap",

@@ -95,6 +95,9 @@ class Reign:
         for node_id in [each for each in (*self._statements, *self._held) if each not in present]:
             self._see_one(node_id, None, now)
         self._miss_the_absent([found for _, found in nodes], now)
+        for node_id in sorted(set(told) - present):
+            # It was told something, so it knows of the run, and has not left it in order: that would be gone.
+            self._feed(words.LeaseExpired(f"{node_id}/"), now)
         for node_id, found in sorted(nodes, key=lambda each: each[1].changed_at):
             self._see_one(node_id, found, now)
         self._remove_what_was_told_to({*told, *self._told} - present)
