@@ -44,6 +44,7 @@ class Truth:
     def __init__(self, engine: Engine) -> None:
         self.checks: Checks
         self.snapshot: vocabulary.Snapshot | None = None
+        self.origin = 0
         self.is_forgotten = False
         self.forgotten: Callable[[], None] = lambda: None
         self.between_rounds: Callable[[], None] = lambda: None
@@ -79,7 +80,8 @@ class Truth:
     ) -> None:
         self.checks.leader_wrote(write.term, present_term, write.number)
         if run is not None:
-            self.snapshot = keyspace.decode(Page, run).snapshot
+            page = keyspace.decode(Page, run)
+            self.snapshot, self.origin = page.snapshot, page.origin
             self.checks.remembered(self.snapshot.memory)
             if self.snapshot.world is None and self.snapshot.memory.last_round > 0:
                 self._engine.after(0.0, self.between_rounds)
@@ -203,9 +205,11 @@ class EtcdAgent(Agent):
 
     @property
     def has_said_its_origin(self) -> bool:
-        """Or will say it, with another lease, when it is back."""
+        """Or will say it, with another lease, when it is back. Where all data was lost, and with it everybody who knew of
+        the run, those who came later began another."""
         origin, found = self.elected.origin, self.wire.etcd.get(KEYS.node(self.name))
-        return origin > 0 and (found is None or keyspace.decode(keyspace.Statement, found.value).origin == origin)
+        is_known = found is None or keyspace.decode(keyspace.Statement, found.value).origin == origin
+        return origin == self.truth.origin and is_known
 
     # The machine.
 
