@@ -205,8 +205,8 @@ class EtcdAgent(Agent):
 
     @property
     def has_said_its_origin(self) -> bool:
-        """Or will say it, with another lease, when it is back. Where all data was lost, and with it everybody who knew of
-        the run, those who came later began another."""
+        """Or will say it, with another lease, when it is back. Where all data was lost, and with it everybody who knew
+        of the run, those who came later began another."""
         origin, found = self.elected.origin, self.wire.etcd.get(KEYS.node(self.name))
         is_known = found is None or keyspace.decode(keyspace.Statement, found.value).origin == origin
         return origin == self.truth.origin and is_known
