@@ -107,9 +107,7 @@ ETCD_MUTATIONS = [
     mutation_of(
         "a past leader's writes are carried out", EtcdAgent, "_does_guard_writes", _no, "past_terms_write_nothing"
     ),
-    mutation_of(
-        "writes do not wait for their turn", EtcdAgent, "_does_take_turns", _no, "nothing_is_undone", first_seed=180
-    ),
+    mutation_of("writes do not wait for their turn", EtcdAgent, "_does_take_turns", _no, "nothing_is_undone"),
     mutation_of(
         "late statements are carried out", EtcdAgent, "_does_guard_statements", _no, "nothing_is_undone", first_seed=90
     ),
@@ -119,7 +117,12 @@ ETCD_MUTATIONS = [
     mutation_of("tellings are not numbered", Reign, "_tell", _same_number, "tellings_are_numbered"),
     # Fencing.
     mutation_of(
-        "who loses its lease comes back as itself", Elected, "_give_up_lease", _stay_who_it_was, _FENCING, first_seed=60
+        "who loses its lease comes back as itself",
+        Elected,
+        "_give_up_lease",
+        _stay_who_it_was,
+        _FENCING,
+        first_seed=200,
     ),
     mutation_of("the lease counts from the answer", Session, "step", _from_the_answer, _FENCING, first_seed=190),
     # Another leader.

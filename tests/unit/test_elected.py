@@ -468,7 +468,12 @@ GOING: dict[str, Script] = {
         *WAITING[:-1],
         (0.4, Followed(10, None, None), [Campaign(LEASE)]),
         (0.5, LeaderSeen(TERM, OURS), [Load(TERM)]),
-        (0.6, Loaded(TERM, None, ()), []),
+        (
+            0.6,
+            Loaded(TERM, None, (("a", found(statement(messages.Join(facts(), Settings(2, 2))))),)),
+            [Write(1, TERM, snapshot(0, 0, None, Settings(2, 2)), ())],
+        ),
+        (0.6, Written(1), []),
         (0.7, LeaveRequested(), [say(2, messages.Leaving())]),
         (0.8, LeaveCompleted(), []),
         (0.9, StatementWritten(2), [say(3, messages.Left())]),

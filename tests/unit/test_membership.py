@@ -859,6 +859,30 @@ def test_settings_are_free_again_when_all_have_left_before_the_first_round(
     assert any(isinstance(command, Refuse) for command in commands) == is_fixed
 
 
+def test_who_goes_on_for_another_frees_no_settings() -> None:
+    """Somebody may have been lost between the two.
+
+    1. a waits and leads, is frozen, and loses its lease before any round was formed,
+    2. b leads, who never hears of a, and c waits and leaves,
+    3. a is back with the settings of the run, and must not be refused.
+    """
+    machine = Membership(0.0, keeps_leases=False)
+    machine.step(joined("a", PAIR), 0.0)
+    other = Membership.resume(machine.snapshot(), 1.0)
+    other.step(joined("c", PAIR), 1.0)
+    other.step(NodeLeft("c/0"), 2.0)
+    assert other.settings == PAIR
+
+
+def test_a_misfit_that_leaves_frees_no_settings() -> None:
+    machine = Membership(0.0)
+    machine.step(joined("a", PAIR), 0.0)
+    machine.step(LeaseExpired("a/0"), 1.0)
+    machine.step(joined("b", ONE), 1.0)
+    machine.step(NodeLeft("b/0"), 1.0)
+    assert machine.settings == PAIR
+
+
 def test_a_round_that_a_node_has_seen_is_never_used_again() -> None:
     run = after([(0.0, joined("a", PAIR, last_round=8), []), (0.0, joined("b", PAIR), sealed(9, "a b"))])
     assert run.round == 9

@@ -511,12 +511,11 @@ def test_a_run_that_never_began_is_nothing_without_its_last_node() -> None:
     assert leader.see(c=(join(C),)).reign.leave("a/0") == []
 
 
-@pytest.mark.parametrize("how", ["a round", "somebody lost", "unwritten", "unread"])
+@pytest.mark.parametrize("how", ["a round", "another led", "somebody lost", "unwritten", "unread"])
 def test_a_run_that_may_be_missed_stays(how: str) -> None:
-    leader = both() if how == "a round" else Leader(Snapshot(FIXED), a=(join(A),))
-    if how == "somebody lost":
-        leader.see(b=(join(B),)).see(b=None)
-        leader = Leader(leader.run, a=(join(A),))
+    before = {"a round": RUNNING, "another led": Snapshot(FIXED)}.get(how)
+    told = ("gone",) if how == "somebody lost" else ()
+    leader = Leader(before, told, a=(member(A) if how == "a round" else join(A),))
     if how == "unwritten":
         leader.reign.see((("b", found(join(B))),), 0.0)
         leader.reign.write(0.0)

@@ -195,9 +195,9 @@ class Membership:
 
     def is_nothing_without(self, key: str) -> bool:
         """Whether no round was ever formed, and nobody but this node has anything to do with the run. One that was lost
-        may come back, and has the settings that the run has."""
-        is_alone = all(node.key == key for node in self._roster)
-        return self.phase is Phase.FORMING and self.round == 0 and is_alone and not self._has_lost_nodes
+        may come back, and has the settings that the run has; who goes on for another cannot know of all of them."""
+        is_alone = key in self._roster and len(self._roster) == 1
+        return self._has_seen_no_round and self.round == 0 and is_alone and not self._has_lost_nodes
 
     # Events.
 
