@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.rendezvous.elected_words import Write
+from holdfast.rendezvous.etcd_leadership import Leadership, Office
 from holdfast.rendezvous.etcd_server import EtcdCluster
+from holdfast.rendezvous.keyspace import Keyspace
 from tests import nodes, support
 from tests.nodes import Scene
 
@@ -118,3 +121,16 @@ def test_what_was_told_to_a_lost_node_goes_with_it(scene: Scene) -> None:
     scene.nodes.remove(lost)
     scene.order("exit 0")
     scene.ended()
+
+
+def test_a_term_that_comes_again_is_not_that_of_the_leader_before(cluster: EtcdCluster) -> None:
+    """An etcd that has lost its data counts from the beginning, so the next leader may get the same number."""
+    keys = Keyspace("/holdfast", "again")
+    with cluster.get_client() as client:
+        lease, another = client.grant_lease(60), client.grant_lease(60)
+        term = client.put(keys.leader, b"a", lease)
+        for holder, has_held in ((another, False), (lease, True)):
+            leadership = Leadership(client, keys, Office(term, holder), 5, 5)
+            leadership.load()
+            assert leadership.write(Write(1, term, b"run", ())) is has_held
+            assert (client.get(keys.run) is not None) is has_held
