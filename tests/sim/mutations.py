@@ -106,6 +106,8 @@ def _without_outcome(original: Any) -> Any:
 def _without_restarts(original: Any) -> Any:
     def init(self: Membership, now: float, memory: words.Memory | None = None) -> None:
         original(self, now, replace(memory, restarts_used=0) if memory else None)
+        learn = self._learn_the_past
+        self._learn_the_past = lambda last_round, _, was_here, now: learn(last_round, 0, was_here, now)
 
     return init
 
@@ -284,7 +286,7 @@ MUTATIONS = [
     mutation_of("the round is not counted on", Membership, "_seal", _same_round, "rounds_rise"),
     # A coordinator that is restarted.
     mutation_of("a sealed round is not written down", Membership, "_seal", _unremembered, "rounds_rise", _FENCING),
-    mutation_of("the restarts are forgotten", Membership, "__init__", _without_restarts, "restarts_within_budget"),
+    mutation_of("nobody knows of the restarts", Membership, "__init__", _without_restarts, "restarts_within_budget"),
     mutation_of("the settings are forgotten", Membership, "__init__", _without_settings, "only_misfits_are_refused"),
     mutation_of(
         "an adopted round does not wait", Membership, "_adopt", _adopt_without_waiting, "nobody_lost_without_reason"
