@@ -66,7 +66,7 @@ def steps(heading: str) -> list[Step]:
 
 
 def free_ports(last_digits: range) -> str:
-    """Four digits with which ports of the form 1.... to 3.... are free. Any: another test may be looking for some too."""
+    """Four digits with which ports of the form 1.... to 3.... are free; any, as another test may look for some, too."""
     shuffled = random.SystemRandom().sample(last_digits, len(last_digits))
     return next(f"{digits}" for digits in shuffled if all(is_free(int(f"{first}{digits}")) for first in "123"))
 
