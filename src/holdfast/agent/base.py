@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, assert_never
 
-from holdfast.agent import exchange, health, lifecycle, ranks, recording
+from holdfast.agent import exchange, health, hooks, lifecycle, ranks, recording
 from holdfast.agent.blocking import call_interruptibly
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -185,14 +185,14 @@ class SimpleElasticAgent(ElasticAgent):
                 self._total_execution_time = int(time.monotonic() - began)
                 self._is_stopping = True
                 if not is_shut_down:
-                    self._shutdown(timeout=self._shutdown_timeout)
+                    hooks.call(self._shutdown, timeout=self._shutdown_timeout)
 
     def _leave(self, death_sig: signal.Signals) -> None:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
         self._is_stopping = True
         if self._coordination is not None:
             self._coordination.leaving()
-        self._shutdown(death_sig, timeout=self._shutdown_timeout)
+        hooks.call(self._shutdown, death_sig, timeout=self._shutdown_timeout)
         if self._coordination is not None and not self._unkillable():
             self._coordination.left()
 
@@ -253,8 +253,11 @@ class SimpleElasticAgent(ElasticAgent):
             signals.wait_readable([], _OTHERS_LOOK_S)
 
     def _stop_group(self, group: WorkerGroup, at_once: bool) -> None:
-        """A hook cannot be told to hurry; whoever has lost its place has its workers killed by the spawner."""
-        self._stop_workers(group)
+        """A hook cannot be told to hurry; whoever has lost its place has its workers killed by the spawner.
+
+        Nobody knows yet whether a restart follows. A hook that asks is told so, as it may release what the next
+        round needs if none does; `_shutdown` comes at the end in any case."""
+        hooks.call(self._stop_workers, group, is_restart=True)
 
     def _next_events(self, run: Coordination) -> list[lifecycle.Event]:
         """Wait until something happens; then say what."""
