@@ -95,10 +95,9 @@ class LaunchConfig:
 
 def _shutdown_timeout_from_environment() -> int:
     text = os.environ.get(_SHUTDOWN_TIMEOUT_VARIABLE) or "30"
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(f"{_SHUTDOWN_TIMEOUT_VARIABLE} must be a number of seconds, not {text!r}") from None
+    if not text.strip().isdecimal():
+        raise UserError(f"{_SHUTDOWN_TIMEOUT_VARIABLE} must be a number of seconds from 0 on, not {text!r}")
+    return int(text)
 
 
 class elastic_launch:  # noqa: N801  (the name that users know)

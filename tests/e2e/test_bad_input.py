@@ -481,9 +481,9 @@ def test_one_of_200_workers_fails(holdfast: Holdfast) -> None:
 
 def test_too_few_descriptors(holdfast: Holdfast) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))"
-    ended = holdfast.run("--nproc-per-node=200", "--no-python", "sleep", "3600", before=limit)
+    ended = holdfast.run("--nproc-per-node=150", "--no-python", "sleep", "3600", before=limit)
     assert ended.code == 1
-    assert re.fullmatch(r"holdfast run: error: the system refuses(.*): Too many open files\n", ended.err), str(ended)
+    assert re.fullmatch(r"holdfast run: error: the system refuses(.*): Too many open files \(see ulimit -n\)\n", ended.err), str(ended)
 
 
 def test_an_environment_that_is_not_utf8(holdfast: Holdfast) -> None:

@@ -407,8 +407,8 @@ def test_the_grace_of_workers(
     ("variable", "explicit", "text"),
     [
         ("", -1, "shutdown_timeout must be non-negative"),
-        ("-5", None, "shutdown_timeout must be non-negative"),
-        ("soon", None, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a number of seconds, not 'soon'"),
+        ("-5", None, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a number of seconds from 0 on, not '-5'"),
+        ("soon", None, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a number of seconds from 0 on, not 'soon'"),
     ],
 )
 def test_a_grace_that_makes_no_sense(

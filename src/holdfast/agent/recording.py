@@ -51,9 +51,18 @@ def start_line(group: WorkerGroup) -> str:
     """What was started, for people."""
     count = len(group.workers)
     who = f"{count} workers" if count > 1 else "1 worker"
-    ids = ", ".join(str(worker.id) for worker in group.workers[:8]) + (", ..." if count > 8 else "")
+    ids = ("pids " if count > 1 else "pid ") + ", ".join(str(worker.id) for worker in group.workers[:8])
+    ids += ", ..." if count > 8 else ""
     place = f", node {group.group_rank} of {group.group_world_size}" if (group.group_world_size or 1) > 1 else ""
-    return f"started {who} of {entry_name(group.spec)} (pids {ids}){place}"
+    return f"started {who} of {entry_name(group.spec)} ({ids}){place}"
+
+
+def finish_line(group: WorkerGroup, restarts: int) -> str:
+    """How well it went, for people."""
+    count = len(group.workers)
+    who = f"all {count} workers" if count > 1 else "the worker"
+    after = {0: "", 1: " after 1 restart"}.get(restarts, f" after {restarts} restarts")
+    return f"{who} finished{after}"
 
 
 def watchdog_event(group: WorkerGroup, name: str, details: Mapping[str, str], restarts_used: int) -> Event:
