@@ -224,6 +224,14 @@ OPTIONS: tuple[Option, ...] = (
         parse=values.duration_s,
     ),
     Option(
+        ("--exit-barrier-timeout",),
+        NODES,
+        "How long a node whose workers have finished waits for the other nodes. If they fail later than that, they "
+        "start again without it. Left out, it is TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT or 5m.",
+        metavar="TIME",
+        parse=values.duration_s,
+    ),
+    Option(
         ("--lease",),
         NODES,
         "How long a node may be silent before its place is given away; its own side kills its workers before "

@@ -5,7 +5,7 @@
 
     0      all workers succeeded
     1      the workers failed for good, or the run could not be carried on
-    2      wrong usage; nothing was started
+    2      wrong usage, or a node that does not fit into the run; nothing was started
     128+n  stopped by signal n
 """
 
@@ -385,6 +385,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "duplicate_stderr_filters": parse_filters(args.duplicate_stderr_filters),
         "virtual_local_rank": args.virtual_local_rank,
         "shutdown_timeout": args.shutdown_timeout,
+        "exit_barrier_timeout": args.exit_barrier_timeout,
         "restart_policy": _restart_policy(args),
         "health_port": args.health_port,
         "hang_policy": _hang_policy(args),
