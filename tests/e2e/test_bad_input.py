@@ -485,7 +485,7 @@ def test_too_few_descriptors(holdfast: Holdfast) -> None:
     ended = holdfast.run("--nproc-per-node=150", "--no-python", "sleep", "3600", before=limit)
     assert ended.code == 1
     assert re.fullmatch(
-        r"holdfast run: error: the system refuses(.*): Too many open files \(see ulimit -n\)\n", ended.err
+        r"holdfast run: error: the system refuses(.*): Too many open files \(see ulimit -Hn\)\n", ended.err
     ), str(ended)
 
 

@@ -537,7 +537,7 @@ def ending(error: BaseException, monkeypatch: pytest.MonkeyPatch, *tokens: str) 
         (
             OSError(24, "Too many open files"),
             1,
-            "holdfast run: error: the system refuses: Too many open files (see ulimit -n)",
+            "holdfast run: error: the system refuses: Too many open files (see ulimit -Hn)",
         ),
         (OSError("who knows"), 1, "holdfast run: error: who knows"),
         (RendezvousTimeoutError("2 of 3 came"), 1, "holdfast run: error: 2 of 3 came"),

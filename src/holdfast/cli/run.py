@@ -94,10 +94,10 @@ def determine_local_world_size(nproc_per_node: str) -> int:
 
 def _check_room_for(workers: int) -> None:
     """Far too many are refused before the memory is full of what is known about each of them."""
-    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if descriptors != resource.RLIM_INFINITY and workers > descriptors:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and workers > most:
         raise UserError(
-            f"--nproc-per-node {workers}: each worker takes up an open file, and {descriptors} are allowed (ulimit -n)"
+            f"--nproc-per-node {workers}: each worker takes up an open file, and {most} are allowed (ulimit -Hn)"
         )
 
 
@@ -451,7 +451,7 @@ def _explain(error: BaseException) -> int:
 def _words_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         # Of the words of the system these are the ones that a user can do something about.
-        remedy = " (see ulimit -n)" if error.errno == errno.EMFILE else ""
+        remedy = " (see ulimit -Hn)" if error.errno == errno.EMFILE else ""
         about = f" {os.fsdecode(error.filename)!r}" if isinstance(error.filename, str | bytes) else ""
         return f"the system refuses{about}: {error.strerror}{remedy}"
     return str(error) or type(error).__name__
