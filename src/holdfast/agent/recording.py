@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import time
@@ -11,6 +10,7 @@ from typing import Any
 
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.process import entry
+from holdfast.telemetry import events
 from holdfast.telemetry.events import Event, EventSource
 from holdfast.telemetry.metrics import put_metric
 
@@ -128,13 +128,6 @@ def _flakiness(result: RunResult, restarts_used: int, max_restarts: int) -> int:
     return int(100 * restarts_used / (max_restarts + 1))
 
 
-@functools.lru_cache(maxsize=1)
-def _full_hostname() -> str:
-    import socket
-
-    return socket.getfqdn()
-
-
 def _hostname(destination: str) -> str:
     """Asking for the full name may ask a name server; nobody waits for that when nobody reads the event."""
-    return os.uname().nodename if destination == "null" else _full_hostname()
+    return os.uname().nodename if destination == "null" else events.full_hostname()
