@@ -1,4 +1,4 @@
-"""The table of options as people read it: the text of `holdfast run --help`, and docs/cli.md.
+"""Options as people read them: the text of `holdfast run --help`, and docs/cli.md with those of every command.
 
 python -m holdfast.cli.help > docs/cli.md
 """
@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from holdfast.cli.options import GROUPS, OPTIONS, OUTPUT, PROGRAM, USAGE, Option
+
+if TYPE_CHECKING:
+    from holdfast.cli.plain import PlainParser
 
 _HELP_INVOCATION = "-h, --help"
 _HELP_TEXT = "Show this text."
@@ -160,6 +164,8 @@ _OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
 
 def document() -> str:
     """docs/cli.md."""
+    from holdfast.cli import coordinator, stacks  # Nobody who only asks for help needs them.
+
     parts = ["# holdfast run", f"```\n{USAGE}\n```", *_INTRODUCTION, *_READING_RULES]
     for group in GROUPS:
         header = f"## {group}\n\n| option | default | environment | meaning |\n|---|---|---|---|"
@@ -169,7 +175,15 @@ def document() -> str:
     parts.append(_small_table("Exit status", "status", EXIT_CODES))
     examples = "\n\n".join(_examples())
     parts.append(f"## Examples\n\n```sh\n{examples}\n```")
+    parts += [_page(coordinator.get_parser()), _page(stacks.get_parser())]
     return "\n\n".join(parts) + "\n"
+
+
+def _page(parser: PlainParser) -> str:
+    """A small command."""
+    lines = [f"| `{name}` | {meaning} |" for name, meaning in parser.rows()]
+    table = "\n".join(["| option | meaning |", "|---|---|", *lines])
+    return f"# {parser.prog}\n\n{parser.description}\n\n{table}\n\n```\n{(parser.epilog or '').strip()}\n```"
 
 
 def _small_table(title: str, first: str, rows: Sequence[tuple[str, str]]) -> str:
