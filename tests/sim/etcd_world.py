@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from holdfast.rendezvous import keyspace
 from holdfast.rendezvous import world as rounds
 from holdfast.rendezvous.participant import Standing
 from holdfast.rendezvous.vocabulary import Settings
@@ -70,7 +71,13 @@ class EtcdWorld(FakeWorld):
             if isinstance(agent, EtcdAgent) and not agent.has_said_its_origin:
                 # Nobody could know of what run it is: it begins another, which is none of ours.
                 agent.crash()
-                self.etcd.revoke(agent.elected.lease or 0)
+        self._remove_strangers()
+
+    def _remove_strangers(self) -> None:
+        """What those have said who begin another run, and dead ones who never heard of this one."""
+        for _, found in self.etcd.under(KEYS.nodes):
+            if keyspace.decode(keyspace.Statement, found.value).origin != self.truth.origin:
+                self.etcd.revoke(found.lease)
 
     def open(self) -> None:
         """etcd is there before anybody else, or not quite."""

@@ -275,9 +275,12 @@ class Reign:
         return [Forget(self.term, self._origin if self.machine.have_all_heard else 0)]
 
     def leave(self, key: str) -> list[EtcdCommand]:
-        """The leader's own node goes. If it was alone with a run that never began, nothing is left of that."""
-        is_nothing = self.machine is not None and self.machine.is_nothing_without(key)
-        return [Forget(self.term)] if is_nothing and self.writing is None else []
+        """The leader's own node goes. If it was alone with a run that never began, nothing is left of that; nor of what
+        it told those who came late, itself included, where there was no run."""
+        if self.machine is None or self.writing is not None:
+            return []
+        has_no_run = self._snapshot is None and self.machine.node_count == 0
+        return [Forget(self.term)] if has_no_run or self.machine.is_nothing_without(key) else []
 
     def _forget_at(self) -> float:
         """Whoever is still there was told when that was written, and not before."""
