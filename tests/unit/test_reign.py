@@ -550,3 +550,10 @@ def test_a_run_that_etcd_has_lost_is_still_the_same(origins: tuple[int, int], or
 
 def test_a_fresh_run_waits_for_nobody() -> None:
     assert Leader(None, a=(join(A),), b=(join(B),)).run == RUNNING
+
+
+def test_who_led_only_to_hear_of_the_end_leaves_nothing() -> None:
+    leader = Leader(None, (), ((20, epitaph(SUCCESS)),))
+    leader.see_found(("c", found(join(facts("c/1"), 7, "c/0"), origin=20)))
+    assert leader.told == {"c": [messages.Ended(SUCCESS)]}
+    assert leader.reign.leave("c/1") == [Forget(TERM)]

@@ -257,7 +257,7 @@ class Reign:
         told = tuple((node_id, self._tellings(node_id)) for node_id in sorted(self._untold) if node_id in self._told)
         removed = tuple(sorted(self._gone))
         epitaph = (self._origin, _epitaph(outcome)) if is_changed and outcome is not None else None
-        self._snapshot = snapshot
+        self._snapshot = snapshot if is_changed else self._snapshot
         self._untold.clear()
         self._gone.clear()
         for node_id in self._told:
