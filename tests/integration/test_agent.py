@@ -540,6 +540,51 @@ def test_the_loop_drives_the_hooks(states: list[Any], max_restarts: int, calls: 
     assert result.is_failed() == (end is S.FAILED)
 
 
+class Older(Scripted):
+    """Written for hooks that are told whether a restart follows, and no time."""
+
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        self.calls.append(f"stop {is_restart=}")
+
+    def _shutdown(  # type: ignore[override]  # That is the point.
+        self, death_sig: signal.Signals = signal.SIGTERM, is_restart: bool = False
+    ) -> None:
+        self.calls.append(f"shutdown {death_sig.name} {is_restart=}")
+
+
+class Broad(Scripted):
+    def _stop_workers(self, *args: Any, **named: Any) -> None:
+        self.calls.append(f"stop {len(args)} {sorted(named)}")
+
+    def _shutdown(self, *args: Any, **named: Any) -> None:
+        self.calls.append(f"shutdown {len(args)} {named}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [
+        (Older, ["start", "failed", "stop is_restart=True", "start", "succeeded", "shutdown SIGTERM is_restart=False"]),
+        (Broad, ["start", "failed", "stop 1 ['is_restart']", "start", "succeeded", "shutdown 0 {'timeout': 7}"]),
+    ],
+)
+def test_hooks_are_given_what_they_take(kind: type[Scripted], calls: list[str]) -> None:
+    spec = WorkerSpec("r", 1, StandaloneRendezvous("x"), entrypoint="-", max_restarts=1, monitor_interval=0.01)
+    agent = kind(spec, [S.FAILED, S.SUCCEEDED])
+    agent.run()
+    assert agent.calls == calls
+
+
+def test_a_local_agent_takes_what_older_subclasses_pass_on(mailbox: support.Mailbox) -> None:
+    class Careful(LocalElasticAgent):
+        def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+            super()._stop_workers(worker_group, is_restart=is_restart)
+            self._shutdown(signal.SIGTERM, is_restart=is_restart)
+
+    given = make_agent(entrypoints.live, str(mailbox), "raise", 1, max_restarts=1)
+    result = Careful(given.get_worker_group().spec, DefaultLogsSpecs("/dev/null")).run()
+    assert result.state is S.SUCCEEDED
+
+
 @pytest.mark.parametrize("state", [S.UNKNOWN, S.INIT, S.STOPPED])
 def test_a_state_that_should_not_be(state: WorkerState) -> None:
     agent = Scripted(WorkerSpec("r", 1, StandaloneRendezvous("x"), entrypoint="-", monitor_interval=0.01), [state])

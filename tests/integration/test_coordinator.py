@@ -477,8 +477,8 @@ def test_help() -> None:
         (("--listen", "127.0.0.1:0", "--tls-cert", "/no/file"), "the TLS certificate /no/file cannot be used: No such"),
         (("--listen", "127.0.0.1:0", "--tls-ca", "/no/file"), "TLS needs a certificate (tls_cert)"),
         (("--listen", "127.0.0.1:0", "--idle-timeout", "0"), "--idle-timeout 0 is not a time above 0"),
-        (("--listen", "127.0.0.1:0", "--idle-timeout", "nan"), "--idle-timeout nan is not a time above 0"),
-        (("--listen", "127.0.0.1:0", "--idle-timeout", "soon"), "invalid float value: 'soon'"),
+        (("--listen", "127.0.0.1:0", "--idle-timeout", "nan"), "--idle-timeout: 'nan' is not a duration"),
+        (("--listen", "127.0.0.1:0", "--idle-timeout", "soon"), "--idle-timeout: 'soon' is not a duration"),
     ],
 )
 def test_wrong_options(options: tuple[str, ...], words: str) -> None:

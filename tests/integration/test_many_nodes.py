@@ -383,6 +383,7 @@ def test_a_node_that_waits_can_be_stopped(scene: Scene, number: signal.Signals) 
     a.await_line("1/2 joined, waiting for 1")
     a.send(number)
     assert a.wait() == 128 + number
+    assert "stopping the workers" not in a.log, "there are none"
     for name in "bc":
         scene.start(name, "2")
     assert {life.node for life in scene.await_world(2)} == {"b", "c"}
