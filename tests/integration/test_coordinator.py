@@ -210,10 +210,10 @@ def test_run_ids_that_cannot_be(server: CoordinatorProcess, run_id: str) -> None
 def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     port = support.free_port()
     expected = pytest.raises(RendezvousTimeoutError)
-    with caplog.at_level(logging.WARNING), node(port, join_timeout=1.2) as a, expected as caught:
+    with caplog.at_level(logging.WARNING), node(port, join_timeout=3) as a, expected as caught:
         Caller(a.next_round).result()
     assert str(caught.value) == (
-        f"no coordinator could be reached at 127.0.0.1:{port} within 1.2 s; the last attempt: Connection refused"
+        f"no coordinator could be reached at 127.0.0.1:{port} within 3 s; the last attempt: Connection refused"
     )
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1
@@ -341,6 +341,38 @@ def test_a_coordinator_that_was_killed_and_started_again_goes_on(tmp_path: Path)
                 second.await_line("round 2 sealed with 3 nodes")
     finally:
         first.close()
+
+
+# Holds up an import until somebody opens the gate.
+SLOW_IMPORT = """
+    import sys
+
+    class Finder:
+        def find_spec(name, path=None, target=None):
+            if name == "holdfast.rendezvous.coordinator":
+                with open({mailbox!r}, "w") as box:
+                    box.write("importing\\n")
+                open({gate!r}).close()
+
+    sys.meta_path.insert(0, Finder)
+"""
+
+
+def test_nobody_can_connect_before_it_is_ready_to_answer(tmp_path: Path, mailbox: support.Mailbox) -> None:
+    """Agents whose coordinator is started again take a connection for its return; a refusal keeps their leases."""
+    gate, port = tmp_path / "gate", support.free_port()
+    os.mkfifo(gate)
+    support.write_script(tmp_path / "sitecustomize.py", SLOW_IMPORT.format(mailbox=str(mailbox), gate=str(gate)))
+    env = {"PYTHONPATH": str(tmp_path)}
+    starting = Caller(lambda: CoordinatorProcess(tmp_path, port=port, env=env))
+    assert mailbox.take() == ["importing"]
+    try:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), support.DEADLINE_S)
+    finally:
+        gate.open("w").close()
+        process = starting.result()
+        process.close()
 
 
 @pytest.mark.parametrize("junk", [b"", b"junk", b'{"boot_id": 5, "memory": []}'])

@@ -275,6 +275,7 @@ class SimpleElasticAgent(ElasticAgent):
             self._wait_for_change(group, run.fileno(), run.ask_every_s)
         signals.inbox().raise_pending()
         if deadline is not None and time.monotonic() >= deadline:
+            logger.warning("did not hear of the end of every other node within %g s", self._machine.peers_timeout_s)
             return [lifecycle.TimePassed(self._machine.round)]
         events: list[lifecycle.Event] = []
         # Workers that die because the lease has run out have not failed; the push that says so is on its way.

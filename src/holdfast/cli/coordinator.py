@@ -65,15 +65,21 @@ def main(argv: list[str]) -> int:
 
 
 async def _serve_by_hand(args: argparse.Namespace) -> None:
-    """For a person: it tells what happens, and ends when it is told to."""
+    """For a person: it tells what happens, and ends when it is told to. Nobody can connect before it is ready to
+    answer: agents that want their coordinator back would wait while their leases run out."""
     logging.basicConfig(level=logging.INFO, format="holdfast coordinator: %(message)s")
-    sock = _listen(args.listen)
+    sock = _bind(args.listen)
     coordinator = _coordinator(args, sock, args.idle_timeout)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, coordinator.stop)
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    await coordinator.serve(lambda: logging.getLogger("holdfast").info("listening at %s", shown))
+    try:
+        await coordinator.serve(lambda: logging.getLogger("holdfast").info("listening at %s", shown))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise UserError(f"cannot listen at {shown}: the port is taken") from None
 
 
 async def _serve_for_a_run(args: argparse.Namespace) -> None:
@@ -137,14 +143,14 @@ def _withdraw(log: Path) -> None:
     os.chdir("/")
 
 
-def _listen(endpoint: str | None) -> socket.socket:
+def _bind(endpoint: str | None) -> socket.socket:
     from holdfast.rendezvous import endpoints, hosting
 
     if not endpoint:
         raise UserError("--listen HOST:PORT is required")
     host, port = endpoints.parse_rendezvous_endpoint(endpoint, 29400)
     try:
-        return hosting.listen(host, port)
+        return hosting.bind(host, port)
     except socket.gaierror as error:
         raise UserError(f"cannot listen at {endpoint}: the name does not resolve ({error.strerror})") from None
     except HostError as error:
