@@ -12,6 +12,7 @@ from holdfast.rendezvous.restart import (
     Restart,
     RestartPolicy,
     decide,
+    objection_to,
     root_cause,
 )
 
@@ -96,3 +97,20 @@ LATER_RESULT = Failure("d", 3, text="connection reset", is_consequence=True)
 )
 def test_root_cause(failures: list[Failure], expected: Failure) -> None:
     assert root_cause(failures) is expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (RestartPolicy(), ""),
+        (RestartPolicy(3, window_s=0.1, backoff_s=0.0, backoff_cap_s=0.0), ""),
+        (RestartPolicy(-1), "max_restarts must be non-negative, not -1"),
+        (RestartPolicy(1, window_s=0.0), "window_s must be above 0, not 0: "),
+        (RestartPolicy(1, window_s=-5.0), "window_s must be above 0, not -5: "),
+        (RestartPolicy(1, backoff_s=-1.0), "backoff_s and backoff_cap_s must be non-negative, not -1 and 60"),
+    ],
+)
+def test_policies_that_make_no_sense(policy: RestartPolicy, words: str) -> None:
+    problem = objection_to(policy)
+    assert problem.startswith(words)
+    assert bool(problem) == bool(words)

@@ -36,6 +36,19 @@ class RestartPolicy:
     uncounted_exceptions: frozenset[str] = frozenset()
 
 
+def objection_to(policy: RestartPolicy) -> str:
+    """What is wrong with a policy that somebody made, in words; or nothing."""
+    if policy.max_restarts < 0:
+        return f"max_restarts must be non-negative, not {policy.max_restarts}"
+    if policy.window_s is not None and policy.window_s <= 0:
+        return f"window_s must be above 0, not {policy.window_s:g}: no restart would count, and they would never end"
+    if policy.backoff_s < 0 or policy.backoff_cap_s < 0:
+        return (
+            f"backoff_s and backoff_cap_s must be non-negative, not {policy.backoff_s:g} and {policy.backoff_cap_s:g}"
+        )
+    return ""
+
+
 @record
 class Restart:
     delay_s: float
