@@ -63,6 +63,10 @@ DECISIONS: dict[str, tuple[RestartPolicy, list[float], Failure, Decision]] = {
     ),
     "uncounted exit code": (CLASSES, [], Failure(exitcode=-15), FREE),
     "uncounted exit code, used up": (CLASSES, [0.0], Failure(exitcode=-15), FREE),
+    "uncounted, backoff does not grow": (
+        RestartPolicy(9, backoff_s=1.0, uncounted_exit_codes=frozenset({-15})), [0.0] * 4, Failure(exitcode=-15),
+        Restart(1.0, is_charged=False),
+    ),
     "uncounted exception, used up": (CLASSES, [0.0], error("Preempted"), FREE),
     "of no class": (CLASSES, [], error("OSError"), Restart(0.0, is_charged=True)),
     "classes that were named replace the usual": (CLASSES, [], error("ImportError"), Restart(0.0, is_charged=True)),

@@ -7,7 +7,7 @@ failure of the whole run, by the coordinator, or by the agent of a run that has 
 * One of an uncounted class (preemption) is followed by a restart that costs nothing.
 * Any other costs one restart of the budget. With a window, only the restarts within it count ("5 in 10 m").
 * Backoff: the first charged restart comes after `backoff_s`, each further one in a row after twice as long, up
-  to `backoff_cap_s`.
+  to `backoff_cap_s`. One that is not charged waits as long as the first.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def decide(policy: RestartPolicy, charged_at: Sequence[float], failure: Failure,
     if failure.exception in policy.fatal_exceptions:
         return GiveUp(f"{failure.exception} is fatal, a restart would not cure it")
     if failure.exitcode in policy.uncounted_exit_codes or failure.exception in policy.uncounted_exceptions:
-        return Restart(0.0, is_charged=False)
+        return Restart(_backoff_s(policy, 0), is_charged=False)
     counted = _within_window(policy, charged_at, now)
     if len(counted) >= policy.max_restarts:
         return GiveUp(_exhausted(policy))
