@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import ssl
-import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,8 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from holdfast.errors import UserError
+from holdfast.rendezvous.decoding import decode_json
 from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
-from holdfast.rendezvous.etcd_wire import Complaint, Streamed, decode
+from holdfast.rendezvous.etcd_wire import Complained, Complaint, Streamed
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     import requests
 
 S = TypeVar("S", bound=msgspec.Struct)
-
-_known: set[type[msgspec.Struct]] = set()
-_learning = threading.Lock()
 
 DEFAULT_PORT = 2379
 # A range over the members of a large run has to fit; it says that something else is at the other end, no more.
@@ -149,19 +146,9 @@ def read_as(data: bytes, kind: type[S]) -> S:
     if not data:  # A member that is about to end hangs up before the first line of a stream.
         raise Trouble("the answer is empty", may_have_happened=True)
     try:
-        return _decode(data, kind)
+        return decode_json(data, kind)
     except ValueError as error:
         raise not_etcd(f"{_excerpt(data)!r}: {error}") from None
-
-
-def _decode(data: bytes, kind: type[S]) -> S:
-    """msgspec finds out about a type when the type is first used, and crashes if two threads make it do so at once."""
-    if kind in _known:
-        return decode(data, kind)
-    with _learning:
-        answer = decode(data, kind)
-        _known.add(kind)
-        return answer
 
 
 def read_line_as(data: bytes, kind: type[S]) -> S:
@@ -224,13 +211,24 @@ def _pieces(response: requests.Response, deadline: float | None) -> Iterator[byt
 def _objection(response: requests.Response, deadline: float) -> Exception:
     """What an answer with another status than 200 means."""
     body = b"".join(_pieces(response, deadline))
-    try:
-        return Objection(_decode(body, Complaint))
-    except ValueError:
-        pass
+    complaint = _complaint_in(body)
+    if complaint is not None:
+        return Objection(complaint)
     if response.status_code >= 500:
         return Trouble(f"HTTP status {response.status_code}", may_have_happened=True)
     return not_etcd(f"HTTP status {response.status_code}, {_excerpt(body)!r}")
+
+
+def _complaint_in(body: bytes) -> Complaint | None:
+    """It stands by itself, or, if a stream was asked for, in an `error`."""
+    try:
+        return decode_json(body, Complaint)
+    except ValueError:
+        pass
+    try:
+        return decode_json(body, Complained).error
+    except ValueError:
+        return None
 
 
 def _excerpt(data: bytes) -> str:
