@@ -308,9 +308,8 @@ class EtcdClient:
             self._preferred = (number + 1) % len(self._gateways)
 
     def _unavailable(self, troubles: dict[str, Trouble], is_unknown: bool) -> Unavailable:
-        doubt = "; whether the write has happened is unknown" if is_unknown else ""
-        within = f"within {self._request_timeout_s:g} s"
-        return Unavailable(f"etcd has not answered {within}: {_listed(troubles)}{doubt}", is_unknown)
+        within = f"within {round(self._request_timeout_s, 2):g} s"
+        return Unavailable(f"etcd has not answered {within}: {_listed(troubles)}", is_unknown)
 
     # Tokens.
 

@@ -34,6 +34,7 @@ from holdfast.rendezvous.etcd_client import (
     LeaseGone,
     Put,
     Refused,
+    Unavailable,
     Watch,
     is_missing,
 )
@@ -243,7 +244,9 @@ class EtcdLink:
         if self.reach.since is None:
             self.reach.lost(now)
         obstacle = Obstacle.TURNED_AWAY if isinstance(error, Refused) else Obstacle.UNREACHABLE
-        word = self.reach.failed(obstacle, str(error), now)
+        # What has become of a single request is nothing that a user could make use of.
+        problem = error.problem if isinstance(error, Unavailable) else str(error)
+        word = self.reach.failed(obstacle, problem, now)
         if isinstance(word, GiveUp):
             raise RendezvousConnectionError(word.text)
         self._say(word)

@@ -18,12 +18,14 @@ from holdfast.rendezvous.vocabulary import Admit, Settings
 PASSWORD_VARIABLE = "HOLDFAST_ETCD_PASSWORD"
 DEFAULT_PREFIX = "/holdfast"
 DEFAULT_LEASE_S = 15.0
+DEFAULT_OUTAGE_TIMEOUT_S = 3600.0
 _HEARTBEATS_PER_LEASE = 6
 _SHORTEST_LEASE_S = 2.0  # etcd gives no shorter one.
 
 # What each key of --rdzv-conf sets. The names on the right are older spellings that mean the same.
 KEYS = {
     "join_timeout": ("timeout",),
+    "outage_timeout": (),
     "last_call": ("last_call_timeout",),
     "heartbeat": ("keep_alive_interval",),
     "lease": (),
@@ -51,6 +53,7 @@ class EtcdOptions:
     min_nodes: int = 1
     max_nodes: int = 1
     join_timeout_s: float = 600.0
+    outage_timeout_s: float = DEFAULT_OUTAGE_TIMEOUT_S
     last_call_s: float = 5.0
     close_linger_s: float = 10.0
     read_timeout_s: float = 60.0
@@ -72,11 +75,13 @@ class EtcdOptions:
         options.check_known(config, KEYS)
         options.warn_of_heartbeat_timeout(config)
         user, password = _credentials(config)
+        join_timeout_s = options.join_timeout_s(config)
         return cls(
             endpoints=_endpoints(params.endpoint, _text(config, "protocol")),
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
-            join_timeout_s=options.join_timeout_s(config),
+            join_timeout_s=join_timeout_s,
+            outage_timeout_s=options.seconds(config, "outage_timeout", max(DEFAULT_OUTAGE_TIMEOUT_S, join_timeout_s)),
             last_call_s=options.seconds(config, "last_call", 5.0),
             close_linger_s=options.seconds(config, "close_linger", 10.0),
             read_timeout_s=options.seconds(config, "read_timeout", 60.0),
