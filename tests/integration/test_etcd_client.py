@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -685,14 +684,6 @@ def test_none_where_there_is_tls(secure: EtcdServer) -> None:
 def test_mistakes(endpoints: Any, options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         EtcdClient(endpoints, **options)
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "etcd3gw", None)
-    with pytest.raises(
-        UserError, match=r"^etcd needs a package that is not there \(.*\): pip install holdfast\[etcd\]$"
-    ):
-        EtcdClient(["h"])
 
 
 def test_too_large_a_value(client: EtcdClient) -> None:

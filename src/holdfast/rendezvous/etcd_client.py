@@ -23,7 +23,8 @@ import msgspec
 
 from holdfast.errors import UserError
 from holdfast.rendezvous import etcd_wire as wire
-from holdfast.rendezvous.etcd_http import Gateway, Objection, Trouble, read_as, read_line_as
+from holdfast.rendezvous.etcd_connections import Tls, Trouble
+from holdfast.rendezvous.etcd_http import Gateway, Objection, read_as, read_line_as
 from holdfast.rendezvous.etcd_watch import Watch
 from holdfast.rendezvous.etcd_wire import (
     Batch,
@@ -108,7 +109,8 @@ class EtcdClient:
         if request_timeout_s <= 0 or watch_silence_s <= 0:
             raise UserError(f"etcd: {request_timeout_s:g} and {watch_silence_s:g} seconds must be more than 0")
         _check_files(ca_cert, cert, key)
-        self._gateways = [Gateway(each, ca_cert, cert, key) for each in endpoints]
+        tls = Tls(ca_cert, cert, key) if ca_cert or cert else None
+        self._gateways = [Gateway(each, tls) for each in endpoints]
         self._credentials = {"name": username, "password": password} if username is not None else None
         self._request_timeout_s = request_timeout_s
         self._watch_silence_s = watch_silence_s
