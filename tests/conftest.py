@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,15 @@ import pytest
 from holdfast.process import signals
 from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import support
+
+
+def pytest_configure() -> None:
+    """Signals mean here, and in every process that a test starts, what they mean at a terminal. Whoever started us may
+    ignore some, as nohup does with SIGHUP and a shell with SIGINT and SIGQUIT for what it runs in the background."""
+    usual = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler, signal.SIGQUIT: signal.SIG_DFL}
+    for number, handler in usual.items():
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture

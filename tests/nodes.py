@@ -244,7 +244,8 @@ class Relay:
         """Every connection breaks; new ones can be made."""
         with self._lock:
             for sock in self._pairs:
-                sock.shutdown(socket.SHUT_RDWR)
+                with contextlib.suppress(OSError):  # Its other end may have broken it off already.
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         os.close(self._wake_write)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -48,7 +50,11 @@ def halt(pid: int) -> None:
     threads = Path(f"/proc/{pid}/task")
 
     def stands_still() -> bool:
-        return all((thread / "stat").read_text().rpartition(") ")[2].startswith("T") for thread in threads.iterdir())
+        try:
+            states = [(thread / "stat").read_text().rpartition(") ")[2][:1] for thread in threads.iterdir()]
+        except OSError:
+            return False  # A thread that has just ended.
+        return bool(states) and set(states) == {"T"}
 
     wait_until(stands_still, "it stands still")
 
@@ -171,8 +177,11 @@ def python(script: str, *args: Any, **options: Any) -> Iterator[subprocess.Popen
 
 
 def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port at which nobody listens. It is none of those that the kernel hands out by itself, so that no connection
+    and no server that asks for any port takes it before the test does, in whatever process."""
+    first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, max(first_of_kernel, 20_000))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

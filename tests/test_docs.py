@@ -25,7 +25,7 @@ import pytest
 
 from holdfast.agent import lifecycle
 from holdfast.cli import run as cli
-from holdfast.rendezvous import elected, membership, options, participant
+from holdfast.rendezvous import elected, etcd_options, membership, participant, tcp_options
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.rendezvous.vocabulary import Settings
@@ -37,6 +37,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 BEHAVIOUR = ROOT / "docs" / "behaviour.md"
 EXAMPLES = ROOT / "examples" / "README.md"
 HANGS = ROOT / "docs" / "hangs.md"
+ETCD = ROOT / "docs" / "etcd.md"
 MANY_NODES = ROOT / "docs" / "many-nodes.md"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 
@@ -207,33 +208,42 @@ def test_names_in_the_readme_can_be_imported() -> None:
         import_module(name)
 
 
-# --- the page about many nodes --------------------------------------------------------------------------------------
+# --- the pages of the backends --------------------------------------------------------------------------------------
 
 
-def table_under(heading: str) -> list[list[str]]:
+def table_under(heading: str, page: Path) -> list[list[str]]:
     """The cells of the first table under a heading, without its head."""
-    text = MANY_NODES.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    text = page.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
     rows = [re.split(r"\s*\|\s*", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
     assert len(rows) > 2
     return rows[2:]
 
 
-def test_settings_of_the_many_nodes_page() -> None:
-    names = {key.strip("`"): set(INLINE_CODE.findall(aliases)) for key, aliases, *_ in table_under("Settings")}
-    assert names == {key: set(aliases) for key, aliases in options.KEYS.items()}
+@pytest.mark.parametrize(("page", "keys"), [(MANY_NODES, tcp_options.KEYS), (ETCD, etcd_options.KEYS)])
+def test_the_table_of_settings_has_every_key(page: Path, keys: dict[str, tuple[str, ...]]) -> None:
+    names = {key.strip("`"): set(INLINE_CODE.findall(aliases)) for key, aliases, *_ in table_under("Settings", page)}
+    assert names == {key: set(aliases) for key, aliases in keys.items()}
 
 
-def test_defaults_of_the_many_nodes_page() -> None:
-    found = options.TcpOptions.from_parameters(RendezvousParameters("tcp", "host:1", "run", 1, 2))
+@pytest.mark.parametrize(
+    ("page", "backend", "kind", "count"),
+    [(MANY_NODES, "tcp", tcp_options.TcpOptions, 8), (ETCD, "etcd", etcd_options.EtcdOptions, 7)],
+)
+def test_defaults_in_the_table_of_settings(page: Path, backend: str, kind: Any, count: int) -> None:
+    found = kind.from_parameters(RendezvousParameters(backend, "host:1", "run", 1, 2))
     agreed = {**as_dictionary(found.settings(RestartPolicy())), **as_dictionary(found.session), **as_dictionary(found)}
     checked = 0
-    for name, _, default, same, _ in table_under("Settings"):
+    for name, _, default, same, _ in table_under("Settings", page):
         key = name.strip("`")
         if f"{key}_s" in agreed:
             assert float(default) == agreed[f"{key}_s"], key
             assert (same == "yes") == hasattr(Settings, f"{key}_s"), key
             checked += 1
-    assert checked == 8
+    assert checked == count
+
+
+def lines_explained(page: Path) -> list[str]:
+    return [INLINE_CODE.findall(row[0])[0] for row in table_under("What the lines mean", page)]
 
 
 def as_dictionary(settings: Any) -> dict[str, Any]:
@@ -252,7 +262,9 @@ def texts_in_the_code() -> frozenset[str]:
     return frozenset(part for text in constants for part in re.split(r"%[drsg]", text))
 
 
-@pytest.mark.parametrize("line", [INLINE_CODE.findall(row[0])[0] for row in table_under("What the lines mean")])
+@pytest.mark.parametrize(
+    "line", [INLINE_CODE.findall(row[0])[0] for row in table_under("What the lines mean", MANY_NODES)]
+)
 def test_lines_of_the_many_nodes_page_are_in_the_code(line: str) -> None:
     """What stands between `<` and `>` differs."""
     parts = [part.strip() for part in re.split(r"<\w+>", line) if len(part.strip()) > 2]

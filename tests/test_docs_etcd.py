@@ -20,28 +20,17 @@ from pathlib import Path
 import pytest
 
 from holdfast.rendezvous import etcd_options
-from holdfast.rendezvous.api import RendezvousParameters
-from holdfast.rendezvous.etcd_options import EtcdOptions
-from holdfast.rendezvous.restart import RestartPolicy
-from holdfast.rendezvous.vocabulary import Settings
-from tests.test_docs import FENCE, INLINE_CODE, ROOT, as_dictionary, texts_in_the_code
+from tests.test_docs import ETCD, FENCE, ROOT, lines_explained, table_under, texts_in_the_code
 
-PAGE = ROOT / "docs" / "etcd.md"
 SESSIONS = ("Three nodes that survive", "Users and passwords")
 SESSION_LIMIT_S = 110
 NODE_NAME = re.compile(r"\S+-\d+-[0-9a-f]{8}")
 
 
 def section(heading: str) -> str:
-    found = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    found = ETCD.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     assert found, f"there is no {heading!r}"
     return found
-
-
-def table_under(heading: str) -> list[list[str]]:
-    rows = [re.split(r"\s*\|\s*", line)[1:-1] for line in section(heading).splitlines() if line.startswith("|")]
-    assert len(rows) > 2
-    return rows[2:]
 
 
 # --- sessions -------------------------------------------------------------------------------------------------------
@@ -142,26 +131,11 @@ def test_what_is_to_be_installed() -> None:
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_settings_has_every_key() -> None:
-    names = {key.strip("`"): set(INLINE_CODE.findall(aliases)) for key, aliases, *_ in table_under("Settings")}
-    assert names == {key: set(aliases) for key, aliases in etcd_options.KEYS.items()}
+def test_the_default_prefix() -> None:
+    assert any(row[0] == "`prefix`" and row[2] == etcd_options.DEFAULT_PREFIX for row in table_under("Settings", ETCD))
 
 
-def test_defaults_in_the_table_of_settings() -> None:
-    found = EtcdOptions.from_parameters(RendezvousParameters("etcd", "host:1", "run", 1, 2))
-    agreed = {**as_dictionary(found.settings(RestartPolicy())), **as_dictionary(found.session), **as_dictionary(found)}
-    checked = 0
-    for name, _, default, same, _ in table_under("Settings"):
-        key = name.strip("`")
-        if f"{key}_s" in agreed:
-            assert float(default) == agreed[f"{key}_s"], key
-            assert (same == "yes") == hasattr(Settings, f"{key}_s"), key
-            checked += 1
-    assert checked == 7
-    assert any(row[0] == "`prefix`" and row[2] == etcd_options.DEFAULT_PREFIX for row in table_under("Settings"))
-
-
-@pytest.mark.parametrize("line", [INLINE_CODE.findall(row[0])[0] for row in table_under("What the lines mean")])
+@pytest.mark.parametrize("line", lines_explained(ETCD))
 def test_lines_are_in_the_code(line: str) -> None:
     """What stands between `<` and `>` differs; that it is etcd which cannot be reached is put in, too."""
     parts = [part.strip() for part in re.split(r"<\w+>|\betcd\b", line) if len(part.strip()) > 2]

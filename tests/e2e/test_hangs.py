@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_a_hung_job_is_explained_restarted_and_finishes(holdfast: Holdfast, how:
     )
     assert ended.code == 0, str(ended)
     words = own_words(ended)
-    assert "the workers hang: no output or I/O for 3 s (--hang-timeout 3 s); taking their stacks" in words
+    assert re.search(r"the workers hang: no output or I/O for \d+ s \(--hang-timeout 3 s\); taking their stacks", words)
     assert re.search(r"^rank 2 hung: no output or I/O for \d+ s; " + re.escape(where), words, re.MULTILINE), words
     assert re.search(r"while ranks 1, 3 were at hang.py:44 in barrier .*; restart 1 of 1$", words, re.MULTILINE), words
     assert words.index("rank 2 (pid") < words.index("ranks 1, 3 (2 workers)"), "the odd one is named first"
@@ -65,9 +66,9 @@ import holdfast
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
-holdfast.progress(step=1)
-if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    while True:  # Something that this rank does, and the other does not wait for in vain.
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    holdfast.progress(step=1)  # Not in the life that ends well: what torch does at its end may take long as well.
+    while dist.get_rank() == 1:  # Something that this rank does, and the other does not wait for in vain.
         time.sleep(60)
 dist.all_reduce(torch.ones(1))
 dist.destroy_process_group()
@@ -145,14 +146,16 @@ def test_a_cadence_that_is_broken_though_output_goes_on(holdfast: Holdfast) -> N
     """)
     ended = holdfast.run(*COMMON, r"--progress-pattern=^step \d+", "--progress-every=1s", script)
     assert ended.code == 1
-    assert r"Cause: rank 0 hung: no line has matched '^step \\d+' for 1 s, and one was expected every 1 s" in ended.last
+    words = r"Cause: rank 0 hung: no line has matched '\^step \\\\d\+' for \d+ s, and one was expected every 1 s"
+    assert re.search(words, ended.last), ended.last
 
 
 def test_a_beginning_that_does_not_begin(holdfast: Holdfast) -> None:
     script = holdfast.script("import time; time.sleep(600)")
     ended = holdfast.run(*COMMON, "--start-timeout=3s", "--progress-signals=output", script)
     assert ended.code == 1
-    assert "Cause: rank 0 hung: no output since the start 3 s ago; it was at job.py:1 in <module>" in ended.last
+    words = r"Cause: rank 0 hung: no output since the start \d+ s ago; it was at job\.py:1 in <module>"
+    assert re.search(words, ended.last), ended.last
 
 
 def test_who_has_finished_is_not_hung_and_who_is_left_may_be(holdfast: Holdfast) -> None:
@@ -180,7 +183,8 @@ def test_a_program_that_is_no_python(holdfast: Holdfast) -> None:
     ended = holdfast.run(*COMMON, "--hang-timeout=1s", "--no-python", f"./{script}")
     assert ended.code == 1
     assert "no stack: py-spy: " in own_words(ended), "it is said why there are none"
-    assert "Cause: rank 0 hung: no output or I/O for 1 s; it was in the kernel's " in ended.last
+    words = r"Cause: rank 0 hung: no output or I/O for \d+ s; it was in the kernel's "
+    assert re.search(words, ended.last), ended.last
 
 
 def test_a_shell_around_python_shows_the_python(holdfast: Holdfast) -> None:
@@ -340,7 +344,7 @@ def test_wrong_usage_is_one_line_and_starts_nothing(
 def stacks(holdfast: Holdfast, *args: str) -> Ended:
     running = holdfast.start(*args, command=(COMMAND, "stacks"))
     code = running.process.wait(60)
-    return running._ended(code)
+    return replace(running.so_far(), code=code)
 
 
 @pytest.mark.parametrize("start_method", ["script", "fork"])

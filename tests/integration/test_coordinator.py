@@ -338,7 +338,7 @@ def test_a_coordinator_that_was_killed_and_started_again_goes_on(tmp_path: Path)
                 rounds = form(a, b) + [joining.result()]
                 assert {each.number for each in rounds} == {2}
                 assert {each.found.world_size for each in rounds} == {3}
-                assert second.lines("round 2 sealed with 3 nodes")
+                second.await_line("round 2 sealed with 3 nodes")
     finally:
         first.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.rendezvous import connections, dial, messages, options, reach
+from holdfast.rendezvous import connections, dial, messages, reach, tcp_options
 from holdfast.rendezvous.api import RendezvousConnectionError
 from holdfast.rendezvous.tcp import TcpRendezvousHandler
 from tests import support
@@ -295,7 +295,7 @@ def test_a_stranger_who_is_slow_with_tls(
     secure: CoordinatorProcess, certificates: Certificates, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(connections, "_HANDSHAKE_TIMEOUT_S", 0.3)
-    tls = options.server_tls(certificates.server_pem, certificates.server_key, "")
+    tls = tcp_options.server_tls(certificates.server_pem, certificates.server_key, "")
     with coordinator_thread(tmp_path, tls=tls) as port, Peer(port) as peer:
         peer.sock.sendall(b"\x16\x03\x01\x02\x00")  # The beginning of a hello that never goes on.
         assert peer.is_hung_up()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def test_functions_are_watched_explained_and_restarted(
     events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     [hung] = [event for event in events if event["name"] == "torchelastic.worker.status.HUNG"]
     details = json.loads(hung["metadata"]["metadata"])
-    assert details["reason"].startswith("no output or call of holdfast.progress() for 1 s")
+    assert re.match(r"no output or call of holdfast\.progress\(\) for \d+ s", details["reason"])
     assert os.path.isfile(details["stacks"])
 
 
@@ -119,7 +120,7 @@ def test_without_py_spy_faulthandler_tells(tmp_path: Path, monkeypatch: pytest.M
 
 def test_with_neither_the_report_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "find_py_spy", no_py_spy)
-    with pytest.raises(ChildFailedError, match="hung: no output for 1 s"):
+    with pytest.raises(ChildFailedError, match=r"hung: no output for \d+ s"):
         elastic_launch(config(tmp_path, policy=HangPolicy(1.0, signals=frozenset({Signal.OUTPUT}))), "sleep")("600")
     [path] = (tmp_path / "logs").glob("*/attempt_0/stacks.txt")
     assert "no stacks: py-spy is not installed; it has no faulthandler of holdfast" in path.read_text()

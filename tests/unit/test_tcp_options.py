@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.rendezvous import options
+from holdfast.rendezvous import tcp_options
 from holdfast.rendezvous.api import RendezvousParameters
-from holdfast.rendezvous.options import KEYS, TcpOptions
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.rendezvous.session import SessionSettings
+from holdfast.rendezvous.tcp_options import KEYS, TcpOptions
 from holdfast.rendezvous.vocabulary import Admit, Settings
 
 
@@ -203,7 +203,7 @@ def test_a_coordinator_speaks_as_the_node_that_starts_it() -> None:
     assert chosen.coordinator_options() == ["--tls-cert", "c", "--tls-key", "k", "--tls-ca", "a"]
     assert read().coordinator_options() == []
     assert read().client_tls() is None
-    assert options.server_tls("", "", "") is None
+    assert tcp_options.server_tls("", "", "") is None
 
 
 @pytest.mark.parametrize("text", [None, "", "no certificate"])
@@ -216,12 +216,12 @@ def test_tls_files_that_cannot_be_used(tmp_path: Path, text: str | None) -> None
     with pytest.raises(UserError, match=rf"the TLS certificate {file} with key.pem cannot be used: "):
         read(tls_cert=str(file), tls_key="key.pem").client_tls()
     with pytest.raises(UserError, match=rf"the TLS certificate {file} cannot be used: "):
-        options.server_tls(str(file), "", "")
+        tcp_options.server_tls(str(file), "", "")
     with pytest.raises(UserError, match=rf"the TLS authority {file} cannot be used: "):
-        options.server_tls("cert.pem", "", str(file))
+        tcp_options.server_tls("cert.pem", "", str(file))
 
 
 @pytest.mark.parametrize(("key", "ca"), [("k", ""), ("", "a")])
 def test_a_server_without_a_certificate(key: str, ca: str) -> None:
     with pytest.raises(UserError, match="TLS needs a certificate"):
-        options.server_tls("", key, ca)
+        tcp_options.server_tls("", key, ca)

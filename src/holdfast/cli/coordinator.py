@@ -104,14 +104,14 @@ async def _serve_for_a_run(args: argparse.Namespace) -> None:
 
 
 def _coordinator(args: argparse.Namespace, sock: socket.socket, idle_timeout_s: float | None) -> Coordinator:
-    from holdfast.rendezvous import options
+    from holdfast.rendezvous import tcp_options
     from holdfast.rendezvous.coordinator import Coordinator
 
     _allow_many_connections()
     return Coordinator(
         sock,
-        token=options.read_token(args.token_file),
-        tls=options.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
+        token=tcp_options.read_token(args.token_file),
+        tls=tcp_options.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
         idle_timeout_s=idle_timeout_s,
     )
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import UserError
 from holdfast.rendezvous import options
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.etcd_http import parse_etcd_endpoint
-from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.rendezvous.session import SessionSettings
-from holdfast.rendezvous.vocabulary import Admit, Settings
 
 PASSWORD_VARIABLE = "HOLDFAST_ETCD_PASSWORD"
 DEFAULT_PREFIX = "/holdfast"
@@ -22,18 +20,9 @@ DEFAULT_OUTAGE_TIMEOUT_S = 3600.0
 _HEARTBEATS_PER_LEASE = 6
 _SHORTEST_LEASE_S = 2.0  # etcd gives no shorter one.
 
-# What each key of --rdzv-conf sets. The names on the right are older spellings that mean the same.
 KEYS = {
-    "join_timeout": ("timeout",),
+    **options.KEYS,
     "outage_timeout": (),
-    "last_call": ("last_call_timeout",),
-    "heartbeat": ("keep_alive_interval",),
-    "lease": (),
-    "close_linger": ("close_timeout",),
-    "admit": (),
-    "on_isolation": (),
-    "read_timeout": (),
-    "rank": (),
     "prefix": ("etcd_prefix",),
     "protocol": (),
     "user": (),
@@ -41,27 +30,13 @@ KEYS = {
     "tls_cert": ("cert", "ssl_cert"),
     "tls_key": ("key", "ssl_cert_key"),
     "tls_ca": ("cacert", "ca_cert"),
-    # Accepted because torchrun command lines have them.
-    "keep_alive_max_attempt": (),
-    "heartbeat_timeout": (),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class EtcdOptions:
+class EtcdOptions(options.Options):
     endpoints: tuple[str, ...] = ("localhost:2379",)
-    min_nodes: int = 1
-    max_nodes: int = 1
-    join_timeout_s: float = 600.0
     outage_timeout_s: float = DEFAULT_OUTAGE_TIMEOUT_S
-    last_call_s: float = 5.0
-    close_linger_s: float = 10.0
-    read_timeout_s: float = 60.0
-    admit: Admit = Admit.NOW
-    session: SessionSettings = field(default_factory=SessionSettings)
-    continue_when_isolated: bool = False
-    local_addr: str | None = None
-    requested_rank: int | None = None
     prefix: str = DEFAULT_PREFIX
     user: str | None = None
     password: str | None = None
@@ -75,21 +50,12 @@ class EtcdOptions:
         options.check_known(config, KEYS)
         options.warn_of_heartbeat_timeout(config)
         user, password = _credentials(config)
-        join_timeout_s = options.join_timeout_s(config)
+        common = options.shared(params)
         return cls(
-            endpoints=_endpoints(params.endpoint, _text(config, "protocol")),
-            min_nodes=params.min_nodes,
-            max_nodes=params.max_nodes,
-            join_timeout_s=join_timeout_s,
-            outage_timeout_s=options.seconds(config, "outage_timeout", max(DEFAULT_OUTAGE_TIMEOUT_S, join_timeout_s)),
-            last_call_s=options.seconds(config, "last_call", 5.0),
-            close_linger_s=options.seconds(config, "close_linger", 10.0),
-            read_timeout_s=options.seconds(config, "read_timeout", 60.0),
-            admit=options.admit(config.get("admit", "now")),
+            **common,
             session=_session(config),
-            continue_when_isolated=options.on_isolation(config.get("on_isolation", "stop")),
-            local_addr=params.local_addr,
-            requested_rank=params.get_as_int("rank"),
+            endpoints=_endpoints(params.endpoint, _text(config, "protocol")),
+            outage_timeout_s=options.seconds(config, "outage_timeout", _usual_outage_s(common["join_timeout_s"])),
             prefix=_text(config, "prefix") or DEFAULT_PREFIX,
             user=user,
             password=password,
@@ -98,20 +64,10 @@ class EtcdOptions:
             tls_ca=_text(config, "tls_ca"),
         )
 
-    def settings(self, policy: RestartPolicy) -> Settings:
-        """A node is lost with its lease; that its connection is closed says nothing, as it has none to the leader."""
-        return Settings(
-            min_nodes=self.min_nodes,
-            max_nodes=self.max_nodes,
-            join_timeout_s=self.join_timeout_s,
-            last_call_s=self.last_call_s,
-            heartbeat_s=self.session.heartbeat_s,
-            lease_s=self.session.lease_s,
-            drop_timeout_s=0.0,
-            close_linger_s=self.close_linger_s,
-            admit=self.admit,
-            policy=policy,
-        )
+
+def _usual_outage_s(join_timeout_s: float) -> float:
+    """Who has more patience at the start has it later, too."""
+    return max(DEFAULT_OUTAGE_TIMEOUT_S, join_timeout_s)
 
 
 def _endpoints(text: str, protocol: str | None) -> tuple[str, ...]:

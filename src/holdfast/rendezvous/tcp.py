@@ -16,11 +16,11 @@ from holdfast.rendezvous.api import RendezvousParameters, RendezvousStoreInfo
 from holdfast.rendezvous.client import Client
 from holdfast.rendezvous.coordinated import CoordinatedHandler
 from holdfast.rendezvous.dial import Dial
-from holdfast.rendezvous.options import TcpOptions
 from holdfast.rendezvous.participant import Participant
 from holdfast.rendezvous.remote_store import RemoteStore
 from holdfast.rendezvous.session import Session
 from holdfast.rendezvous.store import Store
+from holdfast.rendezvous.tcp_options import TcpOptions
 from holdfast.rendezvous.world import Place
 
 logger = logging.getLogger(__name__)
