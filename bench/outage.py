@@ -5,7 +5,8 @@
     python bench/outage.py --seconds 60    a shorter outage
 
 Default settings throughout. Prints what the agents did meanwhile: when their workers were gone, how many lines each of
-them wrote, what CPU time it took, and how long it took to the next round once there was a quorum again.
+them wrote, what CPU time it took, how long it took to the next round once there was a quorum again, and whether that
+was a restart.
 """
 
 from __future__ import annotations
@@ -64,11 +65,13 @@ def measure(outage_s: float, is_frozen: bool) -> None:
         back_ns = time.monotonic_ns()
         after = scene.await_notes("began", 2, NODES)
         again_s = (max(note.at_ns for note in after.values()) - back_ns) / NS_PER_S
+        restarts = sum(text.count("holdfast: restart ") for text in scene.said())
     print(f"- without a quorum for {outage_s:.0f} s (two of three members {'frozen' if is_frozen else 'killed'})")
     print(f"- workers gone after {gone_s:.1f} s")
     print(f"- lines of each agent: {', '.join(map(str, lines))}")
     print(f"- CPU of each agent: {', '.join(f'{each:.2f} s' for each in cpu)}")
     print(f"- quorum to the next round running: {again_s:.2f} s")
+    print(f"- restarts used: {restarts}")
 
 
 def _gone_s(pids: list[int], began: float) -> float:

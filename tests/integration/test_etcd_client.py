@@ -411,6 +411,8 @@ def web_server(status: int, body: bytes = b"", **headers: str) -> Iterator[str]:
         (200, b"<html>hello</html>", {}, "not an answer of etcd: '<html>hello</html>'"),
         (200, b'{"header":7}', {}, "not an answer of etcd"),
         (200, b"[" * 100_000, {}, "not an answer of etcd"),
+        (200, b'{"result":' + b"[" * 100_000, {}, "not an answer of etcd"),
+        (400, b'{"error":' + b"[" * 100_000, {}, "not an answer of etcd: HTTP status 400"),
         (404, b"nope", {}, "not an answer of etcd: HTTP status 404, 'nope'"),
         (302, b"", {"Location": "http://127.0.0.1:1/"}, "HTTP status 302"),
         (400, b"[]", {}, "HTTP status 400"),

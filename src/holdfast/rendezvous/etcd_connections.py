@@ -96,7 +96,7 @@ class Connections:
         return Answer(connection, response, self._put)
 
     def _take(self) -> _Connection | None:
-        """The one that was used last, so that those that are too many are closed by the other side."""
+        """One that waits for a request and is still open, if there is any."""
         while True:
             with self._lock:
                 if not self._idle:

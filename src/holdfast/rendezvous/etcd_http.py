@@ -89,7 +89,7 @@ def read_as(data: bytes, kind: type[S]) -> S:
         raise Trouble("the answer is empty", may_have_happened=True)
     try:
         return decode_json(data, kind)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise not_etcd(f"{_excerpt(data)!r}: {error}") from None
 
 
@@ -140,11 +140,11 @@ def _complaint_in(body: bytes) -> Complaint | None:
     """It stands by itself, or, if a stream was asked for, in an `error`."""
     try:
         return decode_json(body, Complaint)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     try:
         return decode_json(body, Complained).error
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
