@@ -7,11 +7,18 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from holdfast.process import signals
 from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import support
+
+# How long an example takes to make or to try says something about the machine, and nothing about what is tested.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_configure() -> None:

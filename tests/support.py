@@ -59,6 +59,21 @@ def halt(pid: int) -> None:
     wait_until(stands_still, "it stands still")
 
 
+def signals_of(pid: int, name: str) -> int:
+    """One of the sets of signals that the kernel keeps for a process, such as SigCgt; empty if it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    masks = dict(line.split(":\t") for line in status.splitlines() if ":\t" in line)
+    return int(masks.get(name, "0"), 16)
+
+
+def await_delivery(pid: int) -> None:
+    """Wait until the process has every signal that it was sent."""
+    wait_until(lambda: not signals_of(pid, "ShdPnd"), "the signal is delivered")
+
+
 def survivors(pids: Iterable[int], deadline_s: float = DEADLINE_S) -> list[int]:
     """Which of these processes still run when the time is up. Returns as soon as none does."""
     ends = time.monotonic() + deadline_s

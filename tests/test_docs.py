@@ -23,7 +23,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.agent import lifecycle
+from holdfast.agent import WorkerGroup, WorkerSpec, lifecycle
+from holdfast.agent.environment import RoundFacts, worker_environments
 from holdfast.cli import run as cli
 from holdfast.rendezvous import elected, etcd_options, membership, participant, tcp_options
 from holdfast.rendezvous.api import RendezvousParameters
@@ -434,3 +435,26 @@ def test_the_python_in_the_readme_runs() -> None:
     names: dict[str, Any] = {"train": os.path.normpath}
     exec(source, names)
     assert names["results"] == dict.fromkeys(range(4), "data")
+
+
+# Between holdfast's own processes, and what the error of `EtcdServer` names if there is no etcd.
+OWN_VARIABLES = {"HOLDFAST_BLACKBOX", "HOLDFAST_PAYLOAD", "HOLDFAST_PROGRESS"}
+ETCD_VARIABLES = {"HOLDFAST_ETCD_BINARY", "TORCHELASTIC_ETCD_BINARY_PATH"}
+
+
+def test_every_environment_variable_is_explained() -> None:
+    pattern = re.compile(r'"((?:TORCH|HOLDFAST)[A-Z]*_[A-Z_]+)"')
+    used = {name for path in (ROOT / "src").rglob("*.py") for name in pattern.findall(path.read_text())}
+    text = "\n".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    assert len(used) > 15
+    assert not {name for name in used - OWN_VARIABLES - ETCD_VARIABLES if f"`{name}" not in text}
+
+
+def test_what_a_worker_finds_is_in_the_table() -> None:
+    spec = WorkerSpec("r", 1, None, entrypoint="x", virtual_local_rank=True)
+    group = WorkerGroup(spec)
+    group.group_rank, group.group_world_size, group.master_addr, group.master_port = 0, 1, "h", 1
+    facts = RoundFacts("run", "1", 0, 0, False, "/pipe")
+    [found] = worker_environments(group, facts, {"OMP_NUM_THREADS": "1"}).values()
+    table = (ROOT / "docs" / "cli.md").read_text().partition("## What a worker finds")[2].partition("\n## ")[0]
+    assert set(found) <= set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))

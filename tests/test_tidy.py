@@ -49,6 +49,7 @@ PURE = {
     "rendezvous/etcd_wire.py": {"base64", "msgspec", "holdfast.errors", "holdfast.records"},
     "rendezvous/reach.py": {"holdfast.records"},
     "timer/table.py": set(),
+    "agent/causes.py": {"holdfast.agent.model", "holdfast.diagnosis", "holdfast.rendezvous.outcome"},
     "agent/ranks.py": {"holdfast.agent.model"},
     "agent/environment.py": {"holdfast.agent.model", "holdfast.errors", "holdfast.records"},
     "diagnosis/report.py": set(),

@@ -35,6 +35,7 @@ __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+_EXIT_BARRIER_TIMEOUT_VARIABLE = "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT"
 _DEFAULT_RDZV_TIMEOUT_S = 900
 
 
@@ -43,7 +44,8 @@ class LaunchConfig:
     """Everything about a run but what its workers execute.
 
     `rdzv_timeout` is the older spelling of `rdzv_configs["timeout"]` and wins over it. `shutdown_timeout` is the
-    grace in seconds between the first signal to a worker and SIGKILL. `restart_policy` says more about restarts than
+    grace in seconds between the first signal to a worker and SIGKILL; `exit_barrier_timeout` is for how many seconds a
+    node whose workers have finished waits for the other nodes. `restart_policy` says more about restarts than
     `max_restarts` can, and replaces it. `hang_policy` (`holdfast.diagnosis.hang.HangPolicy`) says when workers count as
     hung; without one nobody watches for that. At `health_port` (if None, `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent
     answers whether it is alive.
@@ -75,6 +77,7 @@ class LaunchConfig:
     restart_policy: RestartPolicy | None = None
     hang_policy: HangPolicy | None = None
     health_port: int | None = None
+    exit_barrier_timeout: float | None = None
 
     def __post_init__(self) -> None:
         # A copy: the caller's dictionary is the caller's.
@@ -83,22 +86,26 @@ class LaunchConfig:
             self.rdzv_configs["timeout"] = self.rdzv_timeout
         if self.logs_specs is None:
             self.logs_specs = DefaultLogsSpecs()
-        if self.shutdown_timeout is None:
-            self.shutdown_timeout = _shutdown_timeout_from_environment()
-        if self.shutdown_timeout < 0:
-            raise UserError(f"shutdown_timeout must be non-negative, not {self.shutdown_timeout}")
+        self.shutdown_timeout = _time_s("shutdown_timeout", self.shutdown_timeout, _SHUTDOWN_TIMEOUT_VARIABLE, 30)
+        self.exit_barrier_timeout = _time_s(
+            "exit_barrier_timeout", self.exit_barrier_timeout, _EXIT_BARRIER_TIMEOUT_VARIABLE, 300
+        )
         if self.health_port is None:
             self.health_port = health.port_from_environment()
         else:
             health.checked_port("health_port", self.health_port)
 
 
-def _shutdown_timeout_from_environment() -> int:
-    text = os.environ.get(_SHUTDOWN_TIMEOUT_VARIABLE) or "30"
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(f"{_SHUTDOWN_TIMEOUT_VARIABLE} must be a number of seconds, not {text!r}") from None
+def _time_s(name: str, given: float | None, variable: str, default: int) -> float:
+    """What was given, else what the environment says, else the default."""
+    if given is not None:
+        if given < 0:
+            raise UserError(f"{name} must be non-negative, not {given}")
+        return given
+    text = os.environ.get(variable) or str(default)
+    if not text.strip().isdecimal():
+        raise UserError(f"{variable} must be a number of seconds from 0 on, not {text!r}")
+    return int(text)
 
 
 class elastic_launch:  # noqa: N801  (the name that users know)
@@ -176,10 +183,12 @@ def _launch(
     )
     assert config.logs_specs is not None
     assert config.shutdown_timeout is not None
+    assert config.exit_barrier_timeout is not None
     agent = LocalElasticAgent(
         spec=spec,
         logs_specs=config.logs_specs,
         start_method=config.start_method,
+        exit_barrier_timeout=config.exit_barrier_timeout,
         log_line_prefix_template=config.log_line_prefix_template,
         shutdown_timeout=config.shutdown_timeout,
         health_check_server=health_check_server,

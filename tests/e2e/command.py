@@ -100,20 +100,7 @@ class Running:
 
     def catches(self, number: signal.Signals) -> bool:
         """Whether it has installed a handler for that signal."""
-        return bool(self._signals("SigCgt") >> (number - 1) & 1)
-
-    def has_pending_signal(self) -> bool:
-        """Whether the kernel has a signal for it that it has not taken yet."""
-        return bool(self._signals("ShdPnd"))
-
-    def _signals(self, name: str) -> int:
-        """One of the sets of signals that the kernel keeps for it."""
-        try:
-            status = Path(f"/proc/{self.pid}/status").read_text()
-        except OSError:
-            return 0
-        masks = dict(line.split(":\t") for line in status.splitlines() if ":\t" in line)
-        return int(masks.get(name, "0"), 16)
+        return bool(support.signals_of(self.pid, "SigCgt") >> (number - 1) & 1)
 
     def so_far(self) -> Ended:
         """What it has printed until now, whether it has ended or not."""

@@ -72,7 +72,7 @@ def refusal(ended: Ended) -> str:
         ("--rdzv-endpoint h:x job.py", "port 'x' is not a number from 0 to 65535"),
         ("--master-port 99999 job.py", "--master-port 99999 is not a port"),
         ("--rdzv-conf rubbish job.py", "'rubbish' has no value"),
-        ("--rdzv-conf unknown=1 job.py", "has no setting 'unknown'"),
+        ("--rdzv-conf unknown=1 job.py", "unknown rendezvous setting 'unknown'"),
         ("--node-rank 1 job.py", "--node-rank 1: a run on one machine has node rank 0 only"),
         ("--standalone --nnodes 2 job.py", "--standalone is for this machine alone, but --nnodes 2 asks for more"),
         # Numbers and names.
@@ -222,9 +222,10 @@ def test_a_syntax_error_under_run_path(holdfast: Holdfast) -> None:
 @pytest.mark.parametrize("name", ["no_such_module", "no.such.module", "job.py"])
 def test_an_unknown_module(holdfast: Holdfast, name: str) -> None:
     holdfast.script("")
-    ended = holdfast.run("-m", name)
+    ended = holdfast.run("--max-restarts=3", "-m", name)
     assert ended.code == 1
-    assert ended.last.startswith("Cause: rank 0 failed: ")
+    assert ended.last.startswith("Cause: rank 0 failed: ImportError: ")
+    assert "no restart: ImportError is fatal, a restart would not cure it" in ended.err
     assert "No module named" in ended.last or "Error while finding module" in ended.last
     assert "Traceback" not in ended.err
 
@@ -481,9 +482,11 @@ def test_one_of_200_workers_fails(holdfast: Holdfast) -> None:
 
 def test_too_few_descriptors(holdfast: Holdfast) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))"
-    ended = holdfast.run("--nproc-per-node=200", "--no-python", "sleep", "3600", before=limit)
+    ended = holdfast.run("--nproc-per-node=150", "--no-python", "sleep", "3600", before=limit)
     assert ended.code == 1
-    assert re.fullmatch(r"holdfast run: error: the system refuses(.*): Too many open files\n", ended.err), str(ended)
+    assert re.fullmatch(
+        r"holdfast run: error: the system refuses(.*): Too many open files \(see ulimit -Hn\)\n", ended.err
+    ), str(ended)
 
 
 def test_an_environment_that_is_not_utf8(holdfast: Holdfast) -> None:

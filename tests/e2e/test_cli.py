@@ -193,7 +193,7 @@ def test_run_path(holdfast: Holdfast, method: str, ending: str, cause: str | Non
     script = str(holdfast.directory / holdfast.script(f"{source}    {ending}\n"))
     ended = holdfast.run("--run-path", "--start-method", method, script, "a", "--b")
     assert ended.lines == [f"{script} a --b"]
-    assert ended.own[0].startswith("holdfast: started 1 worker of job.py (")
+    assert ended.own[0].startswith("holdfast: started 1 worker of job.py (pid ")
     if cause is None:
         assert ended.code == 0, str(ended)
     else:
@@ -217,7 +217,7 @@ def test_another_interpreter(holdfast: Holdfast) -> None:
     assert worker["executable"] == str(other)
     ended = holdfast.run(holdfast.script("raise ValueError('boom')"), env={"PYTHON_EXEC": str(other)})
     assert ended.code == 1
-    assert ended.own[0].startswith("holdfast: started 1 worker of job.py (")
+    assert ended.own[0].startswith("holdfast: started 1 worker of job.py (pid ")
     assert "job.py FAILED" in ended.err.splitlines()
     assert ended.last.startswith("Cause: rank 0 failed: ValueError: boom")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.command import COMMAND, PACKAGE, Holdfast, Running
-from tests.support import Mailbox, wait_until
+from tests.support import Mailbox, await_delivery, wait_until
 
 # Tells of its start and of every signal, and ends at the first one if it is told to.
 WORKER = """
@@ -205,7 +205,7 @@ def test_a_signal_while_a_restart_is_under_way(holdfast: Holdfast, mailbox: Mail
     gate.open("w").close()
     assert mailbox.take() == ["stopping"]
     running.send(signal.SIGTERM)
-    wait_until(lambda: not running.has_pending_signal(), "the signal is delivered")
+    await_delivery(running.pid)
     gate.open("w").close()
     ended = running.wait()
     assert (ended.code, ended.last) == (143, "holdfast: stopped by SIGTERM")

@@ -146,7 +146,6 @@ def test_broken_traceback_module_does_not_matter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-m", "nope_nope"], "{python}: No module named nope_nope"),
         (["-c", "import sys; sys.exit('told so')"], "told so"),
         (["nope.py"], "{python}: can't open file '{dir}/nope.py': [Errno 2] No such file or directory"),
     ],
@@ -157,6 +156,13 @@ def test_message_of_an_exit_is_in_the_box_alone(arguments: list[str], message: s
     assert outcome.stderr == outcome.message + "\n"
     assert "py_callstack" not in outcome.extra
     assert outcome.error_file is None
+
+
+def test_a_module_that_is_not_there_is_an_import_that_fails(tmp_path: Path) -> None:
+    """For the restart policy; on stderr it is what Python says."""
+    outcome = launch([sys.executable, "-u", BOOTSTRAP_PATH, "-m", "nope_nope"], tmp_path)
+    assert outcome.message == "ImportError: No module named nope_nope"
+    assert outcome.stderr == f"{sys.executable}: No module named nope_nope\n"
 
 
 @pytest.mark.parametrize(

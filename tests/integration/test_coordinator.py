@@ -210,10 +210,10 @@ def test_run_ids_that_cannot_be(server: CoordinatorProcess, run_id: str) -> None
 def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     port = support.free_port()
     expected = pytest.raises(RendezvousTimeoutError)
-    with caplog.at_level(logging.WARNING), node(port, join_timeout=1.2) as a, expected as caught:
+    with caplog.at_level(logging.WARNING), node(port, join_timeout=3) as a, expected as caught:
         Caller(a.next_round).result()
     assert str(caught.value) == (
-        f"no coordinator could be reached at 127.0.0.1:{port} within 1.2 s; the last attempt: Connection refused"
+        f"no coordinator could be reached at 127.0.0.1:{port} within 3 s; the last attempt: Connection refused"
     )
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1
@@ -343,6 +343,38 @@ def test_a_coordinator_that_was_killed_and_started_again_goes_on(tmp_path: Path)
         first.close()
 
 
+# Holds up an import until somebody opens the gate.
+SLOW_IMPORT = """
+    import sys
+
+    class Finder:
+        def find_spec(name, path=None, target=None):
+            if name == "holdfast.rendezvous.coordinator":
+                with open({mailbox!r}, "w") as box:
+                    box.write("importing\\n")
+                open({gate!r}).close()
+
+    sys.meta_path.insert(0, Finder)
+"""
+
+
+def test_nobody_can_connect_before_it_is_ready_to_answer(tmp_path: Path, mailbox: support.Mailbox) -> None:
+    """Agents whose coordinator is started again take a connection for its return; a refusal keeps their leases."""
+    gate, port = tmp_path / "gate", support.free_port()
+    os.mkfifo(gate)
+    support.write_script(tmp_path / "sitecustomize.py", SLOW_IMPORT.format(mailbox=str(mailbox), gate=str(gate)))
+    env = {"PYTHONPATH": str(tmp_path)}
+    starting = Caller(lambda: CoordinatorProcess(tmp_path, port=port, env=env))
+    assert mailbox.take() == ["importing"]
+    try:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), support.DEADLINE_S)
+    finally:
+        gate.open("w").close()
+        process = starting.result()
+        process.close()
+
+
 @pytest.mark.parametrize("junk", [b"", b"junk", b'{"boot_id": 5, "memory": []}'])
 def test_junk_where_its_memory_should_be(tmp_path: Path, junk: bytes) -> None:
     first = CoordinatorProcess(tmp_path)
@@ -445,8 +477,8 @@ def test_help() -> None:
         (("--listen", "127.0.0.1:0", "--tls-cert", "/no/file"), "the TLS certificate /no/file cannot be used: No such"),
         (("--listen", "127.0.0.1:0", "--tls-ca", "/no/file"), "TLS needs a certificate (tls_cert)"),
         (("--listen", "127.0.0.1:0", "--idle-timeout", "0"), "--idle-timeout 0 is not a time above 0"),
-        (("--listen", "127.0.0.1:0", "--idle-timeout", "nan"), "--idle-timeout nan is not a time above 0"),
-        (("--listen", "127.0.0.1:0", "--idle-timeout", "soon"), "invalid float value: 'soon'"),
+        (("--listen", "127.0.0.1:0", "--idle-timeout", "nan"), "--idle-timeout: 'nan' is not a duration"),
+        (("--listen", "127.0.0.1:0", "--idle-timeout", "soon"), "--idle-timeout: 'soon' is not a duration"),
     ],
 )
 def test_wrong_options(options: tuple[str, ...], words: str) -> None:

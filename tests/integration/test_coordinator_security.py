@@ -260,7 +260,7 @@ def test_tls_on_the_coordinators_side_only(
     monkeypatch.setitem(reach._PATIENCE_S, reach.Obstacle.SILENT, 0.0)
     with node(secure.port) as a:
         assert "accepts connections but says nothing; is it a coordinator, and without TLS?" in refusal(a)
-    assert "does not get a TLS connection: " in only_complaint(secure)
+    assert "does not get a TLS connection: it went away" in only_complaint(secure)
 
 
 def test_a_key_that_does_not_belong_to_the_certificate(certificates: Certificates) -> None:

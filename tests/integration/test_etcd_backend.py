@@ -96,9 +96,9 @@ def test_a_run_leaves_nothing(at: str, client: EtcdClient, keys: Keyspace) -> No
         for each in (a, b, c):
             each.report_success(1, 10)
         support.wait_until(lambda: all(each.outcome for each in (a, b, c)), "success")
-        support.wait_until(lambda: not left(client, keys), "the end of all keys", deadline_s=5)
+        support.wait_until(lambda: not left(client, keys), "the end of all keys", deadline_s=20)
         assert {each.outcome.end for each in (a, b, c) if each.outcome} == {End.SUCCEEDED}
-    assert not own_threads()
+    support.wait_until(lambda: not own_threads(), "the end of all threads")
 
 
 def test_a_run_whose_node_was_lost_leaves_nothing_after_the_linger(at: str, client: EtcdClient, keys: Keyspace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client  # noqa: F401  (else imported while a test interrupts, and Python may swallow that)
 import os
 import signal
 import socket

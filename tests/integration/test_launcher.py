@@ -393,30 +393,49 @@ def test_the_time_out_of_the_rendezvous() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "explicit", "expected"),
-    [("", None, 30), ("12", None, 12), ("12", 5, 5), ("", 0, 0), ("0", None, 0), ("rubbish", 3, 3)],
+    ("name", "default"),
+    [("shutdown_timeout", 30), ("exit_barrier_timeout", 300)],
 )
-def test_the_grace_of_workers(
-    monkeypatch: pytest.MonkeyPatch, variable: str, explicit: int | None, expected: int
-) -> None:
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", variable)
-    assert LaunchConfig(1, 1, 1, shutdown_timeout=explicit).shutdown_timeout == expected
+class TestTimes:
+    """How long workers get to end, and how long a node that has finished waits for the others."""
 
+    @pytest.mark.parametrize(
+        ("variable", "explicit", "expected"),
+        [("", None, None), ("12", None, 12), ("12", 5, 5), ("", 0, 0), ("0", None, 0), ("rubbish", 3, 3)],
+    )
+    def test_where_they_come_from(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        name: str,
+        default: int,
+        variable: str,
+        explicit: int | None,
+        expected: int | None,
+    ) -> None:
+        monkeypatch.setenv(f"TORCH_ELASTIC_{name.upper()}", variable)
+        made = LaunchConfig(1, 1, 1, **{name: explicit})  # type: ignore[arg-type]
+        assert getattr(made, name) == (default if expected is None else expected)
 
-@pytest.mark.parametrize(
-    ("variable", "explicit", "text"),
-    [
-        ("", -1, "shutdown_timeout must be non-negative"),
-        ("-5", None, "shutdown_timeout must be non-negative"),
-        ("soon", None, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a number of seconds, not 'soon'"),
-    ],
-)
-def test_a_grace_that_makes_no_sense(
-    monkeypatch: pytest.MonkeyPatch, variable: str, explicit: int | None, text: str
-) -> None:
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", variable)
-    with pytest.raises(ValueError, match=text):
-        LaunchConfig(1, 1, 1, shutdown_timeout=explicit)
+    @pytest.mark.parametrize(
+        ("variable", "explicit", "text"),
+        [
+            ("", -1, "{name} must be non-negative"),
+            ("-5", None, "{variable} must be a number of seconds from 0 on, not '-5'"),
+            ("soon", None, "{variable} must be a number of seconds from 0 on, not 'soon'"),
+        ],
+    )
+    def test_those_that_make_no_sense(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        name: str,
+        default: int,
+        variable: str,
+        explicit: int | None,
+        text: str,
+    ) -> None:
+        monkeypatch.setenv(f"TORCH_ELASTIC_{name.upper()}", variable)
+        with pytest.raises(ValueError, match=text.format(name=name, variable=f"TORCH_ELASTIC_{name.upper()}")):
+            LaunchConfig(1, 1, 1, **{name: explicit})  # type: ignore[arg-type]
 
 
 def test_defaults() -> None:

@@ -89,12 +89,12 @@ def test_nodes_of_different_roles_and_sizes(scene: Scene) -> None:
 
 
 def test_too_few_nodes_in_time(scene: Scene) -> None:
-    nodes = [scene.start(name, "4", join_timeout=2) for name in "ab"]
+    nodes = [scene.start(name, "4", join_timeout=6) for name in "ab"]  # As long as the second may take to start.
     assert scene.ended() == {"a": 1, "b": 1}
     for node in nodes:
         assert "2/4 joined, waiting for 2" in node.log
         line = last_line(node.log)
-        assert "only 2 of at least 4 nodes joined within 2 s (2 missing)" in line
+        assert "only 2 of at least 4 nodes joined within 6 s (2 missing)" in line
         assert all(f"-{each.pid}-" in line for each in nodes), line
     assert not scene.lives()
 
@@ -245,11 +245,14 @@ def test_a_newcomer_waits_for_the_next_restart_if_told_so(scene: Scene) -> None:
 
 def test_a_standby_takes_the_place_of_a_lost_node(scene: Scene) -> None:
     """It may have to stand by for longer than it would take a round to form."""
-    a, b = (scene.start(name, "1:2", join_timeout=1, last_call=LONG_S) for name in "ab")
-    first = scene.await_world(2)
-    c = scene.start("c", "1:2", join_timeout=1, last_call=LONG_S)
+    a = scene.start("a", "1:2", join_timeout=4, last_call=LONG_S)
+    a.await_line("1/2 joined")  # So there is somebody to join when the time of the others begins.
+    b = scene.start("b", "1:2", join_timeout=4, last_call=LONG_S)
+    scene.await_world(2)
+    c = scene.start("c", "1:2", join_timeout=4, last_call=LONG_S)
     c.await_line("this node stands by")
-    support.wait_until(lambda: is_past(scene, first, 3.0), "some time to pass")
+    pause_s = age(scene.lives()) + 5.0
+    support.wait_until(lambda: is_past(scene, scene.lives(round=1), pause_s), "some time to pass")
     b.send(signal.SIGKILL)
     lives = scene.await_world(2, after=1)
     assert [life.node for life in lives] == ["a", "c"] or [life.node for life in lives] == ["c", "a"]
@@ -380,6 +383,7 @@ def test_a_node_that_waits_can_be_stopped(scene: Scene, number: signal.Signals) 
     a.await_line("1/2 joined, waiting for 1")
     a.send(number)
     assert a.wait() == 128 + number
+    assert "stopping the workers" not in a.log, "there are none"
     for name in "bc":
         scene.start(name, "2")
     assert {life.node for life in scene.await_world(2)} == {"b", "c"}
@@ -427,11 +431,14 @@ def test_a_node_that_the_network_cuts_off_loses_its_workers_in_time(scene: Scene
 
 @at_a_coordinator
 def test_a_connection_that_breaks_and_is_made_again_disturbs_nobody(scene: Scene, relay: Relay) -> None:
-    scene.start("a", "2", "--max-restarts", "1", rank=0)
-    scene.start("b", "2", "--max-restarts", "1", port=relay.port, rank=1, is_host="false")
-    first = scene.await_world(2)
+    """There is time to make it; more of it than that passes, so it has been made."""
+    times = {"lease": 6, "drop_timeout": 4, "reconnect_grace": 3}
+    scene.start("a", "2", "--max-restarts", "1", rank=0, **times)
+    scene.start("b", "2", "--max-restarts", "1", port=relay.port, rank=1, is_host="false", **times)
+    scene.await_world(2)
     relay.hang_up()
-    support.wait_until(lambda: is_past(scene, first, 2.5), "some time to pass")
+    pause_s = age(scene.lives()) + 5.0
+    support.wait_until(lambda: is_past(scene, scene.lives(round=1), pause_s), "some time to pass")
     assert [life.events for life in scene.lives()] == [("start", "connected")] * 2
     scene.order("exit 3", rank=1, round=1)
     scene.await_world(2, after=1)
@@ -485,6 +492,11 @@ def test_training_goes_on_while_the_coordinator_is_replaced(scene: Scene) -> Non
     assert {(life.round, life.restarts) for life in scene.await_world(2, after=1)} == {(2, 1)}
     scene.order("exit 0")
     assert scene.ended() == {"a": 0, "b": 0}
+
+
+def age(lives: list[nodes.Life]) -> float:
+    """For how long the oldest of them has lived."""
+    return max(life.last_seen_at - life.started_at for life in lives) / 1e9
 
 
 def is_past(scene: Scene, lives: list[nodes.Life], seconds: float) -> bool:

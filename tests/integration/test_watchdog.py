@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.agent.model import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
+from holdfast.agent.watchdog import Watchdog
 from holdfast.launcher import LaunchConfig, elastic_launch
 from holdfast.process.errors import ChildFailedError
 
@@ -71,3 +72,14 @@ def test_a_path_that_cannot_be_used_costs_the_watchdog_and_not_the_run(
     assert elastic_launch(config(tmp_path, 0), len)("four") == {0: 4, 1: 4}
     assert "no watchdog, workers run without" in caplog.text
     assert taken.read_text() == "somebody's file"
+
+
+@pytest.mark.parametrize(("wish", "is_said"), [("", False), ("0", False), ("true", True)])
+def test_a_wish_that_is_not_understood_is_said(
+    wish: str, is_said: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, wish)
+    monkeypatch.delenv(TORCHELASTIC_TIMER_FILE, raising=False)
+    assert Watchdog("run", lambda name, details: None).start() is None
+    said = ["TORCHELASTIC_ENABLE_FILE_TIMER=true is not 1, so there is no watchdog"]
+    assert caplog.messages == (said if is_said else [])

@@ -21,16 +21,16 @@ policies = st.builds(
 moves = st.lists(st.tuples(st.floats(START, END), st.sampled_from(Signal)), max_size=30)
 
 
-def stood_still(policy: HangPolicy, seen: dict[Signal, float], now: float) -> bool:
-    """The bounds as the documents tell them."""
+def stood_still(policy: HangPolicy, seen: dict[Signal, float], began: float | None, now: float) -> bool:
+    """The bounds as the documents tell them; the beginning was over when it `began`."""
     hang_s, start_s = policy.hang_timeout_s or 0.0, policy.start_timeout_s
     chosen = [at for signal, at in seen.items() if signal in policy.chosen]
-    is_beginning = Signal.PATTERN not in seen and Signal.PROGRESS not in seen
     if not chosen:
         silent = now >= START + (hang_s if start_s is None else start_s)
+    elif start_s is None:
+        silent = now >= max(chosen) + hang_s
     else:
-        since = max(chosen) + hang_s
-        silent = now >= (max(since, START + start_s) if is_beginning and start_s is not None else since)
+        silent = now >= max(max(chosen) + hang_s, START + start_s if began is None else began + hang_s)
     every_s, matched = policy.progress_every_s, seen.get(Signal.PATTERN)
     return silent or (every_s is not None and matched is not None and now >= matched + every_s)
 
@@ -40,20 +40,23 @@ def test_a_verdict_is_right_and_in_time(
     policy: HangPolicy, moved: list[tuple[float, Signal]], is_sampled: bool
 ) -> None:
     machine = HangMachine(policy, START, is_sampled=is_sampled)
+    began: float | None = None
     while (now := machine.next_deadline()) <= END:
         seen: dict[Signal, float] = {}
         for at, signal in sorted(moved):
             if at <= now:
                 seen[signal] = at
+        if began is None:  # The first look that shows a mark shows the last of those that came since the look before.
+            began = min((seen[mark] for mark in (Signal.PATTERN, Signal.PROGRESS) if mark in seen), default=None)
         before = now - 1e-6
         commands = machine.step(Looked(seen), now)
         assert now < machine.next_deadline() or any(isinstance(command, DeclareHung) for command in commands)
         is_hung = any(isinstance(command, DeclareHung) for command in commands)
-        assert is_hung == stood_still(policy, seen, now)
+        assert is_hung == stood_still(policy, seen, began, now)
         if is_hung:
             # Nobody is found later than a look after the bound was broken.
             limits = (policy.hang_timeout_s, policy.start_timeout_s, policy.progress_every_s)
             slack = min(limit for limit in limits if limit is not None) / LOOKS_A_BOUND if is_sampled else 0.0
             earlier = {signal: at for signal, at in seen.items() if at <= before - slack}
-            assert earlier != seen or not stood_still(policy, earlier, before - slack)
+            assert earlier != seen or not stood_still(policy, earlier, began, before - slack)
             return

@@ -141,5 +141,5 @@ class StoreAgainstModel(RuleBasedStateMachine):
         assert self.store.is_empty == (not self.values and not self.waiting)
 
 
-StoreAgainstModel.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+StoreAgainstModel.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestStoreAgainstModel = StoreAgainstModel.TestCase

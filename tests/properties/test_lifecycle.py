@@ -190,4 +190,4 @@ class AgentLife(RuleBasedStateMachine):
 
 
 TestAgentLife = AgentLife.TestCase
-TestAgentLife.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestAgentLife.settings = settings(max_examples=40, stateful_step_count=40)

@@ -279,5 +279,5 @@ class Run(RuleBasedStateMachine):
             assert self.run.next_deadline() is None, "nobody is there, so nobody is waited for"
 
 
-Run.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Run.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestRun = Run.TestCase

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.process.lines import LineAssembler, LineFilter
@@ -42,7 +42,6 @@ def run(feed: Callable[[bytes], bytes], flush: Callable[[], bytes], pieces: list
 
 
 @given(cut_texts(), PREFIXES)
-@settings(deadline=None)
 def test_every_line_has_the_prefix_once(cut: tuple[bytes, list[bytes]], prefix: bytes) -> None:
     text, pieces = cut
     assembler = LineAssembler(prefix)
@@ -50,7 +49,6 @@ def test_every_line_has_the_prefix_once(cut: tuple[bytes, list[bytes]], prefix: 
 
 
 @given(cut_texts())
-@settings(deadline=None)
 def test_whole_lines_only(cut: tuple[bytes, list[bytes]]) -> None:
     _, pieces = cut
     assembler = LineAssembler(b">")
@@ -59,7 +57,6 @@ def test_whole_lines_only(cut: tuple[bytes, list[bytes]]) -> None:
 
 
 @given(cut_texts(), PREFIXES, st.integers(0, 5))
-@settings(deadline=None)
 def test_a_bound_on_held_bytes_changes_nothing_in_sum(
     cut: tuple[bytes, list[bytes]], prefix: bytes, max_held_bytes: int
 ) -> None:
@@ -69,7 +66,6 @@ def test_a_bound_on_held_bytes_changes_nothing_in_sum(
 
 
 @given(cut_texts(), st.lists(st.sampled_from([b"a", b"bc", b"\xff"]), min_size=1).map(tuple))
-@settings(deadline=None)
 def test_filter_picks_the_lines_that_match(cut: tuple[bytes, list[bytes]], needles: tuple[bytes, ...]) -> None:
     text, pieces = cut
     matching = [line for line in text.splitlines() if any(needle in line for needle in needles)]
@@ -79,7 +75,6 @@ def test_filter_picks_the_lines_that_match(cut: tuple[bytes, list[bytes]], needl
 
 
 @given(cut_texts(), st.integers(1, 50))
-@settings(deadline=None)
 def test_tail_does_not_depend_on_the_cuts(cut: tuple[bytes, list[bytes]], max_bytes: int) -> None:
     text, pieces = cut
     whole, piecewise = Tail(max_bytes), Tail(max_bytes)
@@ -90,7 +85,7 @@ def test_tail_does_not_depend_on_the_cuts(cut: tuple[bytes, list[bytes]], max_by
 
 
 @given(st.lists(cut_texts(), min_size=1, max_size=4))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 def test_through_real_pipes(cuts: list[tuple[bytes, list[bytes]]]) -> None:
     """Several streams, written piece by piece in turn: files are exact, each stream's console lines too."""
     with tempfile.TemporaryDirectory() as name:

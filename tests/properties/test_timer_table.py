@@ -75,7 +75,7 @@ class TableAgainstModel(RuleBasedStateMachine):
 
 
 TestTableAgainstModel = TableAgainstModel.TestCase
-TestTableAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTableAgainstModel.settings = settings(max_examples=60, stateful_step_count=40)
 
 requests = st.builds(
     wire.FileTimerRequest,

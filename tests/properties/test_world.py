@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.rendezvous.world import NodeFacts, World, arrange
@@ -27,7 +27,6 @@ def rounds(draw: st.DrawFn, with_requests: bool = True) -> tuple[list[str], list
 
 
 @given(rounds())
-@settings(deadline=None)
 def test_members_are_unique_candidates_and_as_many_as_may_be(case: tuple[list[str], list[NodeFacts], int]) -> None:
     previous, candidates, max_nodes = case
     members = arrange(previous, candidates, max_nodes)
@@ -38,7 +37,6 @@ def test_members_are_unique_candidates_and_as_many_as_may_be(case: tuple[list[st
 
 
 @given(rounds())
-@settings(deadline=None)
 def test_no_survivor_makes_room_for_a_newcomer(case: tuple[list[str], list[NodeFacts], int]) -> None:
     previous, candidates, max_nodes = case
     members = arrange(previous, candidates, max_nodes)
@@ -50,7 +48,6 @@ def test_no_survivor_makes_room_for_a_newcomer(case: tuple[list[str], list[NodeF
 
 
 @given(rounds(with_requests=False))
-@settings(deadline=None)
 def test_survivors_keep_their_order_and_newcomers_theirs(case: tuple[list[str], list[NodeFacts], int]) -> None:
     previous, candidates, max_nodes = case
     keys = [member.key for member in arrange(previous, candidates, max_nodes)]
@@ -65,7 +62,6 @@ def test_survivors_keep_their_order_and_newcomers_theirs(case: tuple[list[str], 
 
 
 @given(rounds())
-@settings(deadline=None)
 def test_requested_ranks_are_honoured(case: tuple[list[str], list[NodeFacts], int]) -> None:
     members = arrange(*case)
     for rank, member in enumerate(members):
@@ -77,7 +73,6 @@ def test_requested_ranks_are_honoured(case: tuple[list[str], list[NodeFacts], in
 
 
 @given(st.lists(st.tuples(st.sampled_from("rs"), st.integers(1, 3)), min_size=1, max_size=8))
-@settings(deadline=None)
 def test_a_place_tells_the_shape_of_every_member(shapes: list[tuple[str, int]]) -> None:
     members = [NodeFacts(str(at), role=role, local_world_size=size) for at, (role, size) in enumerate(shapes)]
     places = World(1, tuple(members)).places()

@@ -288,8 +288,21 @@ def test_logs_specs_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mo
         ("--rdzv-endpoint h:1 --master-port 5", ["--master-port 5"]),
         ("--rdzv-backend mine --master-addr h", ["--master-addr h"]),
         ("-t 1 --duplicate-stdout-filters a", []),
-        ("-t 0:1,1:2 --duplicate-stdout-filters a --duplicate-stderr-filters b", []),
+        ("--nproc-per-node 2 -t 0:1,1:2 --duplicate-stdout-filters a --duplicate-stderr-filters b", []),
         ("--log-dir /dev/null -r 1 -t 3", ["--redirects 1", "--tee 3"]),
+        ("--start-method fork", ["--start-method fork"]),
+        ("--start-method fork --run-path", []),
+        ("--restart-window 60", ["--restart-window 60"]),
+        ("--restart-window 60 --max-restarts 1", []),
+        ("--nproc-per-node 2 --local-ranks-filter 0,1 -t 0:3,1:2 -r 1:1", []),
+        (
+            "--nproc-per-node 2 --local-ranks-filter 0,7 -t 2:3 -r 9:1",
+            [
+                "rank 9 in --redirects (the local ranks here are 0 to 1)",
+                "rank 2 in --tee (the local ranks here are 0 to 1)",
+                "rank 7 in --local-ranks-filter (the local ranks here are 0 to 1)",
+            ],
+        ),
     ],
 )
 def test_what_has_no_effect_is_said(tokens: str, warnings: list[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -320,7 +333,15 @@ BAD_INPUT = [
         "--nproc-per-node=many",
         "--nproc-per-node: 'many' is neither a number nor a kind of device; those are: cpu, gpu, xpu, auto",
     ),
+    (
+        "--nproc-per-node=999999999999",
+        re.compile(r"--nproc-per-node 999999999999: each worker takes up an open file, .*"),
+    ),
     ("--max-restarts=-1", "--max-restarts -1 is negative"),
+    (
+        "--restart-window=0",
+        "--restart-window 0: no restart would count, and the workers be restarted for ever",
+    ),
     ("--monitor-interval=0", "--monitor-interval 0 is not a time above 0"),
     ("--monitor-interval=-0.5", "--monitor-interval -0.5 is not a time above 0"),
     ("--monitor-interval=nan", "--monitor-interval nan is not a time above 0"),
@@ -405,7 +426,7 @@ def test_a_log_dir_that_is_a_file(capsys: pytest.CaptureFixture[str]) -> None:
         (
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
             "soon",
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a number of seconds, not 'soon'",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a number of seconds from 0 on, not 'soon'",
         ),
         ("PYTHON_EXEC", "/no/python", "PYTHON_EXEC: program '/no/python' does not exist"),
         ("PYTHON_EXEC", "no-such-python", "PYTHON_EXEC: program 'no-such-python' was not found on PATH"),
@@ -513,7 +534,11 @@ def ending(error: BaseException, monkeypatch: pytest.MonkeyPatch, *tokens: str) 
         (ValueError("bad endpoint"), 2, "holdfast run: error: bad endpoint"),
         (HostError("no memory"), 1, "holdfast run: error: no memory"),
         (OSError(8, "Exec format error", "./x"), 1, "holdfast run: error: the system refuses './x': Exec format error"),
-        (OSError(24, "Too many open files"), 1, "holdfast run: error: the system refuses: Too many open files"),
+        (
+            OSError(24, "Too many open files"),
+            1,
+            "holdfast run: error: the system refuses: Too many open files (see ulimit -Hn)",
+        ),
         (OSError("who knows"), 1, "holdfast run: error: who knows"),
         (RendezvousTimeoutError("2 of 3 came"), 1, "holdfast run: error: 2 of 3 came"),
         (RendezvousTimeoutError(), 1, "holdfast run: error: RendezvousTimeoutError"),

@@ -537,3 +537,16 @@ def test_a_failed_rendezvous_carries_the_traceback(rdzv_collector: Collector) ->
     assert "Traceback" in first.error_trace
     assert "no quorum" in first.error_trace
     assert second.error_trace == ""
+
+
+@pytest.mark.parametrize(
+    ("full", "expected"),
+    [("node7.cluster", "node7.cluster"), ("node7", "node7"), ("localhost", None), ("localhost.localdomain", None)],
+)
+def test_a_host_is_not_called_localhost(full: str, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.getfqdn", lambda: full)
+    events.full_hostname.cache_clear()
+    try:
+        assert events.full_hostname() == (expected or os.uname().nodename)
+    finally:
+        events.full_hostname.cache_clear()

@@ -87,6 +87,11 @@ TABLE: dict[str, tuple[dict[str, Any], dict[Signal, float], tuple[float, Bound] 
         {PATTERN: 7, OUTPUT: 8},
         (18, Bound.SILENCE),
     ),
+    "the silence of the beginning is not held against what follows": (
+        {**BOTH, "signals": frozenset({OUTPUT})},
+        {OUTPUT: 7, PROGRESS: 40},
+        (50, Bound.SILENCE),
+    ),
     "an eager bound for the beginning": (EAGER, {}, (10, Bound.START)),
     "which has been met": (EAGER, {OUTPUT: 7}, (67, Bound.SILENCE)),
     "only the beginning is bounded": ({"start_timeout_s": 10.0}, {OUTPUT: 7}, None),

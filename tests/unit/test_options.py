@@ -66,6 +66,7 @@ DEFAULTS = {
     "node_rank": None,
     "join_timeout": None,
     "last_call": None,
+    "exit_barrier_timeout": None,
     "lease": None,
     "admit": None,
     "on_isolation": None,
@@ -79,7 +80,6 @@ DEFAULTS = {
     "fatal_exceptions": None,
     "uncounted_exit_codes": frozenset(),
     "uncounted_exceptions": frozenset(),
-    "grace_period": None,
     "hang_timeout": None,
     "start_timeout": None,
     "progress_signals": None,
@@ -115,6 +115,7 @@ VALUES = {
     "numa_binding": ("core-complex", "core-complex"),
     "join_timeout": ("10m", 600.0),
     "last_call": ("1.5s", 1.5),
+    "exit_barrier_timeout": ("1h", 3600.0),
     "lease": ("15", 15.0),
     "restart_window": ("2h", 7200.0),
     "restart_backoff": ("1d", 86400.0),
@@ -133,10 +134,10 @@ VALUES = {
 
 
 def sample(option: Option) -> tuple[str, object]:
-    return VALUES.get(option.dest, ("some text", "some text"))
+    return VALUES.get(option.name, ("some text", "some text"))
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.dest)
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 @pytest.mark.parametrize("spelling", ["dashes", "underscores"])
 def test_every_option_in_both_spellings(option: Option, spelling: str) -> None:
     name = option.flags[-1]
@@ -150,7 +151,7 @@ def test_every_option_in_both_spellings(option: Option, spelling: str) -> None:
     assert getattr(parse(f"{name}={text}", "x.py"), option.dest) == value
 
 
-@pytest.mark.parametrize("option", [o for o in OPTIONS if o.variable], ids=lambda option: option.dest)
+@pytest.mark.parametrize("option", [o for o in OPTIONS if o.variable], ids=lambda option: option.name)
 def test_every_variable_and_that_the_command_line_wins(option: Option, monkeypatch: pytest.MonkeyPatch) -> None:
     assert option.variable is not None
     if option.is_flag:
@@ -171,6 +172,14 @@ def test_every_variable_and_that_the_command_line_wins(option: Option, monkeypat
 )
 def test_the_long_spelling_names_the_variable(flags: tuple[str, ...], variable: str) -> None:
     assert {option.flags: option.variable for option in OPTIONS}[flags] == variable
+
+
+def test_two_names_for_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one that is given counts, and either counts more than both variables."""
+    monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "7")
+    monkeypatch.setenv("PET_GRACE_PERIOD", "7")
+    assert parse("--shutdown-timeout=5", "--grace-period=1m", "x.py").shutdown_timeout == 60
+    assert parse("--grace-period=1m", "--shutdown-timeout=5", "x.py").shutdown_timeout == 5
 
 
 @pytest.mark.parametrize("dest", ["logs_specs", "numa_binding", "quiet", "verbose"])
@@ -229,11 +238,11 @@ def test_bad_variables(
         ([], "a script to run is required"),
         (["--standalone"], "a script to run is required"),
         (["--"], "a script to run is required"),
-        (["--max-restarts", "x", "s"], "argument --max-restarts: 'x' is not a whole number"),
-        (["--start-method=x", "s"], "argument --start-method: 'x' is not one of spawn, fork, forkserver"),
+        (["--max-restarts", "x", "s"], "--max-restarts: 'x' is not a whole number"),
+        (["--start-method=x", "s"], "--start-method: 'x' is not one of spawn, fork, forkserver"),
         (
             ["--numa-binding=x", "s"],
-            "argument --numa-binding: 'x' is not one of node, socket, exclusive, core-complex",
+            "--numa-binding: 'x' is not one of node, socket, exclusive, core-complex",
         ),
         (["--role"], "--role needs a value"),
         (

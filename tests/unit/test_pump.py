@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import random
 import re
@@ -48,6 +49,10 @@ def write_and_close(fd: int, data: bytes) -> None:
 
 def open_fds() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
+
+
+def pump_threads() -> set[threading.Thread | None]:
+    return {thread for thread in threading.enumerate() if thread.name == "holdfast-pump"}
 
 
 class Rig:
@@ -675,6 +680,7 @@ class TestBlockedConsole:
     ) -> None:
         """The files are completed, and so is the console that is not blocked."""
         monkeypatch.setattr(pump_module, "_CLOSE_PATIENCE_S", 0.2)
+        others = pump_threads() - {rig.pump._thread}
         console = BlockedConsole(is_blocking)
         stdout_fd, stderr_fd = rig.add("stdout", b"[out]:", console.write_fd), rig.add("stderr", b"[err]:")
         write_all(stdout_fd, b"first\n")
@@ -691,7 +697,7 @@ class TestBlockedConsole:
         rig.pump.close()
         # The thread that was left behind ends as soon as its write returns, and has done no harm.
         assert stuck is not None
-        assert [thread for thread in threading.enumerate() if thread.name == "holdfast-pump"] == [stuck]
+        assert pump_threads() - others == {stuck}
         console.read_until(b"")
         stuck.join(DEADLINE_S)
         assert not stuck.is_alive()
@@ -796,13 +802,13 @@ class TestDrainAndClose:
 
         def trickle() -> None:
             for _ in range(15):
-                time.sleep(0.1)
+                time.sleep(0.15)
                 write_all(write_fd, b".")
             os.close(write_fd)
 
         writer = threading.Thread(target=trickle)
         writer.start()
-        assert rig.pump.drain(1.0)
+        assert rig.pump.drain(2.0)
         writer.join()
         assert rig.file("log") == b"." * 15
 
@@ -845,6 +851,7 @@ class TestDrainAndClose:
         assert rig.pump.drain(0)
 
     def test_close_leaves_no_descriptor_and_no_thread(self, tmp_path: Path) -> None:
+        gc.collect()  # What tests before this one have left open and forgotten must not be closed in between.
         before = open_fds()
         rig = Rig(tmp_path)
         rig.pump.start()

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, assert_never
 
-from holdfast.agent import exchange, health, lifecycle, ranks, recording
+from holdfast.agent import causes, exchange, health, hooks, lifecycle, ranks, recording
 from holdfast.agent.blocking import call_interruptibly
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -51,7 +51,7 @@ from holdfast.rendezvous.coordination import (
     RunOver,
     SoloCoordination,
 )
-from holdfast.rendezvous.outcome import HANG, End, Failure, Outcome
+from holdfast.rendezvous.outcome import HANG, End, Outcome
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.telemetry.events import Event, record
 from holdfast.telemetry.metrics import prof, put_metric
@@ -172,7 +172,7 @@ class SimpleElasticAgent(ElasticAgent):
                 self._record_worker_events(result)
                 return result
             except SignalException as received:
-                logger.warning("got %s, stopping the workers", received.sigval.name)
+                logger.warning("got %s%s", received.sigval.name, self._what_is_stopped())
                 self._leave(received.sigval)
                 is_shut_down = True
                 raise
@@ -185,14 +185,18 @@ class SimpleElasticAgent(ElasticAgent):
                 self._total_execution_time = int(time.monotonic() - began)
                 self._is_stopping = True
                 if not is_shut_down:
-                    self._shutdown(timeout=self._shutdown_timeout)
+                    hooks.call(self._shutdown, timeout=self._shutdown_timeout)
+
+    def _what_is_stopped(self) -> str:
+        has_workers = self._machine.phase in (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING)
+        return ", stopping the workers" if has_workers else ""
 
     def _leave(self, death_sig: signal.Signals) -> None:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
         self._is_stopping = True
         if self._coordination is not None:
             self._coordination.leaving()
-        self._shutdown(death_sig, timeout=self._shutdown_timeout)
+        hooks.call(self._shutdown, death_sig, timeout=self._shutdown_timeout)
         if self._coordination is not None and not self._unkillable():
             self._coordination.left()
 
@@ -232,7 +236,7 @@ class SimpleElasticAgent(ElasticAgent):
                 group.state = WorkerState.STOPPED
                 return [lifecycle.WorkersStopped(round, self._unkillable())]
             case lifecycle.ReportFailure(round):
-                failure = _failure(self._result)
+                failure = causes.failure_of(self._result, os.uname().nodename)
                 run.report_failure(round, failure)
                 self._tell_failure(run.verdict)
                 if failure.exception == HANG and run.has_leases and not self._was_told_of_hang:
@@ -253,8 +257,11 @@ class SimpleElasticAgent(ElasticAgent):
             signals.wait_readable([], _OTHERS_LOOK_S)
 
     def _stop_group(self, group: WorkerGroup, at_once: bool) -> None:
-        """A hook cannot be told to hurry; whoever has lost its place has its workers killed by the spawner."""
-        self._stop_workers(group)
+        """A hook cannot be told to hurry; whoever has lost its place has its workers killed by the spawner.
+
+        Nobody knows yet whether a restart follows. A hook that asks is told so, as it may release what the next
+        round needs if none does; `_shutdown` comes at the end in any case."""
+        hooks.call(self._stop_workers, group, is_restart=True)
 
     def _next_events(self, run: Coordination) -> list[lifecycle.Event]:
         """Wait until something happens; then say what."""
@@ -268,6 +275,7 @@ class SimpleElasticAgent(ElasticAgent):
             self._wait_for_change(group, run.fileno(), run.ask_every_s)
         signals.inbox().raise_pending()
         if deadline is not None and time.monotonic() >= deadline:
+            logger.warning("did not hear of the end of every other node within %g s", self._machine.peers_timeout_s)
             return [lifecycle.TimePassed(self._machine.round)]
         events: list[lifecycle.Event] = []
         # Workers that die because the lease has run out have not failed; the push that says so is on its way.
@@ -373,9 +381,9 @@ class SimpleElasticAgent(ElasticAgent):
     def _tell_failure(self, verdict: str | None) -> None:
         """Without restarts the final report follows at once and says it all."""
         if verdict is None:
-            logger.warning("%s", _cause(self._result))
+            logger.warning("%s", causes.cause_of(self._result))
         elif self._policy.max_restarts:
-            logger.warning("%s; %s", _cause(self._result), verdict)
+            logger.warning("%s; %s", causes.cause_of(self._result), verdict)
 
     @property
     def _has_finished(self) -> bool:
@@ -387,10 +395,7 @@ class SimpleElasticAgent(ElasticAgent):
         if not self._has_finished:
             logger.info("the run has succeeded; this node was not needed")
             return
-        count, restarts = len(self._worker_group.workers), self._restarts_used
-        who = f"all {count} workers" if count > 1 else "the worker"
-        after = {0: "", 1: " after 1 restart"}.get(restarts, f" after {restarts} restarts")
-        logger.info("%s finished%s", who, after)
+        logger.info("%s", recording.finish_line(self._worker_group, self._restarts_used))
 
     # Start of a round.
 
@@ -527,32 +532,3 @@ class SimpleElasticAgent(ElasticAgent):
 
 def _elapsed_ms(began: float) -> int:
     return int((time.monotonic() - began) * 1000)
-
-
-def _root(result: RunResult) -> tuple[int, report.FailureFacts] | None:
-    if not result.failures:
-        return None
-    facts = {rank: failure.facts() for rank, failure in result.failures.items()}
-    rank = report.root_cause(facts)
-    return rank, facts[rank]
-
-
-def _cause(result: RunResult) -> str:
-    root = _root(result)
-    return report.cause_line(*root) if root else f"the worker group is {result.state.name.lower()}"
-
-
-def _failure(result: RunResult) -> Failure:
-    """What the rest of the run is told of this node's failure."""
-    root = _root(result)
-    if root is None:
-        return Failure(os.uname().nodename, text=_cause(result))
-    rank, facts = root
-    return Failure(
-        node=os.uname().nodename,
-        rank=rank,
-        exitcode=facts.exitcode,
-        exception=HANG if facts.evidence.hang else report.exception_name(facts.text),
-        text=_cause(result),
-        is_consequence=report.follows_from_another(facts),
-    )

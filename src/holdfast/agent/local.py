@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 from holdfast.agent import recording
 from holdfast.agent.base import SimpleElasticAgent
 from holdfast.agent.environment import RoundFacts, log_line_prefixes, macros, worker_environments
-from holdfast.agent.model import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from holdfast.agent.health import PORT_VARIABLE as TORCHELASTIC_HEALTH_CHECK_PORT
+from holdfast.agent.model import (
+    TORCHELASTIC_ENABLE_FILE_TIMER,
+    TORCHELASTIC_TIMER_FILE,
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from holdfast.agent.roll import Roll
 from holdfast.agent.watchdog import Watchdog
 from holdfast.process import signals, stop
@@ -30,7 +38,12 @@ if TYPE_CHECKING:
     from holdfast.agent.hangs import Finding, HangWatch
     from holdfast.process.activity import OutputWatch
 
-__all__ = ["LocalElasticAgent"]
+__all__ = [
+    "LocalElasticAgent",
+    "TORCHELASTIC_ENABLE_FILE_TIMER",
+    "TORCHELASTIC_HEALTH_CHECK_PORT",
+    "TORCHELASTIC_TIMER_FILE",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +288,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         return pid is not None
 
     @prof
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
         if self._context is not None:
             self._context.close(signal.SIGTERM, self._shutdown_timeout)
 
@@ -284,7 +297,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         if at_once and self._context is not None:
             self._context.close(signal.SIGKILL, 0)
         else:
-            self._stop_workers(group)
+            super()._stop_group(group, at_once)
 
     def _stop_watching(self) -> None:
         self._end_hang_watch()
@@ -294,10 +307,16 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _unkillable(self) -> tuple[int, ...]:
         return tuple(pid for pid, _ in self._context.survivors) if self._context is not None else ()
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30, is_restart: bool = False
+    ) -> None:
         self._stop_watching()
         if self._context is not None:
             self._context.close(death_sig, timeout)
+        if not is_restart:
+            self._release()
+
+    def _release(self) -> None:
         if self._roll is not None:
             self._roll.close()
             self._roll = None

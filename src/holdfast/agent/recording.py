@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import time
@@ -11,6 +10,7 @@ from typing import Any
 
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.process import entry
+from holdfast.telemetry import events
 from holdfast.telemetry.events import Event, EventSource
 from holdfast.telemetry.metrics import put_metric
 
@@ -51,9 +51,18 @@ def start_line(group: WorkerGroup) -> str:
     """What was started, for people."""
     count = len(group.workers)
     who = f"{count} workers" if count > 1 else "1 worker"
-    ids = ", ".join(str(worker.id) for worker in group.workers[:8]) + (", ..." if count > 8 else "")
+    ids = ("pids " if count > 1 else "pid ") + ", ".join(str(worker.id) for worker in group.workers[:8])
+    ids += ", ..." if count > 8 else ""
     place = f", node {group.group_rank} of {group.group_world_size}" if (group.group_world_size or 1) > 1 else ""
-    return f"started {who} of {entry_name(group.spec)} (pids {ids}){place}"
+    return f"started {who} of {entry_name(group.spec)} ({ids}){place}"
+
+
+def finish_line(group: WorkerGroup, restarts: int) -> str:
+    """How well it went, for people."""
+    count = len(group.workers)
+    who = f"all {count} workers" if count > 1 else "the worker"
+    after = {0: "", 1: " after 1 restart"}.get(restarts, f" after {restarts} restarts")
+    return f"{who} finished{after}"
 
 
 def watchdog_event(group: WorkerGroup, name: str, details: Mapping[str, str], restarts_used: int) -> Event:
@@ -119,13 +128,6 @@ def _flakiness(result: RunResult, restarts_used: int, max_restarts: int) -> int:
     return int(100 * restarts_used / (max_restarts + 1))
 
 
-@functools.lru_cache(maxsize=1)
-def _full_hostname() -> str:
-    import socket
-
-    return socket.getfqdn()
-
-
 def _hostname(destination: str) -> str:
     """Asking for the full name may ask a name server; nobody waits for that when nobody reads the event."""
-    return os.uname().nodename if destination == "null" else _full_hostname()
+    return os.uname().nodename if destination == "null" else events.full_hostname()

@@ -38,7 +38,10 @@ class Watchdog:
         """Watch a new life of the group; returns the path that its workers are told, if there is one."""
         self.stop()
         path = os.environ.get(TORCHELASTIC_TIMER_FILE) or None
-        if os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER) != "1":
+        wish = os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER, "")
+        if wish != "1":
+            if wish not in ("", "0"):
+                logger.warning("%s=%s is not 1, so there is no watchdog", TORCHELASTIC_ENABLE_FILE_TIMER, wish)
             return path
         path = path or os.path.join(tempfile.gettempdir(), f"watchdog_timer_{os.urandom(16).hex()}")
         from holdfast.timer.file import FileTimerServer

@@ -9,14 +9,17 @@ import logging
 import os
 import signal
 import socket
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from holdfast.cli import console, values
+from holdfast.cli.plain import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.coordinator import Coordinator
+
+PROGRAM = "holdfast coordinator"
 
 _IDLE_TIMEOUT_S = 60.0
 
@@ -29,19 +32,8 @@ example:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"holdfast coordinator: error: {message}\n")
-
-
-def get_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="holdfast coordinator",
-        description="Serve the membership of any number of runs.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def get_parser() -> PlainParser:
+    parser = PlainParser(PROGRAM, "Serve the membership of any number of runs.", _EPILOG)
     parser.add_argument("--listen", metavar="HOST:PORT", help="where to listen; exactly there, not on all interfaces")
     parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--token-file", default="", metavar="FILE", help="agents must know the token in this file "
@@ -49,39 +41,45 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tls-cert", default="", metavar="FILE", help="speak TLS with this certificate")
     parser.add_argument("--tls-key", default="", metavar="FILE", help="the certificate's key, if it is not in it")
     parser.add_argument("--tls-ca", default="", metavar="FILE", help="agents must show a certificate of this authority")
-    parser.add_argument("--idle-timeout", type=float, metavar="SECONDS", help="end when nobody has been there for so "
-                        "long, and when the last run is over (default: serve until stopped)")  # fmt: skip
+    parser.add_argument("--idle-timeout", type=values.duration_s, metavar="TIME", help="end when nobody has been "
+                        "there for so long, and when the last run is over (default: serve until stopped)")  # fmt: skip
     return parser
 
 
 def main(argv: list[str]) -> int:
     parser = get_parser()
     args = parser.parse_args(argv)
-    if args.idle_timeout is not None and not 0 < args.idle_timeout < float("inf"):
-        parser.error(f"--idle-timeout {args.idle_timeout:g} is not a time above 0")
+    if args.idle_timeout == 0:
+        parser.error("--idle-timeout 0 is not a time above 0")
     try:
         asyncio.run(_serve_by_hand(args) if args.fd is None else _serve_for_a_run(args))
         return 0
     except HoldfastError as error:
-        print(f"holdfast coordinator: error: {error}", file=sys.stderr)
+        console.write_error(PROGRAM, str(error))
         return 2 if isinstance(error, UserError) else 1
     except OSError as error:
-        print(f"holdfast coordinator: error: cannot serve: {error.strerror or error}", file=sys.stderr)
+        console.write_error(PROGRAM, f"cannot serve: {error.strerror or error}")
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
 
 async def _serve_by_hand(args: argparse.Namespace) -> None:
-    """For a person: it tells what happens, and ends when it is told to."""
+    """For a person: it tells what happens, and ends when it is told to. Nobody can connect before it is ready to
+    answer: agents that want their coordinator back would wait while their leases run out."""
     logging.basicConfig(level=logging.INFO, format="holdfast coordinator: %(message)s")
-    sock = _listen(args.listen)
+    sock = _bind(args.listen)
     coordinator = _coordinator(args, sock, args.idle_timeout)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, coordinator.stop)
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    await coordinator.serve(lambda: logging.getLogger("holdfast").info("listening at %s", shown))
+    try:
+        await coordinator.serve(lambda: logging.getLogger("holdfast").info("listening at %s", shown))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise UserError(f"cannot listen at {shown}: the port is taken") from None
 
 
 async def _serve_for_a_run(args: argparse.Namespace) -> None:
@@ -145,14 +143,14 @@ def _withdraw(log: Path) -> None:
     os.chdir("/")
 
 
-def _listen(endpoint: str | None) -> socket.socket:
+def _bind(endpoint: str | None) -> socket.socket:
     from holdfast.rendezvous import endpoints, hosting
 
     if not endpoint:
         raise UserError("--listen HOST:PORT is required")
     host, port = endpoints.parse_rendezvous_endpoint(endpoint, 29400)
     try:
-        return hosting.listen(host, port)
+        return hosting.bind(host, port)
     except socket.gaierror as error:
         raise UserError(f"cannot listen at {endpoint}: the name does not resolve ({error.strerror})") from None
     except HostError as error:

@@ -1,4 +1,4 @@
-"""The table of options as people read it: the text of `holdfast run --help`, and docs/cli.md.
+"""Options as people read them: the text of `holdfast run --help`, and docs/cli.md with those of every command.
 
 python -m holdfast.cli.help > docs/cli.md
 """
@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from holdfast.cli.options import GROUPS, OPTIONS, OUTPUT, PROGRAM, USAGE, Option
+
+if TYPE_CHECKING:
+    from holdfast.cli.plain import PlainParser
 
 _HELP_INVOCATION = "-h, --help"
 _HELP_TEXT = "Show this text."
@@ -23,7 +27,7 @@ _INTRODUCTION = (
 EXIT_CODES: tuple[tuple[str, str], ...] = (
     ("0", "all workers succeeded"),
     ("1", "the workers failed for good, or the run could not be carried on"),
-    ("2", "wrong usage; nothing was started"),
+    ("2", "wrong usage, or a node that does not fit into the run; nothing was started"),
     ("128+n", "stopped by signal n, for example 143 after SIGTERM"),
 )
 
@@ -37,8 +41,9 @@ EXAMPLES: tuple[tuple[str, str], ...] = (
         "--nproc-per-node gpu -t 3 train.py",
     ),
     (
-        "the second of two machines, each looking after its own workers",
-        "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 \\\n    --rdzv-conf coordinator_port=off train.py",
+        "the same line on each of two machines, one of which is node1",
+        "--nnodes 2 --rdzv-backend tcp --rdzv-endpoint node1:29400 \\\n"
+        "    --rdzv-id job7 --nproc-per-node 4 --max-restarts 3 train.py",
     ),
 )
 
@@ -101,6 +106,31 @@ _READING_RULES = (
     "worker's local rank, and `$$` for a dollar sign.",
 )
 
+_WORKER_VARIABLES: tuple[tuple[str, str], ...] = (
+    ("RANK", "its rank in the whole run, from 0"),
+    ("WORLD_SIZE", "how many workers the run has"),
+    ("LOCAL_RANK", "its rank on this node, from 0; always 0 with `--virtual-local-rank`"),
+    ("LOCAL_WORLD_SIZE", "how many workers this node has"),
+    ("GROUP_RANK", "the rank of this node"),
+    ("GROUP_WORLD_SIZE", "how many nodes there are"),
+    ("ROLE_NAME", "what `--role` says"),
+    ("ROLE_RANK", "its rank among the workers of that role"),
+    ("ROLE_WORLD_SIZE", "how many workers of that role there are"),
+    ("MASTER_ADDR", "where the node of rank 0 is"),
+    ("MASTER_PORT", "a port there that the worker of rank 0 may listen on"),
+    ("TORCHELASTIC_RUN_ID", "the name of the run"),
+    ("TORCHELASTIC_RESTART_COUNT", "how many restarts after failures there have been, the same on every node"),
+    ("TORCHELASTIC_MAX_RESTARTS", "what `--max-restarts` says"),
+    ("TORCHELASTIC_USE_AGENT_STORE", "`False`: the worker of rank 0 hosts the store itself; plug-ins may say `True`"),
+    ("TORCHELASTIC_ERROR_FILE", "where a worker may write why it failed; empty with `--log-dir /dev/null`"),
+    ("TORCHELASTIC_SIGNALS_TO_HANDLE", "what `--signals-to-handle` says"),
+    ("TORCHELASTIC_TIMER_FILE", "the pipe of the watchdog, if there is one"),
+    ("HOLDFAST_ROUND", "a number that rises with every new world, whatever the reason"),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1, unless the environment of holdfast says otherwise"),
+    ("OMP_NUM_THREADS", "that of holdfast's environment; 1 if it is unset and there are more workers than one"),
+    ("CUDA_VISIBLE_DEVICES", "that of holdfast's environment; the worker's one device with `--virtual-local-rank`"),
+)
+
 _OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
     ("PYTHON_EXEC", "the Python that runs the workers, instead of holdfast's own"),
     ("OMP_NUM_THREADS", "if unset and there is more than one local worker, the workers get 1"),
@@ -111,6 +141,19 @@ _OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
     ("TORCHELASTIC_ERROR_FILE", "where the cause is written, as JSON, if the run fails"),
     ("TORCHELASTIC_HEALTH_CHECK_PORT", "a port, if `--health-port` is not given"),
     ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "seconds, if `--shutdown-timeout` is not given"),
+    ("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", "seconds, if `--exit-barrier-timeout` is not given"),
+    ("HOLDFAST_TOKEN", "the secret of the run, if `--token-file` is not given"),
+    ("HOLDFAST_ETCD_PASSWORD", "the password of etcd's user, if `password_file` is not in `--rdzv-conf`"),
+    (
+        "TORCHELASTIC_ENABLE_FILE_TIMER",
+        "1 starts a watchdog that kills workers whose timers expire; its pipe is at `TORCHELASTIC_TIMER_FILE`, or "
+        "else at a place that it chooses",
+    ),
+    (
+        "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT",
+        "seconds after which a worker in uninterruptible sleep counts as failed; without it nobody looks",
+    ),
+    ("TORCH_ELASTIC_WORKER_IDENTICAL", "1 says that all nodes have the same role and size, to plug-in rendezvous only"),
     (
         "LOGLEVEL",
         "how much holdfast says if neither `-q` nor `-v` is given: `debug`, `info`, `warning` or `error`",
@@ -121,15 +164,26 @@ _OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
 
 def document() -> str:
     """docs/cli.md."""
+    from holdfast.cli import coordinator, stacks  # Nobody who only asks for help needs them.
+
     parts = ["# holdfast run", f"```\n{USAGE}\n```", *_INTRODUCTION, *_READING_RULES]
     for group in GROUPS:
         header = f"## {group}\n\n| option | default | environment | meaning |\n|---|---|---|---|"
         parts.append("\n".join([header, *(_row(option) for option in OPTIONS if option.group == group)]))
     parts.append(_small_table("Other environment variables", "variable", _OTHER_VARIABLES))
+    parts.append(_small_table("What a worker finds in its environment", "variable", _WORKER_VARIABLES))
     parts.append(_small_table("Exit status", "status", EXIT_CODES))
     examples = "\n\n".join(_examples())
     parts.append(f"## Examples\n\n```sh\n{examples}\n```")
+    parts += [_page(coordinator.get_parser()), _page(stacks.get_parser())]
     return "\n\n".join(parts) + "\n"
+
+
+def _page(parser: PlainParser) -> str:
+    """A small command."""
+    lines = [f"| `{name}` | {meaning} |" for name, meaning in parser.rows()]
+    table = "\n".join(["| option | meaning |", "|---|---|", *lines])
+    return f"# {parser.prog}\n\n{parser.description}\n\n{table}\n\n```\n{(parser.epilog or '').strip()}\n```"
 
 
 def _small_table(title: str, first: str, rows: Sequence[tuple[str, str]]) -> str:

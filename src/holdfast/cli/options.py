@@ -19,7 +19,10 @@ USAGE = "holdfast run [options] script [arguments of the script]"
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option as data. An option without a metavar is a flag; the last of its spellings names it."""
+    """One option as data. An option without a metavar is a flag; the last of its spellings names it.
+
+    `sets` is for an option that is another name for one: where in the result its value goes.
+    """
 
     flags: tuple[str, ...]
     group: str
@@ -29,18 +32,23 @@ class Option:
     default: Any = None
     choices: tuple[str, ...] = ()
     in_environment: bool = True
+    sets: str = ""
 
     @property
     def is_flag(self) -> bool:
         return self.metavar is None
 
     @property
-    def dest(self) -> str:
+    def name(self) -> str:
         return self.flags[-1].lstrip("-").replace("-", "_")
 
     @property
+    def dest(self) -> str:
+        return self.sets or self.name
+
+    @property
     def variable(self) -> str | None:
-        return f"PET_{self.dest.upper()}" if self.in_environment else None
+        return f"PET_{self.name.upper()}" if self.in_environment else None
 
     @property
     def default_text(self) -> str:
@@ -216,6 +224,14 @@ OPTIONS: tuple[Option, ...] = (
         parse=values.duration_s,
     ),
     Option(
+        ("--exit-barrier-timeout",),
+        NODES,
+        "How long a node whose workers have finished waits for the other nodes. If they fail later than that, they "
+        "start again without it. Left out, it is TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT or 5m.",
+        metavar="TIME",
+        parse=values.duration_s,
+    ),
+    Option(
         ("--lease",),
         NODES,
         "How long a node may be silent before its place is given away; its own side kills its workers before "
@@ -312,6 +328,7 @@ OPTIONS: tuple[Option, ...] = (
         "The time that each worker gets to end by itself before it is killed; another name for --shutdown-timeout.",
         metavar="TIME",
         parse=values.duration_s,
+        sets="shutdown_timeout",
     ),
     Option(
         ("--shutdown-timeout",),

@@ -177,5 +177,5 @@ class RunParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         console.write(f"usage: {USAGE}\n")
-        console.write_error(PROGRAM, message)
+        console.write_error(PROGRAM, message.removeprefix("argument "))  # As argparse puts it.
         raise SystemExit(2)

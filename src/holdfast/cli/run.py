@@ -5,15 +5,17 @@
 
     0      all workers succeeded
     1      the workers failed for good, or the run could not be carried on
-    2      wrong usage; nothing was started
+    2      wrong usage, or a node that does not fit into the run; nothing was started
     128+n  stopped by signal n
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
+import resource
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -86,7 +88,17 @@ def determine_local_world_size(nproc_per_node: str) -> int:
         return _for_option("--nproc-per-node", devices.count, nproc_per_node)
     if number < 1:
         raise UserError(f"--nproc-per-node {number}: at least one worker is needed")
+    _check_room_for(number)
     return number
+
+
+def _check_room_for(workers: int) -> None:
+    """Far too many are refused before the memory is full of what is known about each of them."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and workers > most:
+        raise UserError(
+            f"--nproc-per-node {workers}: each worker takes up an open file, and {most} are allowed (ulimit -Hn)"
+        )
 
 
 def get_rdzv_endpoint(args: argparse.Namespace) -> str:
@@ -184,10 +196,12 @@ def _check_node_rank(args: argparse.Namespace, standalone: bool, max_nodes: int)
 
 def _rendezvous_fields(args: argparse.Namespace, max_nodes: int) -> dict[str, Any]:
     """The part of LaunchConfig that says who meets whom, and where."""
+    from holdfast.cli import unused
+
     standalone = _is_standalone(args, max_nodes)
     _check_node_rank(args, standalone, max_nodes)
     settings = _rendezvous_settings(args)
-    _warn_unused(_unused_places(args, standalone))
+    unused.warn(unused.places(args, standalone))
     if standalone:
         return {
             "rdzv_backend": "standalone",
@@ -226,6 +240,9 @@ def _rendezvous_settings(args: argparse.Namespace) -> dict[str, Any]:
 def _restart_policy(args: argparse.Namespace) -> RestartPolicy:
     from holdfast.rendezvous.restart import FATAL_EXCEPTIONS, RestartPolicy
 
+    if args.restart_window == 0:
+        raise UserError("--restart-window 0: no restart would count, and the workers be restarted for ever")
+
     return RestartPolicy(
         max_restarts=args.max_restarts,
         window_s=args.restart_window,
@@ -260,38 +277,18 @@ def _fresh_id() -> str:
     return octets.hex()
 
 
-def _unused_places(args: argparse.Namespace, standalone: bool) -> list[str]:
-    """Options that say where to meet although something else decides it."""
-    master = [
-        f"--master-addr {args.master_addr}" if args.master_addr != "127.0.0.1" else "",
-        f"--master-port {args.master_port}" if args.master_port is not None else "",
-    ]
-    chosen = [
-        f"--rdzv-backend {args.rdzv_backend}" if args.rdzv_backend != "static" else "",
-        f"--rdzv-endpoint {args.rdzv_endpoint}" if args.rdzv_endpoint else "",
-    ]
-    if standalone:
-        return [text for text in chosen + master if text]
-    uses_master = args.rdzv_backend == "static" and not args.rdzv_endpoint
-    return [] if uses_master else [text for text in master if text]
-
-
-def _warn_unused(options: Sequence[str]) -> None:
-    for option in options:
-        log.warning("%s has no effect in this run", option)
-
-
 # --- logs ---------------------------------------------------------------------------------------------------
 
 
-def _logs_specs(args: argparse.Namespace) -> LogsSpecs:
+def _logs_specs(args: argparse.Namespace, local_world_size: int) -> LogsSpecs:
     """Made last of all: it may create directories."""
+    from holdfast.cli import unused
     from holdfast.process.logs import Std
 
     redirects = _for_option("--redirects", Std.from_str, args.redirects)
     tee = _for_option("--tee", Std.from_str, args.tee)
     ranks = _parse_ranks(args.local_ranks_filter)
-    _warn_unused(_unused_streams(args))
+    unused.warn([*unused.streams(args), *unused.ranks(redirects, tee, ranks, local_world_size)])
     make = _logs_specs_class(args.logs_specs or "default")
     specs: LogsSpecs = make(log_dir=args.log_dir, redirects=redirects, tee=tee, local_ranks_filter=ranks)
     return specs
@@ -329,12 +326,6 @@ def _load_logs_specs(name: str, load: Callable[[], Any]) -> Callable[..., Any]:
     return loaded  # type: ignore[no-any-return]  # a plug-in's class; what it makes is used as a LogsSpecs
 
 
-def _unused_streams(args: argparse.Namespace) -> list[str]:
-    """Nothing is kept under /dev/null."""
-    values = {"--redirects": args.redirects, "--tee": args.tee} if args.log_dir == os.devnull else {}
-    return [f"{name} {value}" for name, value in values.items() if value != "0"]
-
-
 # --- the whole ----------------------------------------------------------------------------------------------
 
 
@@ -357,13 +348,15 @@ def config_from_args(
     args: argparse.Namespace,
 ) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
     """What to launch: settings, the function or program, and arguments. Wrong input is a `UserError`."""
+    from holdfast.cli import unused
     from holdfast.launcher import LaunchConfig
 
     _check_numbers(args)
     check_combination(args)
+    unused.warn(unused.manners(args))
     entrypoint, entry_args = entry(args)
     fields = _fields(args)
-    specs = _logs_specs(args)
+    specs = _logs_specs(args, fields["nproc_per_node"])
     try:
         config = LaunchConfig(logs_specs=specs, **fields)
     except UserError:
@@ -391,7 +384,8 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "duplicate_stdout_filters": parse_filters(args.duplicate_stdout_filters),
         "duplicate_stderr_filters": parse_filters(args.duplicate_stderr_filters),
         "virtual_local_rank": args.virtual_local_rank,
-        "shutdown_timeout": args.shutdown_timeout if args.grace_period is None else args.grace_period,
+        "shutdown_timeout": args.shutdown_timeout,
+        "exit_barrier_timeout": args.exit_barrier_timeout,
         "restart_policy": _restart_policy(args),
         "health_port": args.health_port,
         "hang_policy": _hang_policy(args),
@@ -456,8 +450,10 @@ def _explain(error: BaseException) -> int:
 
 def _words_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
+        # Of the words of the system these are the ones that a user can do something about.
+        remedy = " (see ulimit -Hn)" if error.errno == errno.EMFILE else ""
         about = f" {os.fsdecode(error.filename)!r}" if isinstance(error.filename, str | bytes) else ""
-        return f"the system refuses{about}: {error.strerror}"
+        return f"the system refuses{about}: {error.strerror}{remedy}"
     return str(error) or type(error).__name__
 
 

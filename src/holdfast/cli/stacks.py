@@ -10,16 +10,16 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from holdfast.agent import hangs, roll
 from holdfast.agent.roll import Entry
 from holdfast.cli import console
+from holdfast.cli.plain import PlainParser
 from holdfast.diagnosis import grouping
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.process import signals, stop
 
-_PROGRAM = "holdfast stacks"
+PROGRAM = "holdfast stacks"
 
 _EPILOG = """\
 Workers at the same place are shown once; those that stand out come first. With neither --pid nor --run-id it is the
@@ -36,19 +36,9 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{_PROGRAM}: error: {message}\n")
-
-
-def get_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog=_PROGRAM,
-        description="Show the stacks of the workers of a run on this host, grouped. Nothing is stopped.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def get_parser() -> PlainParser:
+    description = "Show the stacks of the workers of a run on this host, grouped. Nothing is stopped."
+    parser = PlainParser(PROGRAM, description, _EPILOG)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--pid", type=int, metavar="PID", help="the agent, that is the `holdfast run` process")
     which.add_argument("--run-id", metavar="ID", help="the run, as given by --rdzv-id")
@@ -64,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
             text = _dump(_chosen(args), native=args.native, with_all=args.all)
             inbox.raise_pending()
     except HoldfastError as error:
-        console.write_error(_PROGRAM, str(error))
+        console.write_error(PROGRAM, str(error))
         return 2 if isinstance(error, UserError) else 1
     except signals.SignalException as received:
         return 128 + received.sigval

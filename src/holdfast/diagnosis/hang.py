@@ -20,8 +20,9 @@ Three bounds can be broken. `started` is the group's start, `moved` the last mom
 `matched` the last match; a *mark* is a match or a call of `holdfast.progress()`: the job is past its beginning.
 
     start-timeout     started + start_timeout                          if nothing has moved since the start
-    hang-timeout      moved + hang_timeout                             once there is a mark
-                      max(that, started + start_timeout)               before: imports and compilation take their time
+    hang-timeout      moved + hang_timeout                             without a start-timeout
+                      max(that, started + start_timeout)               before a mark: imports take their time
+                      max(that, first mark + hang_timeout)             once there is one
     progress-every    matched + progress_every                         once a line has matched, whatever else moves
 
 A pattern that has never matched judges nobody: it may be wrong, or the lines be written by another node's rank 0. It
@@ -223,6 +224,7 @@ class HangMachine:
         self._started_at = now
         self._counts_from = now
         self._moved_at: dict[Signal, float] = {}
+        self._began_at: float | None = None
         self._has_complained = False
         limits = (policy.hang_timeout_s, policy.start_timeout_s, policy.progress_every_s)
         self._shortest_s = min(limit for limit in limits if limit is not None)
@@ -242,6 +244,8 @@ class HangMachine:
         self._looked_at = now
         for signal, at in event.moved_at.items():
             self._moved_at[signal] = min(now, max(at, self._moved_at.get(signal, self._started_at)))
+        if self._began_at is None:
+            self._began_at = min((self._moved_at[mark] for mark in _MARKS if mark in self._moved_at), default=None)
         commands: list[Command] = [*self._complaints(now)]
         broken = [(bound, limit_s) for at, bound, limit_s in self._bounds() if at <= now]
         if broken:
@@ -271,9 +275,9 @@ class HangMachine:
         if hang_s is None:
             return None
         at = max(moved_at or 0.0, self._counts_from) + hang_s
-        is_beginning = not any(mark in self._moved_at for mark in _MARKS)
-        if is_beginning and start_s is not None:
-            at = max(at, self._started_at + start_s)
+        if start_s is not None:
+            # A mark need not be a signal that was chosen: what stood still before it was within its rights until then.
+            at = max(at, self._started_at + start_s if self._began_at is None else self._began_at + hang_s)
         return at, Bound.SILENCE, hang_s
 
     def _last_movement(self) -> float | None:

@@ -189,7 +189,10 @@ class Evidence:
             if not isinstance(exc, SystemExit):
                 self.record_error(error_data(exc))
             elif not isinstance(exc.code, (int, type(None))):
-                self.write_json(message_data(text_of(exc.code)[-MESSAGE_LIMIT:]))
+                # When `-m` finds no module it exits with a text; no restart cures that, as it does not an import.
+                is_import = type(exc.__context__).__module__ == "runpy"
+                text = f"ImportError: {text_of(exc.__context__)}" if is_import else text_of(exc.code)
+                self.write_json(message_data(text[-MESSAGE_LIMIT:]))
         except BaseException:
             pass
 

@@ -143,7 +143,7 @@ class Connection(asyncio.Protocol):
                 transport, self, tls, server_side=True, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=1.0
             )
         except OSError as error:
-            reason = getattr(error, "reason", "") or error or "it went away"
+            reason = getattr(error, "reason", "") or str(error) or "it went away"
             self._refuse(f"does not get a TLS connection: {reason}")
             self.connection_lost(error)  # Nobody else says so about one that was never secured.
         else:

@@ -54,6 +54,21 @@ _SETTINGS = frozenset({"rank", "timeout", "coordinator_port"})
 _SETTINGS_OF_OTHERS = frozenset(
     {
         "join_timeout",
+        "last_call",
+        "heartbeat",
+        "lease",
+        "drop_timeout",
+        "reconnect_grace",
+        "close_linger",
+        "admit",
+        "on_isolation",
+        "token_file",
+        "tls_cert",
+        "tls_key",
+        "tls_ca",
+        "prefix",
+        "user",
+        "password_file",
         "last_call_timeout",
         "close_timeout",
         "heartbeat_timeout",
@@ -224,10 +239,7 @@ def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
 def _check_settings(params: RendezvousParameters) -> None:
     unknown = params.config.keys() - _SETTINGS - _SETTINGS_OF_OTHERS
     if unknown:
-        raise UserError(
-            f"backend {params.backend!r} has no setting {_listed(unknown)}; "
-            f"known: {_listed(_SETTINGS | _SETTINGS_OF_OTHERS)}"
-        )
+        raise UserError(f"unknown rendezvous setting {_listed(unknown)}; backend {params.backend!r} has no such thing")
     without_effect = params.config.keys() & _SETTINGS_OF_OTHERS
     if without_effect:
         log.warning("backend %r makes no use of setting %s", params.backend, _listed(without_effect))

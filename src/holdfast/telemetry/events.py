@@ -293,7 +293,7 @@ def construct_and_record_rdzv_event(
             name=f"{os.path.basename(caller.co_filename)}:{name or caller.co_name}",
             run_id=run_id,
             message=message,
-            hostname=hostname or _own_hostname(),
+            hostname=hostname or full_hostname(),
             pid=os.getpid() if pid is None else pid,
             node_state=node_state,
             master_endpoint=master_endpoint,
@@ -354,10 +354,13 @@ def _unknown_text(name: str) -> str:
     return f"unknown event handler {name!r}; known are {', '.join(sorted(log_handlers))} and file:<path>"
 
 
-def _own_hostname() -> str:
+@cache
+def full_hostname() -> str:
+    """The name by which others know this host. A name that means every host, as in many containers, tells nothing."""
     import socket
 
-    return socket.getfqdn()
+    name = socket.getfqdn()
+    return os.uname().nodename if name.partition(".")[0] == "localhost" else name
 
 
 def _current_traceback() -> str:
