@@ -22,7 +22,6 @@ version, so something else's keys under the same prefix are noticed and not misr
 
 from __future__ import annotations
 
-import functools
 from typing import TypeVar
 from urllib.parse import quote, unquote
 
@@ -30,6 +29,7 @@ import msgspec
 
 from holdfast.errors import UserError
 from holdfast.rendezvous import messages
+from holdfast.rendezvous.decoding import decode_msgpack
 from holdfast.rendezvous.vocabulary import Snapshot
 
 VERSION = 1
@@ -84,7 +84,7 @@ def encode(value: Statement | Tellings | Page) -> bytes:
 
 def decode(kind: type[T], data: bytes) -> T:
     try:
-        value: T = _decoder(kind).decode(data)
+        value: T = decode_msgpack(data, kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Junk(f"not a {kind.__name__}: {error}") from None
     if value.version != VERSION:
@@ -97,11 +97,6 @@ def decode(kind: type[T], data: bytes) -> T:
 
 
 _encoder = msgspec.msgpack.Encoder()
-
-
-@functools.cache
-def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
-    return msgspec.msgpack.Decoder(kind)
 
 
 class Keyspace:
