@@ -181,10 +181,13 @@ def _nodes(backend: str, endpoint: str, run_id: str, size: int) -> Iterator[Node
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """The first round of a run and the second, for which everybody asks again."""
+    """The first round of a run and the second, for which everybody asks again: how long it took, what CPU time the
+    nodes needed, and what etcd was asked."""
 
     first_s: float
     later_s: float
+    first_cpu_s: float
+    later_cpu_s: float
     first: Load | None = None
     later: Load | None = None
 
@@ -202,10 +205,10 @@ def measure_rendezvous(repetitions: int) -> list[Row]:
 def _form_on_etcd(size: int) -> Formed:
     with _etcd() as server, _nodes("etcd", server.endpoint, "bench", size) as nodes:
         before = _load_of(server)
-        first_s = nodes.form_s()
+        first_s, first_cpu_s = _form(nodes)
         between = _load_of(server)
-        later_s = nodes.form_s()
-        return Formed(first_s, later_s, between - before, _load_of(server) - between)
+        later_s, later_cpu_s = _form(nodes)
+        return Formed(first_s, later_s, first_cpu_s, later_cpu_s, between - before, _load_of(server) - between)
 
 
 def _form_with_coordinator(size: int) -> Formed:
@@ -214,16 +217,29 @@ def _form_with_coordinator(size: int) -> Formed:
         _coordinator(directory) as (port, _),
         _nodes("tcp", f"127.0.0.1:{port}", "bench", size) as nodes,
     ):
-        return Formed(nodes.form_s(), nodes.form_s())
+        first_s, first_cpu_s = _form(nodes)
+        later_s, later_cpu_s = _form(nodes)
+        return Formed(first_s, later_s, first_cpu_s, later_cpu_s)
+
+
+def _form(nodes: Nodes) -> tuple[float, float]:
+    """Seconds until the last one has its place, and seconds of CPU time of all."""
+    before_s = nodes.cpu_s()
+    took_s = nodes.form_s()
+    return took_s, nodes.cpu_s() - before_s
 
 
 def _time_rows(size: int, found: list[tuple[Formed, Formed]]) -> list[Row]:
     etcd, tcp = zip(*found, strict=True)
     first = [series(each.first_s for each in side) for side in (etcd, tcp)]
     later = [series(each.later_s for each in side) for side in (etcd, tcp)]
+    first_cpu = [series(each.first_cpu_s / size * MS_PER_S for each in side) for side in (etcd, tcp)]
+    later_cpu = [series(each.later_cpu_s / size * MS_PER_S for each in side) for side in (etcd, tcp)]
     return [
         Row(f"first round of {size} nodes", "s", *first),
+        Row(f"CPU time of a node, first round of {size}", "ms", *first_cpu),
         Row(f"a later round of {size} nodes", "s", *later),
+        Row(f"CPU time of a node, a later round of {size}", "ms", *later_cpu),
     ]
 
 

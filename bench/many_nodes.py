@@ -239,6 +239,10 @@ class Scene:
 
         return _await(enough, f"{count} workers of round {round} that {what}")
 
+    def said(self) -> list[str]:
+        """What each agent has written so far."""
+        return [Path(self._directory, f"agent-{number}.err").read_text() for number in range(len(self.agents))]
+
     def agent_of(self, worker: Note) -> psutil.Process:
         pids = {agent.pid for agent in self.agents}
         return next(each for each in psutil.Process(worker.pid).parents() if each.pid in pids)
@@ -287,7 +291,7 @@ def _scene(nodes: str, count: int, rendezvous: tuple[str, str] | None = None, ru
         try:
             yield scene
         except BenchmarkError as error:
-            said = "\n".join(path.read_text()[-1000:] for path in sorted(Path(directory).glob("agent-*.err")))
+            said = "\n".join(text[-1000:] for text in scene.said())
             raise BenchmarkError(f"{error}\n{said}") from None
         finally:
             scene.close()

@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from holdfast.rendezvous import coordinated, keyspace
+from holdfast.rendezvous import coordinated
 from holdfast.rendezvous.api import RendezvousHandler, RendezvousParameters
-from holdfast.rendezvous.etcd_http import import_etcd3gw
 from holdfast.rendezvous.registry import get_rendezvous_handler
 
 PATIENCE_S = 60
@@ -34,11 +33,6 @@ def at_once(calls: list[Callable[[], object]]) -> None:
 
 
 def main(backend: str, endpoint: str, run_id: str, count: str, total: str) -> None:
-    if backend == "etcd":
-        import_etcd3gw()  # Which an agent does while nobody waits for it yet; `cost` has it.
-    for kind in (keyspace.Statement, keyspace.Tellings, keyspace.Page):
-        # In an agent one thread does that. Here many would do it at once, which msgspec does not bear.
-        keyspace._decoder(kind)
     # Names of agents are made for one to a process: a few hundred in one are likely to have two that are alike.
     numbers = itertools.count()
     coordinated._node_id = lambda: f"{os.uname().nodename}-{os.getpid()}-{next(numbers):04x}"

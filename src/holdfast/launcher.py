@@ -21,7 +21,7 @@ from holdfast.process import entry
 from holdfast.process.errors import ChildFailedError
 from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, SignalException, parse_signals
-from holdfast.rendezvous import registry
+from holdfast.rendezvous import registry, restart
 from holdfast.rendezvous.api import RendezvousHandler, RendezvousParameters
 from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
 from holdfast.rendezvous.restart import RestartPolicy
@@ -90,6 +90,9 @@ class LaunchConfig:
         self.exit_barrier_timeout = _time_s(
             "exit_barrier_timeout", self.exit_barrier_timeout, _EXIT_BARRIER_TIMEOUT_VARIABLE, 300
         )
+        problem = restart.objection_to(self.restart_policy or RestartPolicy(self.max_restarts))
+        if problem:
+            raise UserError(problem)
         if self.health_port is None:
             self.health_port = health.port_from_environment()
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import logging
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -393,12 +392,6 @@ def web_server(body: bytes) -> Iterator[str]:
 def test_something_that_will_not_do(body: bytes, words: str) -> None:
     with web_server(body) as endpoint, node(endpoint) as a, pytest.raises(RendezvousConnectionError, match=words):
         Caller(a.next_round).result()
-
-
-def test_without_the_package(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "etcd3gw", None)
-    with node(at) as a, pytest.raises(UserError, match=r"pip install holdfast\[etcd\]$"):
-        a.next_round()
 
 
 # Who may.

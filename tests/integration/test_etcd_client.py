@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -248,7 +247,8 @@ def test_a_silent_stream_is_noticed(proxy: Proxy, client: EtcdClient) -> None:
 
 def test_a_silent_stream_is_replaced(etcd: EtcdServer, proxy: Proxy, client: EtcdClient) -> None:
     endpoints = [f"127.0.0.1:{proxy.port}", etcd.get_endpoint()]
-    with EtcdClient(endpoints, watch_silence_s=0.2, request_timeout_s=2) as watcher:
+    # Half of the time is for the one that is not heard; a busy machine may need some of the other.
+    with EtcdClient(endpoints, watch_silence_s=0.2, request_timeout_s=8) as watcher:
         revision = client.put(b"k", b"1")
         with watcher.watch(b"k", revision) as watch:
             batches(watch, revision)
@@ -327,8 +327,8 @@ def test_a_frozen_member(cluster: EtcdCluster) -> None:
     frozen = (cluster.leader() + 1) % 3
     endpoints = cluster.endpoints[frozen:] + cluster.endpoints[:frozen]
     with (
-        EtcdClient(endpoints, request_timeout_s=3, watch_silence_s=0.2) as client,
-        EtcdClient(endpoints, request_timeout_s=1) as other,
+        EtcdClient(endpoints, request_timeout_s=9, watch_silence_s=0.2) as client,
+        EtcdClient(endpoints, request_timeout_s=3) as other,
     ):
         revision = client.put(b"k", b"1")
         with client.watch(b"k", revision) as watch:
@@ -354,9 +354,10 @@ def test_without_a_majority(cluster: EtcdCluster) -> None:
         for number in {0, 1, 2} - {alive}:
             cluster.kill(number)
         calls = [count_calls(gateway, "ask") for gateway in client._gateways]
+        place = cluster.endpoints[alive]
         for ask in (lambda: client.get(b"k"), lambda: client.put(b"k", b"2"), lambda: client.keep_alive(1)):
             began = time.monotonic()
-            with pytest.raises(Unavailable, match="has not answered within 2 s: "):
+            with pytest.raises(Unavailable, match=f"has not answered within 2 s: .*{place}: etcdserver: no leader"):
                 ask()
             assert time.monotonic() - began < LONG_S
         assert sum(map(len, calls)) < 150
@@ -411,6 +412,8 @@ def web_server(status: int, body: bytes = b"", **headers: str) -> Iterator[str]:
         (200, b"<html>hello</html>", {}, "not an answer of etcd: '<html>hello</html>'"),
         (200, b'{"header":7}', {}, "not an answer of etcd"),
         (200, b"[" * 100_000, {}, "not an answer of etcd"),
+        (200, b'{"result":' + b"[" * 100_000, {}, "not an answer of etcd"),
+        (400, b'{"error":' + b"[" * 100_000, {}, "not an answer of etcd: HTTP status 400"),
         (404, b"nope", {}, "not an answer of etcd: HTTP status 404, 'nope'"),
         (302, b"", {"Location": "http://127.0.0.1:1/"}, "HTTP status 302"),
         (400, b"[]", {}, "HTTP status 400"),
@@ -684,14 +687,6 @@ def test_none_where_there_is_tls(secure: EtcdServer) -> None:
 def test_mistakes(endpoints: Any, options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         EtcdClient(endpoints, **options)
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "etcd3gw", None)
-    with pytest.raises(
-        UserError, match=r"^etcd needs a package that is not there \(.*\): pip install holdfast\[etcd\]$"
-    ):
-        EtcdClient(["h"])
 
 
 def test_too_large_a_value(client: EtcdClient) -> None:

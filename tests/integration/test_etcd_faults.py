@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from holdfast.rendezvous.etcd_server import EtcdCluster
 from tests import nodes, support
-from tests.nodes import Life, Scene
+from tests.nodes import Life, Node, Scene
 
 LONG_S = 60
 UNDISTURBED = ("start", "connected")
@@ -21,11 +24,18 @@ UNDISTURBED = ("start", "connected")
 
 @pytest.fixture
 def cluster() -> Iterator[EtcdCluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(support.TEST_MARK)  # It is not of the scene, which would miss its end.
+    with unmarked():
         cluster = EtcdCluster()
     with cluster:
         yield cluster
+
+
+@contextlib.contextmanager
+def unmarked() -> Iterator[None]:
+    """What is started here is not of the scene, which would miss its end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(support.TEST_MARK)
+        yield
 
 
 @pytest.fixture
@@ -113,6 +123,94 @@ def test_without_a_quorum_workers_end_with_their_lease(scene: Scene, cluster: Et
     second = scene.await_world(2, after=1)
     assert {life.restarts for life in second} == {0}
     scene.order("exit 0", round=second[0].round)
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+EVERYBODY = (0, 1, 2)
+
+
+def kill_all(cluster: EtcdCluster) -> None:
+    for number in EVERYBODY:
+        cluster.kill(number)
+
+
+def restart_all(cluster: EtcdCluster) -> None:
+    with unmarked():
+        cluster.restart(*EVERYBODY)
+
+
+def cpu_s(node: Node) -> float:
+    times = psutil.Process(node.pid).cpu_times()
+    return times.user + times.system
+
+
+@pytest.mark.parametrize(("lose", "regain"), [(lose_quorum, regain_quorum), (kill_all, restart_all)])
+def test_an_outage_of_many_leases_and_longer_than_the_join_timeout(
+    scene: Scene, cluster: EtcdCluster, lose: Callable[[EtcdCluster], None], regain: Callable[[EtcdCluster], None]
+) -> None:
+    """No run is lost with it. It is told in a few lines and borne in peace; nothing is decided meanwhile, and what
+    comes after it is not charged."""
+    agents = [scene.start(name, "2", join_timeout=8) for name in "ab"]
+    first = scene.await_world(2)
+    said_before = {agent: agent.log for agent in agents}
+    lose(cluster)
+    assert not support.survivors(life.pid for life in first)
+    for agent in agents:
+        agent.await_line("no etcd can be reached at")
+    began, busy_s = time.monotonic(), [cpu_s(agent) for agent in agents]
+    support.wait_until(lambda: time.monotonic() - began > 9, "four leases and more")
+    took_s = time.monotonic() - began
+    assert [cpu_s(agent) - before < 0.2 * took_s for agent, before in zip(agents, busy_s, strict=True)] == [True, True]
+    for agent in agents:
+        lines = agent.log.removeprefix(said_before[agent]).splitlines()
+        assert sorted(line.split(":")[1] for line in lines) == [
+            " no etcd can be reached at 127.0.0.1",
+            " this node has lost its place, its workers are killed",
+        ], agent.log
+    assert len(scene.lives()) == 2
+    regain(cluster)
+    second = scene.await_world(2, after=1)
+    assert {life.restarts for life in second} == {0}
+    for agent in agents:
+        agent.await_line("the etcd at .* is reached")
+    scene.order("exit 0", round=second[0].round)
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+def test_an_outage_that_outlasts_the_patience(scene: Scene, cluster: EtcdCluster) -> None:
+    agent = scene.start("a", "1", outage_timeout=4)
+    scene.await_world(1)
+    kill_all(cluster)
+    agent.await_line(r"no etcd could be reached at \S+ within 4 s; the last attempt: .*: connection refused")
+    assert agent.wait() not in (0, None)
+    restart_all(cluster)
+
+
+def test_all_of_etcd_is_restarted_within_the_lease(scene: Scene, cluster: EtcdCluster) -> None:
+    for name in "ab":
+        scene.start(name, "2", "--max-restarts", "1", lease=30)
+    first = scene.await_world(2)
+    kill_all(cluster)
+    restart_all(cluster)
+    await_age(scene, first, age(scene.lives()) + 2.0)
+    assert [life.events for life in scene.lives()] == [UNDISTURBED] * 2
+    scene.order("exit 3", rank=0, round=1)
+    assert {life.restarts for life in scene.await_world(2, after=1)} == {1}
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+def test_all_of_etcd_is_down_while_a_round_forms(scene: Scene, cluster: EtcdCluster) -> None:
+    """For longer than the lease of the one who waits. Another one comes meanwhile."""
+    a = scene.start("a", "2")
+    a.await_line("1/2 joined, waiting for 1")
+    kill_all(cluster)
+    b = scene.start("b", "2")
+    for agent in (a, b):
+        agent.await_line("no etcd can be reached at")
+    restart_all(cluster)
+    assert {life.round for life in scene.await_world(2)} == {1}
+    scene.order("exit 0")
     assert scene.ended() == {"a": 0, "b": 0}
 
 

@@ -23,6 +23,7 @@ from holdfast.process import DefaultLogsSpecs, SignalException
 from holdfast.process.errors import ChildFailedError, ProcessFailure
 from holdfast.rendezvous import registry
 from holdfast.rendezvous.etcd_server import EtcdServer
+from holdfast.rendezvous.restart import RestartPolicy
 from tests import entrypoints, support
 
 BACKENDS = ("static", "standalone", "tcp", "etcd")
@@ -436,6 +437,12 @@ class TestTimes:
         monkeypatch.setenv(f"TORCH_ELASTIC_{name.upper()}", variable)
         with pytest.raises(ValueError, match=text.format(name=name, variable=f"TORCH_ELASTIC_{name.upper()}")):
             LaunchConfig(1, 1, 1, **{name: explicit})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [{"max_restarts": -1}, {"restart_policy": RestartPolicy(1, window_s=0.0)}])
+def test_a_restart_policy_that_makes_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^(max_restarts|window_s) must be "):
+        LaunchConfig(1, 1, 1, **wrong)
 
 
 def test_defaults() -> None:

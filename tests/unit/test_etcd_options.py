@@ -29,7 +29,18 @@ def test_defaults() -> None:
     assert (made.prefix, made.user, made.tls_ca) == ("/holdfast", None, None)
     assert (made.session.lease_s, made.session.heartbeat_s) == (15.0, 2.5)
     assert (made.join_timeout_s, made.last_call_s, made.close_linger_s) == (600.0, 5.0, 10.0)
+    assert made.outage_timeout_s == 3600.0
     assert made.settings(RestartPolicy()).drop_timeout_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("config", "expected_s"),
+    [({"join_timeout": 30}, 3600.0), ({"join_timeout": 7200}, 7200.0), ({"outage_timeout": "60"}, 60.0)],
+)
+def test_the_patience_with_an_outage_is_not_less_than_with_the_first_attempt(
+    config: dict[str, Any], expected_s: float
+) -> None:
+    assert options(**config).outage_timeout_s == expected_s
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UserError
+from holdfast.rendezvous.decoding import decode_json
 from holdfast.rendezvous.etcd_http import parse_etcd_endpoint
 from holdfast.rendezvous.etcd_wire import (
     Complaint,
     Verdict,
     WatchAnswer,
-    decode,
     end_of_prefix,
     judge,
     span,
@@ -80,7 +80,7 @@ def test_numbers_are_text_and_what_is_missing_has_its_default() -> None:
         b'{"header":{"revision":"9"},"events":[{"kv":{"key":"YQ==","mod_revision":"7","lease":"3"}},'
         b'{"type":"DELETE","kv":{"key":"Yg==","mod_revision":"8"}}],"new in a later version":1}'
     )
-    batch = decode(line, WatchAnswer).batch()
+    batch = decode_json(line, WatchAnswer).batch()
     assert batch.revision == 8
     assert [(each.kind, each.item.key, each.item.value, each.item.lease) for each in batch.changes] == [
         ("put", b"a", b"", 3),
@@ -91,7 +91,7 @@ def test_numbers_are_text_and_what_is_missing_has_its_default() -> None:
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"header":{"revision":"x"}}', b'{"events":[]}', b"\xff"])
 def test_junk_is_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError):
-        decode(data, WatchAnswer)
+        decode_json(data, WatchAnswer)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from holdfast.rendezvous.restart import (
     Restart,
     RestartPolicy,
     decide,
+    objection_to,
     root_cause,
 )
 
@@ -62,6 +63,10 @@ DECISIONS: dict[str, tuple[RestartPolicy, list[float], Failure, Decision]] = {
     ),
     "uncounted exit code": (CLASSES, [], Failure(exitcode=-15), FREE),
     "uncounted exit code, used up": (CLASSES, [0.0], Failure(exitcode=-15), FREE),
+    "uncounted, backoff does not grow": (
+        RestartPolicy(9, backoff_s=1.0, uncounted_exit_codes=frozenset({-15})), [0.0] * 4, Failure(exitcode=-15),
+        Restart(1.0, is_charged=False),
+    ),
     "uncounted exception, used up": (CLASSES, [0.0], error("Preempted"), FREE),
     "of no class": (CLASSES, [], error("OSError"), Restart(0.0, is_charged=True)),
     "classes that were named replace the usual": (CLASSES, [], error("ImportError"), Restart(0.0, is_charged=True)),
@@ -96,3 +101,20 @@ LATER_RESULT = Failure("d", 3, text="connection reset", is_consequence=True)
 )
 def test_root_cause(failures: list[Failure], expected: Failure) -> None:
     assert root_cause(failures) is expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (RestartPolicy(), ""),
+        (RestartPolicy(3, window_s=0.1, backoff_s=0.0, backoff_cap_s=0.0), ""),
+        (RestartPolicy(-1), "max_restarts must be non-negative, not -1"),
+        (RestartPolicy(1, window_s=0.0), "window_s must be above 0, not 0: "),
+        (RestartPolicy(1, window_s=-5.0), "window_s must be above 0, not -5: "),
+        (RestartPolicy(1, backoff_s=-1.0), "backoff_s and backoff_cap_s must be non-negative, not -1 and 60"),
+    ],
+)
+def test_policies_that_make_no_sense(policy: RestartPolicy, words: str) -> None:
+    problem = objection_to(policy)
+    assert problem.startswith(words)
+    assert bool(problem) == bool(words)

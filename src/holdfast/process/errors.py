@@ -118,7 +118,7 @@ class ProcessFailure:
         try:
             return _load_error_file(self.error_file)
         except (OSError, ValueError, RecursionError) as e:
-            logger.warning("Error file %s of pid %d is unreadable: %s", self.error_file, self.pid, e)
+            logger.warning("the error file %s of pid %d is unreadable: %s", self.error_file, self.pid, e)
             self._add_note(f"its error file {self.error_file} is unreadable: {e}")
             return None
 
@@ -252,7 +252,7 @@ class ErrorHandler:
         try:
             faulthandler.enable(all_threads=True)
         except Exception as e:
-            logger.warning("Cannot enable faulthandler, a fatal signal will leave no stack: %s", e)
+            logger.warning("faulthandler cannot be enabled, a fatal signal will leave no stack: %s", e)
 
     def record_exception(self, e: BaseException) -> None:
         """Write `e` to the error file, if one is configured. Raises OSError if it cannot be written."""
@@ -267,7 +267,7 @@ class ErrorHandler:
         try:
             data = _load_error_file(rootcause_error_file)
         except (OSError, ValueError, RecursionError) as e:
-            logger.warning("Cannot pass on error file %s: %s", rootcause_error_file, e)
+            logger.warning("the error file %s cannot be passed on: %s", rootcause_error_file, e)
             return
         self.dump_error_data(rootcause_error_file, data, error_code)
 
@@ -280,7 +280,7 @@ class ErrorHandler:
             message["errorCode"] = error_code
         else:
             logger.warning(
-                "Error file %s has no nested message, exit code %d is not added to it",
+                "the error file %s has no nested message, exit code %d is not added to it",
                 rootcause_error_file,
                 error_code,
             )
@@ -296,11 +296,11 @@ class ErrorHandler:
             logger.debug("%s is not set; the root cause is in %s", ERROR_FILE_VARIABLE, source)
             return
         if os.path.isfile(path):
-            logger.warning("Error file %s exists and is replaced by the root cause from %s", path, source)
+            logger.warning("the error file %s exists and is replaced by the root cause from %s", path, source)
         try:
             bootstrap.write_json_atomically(path, data)
         except OSError as e:
-            logger.warning("Cannot write error file %s: %s", path, e)
+            logger.warning("the error file %s cannot be written: %s", path, e)
 
     def _own_error_file(self) -> str | None:
         path = os.environ.get(ERROR_FILE_VARIABLE)
@@ -350,7 +350,8 @@ def _attempt(action: Callable[..., None], *args: Any) -> None:
         action(*args)
     except Exception as e:
         path = os.environ.get(ERROR_FILE_VARIABLE)
-        logger.warning("The failure could not be recorded in error file %s: %s: %s", path, type(e).__name__, e)
+        why = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
+        logger.warning("the failure cannot be recorded in the error file %s: %s", path, why)
 
 
 def _pass_on_root_cause(handler: ErrorHandler, error: ChildFailedError) -> None:

@@ -107,6 +107,11 @@ class CoordinatedHandler(RendezvousHandler, Coordination):
     def _unreached(self) -> str:
         """Who could not be reached, in words."""
 
+    @property
+    def _outage_timeout_s(self) -> float:
+        """For how long a node that has no workers waits for a coordinator that it has reached before."""
+        return self._common.join_timeout_s
+
     def _master_of(self, place: Place) -> RendezvousStoreInfo:
         """Where the workers meet."""
         return RendezvousStoreInfo(place.master_address, place.master_port)
@@ -267,7 +272,7 @@ class CoordinatedHandler(RendezvousHandler, Coordination):
 
     def _await_round(self, link: Link) -> Round:
         """The coordinator decides how long a round may take to form; what is bounded here is to be out of its reach."""
-        deadline = time.monotonic() + self._common.join_timeout_s
+        deadline = time.monotonic() + self._look_again_s
         while True:
             try:
                 arrival = self._arrivals.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -284,17 +289,22 @@ class CoordinatedHandler(RendezvousHandler, Coordination):
                 case Exception():
                     raise arrival
 
+    @property
+    def _look_again_s(self) -> float:
+        return min(self._common.join_timeout_s, self._outage_timeout_s)
+
     def _patience_ends(self, link: Link) -> float:
         """When to give up unless the coordinator is reached before. Raises if that time has come."""
         now = time.monotonic()
         since = link.reach.since
         if since is None:
-            return now + self._common.join_timeout_s
-        deadline = since + self._common.join_timeout_s
+            return now + self._look_again_s
+        patience_s = self._outage_timeout_s if link.reach.has_been_welcome else self._common.join_timeout_s
+        deadline = since + patience_s
         if now < deadline:
             return deadline
         raise RendezvousTimeoutError(
-            f"{self._unreached()} within {self._common.join_timeout_s:g} s"
+            f"{self._unreached()} within {patience_s:g} s"
             f"{link.reach.last_problem and f'; the last attempt: {link.reach.last_problem}'}"
         )
 

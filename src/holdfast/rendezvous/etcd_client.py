@@ -23,7 +23,8 @@ import msgspec
 
 from holdfast.errors import UserError
 from holdfast.rendezvous import etcd_wire as wire
-from holdfast.rendezvous.etcd_http import Gateway, Objection, Trouble, read_as, read_line_as
+from holdfast.rendezvous.etcd_connections import Tls, Trouble
+from holdfast.rendezvous.etcd_http import Gateway, Objection, read_as, read_line_as
 from holdfast.rendezvous.etcd_watch import Watch
 from holdfast.rendezvous.etcd_wire import (
     Batch,
@@ -108,7 +109,8 @@ class EtcdClient:
         if request_timeout_s <= 0 or watch_silence_s <= 0:
             raise UserError(f"etcd: {request_timeout_s:g} and {watch_silence_s:g} seconds must be more than 0")
         _check_files(ca_cert, cert, key)
-        self._gateways = [Gateway(each, ca_cert, cert, key) for each in endpoints]
+        tls = Tls(ca_cert, cert, key) if ca_cert or cert else None
+        self._gateways = [Gateway(each, tls) for each in endpoints]
         self._credentials = {"name": username, "password": password} if username is not None else None
         self._request_timeout_s = request_timeout_s
         self._watch_silence_s = watch_silence_s
@@ -308,9 +310,8 @@ class EtcdClient:
             self._preferred = (number + 1) % len(self._gateways)
 
     def _unavailable(self, troubles: dict[str, Trouble], is_unknown: bool) -> Unavailable:
-        doubt = "; whether the write has happened is unknown" if is_unknown else ""
-        within = f"within {self._request_timeout_s:g} s"
-        return Unavailable(f"etcd has not answered {within}: {_listed(troubles)}{doubt}", is_unknown)
+        within = f"within {round(self._request_timeout_s, 2):g} s"
+        return Unavailable(f"etcd has not answered {within}: {_listed(troubles)}", is_unknown)
 
     # Tokens.
 

@@ -34,6 +34,7 @@ from holdfast.rendezvous.etcd_client import (
     LeaseGone,
     Put,
     Refused,
+    Unavailable,
     Watch,
     is_missing,
 )
@@ -95,6 +96,7 @@ class EtcdLink:
         self._has_checked_version = False
         self._newest_renewal = 0
         self._failing: set[str] = set()
+        self._has_leader = False
         self._is_welcome = False
         self._stop_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="holdfast-etcd", daemon=True)
@@ -157,11 +159,16 @@ class EtcdLink:
         return any(who is each for each in (self, self._following, self._leading, self._loading))
 
     def _step(self, event: words.Event) -> None:
-        if isinstance(event, words.Followed | words.LeaderSeen) and event.leader is not None:
-            self._failing.discard("campaign")
-            if not event.leader.lease:
-                raise Junk("its leader has no lease")
+        if isinstance(event, words.Followed | words.LeaderSeen):
+            self._see_leader(event.leader)
         self._execute(self._machine.step(event, time.monotonic()))
+
+    def _see_leader(self, leader: words.Found | None) -> None:
+        self._has_leader = leader is not None
+        if leader is not None:
+            self._failing.discard("campaign")
+            if not leader.lease:
+                raise Junk("its leader has no lease")
 
     def _execute(self, commands: list[words.Command]) -> None:
         for command in commands:
@@ -233,9 +240,15 @@ class EtcdLink:
                 self._say(self.reach.reached())
         elif not isinstance(posted.error, EtcdError):
             raise posted.error
-        elif not isinstance(posted.error, Closed):
+        elif not isinstance(posted.error, Closed) and self._is_awaited(posted):
             self._failing.add(posted.request)
             self._report(posted.error)
+
+    def _is_awaited(self, posted: _Posted) -> bool:
+        """Whether the request will be made again if it has failed: not one of a leader that is none any more, and none
+        for an election that somebody has won meanwhile. Such a one would be taken for an outage that does not end."""
+        is_settled = posted.request == "campaign" and self._has_leader
+        return self._is_heard(posted.who) and not is_settled
 
     def _report(self, error: EtcdError) -> None:
         """Until its first word is written a mistake ends the attempt; later the lease decides what becomes of the
@@ -244,7 +257,9 @@ class EtcdLink:
         if self.reach.since is None:
             self.reach.lost(now)
         obstacle = Obstacle.TURNED_AWAY if isinstance(error, Refused) else Obstacle.UNREACHABLE
-        word = self.reach.failed(obstacle, str(error), now)
+        # What has become of a single request is nothing that a user could make use of.
+        problem = error.problem if isinstance(error, Unavailable) else str(error)
+        word = self.reach.failed(obstacle, problem, now)
         if isinstance(word, GiveUp):
             raise RendezvousConnectionError(word.text)
         self._say(word)

@@ -16,11 +16,13 @@ from holdfast.rendezvous.session import SessionSettings
 PASSWORD_VARIABLE = "HOLDFAST_ETCD_PASSWORD"
 DEFAULT_PREFIX = "/holdfast"
 DEFAULT_LEASE_S = 15.0
+DEFAULT_OUTAGE_TIMEOUT_S = 3600.0
 _HEARTBEATS_PER_LEASE = 6
 _SHORTEST_LEASE_S = 2.0  # etcd gives no shorter one.
 
 KEYS = {
     **options.KEYS,
+    "outage_timeout": (),
     "prefix": ("etcd_prefix",),
     "protocol": (),
     "user": (),
@@ -34,6 +36,7 @@ KEYS = {
 @dataclass(frozen=True, slots=True)
 class EtcdOptions(options.Options):
     endpoints: tuple[str, ...] = ("localhost:2379",)
+    outage_timeout_s: float = DEFAULT_OUTAGE_TIMEOUT_S
     prefix: str = DEFAULT_PREFIX
     user: str | None = None
     password: str | None = None
@@ -47,10 +50,12 @@ class EtcdOptions(options.Options):
         options.check_known(config, KEYS)
         options.warn_of_heartbeat_timeout(config)
         user, password = _credentials(config)
+        common = options.shared(params)
         return cls(
-            **options.shared(params),
+            **common,
             session=_session(config),
             endpoints=_endpoints(params.endpoint, _text(config, "protocol")),
+            outage_timeout_s=options.seconds(config, "outage_timeout", _usual_outage_s(common["join_timeout_s"])),
             prefix=_text(config, "prefix") or DEFAULT_PREFIX,
             user=user,
             password=password,
@@ -58,6 +63,11 @@ class EtcdOptions(options.Options):
             tls_key=_text(config, "tls_key"),
             tls_ca=_text(config, "tls_ca"),
         )
+
+
+def _usual_outage_s(join_timeout_s: float) -> float:
+    """Who has more patience at the start has it later, too."""
+    return max(DEFAULT_OUTAGE_TIMEOUT_S, join_timeout_s)
 
 
 def _endpoints(text: str, protocol: str | None) -> tuple[str, ...]:

@@ -427,11 +427,14 @@ class EtcdCluster:
     def resume(self, number: int) -> None:
         self._members[number].process.signal(signal.SIGCONT)
 
-    def restart(self, number: int) -> None:
-        """With its data and at its ports; returns when it is healthy, for which the cluster needs a majority."""
-        self.kill(number)
-        self._members[number].start(self._peers, None)
-        self._members[number].await_health(time.monotonic() + self._timeout)
+    def restart(self, *numbers: int) -> None:
+        """With their data and at their ports; returns when they are healthy, for which the cluster needs a majority."""
+        members = [self._members[number] for number in numbers]
+        for number, member in zip(numbers, members, strict=True):
+            self.kill(number)
+            member.start(self._peers, None)
+        for member in members:
+            member.await_health(time.monotonic() + self._timeout)
 
     def lose_data(self) -> None:
         """Kills all members and starts them again at the same ports, with nothing."""

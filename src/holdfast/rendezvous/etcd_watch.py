@@ -18,12 +18,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from holdfast.rendezvous.etcd_http import Gateway, Objection, Trouble, give_patience, hang_up, lines_of, read_line_as
+from holdfast.rendezvous.etcd_connections import Answer, Trouble
+from holdfast.rendezvous.etcd_http import Gateway, Objection, lines_of, read_line_as
 from holdfast.rendezvous.etcd_wire import Batch, Compacted, Complaint, EtcdError, WatchAnswer
 
 if TYPE_CHECKING:
-    import requests
-
     from holdfast.rendezvous.etcd_client import EtcdClient
 
 _MAX_BATCHES = 256
@@ -55,7 +54,7 @@ class Watch:
         self._batches: deque[Batch] = deque()
         self._failure: EtcdError | None = None
         self._is_closed = False
-        self._response: requests.Response | None = None
+        self._stream: Answer | None = None
         # Guards the four above.
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="holdfast-etcd-watch", daemon=True)
@@ -94,10 +93,10 @@ class Watch:
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
-            response = self._response
+            stream = self._stream
             self._changed.notify_all()
-        if response is not None:
-            hang_up(response)
+        if stream is not None:
+            stream.hang_up()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_S)
         self._on_close(self)
@@ -124,25 +123,25 @@ class Watch:
     def _open(self, gateway: Gateway, token: str, attempt_s: float) -> Iterator[bytes]:
         """A stream of which etcd has said that it is there."""
         create = {**self._span, "start_revision": str(self._next_revision), "progress_notify": True}
-        response = gateway.stream("watch", {"create_request": create}, token, attempt_s)
-        self._hold(response)
-        lines = lines_of(response)
+        stream = gateway.stream("watch", {"create_request": create}, token, attempt_s)
+        self._hold(stream)
+        lines = lines_of(stream)
         answer = read_line_as(next(lines, b""), WatchAnswer)
         if answer.canceled and not answer.compact_revision:
             # etcd says the same of an unknown token and of a user who may not; only the first is worth another try.
             raise Objection(Complaint(answer.cancel_reason, code=_UNAUTHENTICATED))
         self._note(answer)
-        give_patience(response, self._silence_s)
+        stream.be_patient(self._silence_s)
         return lines
 
-    def _hold(self, response: requests.Response | None) -> None:
+    def _hold(self, stream: Answer | None) -> None:
         """Keep the stream where `close` finds it, and give up the one before."""
         with self._changed:
-            before, self._response = self._response, response
+            before, self._stream = self._stream, stream
         if before is not None:
             before.close()
-        if response is not None and self._is_closed:
-            hang_up(response)
+        if stream is not None and self._is_closed:
+            stream.hang_up()
 
     def _follow(self, lines: Iterator[bytes]) -> None:
         """Pass on what comes until the stream ends, for whatever reason."""

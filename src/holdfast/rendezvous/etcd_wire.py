@@ -11,14 +11,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
 from holdfast.errors import HoldfastError
 from holdfast.records import record
-
-S = TypeVar("S", bound=msgspec.Struct)
 
 OLDEST_VERSION = (3, 4)
 
@@ -28,10 +26,15 @@ class EtcdError(HoldfastError):
 
 
 class Unavailable(EtcdError):  # noqa: N818
-    """No endpoint could carry the request out in time. `is_outcome_unknown`: a write may have happened all the same."""
+    """No endpoint could carry the request out in time. `is_outcome_unknown`: a write may have happened all the same.
 
-    def __init__(self, text: str, is_outcome_unknown: bool = False) -> None:
-        super().__init__(text)
+    `problem` is what kept it from that.
+    """
+
+    def __init__(self, problem: str, is_outcome_unknown: bool = False) -> None:
+        doubt = "; whether the write has happened is unknown" if is_outcome_unknown else ""
+        super().__init__(problem + doubt)
+        self.problem = problem
         self.is_outcome_unknown = is_outcome_unknown
 
 
@@ -299,11 +302,6 @@ class WatchAnswer(msgspec.Struct, frozen=True):
         return Batch(max(change.item.mod_revision for change in changes), changes)
 
 
-def decode(data: bytes | msgspec.Raw, kind: type[S]) -> S:
-    """Raises `ValueError` if it is anything else."""
-    return msgspec.json.decode(data, type=kind, strict=False)
-
-
 class Complaint(msgspec.Struct, frozen=True):
     """What etcd says instead of an answer: by itself, or within a stream."""
 
@@ -314,6 +312,12 @@ class Complaint(msgspec.Struct, frozen=True):
     @property
     def number(self) -> int:
         return self.code or self.grpc_code
+
+
+class Complained(msgspec.Struct, frozen=True):
+    """What etcd says instead of a stream."""
+
+    error: Complaint
 
 
 class Verdict(Enum):

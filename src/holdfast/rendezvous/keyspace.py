@@ -27,7 +27,6 @@ misread.
 
 from __future__ import annotations
 
-import functools
 from typing import TypeVar
 from urllib.parse import quote, unquote
 
@@ -35,6 +34,7 @@ import msgspec
 
 from holdfast.errors import UserError
 from holdfast.rendezvous import messages
+from holdfast.rendezvous.decoding import decode_msgpack
 from holdfast.rendezvous.outcome import Outcome
 from holdfast.rendezvous.vocabulary import Snapshot
 
@@ -98,7 +98,7 @@ def encode(value: Statement | Tellings | Page | Epitaph) -> bytes:
 
 def decode(kind: type[T], data: bytes) -> T:
     try:
-        value: T = _decoder(kind).decode(data)
+        value: T = decode_msgpack(data, kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Junk(f"not a {kind.__name__}: {error}") from None
     if value.version != VERSION:
@@ -111,11 +111,6 @@ def decode(kind: type[T], data: bytes) -> T:
 
 
 _encoder = msgspec.msgpack.Encoder()
-
-
-@functools.cache
-def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
-    return msgspec.msgpack.Decoder(kind)
 
 
 class Keyspace:

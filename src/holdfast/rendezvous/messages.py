@@ -12,7 +12,6 @@ answered by their number.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import hmac
 import struct
@@ -20,6 +19,7 @@ import struct
 import msgspec
 
 from holdfast.rendezvous import bounds
+from holdfast.rendezvous.decoding import msgpack_decoder
 from holdfast.rendezvous.outcome import Failure, Outcome
 from holdfast.rendezvous.vocabulary import Settings, Stage
 from holdfast.rendezvous.world import NodeFacts, Place
@@ -195,7 +195,7 @@ class Frames:
 
     def expect(self, kinds: object, limit_bytes: int = MAX_MESSAGE_BYTES) -> None:
         """From the next message on other kinds are expected."""
-        self._decoder = _decoder(kinds)
+        self._decoder = msgpack_decoder(kinds)
         self._limit_bytes = limit_bytes
 
     def feed(self, data: bytes) -> None:
@@ -224,11 +224,6 @@ class Frames:
         if problem:
             raise Malformed(f"{type(message).__name__} makes no sense: {problem}")
         return message
-
-
-@functools.cache
-def _decoder(kinds: object) -> msgspec.msgpack.Decoder[object]:
-    return msgspec.msgpack.Decoder(kinds)
 
 
 def problem_of(message: object) -> str:

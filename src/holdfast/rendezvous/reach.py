@@ -66,6 +66,11 @@ class Reach:
         self._speak_at = now + _FIRST_WORD_AFTER_S
         self._has_spoken = False
 
+    @property
+    def has_been_welcome(self) -> bool:
+        """Whether there was a connection before."""
+        return self._has_been_welcome
+
     def failed(self, obstacle: Obstacle, problem: str, now: float) -> Say | GiveUp | None:
         self.last_problem = problem
         self._attempts += 1

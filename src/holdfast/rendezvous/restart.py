@@ -7,7 +7,7 @@ failure of the whole run, by the coordinator, or by the agent of a run that has 
 * One of an uncounted class (preemption) is followed by a restart that costs nothing.
 * Any other costs one restart of the budget. With a window, only the restarts within it count ("5 in 10 m").
 * Backoff: the first charged restart comes after `backoff_s`, each further one in a row after twice as long, up
-  to `backoff_cap_s`.
+  to `backoff_cap_s`. One that is not charged waits as long as the first.
 """
 
 from __future__ import annotations
@@ -36,6 +36,19 @@ class RestartPolicy:
     uncounted_exceptions: frozenset[str] = frozenset()
 
 
+def objection_to(policy: RestartPolicy) -> str:
+    """What is wrong with a policy that somebody made, in words; or nothing."""
+    if policy.max_restarts < 0:
+        return f"max_restarts must be non-negative, not {policy.max_restarts}"
+    if policy.window_s is not None and policy.window_s <= 0:
+        return f"window_s must be above 0, not {policy.window_s:g}: no restart would count, and they would never end"
+    if policy.backoff_s < 0 or policy.backoff_cap_s < 0:
+        return (
+            f"backoff_s and backoff_cap_s must be non-negative, not {policy.backoff_s:g} and {policy.backoff_cap_s:g}"
+        )
+    return ""
+
+
 @record
 class Restart:
     delay_s: float
@@ -57,7 +70,7 @@ def decide(policy: RestartPolicy, charged_at: Sequence[float], failure: Failure,
     if failure.exception in policy.fatal_exceptions:
         return GiveUp(f"{failure.exception} is fatal, a restart would not cure it")
     if failure.exitcode in policy.uncounted_exit_codes or failure.exception in policy.uncounted_exceptions:
-        return Restart(0.0, is_charged=False)
+        return Restart(_backoff_s(policy, 0), is_charged=False)
     counted = _within_window(policy, charged_at, now)
     if len(counted) >= policy.max_restarts:
         return GiveUp(_exhausted(policy))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.rendezvous.decoding import decode_json
 from holdfast.rendezvous.vocabulary import Memory
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class StateFiles:
         path = self.path(run_id)
         try:
             _check_private(self._directory)
-            page = msgspec.json.decode(path.read_bytes(), type=_Page)
+            page = decode_json(path.read_bytes(), _Page)
             age_s = time.time() - path.stat().st_mtime
         except FileNotFoundError:
             return None

@@ -54,6 +54,7 @@ _SETTINGS = frozenset({"rank", "timeout", "coordinator_port"})
 _SETTINGS_OF_OTHERS = frozenset(
     {
         "join_timeout",
+        "outage_timeout",
         "last_call",
         "heartbeat",
         "lease",
