@@ -115,6 +115,16 @@ def marked(mark: str) -> set[int]:
     return found
 
 
+@contextlib.contextmanager
+def unmarked() -> Iterator[None]:
+    """What is started here is not of the test's processes: whoever looks for these will not find it."""
+    mark = os.environ.pop(TEST_MARK)
+    try:
+        yield
+    finally:
+        os.environ[TEST_MARK] = mark
+
+
 def spawner_of(worker_pid: int) -> int:
     return psutil.Process(worker_pid).ppid()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import uuid
@@ -19,24 +18,16 @@ from tests import nodes, support
 from tests.nodes import Scene
 
 
-@contextlib.contextmanager
-def unmarked() -> Iterator[None]:
-    """What is started now is not of the scene, which would miss its end."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(support.TEST_MARK)
-        yield
-
-
 @pytest.fixture
 def cluster() -> Iterator[EtcdCluster]:
-    with unmarked():
+    with support.unmarked():
         cluster = EtcdCluster(1)
     with cluster:
         yield cluster
 
 
 def lose_data(cluster: EtcdCluster) -> None:
-    with unmarked():
+    with support.unmarked():
         cluster.lose_data()
 
 

@@ -49,46 +49,6 @@ _LOOPBACK = "127.0.0.1"
 
 _SETTINGS = frozenset({"rank", "timeout", "coordinator_port"})
 
-# Settings of backends whose nodes have to find each other. People keep them in scripts and environments that
-# serve several backends, so they are no mistake here, but they have nothing to act on.
-_SETTINGS_OF_OTHERS = frozenset(
-    {
-        "join_timeout",
-        "outage_timeout",
-        "last_call",
-        "heartbeat",
-        "lease",
-        "drop_timeout",
-        "reconnect_grace",
-        "close_linger",
-        "admit",
-        "on_isolation",
-        "token_file",
-        "tls_cert",
-        "tls_key",
-        "tls_ca",
-        "prefix",
-        "user",
-        "password_file",
-        "last_call_timeout",
-        "close_timeout",
-        "heartbeat_timeout",
-        "keep_alive_interval",
-        "keep_alive_max_attempt",
-        "store_type",
-        "is_host",
-        "read_timeout",
-        "protocol",
-        "ssl_cert",
-        "ssl_cert_key",
-        "ca_cert",
-        "etcd_prefix",
-        "cert",
-        "key",
-        "cacert",
-    }
-)
-
 
 class _KnownWorldRendezvous(RendezvousHandler):
     """Rounds in a world whose size and ranks never change.
@@ -238,12 +198,22 @@ def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _check_settings(params: RendezvousParameters) -> None:
-    unknown = params.config.keys() - _SETTINGS - _SETTINGS_OF_OTHERS
+    """People keep settings in scripts and environments that serve several backends, so those of others are no mistake
+    here, but they have nothing to act on."""
+    others = params.config.keys() - _SETTINGS
+    if not others:
+        return
+    unknown = others - _settings_of_others()
     if unknown:
         raise UserError(f"unknown rendezvous setting {_listed(unknown)}; backend {params.backend!r} has no such thing")
-    without_effect = params.config.keys() & _SETTINGS_OF_OTHERS
-    if without_effect:
-        log.warning("backend %r makes no use of setting %s", params.backend, _listed(without_effect))
+    log.warning("backend %r makes no use of setting %s", params.backend, _listed(others))
+
+
+def _settings_of_others() -> frozenset[str]:
+    from holdfast.rendezvous import etcd_options, tcp_options
+
+    tables = (tcp_options.KEYS, etcd_options.KEYS)
+    return frozenset(name for keys in tables for key, aliases in keys.items() for name in (key, *aliases))
 
 
 def _listed(names: Iterable[str]) -> str:
