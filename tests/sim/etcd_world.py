@@ -9,6 +9,7 @@ from holdfast.rendezvous import world as rounds
 from holdfast.rendezvous.participant import Standing
 from holdfast.rendezvous.vocabulary import Settings
 from holdfast.rendezvous.world import NodeFacts
+from tests.sim.agent import Agent
 from tests.sim.checkers import Checks
 from tests.sim.engine import Engine, Violation
 from tests.sim.etcd import Etcd
@@ -20,6 +21,7 @@ from tests.sim.wire import Wire
 from tests.sim.world import FakeWorld, live
 
 _REQUEST_LEASES = 0.4  # How much of a lease a request may take.
+_ON_ITS_WAY_S = 1.0  # What a leader decides in peace is done by then.
 
 
 class EtcdWorld(FakeWorld):
@@ -38,8 +40,10 @@ class EtcdWorld(FakeWorld):
         self.misfortune = EtcdMisfortune(self, profile)
         self._healed_at: float | None = None
         self._quiet_until = 0.0
+        self._came_at: dict[str, float] = {}
 
     def make_agent(self, host: Host, facts: NodeFacts, settings: Settings) -> EtcdAgent:
+        self._came_at[host.name] = self.engine.now
         return EtcdAgent(
             self.engine,
             self.wire,
@@ -62,7 +66,7 @@ class EtcdWorld(FakeWorld):
         and hears of it when it is back."""
         unknowing = [agent for agent in self._living() if agent.outcome is None and not agent.is_leaving]
         is_peaceful = self._healed_at is not None and self.engine.now - self._healed_at > 20.0
-        settled = [agent.name for agent in unknowing if agent.participant.settings == self.profile.settings]
+        settled = [agent.name for agent in unknowing if self._could_be_known(agent)]
         if settled and is_peaceful:
             raise Violation(
                 "everybody_hears", f"the run is forgotten, and {', '.join(settled)} has not heard of its end"
@@ -72,6 +76,11 @@ class EtcdWorld(FakeWorld):
                 # Nobody could know of what run it is: it begins another, which is none of ours.
                 agent.crash()
         self._remove_strangers()
+
+    def _could_be_known(self, agent: Agent) -> bool:
+        """Who has come when a leader had already decided to leave is as good as one who comes when it has."""
+        is_misfit = agent.participant.settings != self.profile.settings
+        return not is_misfit and self.engine.now - self._came_at[agent.host.name] > _ON_ITS_WAY_S
 
     def _remove_strangers(self) -> None:
         """What those have said who begin another run, and dead ones who never heard of this one."""

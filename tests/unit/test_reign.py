@@ -497,6 +497,15 @@ def test_who_comes_late_hears_how_its_run_ended(snapshot: Snapshot | None) -> No
     assert leader.see(c=None).removed[-1:] == ["c"]
 
 
+@pytest.mark.parametrize("snapshot", [None, Snapshot(FIXED), RUNNING], ids=["nothing", "another run", "its round"])
+def test_what_was_said_of_a_run_that_has_ended_is_not_said_of_this_one(snapshot: Snapshot | None) -> None:
+    """The last word of a node outlives it by a lease."""
+    leader = Leader(snapshot, (), ((20, epitaph(SUCCESS)),))
+    leader.see_found(("c", found(messages.Left(), messages.Close("closed by the user"), origin=20)))
+    assert (leader.run, leader.told) == (None, {})
+    assert leader.see(c=None).run is None
+
+
 @pytest.mark.parametrize("origin", [0, 19, ORIGIN])
 def test_who_is_of_no_run_that_has_ended_takes_part(origin: int) -> None:
     junk = (19, b"junk")

@@ -165,9 +165,9 @@ class Reign:
         if outcome is None and self._snapshot is None:
             # etcd has lost its data. The run is still the same: others of it may come when it has ended.
             self._origin = max(self._origin, statement.origin)
-        if facts is None or outcome is None or statement.origin == self._origin:
+        if outcome is None or statement.origin == self._origin:
             return False
-        if self._late.get(node_id) != facts.key:
+        if facts is not None and self._late.get(node_id) != facts.key:
             self._late[node_id] = facts.key
             self._tell((facts.key,), messages.Ended(outcome))
         return True
