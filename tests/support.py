@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import select
@@ -72,6 +73,21 @@ def signals_of(pid: int, name: str) -> int:
 def await_delivery(pid: int) -> None:
     """Wait until the process has every signal that it was sent."""
     wait_until(lambda: not signals_of(pid, "ShdPnd"), "the signal is delivered")
+
+
+def open_gate(gate: Path) -> None:
+    """Let whoever opens that pipe for reading go on. It may be about to."""
+
+    def has_reader() -> bool:
+        try:
+            os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return False
+        return True
+
+    wait_until(has_reader, "somebody waits at the gate")
 
 
 def survivors(pids: Iterable[int], deadline_s: float = DEADLINE_S) -> list[int]:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.command import COMMAND, PACKAGE, Holdfast, Running
-from tests.support import Mailbox, await_delivery, wait_until
+from tests.support import Mailbox, await_delivery, open_gate, wait_until
 
 # Tells of its start and of every signal, and ends at the first one if it is told to.
 WORKER = """
-    import os, signal, sys
+    import os, signal, sys, time
 
     box, obedient = sys.argv[1], sys.argv[2] == "obedient"
 
@@ -36,7 +36,7 @@ WORKER = """
             signal.signal(number, handle)
     tell("ready")
     while True:
-        signal.pause()
+        time.sleep(0.1)
 """
 FOREVER = "import time; time.sleep(3600)"
 STUBBORN, OBEDIENT = "stubborn", "obedient"
@@ -134,7 +134,7 @@ def test_a_second_interrupt_kills_at_once(holdfast: Holdfast, mailbox: Mailbox) 
 
 def test_more_termination_signals_do_not_take_the_grace_away(holdfast: Holdfast, mailbox: Mailbox) -> None:
     script = holdfast.script("""
-        import signal, sys
+        import signal, sys, time
         def tell(text):
             with open(sys.argv[1], "w") as file:
                 file.write(text + "\\n")
@@ -147,7 +147,7 @@ def test_more_termination_signals_do_not_take_the_grace_away(holdfast: Holdfast,
         signal.signal(signal.SIGTERM, save)
         tell("ready")
         while True:
-            signal.pause()
+            time.sleep(0.1)
     """)
     gate = holdfast.directory / "gate"
     os.mkfifo(gate)
@@ -157,7 +157,7 @@ def test_more_termination_signals_do_not_take_the_grace_away(holdfast: Holdfast,
     assert mailbox.take() == ["saving"]
     for _ in range(3):
         running.send(signal.SIGTERM)
-    gate.open("w").close()
+    open_gate(gate)
     assert running.wait().code == 143
     assert mailbox.rest() == ["saved"]
 
@@ -181,7 +181,7 @@ def test_ctrl_c_on_a_terminal(holdfast: Holdfast, mailbox: Mailbox) -> None:
 def test_a_signal_while_a_restart_is_under_way(holdfast: Holdfast, mailbox: Mailbox) -> None:
     """One worker fails, the other one takes its time to stop; that is when the signal comes."""
     script = holdfast.script("""
-        import os, signal, sys
+        import os, signal, sys, time
         def tell(text):
             with open(sys.argv[1], "w") as file:
                 file.write(text + "\\n")
@@ -193,7 +193,7 @@ def test_a_signal_while_a_restart_is_under_way(holdfast: Holdfast, mailbox: Mail
             signal.signal(signal.SIGTERM, stop)
             tell("ready")
             while True:
-                signal.pause()
+                time.sleep(0.1)
         open(sys.argv[2]).close()  # Until the test has seen that the other one is ready.
         sys.exit(5)
     """)
@@ -202,11 +202,11 @@ def test_a_signal_while_a_restart_is_under_way(holdfast: Holdfast, mailbox: Mail
     options = ("--nproc-per-node=2", "--max-restarts=3", "--shutdown-timeout=60")
     running = holdfast.start(*options, script, str(mailbox), str(gate))
     assert mailbox.take() == ["ready"]
-    gate.open("w").close()
+    open_gate(gate)
     assert mailbox.take() == ["stopping"]
     running.send(signal.SIGTERM)
     await_delivery(running.pid)
-    gate.open("w").close()
+    open_gate(gate)
     ended = running.wait()
     assert (ended.code, ended.last) == (143, "holdfast: stopped by SIGTERM")
     assert mailbox.rest() == []

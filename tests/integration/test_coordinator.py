@@ -370,7 +370,7 @@ def test_nobody_can_connect_before_it_is_ready_to_answer(tmp_path: Path, mailbox
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), support.DEADLINE_S)
     finally:
-        gate.open("w").close()
+        support.open_gate(gate)
         process = starting.result()
         process.close()
 
