@@ -73,8 +73,11 @@ class EtcdWorld(FakeWorld):
             )
         for agent in unknowing:
             if isinstance(agent, EtcdAgent) and not agent.has_said_its_origin:
-                # Nobody could know of what run it is: it begins another, which is none of ours.
+                # Nobody could know of what run it is: it begins another, which is none of ours. Nor is what it has said
+                # and what is still on its way.
                 agent.crash()
+                if agent.elected.lease is not None:
+                    self.etcd.revoke(agent.elected.lease)
         self._remove_strangers()
 
     def _could_be_known(self, agent: Agent) -> bool:
@@ -96,10 +99,13 @@ class EtcdWorld(FakeWorld):
 
     def start_agent(self, host: Host, settings: Settings | None = None) -> None:
         """Whoever comes when the run is forgotten begins another, which is none of ours. Who comes for the first time
-        while old workers are alive that nothing in etcd tells of would not know better than to do the same."""
+        while old workers are alive that nothing in etcd tells of, or those who know of the run are all away, would not
+        know better than to do the same."""
         is_misfit = settings is not None
         if self.engine.now < self._quiet_until and not is_misfit:
             self.engine.at(self._quiet_until, self.start_agent, host)
+        elif self._is_run_known_to_nodes_only() and not is_misfit:
+            self.engine.after(1.0, self.start_agent, host)
         elif self.engine.now < self._quiet_until or (is_misfit and not self.are_settings_fixed):
             pass  # It might be the first.
         elif not self.truth.is_forgotten:
@@ -113,6 +119,11 @@ class EtcdWorld(FakeWorld):
         for agent in self._living():
             if isinstance(agent, EtcdAgent) and not self._knows_of_the_run(agent):
                 agent.crash()
+
+    def _is_run_known_to_nodes_only(self) -> bool:
+        """Since etcd has lost it, and until one of them leads."""
+        is_lost = self._quiet_until > 0.0 and self.truth.snapshot is None
+        return is_lost and any(isinstance(each, EtcdAgent) and self._knows_of_the_run(each) for each in self._living())
 
     def _knows_of_the_run(self, agent: EtcdAgent) -> bool:
         is_misfit = agent.participant.settings != self.profile.settings
@@ -137,7 +148,7 @@ class EtcdWorld(FakeWorld):
 
     @property
     def are_settings_fixed(self) -> bool:
-        return self.truth.snapshot is not None and self.truth.snapshot.memory.settings is not None
+        return self.truth.snapshot is not None and self.truth.snapshot.memory.last_round > 0
 
     def running_world(self) -> rounds.World | None:
         snapshot = self.truth.snapshot

@@ -67,7 +67,7 @@ class TcpWorld(FakeWorld):
 
     @property
     def are_settings_fixed(self) -> bool:
-        return self.coordinator.disk is not None
+        return self.coordinator.disk is not None and self.coordinator.disk.last_round > 0
 
     def running_world(self) -> rounds.World | None:
         machine = self.coordinator.machine

@@ -76,7 +76,7 @@ class FakeWorld(ABC):
     @property
     @abstractmethod
     def are_settings_fixed(self) -> bool:
-        """Whether a node with other settings is refused for sure."""
+        """Whether other settings are refused for sure. Before the first round all may leave, and free them."""
 
     # Hosts and agents.
 
