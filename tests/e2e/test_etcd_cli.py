@@ -73,6 +73,12 @@ def test_nobody_listens(holdfast: Holdfast) -> None:
     assert f"no etcd could be reached at {endpoint} within 5 s; the last attempt: " in last
 
 
+def test_the_reason_is_known_before_a_short_patience_ends(holdfast: Holdfast) -> None:
+    endpoint = f"127.0.0.1:{support.free_port()}"
+    ended = holdfast.run(*run_on(endpoint, "--join-timeout", "2s"))
+    assert ended.last.endswith(f"{endpoint}: connection refused"), str(ended)
+
+
 @pytest.mark.parametrize(
     ("endpoint", "options", "words"),
     [

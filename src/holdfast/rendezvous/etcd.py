@@ -56,8 +56,9 @@ class EtcdRendezvousHandler(CoordinatedHandler):
             ca_cert=options.tls_ca,
             cert=options.tls_cert,
             key=options.tls_key,
-            # A renewal of the lease that meets a member which does not answer must leave time for another.
-            request_timeout_s=min(_LONGEST_REQUEST_S, options.session.lease_s / 3),
+            # A renewal of the lease that meets a member which does not answer must leave time for another; and why
+            # nobody answers must be known before patience ends.
+            request_timeout_s=min(_LONGEST_REQUEST_S, options.session.lease_s / 3, options.join_timeout_s / 2),
             watch_silence_s=max(_LONGEST_REQUEST_S, options.session.lease_s / 2),
         )
 

@@ -224,8 +224,9 @@ class EtcdLink:
             self._execute(self._machine.resign())
 
     def _close(self) -> None:
-        now = time.monotonic()
-        until = max(self._stop_at or 0.0, now + _LEAST_GOODBYE_S)
+        if self._machine.lease is None:
+            self._client.close()  # Nothing that is still being tried would be of use to anybody.
+        until = max(self._stop_at or 0.0, time.monotonic() + _LEAST_GOODBYE_S)
         for lane in (self._work_lane, self._lease_lane):
             lane.close(max(0.0, until - time.monotonic()))
         self._client.close()
