@@ -99,7 +99,7 @@ def first_node(server: CoordinatorProcess, settings: Settings, **facts: Any) -> 
 
 
 def test_a_node_whose_settings_differ_is_refused(server: CoordinatorProcess) -> None:
-    words = r"^run '.*' does not take this node: the run has lease_s=5.0, this node has lease_s=9.0$"
+    words = r"^run '.*' does not take this node: the run has lease=5, this node has lease=9$"
     settings = Settings(2, 2, 30.0, 0.2, close_linger_s=0.3)
     with first_node(server, settings), node(server.port, "2", lease=9) as b, pytest.raises(UserError, match=words):
         Caller(b.next_round).result()

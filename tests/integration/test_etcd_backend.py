@@ -128,7 +128,7 @@ def test_runs_do_not_meet_under_other_prefixes(at: str) -> None:
 
 
 def test_a_node_whose_settings_differ_is_refused(at: str) -> None:
-    words = r"does not take this node: the run has lease_s=[24]\.0, this node has lease_s=[24]\.0$"
+    words = r"does not take this node: the run has lease=[24], this node has lease=[24]$"
     with node(at, "2", heartbeat=0.5) as a, node(at, "2", heartbeat=0.5, lease=4) as b:
         callers = [Caller(each.next_round) for each in (a, b)]
         support.wait_until(lambda: not all(each.is_alive() for each in callers), "a refusal")

@@ -215,7 +215,7 @@ REFUSED: dict[str, Script] = {
         (
             0.0,
             joined("b", replace(PAIR, lease_s=9.0)),
-            [Refuse("b/0", "the run has lease_s=50.0, this node has lease_s=9.0")],
+            [Refuse("b/0", "the run has lease=50, this node has lease=9")],
         ),
         (0.0, joined("c", PAIR), sealed(1, "a c")),
     ],

@@ -300,11 +300,14 @@ def _difference(ours: Any, theirs: Any) -> str:
             continue
         if is_dataclass(mine):
             return _difference(mine, other)
-        return f"the run has {each.name}={_plain(mine)}, this node has {each.name}={_plain(other)}"
+        setting = each.name.removesuffix("_s")  # As users write it.
+        return f"the run has {setting}={_plain(mine)}, this node has {setting}={_plain(other)}"
     return ""
 
 
 def _plain(value: object) -> str:
     if isinstance(value, frozenset):
         return ",".join(sorted(map(str, value))) or "nothing"
+    if isinstance(value, float):
+        return f"{value:g}"
     return str(value.value) if isinstance(value, StrEnum) else repr(value)
