@@ -134,6 +134,17 @@ MEMBER: Script = [
     (0.5, ToldSeen(told((9, 1, sealed()))), [SetLease(4.6), WorldSealed(place()), say(2, member())]),
     (0.6, StatementWritten(2), []),
 ]
+ANOTHER_LEASE: Script = [
+    *MEMBER,
+    (0.7, LeaseGone(LEASE), [SetLease(0.7), PlaceLost(1, "its lease has ended")]),
+    (0.8, JoinRequested(2), [SetLease(None)]),
+    (0.8, TIME, [GrantLease()]),
+    (
+        0.9,
+        LeaseGranted(NEXT_LEASE),
+        [KeepLease(2, NEXT_LEASE), Follow(), say(3, join(1, 1, "a/0", port=2), lease=NEXT_LEASE)],
+    ),
+]
 RUN = Snapshot(Memory(1, 0, None, SETTINGS), World(1, (facts(),)))
 FIRST_WRITE = Write(
     2, TERM, snapshot(1, 0, None, SETTINGS, world=RUN.world), (("a", told((TERM, 1, sealed()), origin=TERM)),)
@@ -264,17 +275,7 @@ LOSING: dict[str, Script] = {
             [SetLease(4.5), WorldSealed(place())],
         ),
     ],
-    "the lease is gone, and with it the place": [
-        *MEMBER,
-        (0.7, LeaseGone(LEASE), [SetLease(0.7), PlaceLost(1, "its lease has ended")]),
-        (0.8, JoinRequested(2), [SetLease(None)]),
-        (0.8, TIME, [GrantLease()]),
-        (
-            0.9,
-            LeaseGranted(NEXT_LEASE),
-            [KeepLease(2, NEXT_LEASE), Follow(), say(3, join(1, 1, "a/0", port=2), lease=NEXT_LEASE)],
-        ),
-    ],
+    "the lease is gone, and with it the place": ANOTHER_LEASE,
     "somebody who waits comes back as somebody else": [
         *WAITING,
         (0.7, LeaseGone(LEASE), []),
@@ -299,15 +300,7 @@ LOSING: dict[str, Script] = {
         (6.3, ToldSeen(told((9, 1, sealed()))), []),
     ],
     "etcd has lost its data, and counts from the beginning": [
-        *MEMBER,
-        (0.7, LeaseGone(LEASE), [SetLease(0.7), PlaceLost(1, "its lease has ended")]),
-        (0.8, JoinRequested(2), [SetLease(None)]),
-        (0.8, TIME, [GrantLease()]),
-        (
-            0.9,
-            LeaseGranted(NEXT_LEASE),
-            [KeepLease(2, NEXT_LEASE), Follow(), say(3, join(1, 1, "a/0", port=2), lease=NEXT_LEASE)],
-        ),
+        *ANOTHER_LEASE,
         (1.0, StatementWritten(3), []),
         (1.0, Followed(2, None, None), [Campaign(NEXT_LEASE)]),
         (1.1, LeaderSeen(3, found(b"b", 3, lease=3)), []),

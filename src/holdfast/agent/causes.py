@@ -23,7 +23,7 @@ def failure_of(result: RunResult, node: str) -> Failure:
         rank=rank,
         exitcode=facts.exitcode,
         exception=HANG if facts.evidence.hang else report.exception_name(facts.text),
-        text=cause_of(result),
+        text=report.cause_line(rank, facts),
         is_consequence=report.follows_from_another(facts),
     )
 

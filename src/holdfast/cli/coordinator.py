@@ -67,13 +67,14 @@ def main(argv: list[str]) -> int:
 async def _serve_by_hand(args: argparse.Namespace) -> None:
     """For a person: it tells what happens, and ends when it is told to. Nobody can connect before it is ready to
     answer: agents that want their coordinator back would wait while their leases run out."""
+    from holdfast.rendezvous import endpoints
+
     logging.basicConfig(level=logging.INFO, format="holdfast coordinator: %(message)s")
     sock = _bind(args.listen)
     coordinator = _coordinator(args, sock, args.idle_timeout)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, coordinator.stop)
-    host, port = sock.getsockname()[:2]
-    shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    shown = endpoints.endpoint_text(*sock.getsockname()[:2])
     try:
         await coordinator.serve(lambda: logging.getLogger("holdfast").info("listening at %s", shown))
     except OSError as error:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from holdfast.rendezvous import messages
+from holdfast.rendezvous.endpoints import endpoint_text
 from holdfast.rendezvous.messages import PROTOCOL_VERSION, Frames, Malformed, encode
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ def _peer_of(transport: asyncio.Transport) -> str:
     name = transport.get_extra_info("peername")
     if not isinstance(name, tuple):
         return "a client"
-    return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+    return endpoint_text(*name[:2])
 
 
 class Complaints:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import HoldfastError
 from holdfast.rendezvous import messages
+from holdfast.rendezvous.endpoints import endpoint_text
 from holdfast.rendezvous.messages import PROTOCOL_VERSION, Frames, Malformed, encode
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Dial:
 
     @property
     def endpoint(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return endpoint_text(self.host, self.port)
 
     def connect(self) -> tuple[socket.socket, Frames]:
         """A connection on which both sides have proved who they are. Raises OSError or `TurnedAway`."""

@@ -28,6 +28,11 @@ def try_parse_port(text: str) -> int | None:
     return port if port < 65536 else None
 
 
+def endpoint_text(host: str, port: int) -> str:
+    """As a user would write it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[str, int]:
     """Host and port of an endpoint; what is missing is `localhost` and the default port."""
     text = (endpoint or "").strip()

@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.errors import UserError
 from holdfast.rendezvous.decoding import decode_json
-from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
+from holdfast.rendezvous.endpoints import endpoint_text, parse_rendezvous_endpoint
 from holdfast.rendezvous.etcd_connections import Answer, Connections, Tls, Trouble
 from holdfast.rendezvous.etcd_wire import Complained, Complaint, Streamed
 
@@ -43,7 +43,7 @@ class Gateway:
         protocol, host, port = parse_etcd_endpoint(endpoint, is_secure=tls is not None)
         if protocol == "http" and tls is not None:
             raise UserError(f"etcd endpoint {endpoint!r} is plain http, but certificates are given")
-        self.name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.name = endpoint_text(host, port)
         self._connections = Connections(host, port, (tls or Tls()) if protocol == "https" else None)
 
     def ask(self, path: str, fields: Any, token: str, connect_s: float, answer_s: float) -> bytes:
