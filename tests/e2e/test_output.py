@@ -282,7 +282,7 @@ def test_what_a_worker_says_while_it_is_stopped(holdfast: Holdfast) -> None:
         signal.signal(signal.SIGTERM, save)
         open("ready", "w").close()
         while True:
-            time.sleep(0.1)
+            time.sleep(0.1)  # Not pause(): a signal just before it would not end it.
     """)
     ended = holdfast.run("-q", "-t1", "--nproc-per-node=2", script)
     assert (ended.code, ended.out) == (1, "[default0]:saved\n")

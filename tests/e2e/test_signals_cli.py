@@ -36,7 +36,7 @@ WORKER = """
             signal.signal(number, handle)
     tell("ready")
     while True:
-        time.sleep(0.1)
+        time.sleep(0.1)  # Not pause(): a signal just before it would not end it.
 """
 FOREVER = "import time; time.sleep(3600)"
 STUBBORN, OBEDIENT = "stubborn", "obedient"
@@ -147,7 +147,7 @@ def test_more_termination_signals_do_not_take_the_grace_away(holdfast: Holdfast,
         signal.signal(signal.SIGTERM, save)
         tell("ready")
         while True:
-            time.sleep(0.1)
+            time.sleep(0.1)  # Not pause(): a signal just before it would not end it.
     """)
     gate = holdfast.directory / "gate"
     os.mkfifo(gate)
@@ -193,7 +193,7 @@ def test_a_signal_while_a_restart_is_under_way(holdfast: Holdfast, mailbox: Mail
             signal.signal(signal.SIGTERM, stop)
             tell("ready")
             while True:
-                time.sleep(0.1)
+                time.sleep(0.1)  # Not pause(): a signal just before it would not end it.
         open(sys.argv[2]).close()  # Until the test has seen that the other one is ready.
         sys.exit(5)
     """)
