@@ -233,10 +233,14 @@ def test_a_signal_in_the_first_moments(holdfast: Holdfast, number: signal.Signal
 
 
 def has_ended_or_swallowed_it(running: Running) -> bool:
-    """Once our handlers are there, Python does not end the command by that KeyboardInterrupt any more."""
+    """Once our handlers are there, Python does not end the command by that KeyboardInterrupt any more.
+
+    Behind our own "got SIGINT" it is the word of a worker that is stopped: then there is nothing but to wait.
+    """
     if running.process.poll() is not None:
         return True
-    return running.catches(signal.SIGTERM) and "KeyboardInterrupt" in running.so_far().err
+    err = running.so_far().err
+    return running.catches(signal.SIGTERM) and "KeyboardInterrupt" in err and "got SIGINT" not in err
 
 
 def test_an_interrupt_in_the_first_moments(holdfast: Holdfast) -> None:
