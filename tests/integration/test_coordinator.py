@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.rendezvous import dial, hosting, messages, reach
+from holdfast.rendezvous import dial, messages, reach
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from holdfast.rendezvous.coordination import RoundStopped
 from holdfast.rendezvous.tcp import TcpRendezvousHandler
@@ -74,7 +74,7 @@ def test_the_master_port_is_held_by_the_node_of_rank_0(server: CoordinatorProces
     with node(server.port) as a:
         (found,) = form(a)
         place = found.found.bootstrap_store_info
-        with hosting.listen(place.master_addr, place.master_port):
+        with socket.create_server((place.master_addr, place.master_port)):
             pass  # A worker can listen there, and whoever wants any free port is not given this one.
 
 
@@ -263,9 +263,9 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def await_free(port: int) -> None:
     def is_free() -> bool:
         try:
-            hosting.listen("127.0.0.1", port).close()
+            socket.create_server(("127.0.0.1", port)).close()
             return True
-        except hosting.PortTaken:
+        except OSError:
             return False
 
     support.wait_until(is_free, f"the end of the coordinator at port {port}")

@@ -677,9 +677,8 @@ def test_none_where_there_is_tls(secure: EtcdServer) -> None:
         ([], {}, "at least one"),
         ("host:1", {}, "list of at least one, not 'host:1'"),
         (["h"], {"username": "x"}, "go together"),
-        (["h"], {"key": __file__}, "without a certificate"),
-        (["h"], {"ca_cert": "/no/such/file"}, "no file '/no/such/file'"),
-        (["http://h"], {"ca_cert": __file__}, "'http://h' is plain http, but certificates are given"),
+        (["h"], {"ca_cert": "/no/such/file"}, "the TLS authority /no/such/file cannot be used: No such file"),
+        (["h"], {"cert": __file__}, f"the TLS certificate {__file__} cannot be used"),
         (["h"], {"request_timeout_s": 0}, "must be more than 0"),
         (["h:x"], {}, "'x' is not a number"),
     ],
@@ -687,6 +686,11 @@ def test_none_where_there_is_tls(secure: EtcdServer) -> None:
 def test_mistakes(endpoints: Any, options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         EtcdClient(endpoints, **options)
+
+
+def test_certificates_for_an_endpoint_without_tls(certificates: Certificates) -> None:
+    with pytest.raises(UserError, match="'http://h' is plain http, but certificates are given"):
+        EtcdClient(["http://h"], ca_cert=certificates.ca_pem)
 
 
 def test_too_large_a_value(client: EtcdClient) -> None:

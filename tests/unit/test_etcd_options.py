@@ -26,7 +26,7 @@ def no_password(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_defaults() -> None:
     made = options()
     assert made.endpoints == ("localhost",)
-    assert (made.prefix, made.user, made.tls_ca) == ("/holdfast", None, None)
+    assert (made.prefix, made.user, made.tls_ca) == ("/holdfast", None, "")
     assert (made.session.lease_s, made.session.heartbeat_s) == (15.0, 2.5)
     assert (made.join_timeout_s, made.last_call_s, made.close_linger_s) == (600.0, 5.0, 10.0)
     assert made.outage_timeout_s == 3600.0
@@ -96,6 +96,7 @@ def test_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("a:0", {}, "rendezvous endpoint 'a:0': nobody can listen at port 0"),
         ("a:x", {}, "a:x"),
         ("ftp://a", {}, "etcd endpoint 'ftp://a' is not [http://|https://]host[:port]"),
+        ("a", {"tls_key": "k.pem"}, "tls_key 'k.pem' is the key of no certificate: tls_cert is missing"),
         ("a", {"protocol": "ftp"}, "protocol must be http or https, not 'ftp'"),
         ("a", {"lease": 1}, "lease=1 is too short: etcd gives 2 s at least"),
         ("a", {"lease": 2, "heartbeat": 2}, "lease=2 is too short for a heartbeat every 2 s"),

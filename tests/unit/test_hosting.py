@@ -25,6 +25,12 @@ def can_connect(host: str, port: int) -> bool:
         return False
 
 
+def listening(host: str, port: int) -> socket.socket:
+    sock = hosting.bind(host, port)
+    sock.listen()
+    return sock
+
+
 def test_a_bound_socket_refuses_until_it_listens() -> None:
     with hosting.bind("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
@@ -34,7 +40,7 @@ def test_a_bound_socket_refuses_until_it_listens() -> None:
 
 
 def test_exactly_this_address_is_bound() -> None:
-    with hosting.listen("127.0.0.1", 0) as sock:
+    with listening("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
         assert not can_connect("127.0.0.2", port)
 
@@ -47,21 +53,21 @@ def test_two_can_be_bound_but_only_one_listens() -> None:
 
 
 def test_a_port_where_somebody_listens_is_taken() -> None:
-    with hosting.listen("127.0.0.1", 0) as sock:
+    with listening("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
-        for take in (hosting.bind, hosting.listen):
-            with pytest.raises(PortTaken, match=rf"cannot listen at 127.0.0.1:{port}: the port is taken"):
-                take("127.0.0.1", port)
+        with pytest.raises(PortTaken, match=rf"cannot listen at 127.0.0.1:{port}: the port is taken"):
+            hosting.bind("127.0.0.1", port)
 
 
 def test_the_port_of_connections_that_are_over_is_free() -> None:
-    with hosting.listen("127.0.0.1", 0) as sock:
+    with listening("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
         client = socket.create_connection(("127.0.0.1", port))
         served, _ = sock.accept()
         served.close()  # This side closes first, so its half of the connection lingers.
         client.close()
-    hosting.listen("127.0.0.1", port).close()
+    with listening("127.0.0.1", port):
+        pass
 
 
 def test_an_address_of_another_host() -> None:
@@ -87,7 +93,7 @@ def test_ipv6() -> None:
             probe.bind(("::1", 0))
     except OSError:
         pytest.skip("this host has no IPv6 loopback address")
-    with hosting.listen("::1", 0) as sock:
+    with listening("::1", 0) as sock:
         port = sock.getsockname()[1]
         assert can_connect("::1", port)
         assert not can_connect("127.0.0.1", port)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import errno
 import logging
 import os
 import signal
@@ -56,7 +55,7 @@ def main(argv: list[str]) -> int:
         return 0
     except HoldfastError as error:
         console.write_error(PROGRAM, str(error))
-        return 2 if isinstance(error, UserError) else 1
+        return 2 if isinstance(error, UserError | HostError) else 1
     except OSError as error:
         console.write_error(PROGRAM, f"cannot serve: {error.strerror or error}")
         return 1
@@ -75,12 +74,7 @@ async def _serve_by_hand(args: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, coordinator.stop)
     shown = endpoints.endpoint_text(*sock.getsockname()[:2])
-    try:
-        await coordinator.serve(lambda: logging.getLogger("holdfast").info("listening at %s", shown))
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise UserError(f"cannot listen at {shown}: the port is taken") from None
+    await coordinator.serve(lambda: logging.getLogger("holdfast").info("listening at %s", shown))
 
 
 async def _serve_for_a_run(args: argparse.Namespace) -> None:
@@ -94,9 +88,7 @@ async def _serve_for_a_run(args: argparse.Namespace) -> None:
     coordinator = _coordinator(args, sock, _IDLE_TIMEOUT_S)
     try:
         await coordinator.serve(lambda: _withdraw(log))
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
+    except hosting.PortTaken:
         print(hosting.READY)  # Another one was faster, and serves.
     else:
         log.unlink(missing_ok=True)
@@ -154,5 +146,3 @@ def _bind(endpoint: str | None) -> socket.socket:
         return hosting.bind(host, port)
     except socket.gaierror as error:
         raise UserError(f"cannot listen at {endpoint}: the name does not resolve ({error.strerror})") from None
-    except HostError as error:
-        raise UserError(str(error)) from None

@@ -14,6 +14,7 @@ The process ends by itself when its last run is over and everybody has heard, or
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
 import socket
@@ -24,6 +25,7 @@ from typing import assert_never
 
 from holdfast.rendezvous import messages, statefiles, vocabulary
 from holdfast.rendezvous.connections import Complaints, Connection
+from holdfast.rendezvous.hosting import PortTaken
 from holdfast.rendezvous.keyvalues import Answers, KeyValues
 from holdfast.rendezvous.membership import Membership
 from holdfast.rendezvous.messages import encode
@@ -259,8 +261,9 @@ class Coordinator:
         return self._idle_timeout_s or _DESERTED_S
 
     async def serve(self, when_ready: Callable[[], None] = lambda: None) -> None:
+        """Raises PortTaken if somebody else began to listen since the socket was bound."""
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(self._connect, sock=self._sock, backlog=_BACKLOG)
+        server = await self._listen()
         sweeping = loop.create_task(self._sweep())
         self._watch_idleness()
         when_ready()
@@ -270,6 +273,15 @@ class Coordinator:
             sweeping.cancel()
             server.close()
             await self._hang_up()
+
+    async def _listen(self) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.create_server(self._connect, sock=self._sock, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise PortTaken(*self._sock.getsockname()[:2]) from None
 
     def stop(self) -> None:
         self._over.set()

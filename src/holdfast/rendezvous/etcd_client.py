@@ -12,7 +12,6 @@ is said at once. Tokens are renewed when etcd does not know them any more.
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -96,9 +95,9 @@ class EtcdClient:
         *,
         username: str | None = None,
         password: str | None = None,
-        ca_cert: str | None = None,
-        cert: str | None = None,
-        key: str | None = None,
+        ca_cert: str = "",
+        cert: str = "",
+        key: str = "",
         request_timeout_s: float = 5.0,
         watch_silence_s: float = 10.0,
     ) -> None:
@@ -108,7 +107,6 @@ class EtcdClient:
             raise UserError("etcd: a user name and a password go together, but only one of them is given")
         if request_timeout_s <= 0 or watch_silence_s <= 0:
             raise UserError(f"etcd: {request_timeout_s:g} and {watch_silence_s:g} seconds must be more than 0")
-        _check_files(ca_cert, cert, key)
         tls = Tls(ca_cert, cert, key) if ca_cert or cert else None
         self._gateways = [Gateway(each, tls) for each in endpoints]
         self._credentials = {"name": username, "password": password} if username is not None else None
@@ -365,11 +363,3 @@ def _meaning(complaint: Complaint, gateway: Gateway) -> Exception:
 
 def _listed(troubles: dict[str, Trouble]) -> str:
     return "; ".join(f"{name}: {trouble}" for name, trouble in troubles.items())
-
-
-def _check_files(ca_cert: str | None, cert: str | None, key: str | None) -> None:
-    if key and not cert:
-        raise UserError(f"etcd: the key {key!r} is given without a certificate")
-    for path in (ca_cert, cert, key):
-        if path is not None and not os.access(path, os.R_OK):
-            raise UserError(f"etcd: there is no file {path!r} that can be read")

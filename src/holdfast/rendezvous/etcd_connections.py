@@ -13,6 +13,7 @@ Nothing is taken from the environment: no proxy, no passwords.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import select
@@ -23,6 +24,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from http.client import HTTPConnection, HTTPException, HTTPResponse, RemoteDisconnected
 from typing import Any
+
+from holdfast.errors import UserError
+from holdfast.rendezvous import tls
 
 _PIECE_BYTES = 1 << 16
 _MAX_IDLE = 8
@@ -42,33 +46,43 @@ class Trouble(Exception):  # noqa: N818
 
 class Tls:
     """What is shown to etcd, and whom to believe. Files are read again when they have changed: certificates are
-    renewed while a run goes on."""
+    renewed while a run goes on. Files that cannot be used are refused at the start; later, when a renewal may be half
+    done, what was read before stays in force."""
 
-    def __init__(self, ca_cert: str | None = None, cert: str | None = None, key: str | None = None) -> None:
-        self._ca_cert = ca_cert
-        self._cert = cert
-        self._key = key
+    def __init__(self, ca_cert: str = "", cert: str = "", key: str = "") -> None:
+        self._files = (cert, key, ca_cert)
         self._lock = threading.Lock()
-        self._made: tuple[object, ssl.SSLContext] | None = None
+        self._stamp = self._stamp_now()
+        self._made = self._make()
 
     def wrap(self, sock: socket.socket, host: str) -> ssl.SSLSocket:
         return self._context().wrap_socket(sock, server_hostname=host)
 
     def _context(self) -> ssl.SSLContext:
-        paths = [path for path in (self._ca_cert, self._cert, self._key) if path]
-        stamp = [(found.st_ino, found.st_mtime_ns, found.st_size) for found in map(os.stat, paths)]
         with self._lock:
-            if self._made is None or self._made[0] != stamp:
-                self._made = (stamp, self._make())
-            return self._made[1]
+            stamp = self._stamp_now()
+            if stamp != self._stamp:
+                with contextlib.suppress(UserError):
+                    self._made = self._make()
+                    self._stamp = stamp
+            return self._made
+
+    def _stamp_now(self) -> list[tuple[int, int, int] | None]:
+        """Changes when one of the files does."""
+        return [_stamp(path) for path in self._files]
 
     def _make(self) -> ssl.SSLContext:
-        context = ssl.create_default_context(cafile=self._ca_cert)
+        context = tls.client_context(*self._files)
         context.set_alpn_protocols(["http/1.1"])
-        if self._cert:
-            # An answer to a question for a passphrase, which would otherwise be asked on the terminal.
-            context.load_cert_chain(self._cert, self._key, password="")
         return context
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 class Connections:

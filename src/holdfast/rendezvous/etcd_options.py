@@ -40,9 +40,9 @@ class EtcdOptions(options.Options):
     prefix: str = DEFAULT_PREFIX
     user: str | None = None
     password: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    tls_ca: str | None = None
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
 
     @classmethod
     def from_parameters(cls, params: RendezvousParameters) -> EtcdOptions:
@@ -50,18 +50,19 @@ class EtcdOptions(options.Options):
         options.check_known(config, KEYS)
         options.warn_of_heartbeat_timeout(config)
         user, password = _credentials(config)
+        tls_cert, tls_key, tls_ca = options.tls_files(config, KEYS)
         common = options.shared(params)
         return cls(
             **common,
             session=_session(config),
-            endpoints=_endpoints(params.endpoint, _text(config, "protocol")),
+            endpoints=_endpoints(params.endpoint, options.text(config, KEYS, "protocol")),
             outage_timeout_s=options.seconds(config, "outage_timeout", _usual_outage_s(common["join_timeout_s"])),
-            prefix=_text(config, "prefix") or DEFAULT_PREFIX,
+            prefix=options.text(config, KEYS, "prefix") or DEFAULT_PREFIX,
             user=user,
             password=password,
-            tls_cert=_text(config, "tls_cert"),
-            tls_key=_text(config, "tls_key"),
-            tls_ca=_text(config, "tls_ca"),
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_ca=tls_ca,
         )
 
 
@@ -70,8 +71,8 @@ def _usual_outage_s(join_timeout_s: float) -> float:
     return max(DEFAULT_OUTAGE_TIMEOUT_S, join_timeout_s)
 
 
-def _endpoints(text: str, protocol: str | None) -> tuple[str, ...]:
-    if protocol not in (None, "http", "https"):
+def _endpoints(text: str, protocol: str) -> tuple[str, ...]:
+    if protocol not in ("", "http", "https"):
         raise UserError(f"protocol must be http or https, not {protocol!r}")
     parts = [part.strip() for part in text.split(",")] if text.strip() else ["localhost"]
     if not all(parts):
@@ -100,17 +101,12 @@ def _session(config: dict[str, Any]) -> SessionSettings:
 
 
 def _credentials(config: dict[str, Any]) -> tuple[str | None, str | None]:
-    user, path = _text(config, "user"), _text(config, "password_file")
-    if user is None:
-        if path is not None:
+    user, path = (options.text(config, KEYS, key) for key in ("user", "password_file"))
+    if not user:
+        if path:
             raise UserError(f"password_file {path!r} is the password of no user: user is missing")
         return None, None
     password = options.read_secret("password", path) if path else os.environ.get(PASSWORD_VARIABLE)
     if not password:
         raise UserError(f"etcd user {user!r} needs a password: give password_file, or set {PASSWORD_VARIABLE}")
     return user, password
-
-
-def _text(config: dict[str, Any], key: str) -> str | None:
-    found = next((name for name in (key, *KEYS[key]) if config.get(name)), None)
-    return None if found is None else str(config[found])

@@ -26,6 +26,7 @@ import sys
 import time
 
 from holdfast.errors import HostError
+from holdfast.rendezvous.endpoints import endpoint_text
 
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EINVAL, errno.EAFNOSUPPORT)
 _START_PATIENCE_S = 10.0
@@ -41,6 +42,9 @@ class NotThisHost(HostError):  # noqa: N818
 class PortTaken(HostError):  # noqa: N818
     """Somebody listens there."""
 
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(f"cannot listen at {endpoint_text(host, port)}: the port is taken")
+
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket bound to exactly this address, which does not listen."""
@@ -50,11 +54,11 @@ def bind(host: str, port: int) -> socket.socket:
             return _bind(family, address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise PortTaken(f"cannot listen at {host}:{port}: the port is taken") from None
+                raise PortTaken(host, port) from None
             if error.errno not in _NOT_OURS:
-                raise HostError(f"cannot listen at {host}:{port}: {error.strerror}") from None
+                raise HostError(f"cannot listen at {endpoint_text(host, port)}: {error.strerror}") from None
             problem = f" ({address[0]})" if address[0] != host else ""
-    raise NotThisHost(f"cannot listen at {host}:{port}: that is not an address of this host{problem}")
+    raise NotThisHost(f"cannot listen at {endpoint_text(host, port)}: that is not an address of this host{problem}")
 
 
 def _bind(family: socket.AddressFamily, address: tuple[object, ...]) -> socket.socket:
@@ -66,19 +70,6 @@ def _bind(family: socket.AddressFamily, address: tuple[object, ...]) -> socket.s
     except OSError:
         sock.close()
         raise
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """The same, and it listens."""
-    sock = bind(host, port)
-    try:
-        sock.listen(4096)
-        return sock
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortTaken(f"cannot listen at {host}:{port}: the port is taken") from None
-        raise HostError(f"cannot listen at {host}:{port}: {error.strerror}") from None
 
 
 def host_at(sock: socket.socket, options: list[str]) -> bool:

@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 _LAUNCHER_DEFAULT_TIMEOUT_S = 900  # What `LaunchConfig` supplies when the user says nothing.
 
 # What each key of --rdzv-conf sets. The names on the right are older spellings that mean the same.
-KEYS: dict[str, tuple[str, ...]] = {
+Keys = dict[str, tuple[str, ...]]
+
+KEYS: Keys = {
     "join_timeout": ("timeout",),
     "last_call": ("last_call_timeout",),
     "heartbeat": ("keep_alive_interval",),
@@ -83,6 +85,19 @@ def shared(params: RendezvousParameters) -> dict[str, Any]:
     }
 
 
+def text(config: dict[str, Any], keys: Keys, key: str) -> str:
+    """What is given under the key or one of its other names; empty if nothing is."""
+    return next((str(config[name]) for name in (key, *keys[key]) if config.get(name)), "")
+
+
+def tls_files(config: dict[str, Any], keys: Keys) -> tuple[str, str, str]:
+    """Certificate, key, authority."""
+    cert, key, ca = (text(config, keys, name) for name in ("tls_cert", "tls_key", "tls_ca"))
+    if key and not cert:
+        raise UserError(f"tls_key {key!r} is the key of no certificate: tls_cert is missing")
+    return cert, key, ca
+
+
 def read_secret(what: str, path: str) -> str:
     try:
         with open(path, "rb") as file:
@@ -94,7 +109,7 @@ def read_secret(what: str, path: str) -> str:
     return secret
 
 
-def check_known(config: dict[str, Any], keys: dict[str, tuple[str, ...]]) -> None:
+def check_known(config: dict[str, Any], keys: Keys) -> None:
     """A setting that nobody reads would be accepted and ignored."""
     known = frozenset(keys) | {alias for aliases in keys.values() for alias in aliases}
     unknown = sorted(set(config) - known)

@@ -49,8 +49,8 @@ class TcpOptions(options.Options):
         session = _session(config)
         drop_timeout_s = options.seconds(config, "drop_timeout", max(2.0, 1.2 * _own_side_s(session)))
         _check_fencing(session, drop_timeout_s)
-        token_file = str(config.get("token_file") or "")
-        tls_cert, tls_key, tls_ca = _tls_files(config)
+        token_file = options.text(config, KEYS, "token_file")
+        tls_cert, tls_key, tls_ca = options.tls_files(config, KEYS)
         return cls(
             **options.shared(params),
             session=session,
@@ -68,18 +68,11 @@ class TcpOptions(options.Options):
         return bool(self.tls_ca or self.tls_cert)
 
     def client_tls(self) -> ssl.SSLContext | None:
-        """The coordinator must show a certificate of `tls_ca`, or of an authority that this host trusts anyway."""
         if not self.speaks_tls:
             return None
-        import ssl
+        from holdfast.rendezvous import tls
 
-        try:
-            context = ssl.create_default_context(cafile=self.tls_ca or None)
-        except (OSError, ValueError) as error:
-            raise _unusable("authority", self.tls_ca, error) from None
-        if self.tls_cert:
-            _load_certificate(context, self.tls_cert, self.tls_key)
-        return context
+        return tls.client_context(self.tls_cert, self.tls_key, self.tls_ca)
 
     def coordinator_options(self) -> list[str]:
         """For a coordinator that this node starts: it speaks as this node does."""
@@ -93,33 +86,13 @@ class TcpOptions(options.Options):
 
 
 def server_tls(cert: str, key: str, ca: str) -> ssl.SSLContext | None:
-    """With a CA, clients must show a certificate that it has signed."""
     if not cert:
         if key or ca:
             raise UserError("TLS needs a certificate (tls_cert), not only a key or an authority")
         return None
-    import ssl
+    from holdfast.rendezvous import tls
 
-    try:
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=ca or None)
-    except (OSError, ValueError) as error:
-        raise _unusable("authority", ca, error) from None
-    _load_certificate(context, cert, key)
-    context.verify_mode = ssl.CERT_REQUIRED if ca else ssl.CERT_NONE
-    return context
-
-
-def _load_certificate(context: ssl.SSLContext, cert: str, key: str) -> None:
-    try:
-        # An answer to a question for a passphrase, which would otherwise be asked on the terminal.
-        context.load_cert_chain(cert, key or None, password="")
-    except (OSError, ValueError) as error:
-        raise _unusable("certificate", " with ".join(filter(None, (cert, key))), error) from None
-
-
-def _unusable(what: str, file: str, error: OSError | ValueError) -> UserError:
-    reason = getattr(error, "reason", "") or getattr(error, "strerror", "") or str(error)
-    return UserError(f"the TLS {what} {file} cannot be used: {reason}")
+    return tls.server_context(cert, key, ca)
 
 
 def read_token(path: str) -> bytes | None:
@@ -170,10 +143,3 @@ def _check_fencing(session: SessionSettings, drop_timeout_s: float) -> None:
         )
     if session.lease_s < 2 * session.heartbeat_s:
         raise UserError(f"lease={session.lease_s:g} is too short for a heartbeat every {session.heartbeat_s:g} s")
-
-
-def _tls_files(config: dict[str, Any]) -> tuple[str, str, str]:
-    cert, key, ca = (str(config.get(name) or "") for name in ("tls_cert", "tls_key", "tls_ca"))
-    if key and not cert:
-        raise UserError(f"tls_key {key!r} is the key of no certificate: tls_cert is missing")
-    return cert, key, ca
