@@ -52,8 +52,9 @@ class CoordinatorProcess:
             raise
 
     def _port_or_none(self) -> int | None:
+        was_running = self.process.poll() is None  # Asked first: it may say where it listens and end at once.
         found = re.search(r"listening at \S+:(\d+)", self.log)
-        assert found or self.process.poll() is None, f"it ended: {self.log}"
+        assert found or was_running, f"it ended: {self.log}"
         return int(found[1]) if found else None
 
     @property

@@ -31,7 +31,7 @@ def no_process_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(support.TEST_MARK, mark)
     before = _own_descendants()
     yield
-    left = support.survivors((_own_descendants() - before) | support.marked(mark), deadline_s=5)
+    left = support.survivors((_own_descendants() - before) | support.marked(mark), deadline_s=15)
     left = [pid for pid in left if support.alive(pid)]
     names = {}
     for pid in left:

@@ -37,12 +37,12 @@ def test_a_name_that_does_not_resolve(tmp_path: Path) -> None:
 
 def test_nobody_listens(tmp_path: Path) -> None:
     port = support.free_port()
-    options = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "is_host=false", "--join-timeout", "4")
+    options = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "is_host=false", "--join-timeout", "7")
     code, (warning, error) = run(tmp_path, *options)
     assert code == 1
     assert f"no coordinator can be reached at 127.0.0.1:{port}: Connection refused (tried " in warning
     assert error == (
-        f"holdfast run: error: no coordinator could be reached at 127.0.0.1:{port} within 4 s; "
+        f"holdfast run: error: no coordinator could be reached at 127.0.0.1:{port} within 7 s; "
         "the last attempt: Connection refused"
     )
 

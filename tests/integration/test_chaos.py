@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import nodes, support
-from tests.nodes import Node, Scene
+from tests.nodes import SHORT_S, Node, Scene
 
 TROUBLE_S = 8.0
 PAUSES_S = (0.05, 0.3, 0.7, 1.5, 2.5)
@@ -32,7 +32,7 @@ class Trouble:
 
     def _start(self) -> Node:
         self._count += 1
-        return self._scene.start(f"n{self._count}", "2:3", "--max-restarts", ENOUGH_RESTARTS)
+        return self._scene.start(f"n{self._count}", "2:3", "--max-restarts", ENOUGH_RESTARTS, lease=SHORT_S)
 
     def strike(self) -> None:
         kinds = (

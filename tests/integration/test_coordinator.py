@@ -323,12 +323,13 @@ def test_modules_in_the_working_directory_do_not_reach_the_coordinator(
 
 
 def test_a_coordinator_that_was_killed_and_started_again_goes_on(tmp_path: Path) -> None:
-    first = CoordinatorProcess(tmp_path)
+    first = CoordinatorProcess(tmp_path, port=support.free_port())
     try:
-        with node(first.port, "1:3", lease=2) as a, node(first.port, "1:3", lease=2) as b:
+        times = {"lease": 2, "reconnect_grace": 2}
+        with node(first.port, "2:3", **times) as a, node(first.port, "2:3", **times) as b:
             assert [each.number for each in form(a, b)] == [1, 1]
             first.kill()
-            with coordinator(tmp_path, port=first.port) as second, node(first.port, "1:3", lease=2) as c:
+            with coordinator(tmp_path, port=first.port) as second, node(first.port, "2:3", **times) as c:
                 reached = [handler._client.reach for handler in (a, b) if handler._client]
                 support.wait_until(lambda: all(each.since is None for each in reached), "both are back")
                 assert a.take() == b.take() == []  # Nothing was stopped.
@@ -377,9 +378,9 @@ def test_nobody_can_connect_before_it_is_ready_to_answer(tmp_path: Path, mailbox
 
 @pytest.mark.parametrize("junk", [b"", b"junk", b'{"boot_id": 5, "memory": []}'])
 def test_junk_where_its_memory_should_be(tmp_path: Path, junk: bytes) -> None:
-    first = CoordinatorProcess(tmp_path)
+    first = CoordinatorProcess(tmp_path, port=support.free_port())
     try:
-        with node(first.port, lease=2) as a:
+        with node(first.port, lease=2, reconnect_grace=2) as a:
             form(a)
             (state,) = tmp_path.glob("holdfast-*/*.json")
             first.kill()
@@ -422,7 +423,7 @@ def test_it_ends_with_its_last_run(tmp_path: Path) -> None:
 
 def test_a_visitor_is_no_run(tmp_path: Path) -> None:
     """One who looks in and leaves neither ends a coordinator nor keeps it."""
-    process = CoordinatorProcess(tmp_path, "--idle-timeout", "1")
+    process = CoordinatorProcess(tmp_path, "--idle-timeout", "60")
     try:
         for _ in range(3):
             with Peer(process.port) as peer:

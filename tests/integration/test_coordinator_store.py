@@ -154,11 +154,12 @@ def test_a_barrier(clients: list[Store]) -> None:
 
 
 def test_a_barrier_names_who_is_missing(clients: list[Store]) -> None:
-    callers = [Caller(stores.barrier, clients[rank], 3, "some", 0.3, rank, None, 0.2) for rank in (0, 2)]
+    other = Caller(stores.barrier, clients[2], 3, "some", 2, 2, None, 0.2)
+    clients[1].wait(["some/num_members"])  # It has arrived, and the time of rank 0 begins after that.
     with pytest.raises(StoreTimeoutError, match=r"on rank 0: 2 of 3 had arrived; missing ranks: 1"):
-        callers[0].result()
+        stores.barrier(clients[0], 3, "some", 0.3, 0, None, 0.2)
     with pytest.raises(StoreTimeoutError, match=r"see rank 0 for who is missing"):
-        callers[1].result()
+        other.result()
 
 
 def test_synchronize(clients: list[Store]) -> None:
@@ -211,7 +212,10 @@ def test_what_was_carried_out_before_the_answer_got_lost_is_not_carried_out_agai
 def test_while_nobody_answers_time_runs_out(server: CoordinatorProcess, proxy: Proxy) -> None:
     with node(proxy.port, on_isolation="continue") as a:
         store = form(a)[0].found.store
+        assert a._client is not None
+        reach = a._client.reach
         proxy.close()
+        support.wait_until(lambda: reach.since is not None, "it knows that the connection is gone")
         store.set_timeout(SHORT)
         with pytest.raises(StoreTimeoutError, match="waiting for 'round/1/key'; the coordinator is out of reach"):
             store.get("key")

@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.rendezvous.etcd_server import EtcdCluster
 from tests import nodes, support
-from tests.nodes import Life, Node, Scene
+from tests.nodes import SHORT_S, Life, Node, Scene
 
 LONG_S = 60
 UNDISTURBED = ("start", "connected")
@@ -130,7 +130,7 @@ def test_an_outage_of_many_leases_and_longer_than_the_join_timeout(
 ) -> None:
     """No run is lost with it. It is told in a few lines and borne in peace; nothing is decided meanwhile, and what
     comes after it is not charged."""
-    agents = [scene.start(name, "2", join_timeout=8) for name in "ab"]
+    agents = [scene.start(name, "2", join_timeout=8, lease=SHORT_S) for name in "ab"]
     first = scene.await_world(2)
     said_before = {agent: agent.log for agent in agents}
     lose(cluster)
@@ -158,7 +158,7 @@ def test_an_outage_of_many_leases_and_longer_than_the_join_timeout(
 
 
 def test_an_outage_that_outlasts_the_patience(scene: Scene, cluster: EtcdCluster) -> None:
-    agent = scene.start("a", "1", outage_timeout=4)
+    agent = scene.start("a", "1", outage_timeout=4, lease=SHORT_S)
     scene.await_world(1)
     kill_all(cluster)
     agent.await_line(r"no etcd could be reached at \S+ within 4 s; the last attempt: .*: connection refused")
@@ -186,10 +186,10 @@ def test_an_outage_within_the_lease_is_not_missed(
 
 def test_all_of_etcd_is_down_while_a_round_forms(scene: Scene, cluster: EtcdCluster) -> None:
     """For longer than the lease of the one who waits. Another one comes meanwhile."""
-    a = scene.start("a", "2")
+    a = scene.start("a", "2", lease=SHORT_S)
     a.await_line("1/2 joined, waiting for 1")
     kill_all(cluster)
-    b = scene.start("b", "2")
+    b = scene.start("b", "2", lease=SHORT_S)
     for agent in (a, b):
         agent.await_line("no etcd can be reached at")
     restart_all(cluster)
@@ -199,7 +199,7 @@ def test_all_of_etcd_is_down_while_a_round_forms(scene: Scene, cluster: EtcdClus
 
 
 def test_the_agent_that_leads_is_killed(scene: Scene, cluster: EtcdCluster) -> None:
-    agents = {name: scene.start(name, "1:3", last_call=LONG_S) for name in "abc"}
+    agents = {name: scene.start(name, "1:3", last_call=LONG_S, lease=SHORT_S) for name in "abc"}
     scene.await_world(3)
     leader = scene.await_leader()
     leader.send(signal.SIGKILL)
@@ -216,15 +216,15 @@ def test_the_agent_that_leads_is_killed(scene: Scene, cluster: EtcdCluster) -> N
 
 def test_the_agent_that_leads_is_killed_while_a_round_forms(scene: Scene, cluster: EtcdCluster) -> None:
     """What the others have said is still there; the next leader goes on with it."""
-    a = scene.start("a", "3")
+    a = scene.start("a", "3", lease=SHORT_S)
     a.await_line("1/3 joined")
     leader = scene.await_leader()
     assert leader is a
-    b = scene.start("b", "3")
+    b = scene.start("b", "3", lease=SHORT_S)
     b.await_line("2/3 joined")
     a.send(signal.SIGKILL)
     for name in "cd":
-        scene.start(name, "3")
+        scene.start(name, "3", lease=SHORT_S)
     assert {life.node for life in scene.await_world(3)} == {"b", "c", "d"}
     scene.order("exit 0")
     assert scene.ended() == {"a": -9, "b": 0, "c": 0, "d": 0}
@@ -232,7 +232,7 @@ def test_the_agent_that_leads_is_killed_while_a_round_forms(scene: Scene, cluste
 
 def test_the_agent_that_leads_is_frozen_and_comes_back(scene: Scene, cluster: EtcdCluster) -> None:
     for name in "ab":
-        scene.start(name, "1:2", last_call=LONG_S)
+        scene.start(name, "1:2", last_call=LONG_S, lease=SHORT_S)
     first = scene.await_world(2)
     leader = scene.await_leader()
     leader.send(signal.SIGSTOP)

@@ -6,6 +6,7 @@ import http.client  # noqa: F401  (else imported while a test interrupts, and Py
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -252,6 +253,12 @@ def test_with_authentication() -> None:
             pytest.raises(Refused, match="user name is empty"),
         ):
             client.put(b"k", b"v")
+
+
+def test_a_thread_that_ends_while_it_is_looked_at_does_not_stand_still_yet() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait(support.DEADLINE_S)
+    assert not etcd_server._is_paused(process.pid)
 
 
 def test_a_cluster(private_tmp: Path, no_descriptor_leak: None) -> None:

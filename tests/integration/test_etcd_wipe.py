@@ -68,7 +68,7 @@ def test_nodes_that_wait_for_others_go_on_waiting(scene: Scene, cluster: EtcdClu
 def test_a_node_that_was_away_hears_how_its_run_ended(scene: Scene) -> None:
     """By then nothing else is left of the run. It ends as the others did, and starts nothing."""
     for name in "ab":
-        scene.start(name, "1:2", lease=2, close_linger=1)
+        scene.start(name, "1:2", lease=2, close_linger=1, last_call=60)
     scene.await_world(2)
     led = scene.await_leader()
     away, other = sorted(scene.nodes, key=lambda node: node is led)

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import nodes, support
-from tests.nodes import Relay, Scene
+from tests.nodes import SHORT_S, Relay, Scene
 
 LONG_S = 60  # For a wait that the test says will not happen.
 
@@ -245,11 +245,12 @@ def test_a_newcomer_waits_for_the_next_restart_if_told_so(scene: Scene) -> None:
 
 def test_a_standby_takes_the_place_of_a_lost_node(scene: Scene) -> None:
     """It may have to stand by for longer than it would take a round to form."""
-    a = scene.start("a", "1:2", join_timeout=4, last_call=LONG_S)
+    times = {"join_timeout": 4, "last_call": LONG_S, "lease": SHORT_S}
+    a = scene.start("a", "1:2", **times)
     a.await_line("1/2 joined")  # So there is somebody to join when the time of the others begins.
-    b = scene.start("b", "1:2", join_timeout=4, last_call=LONG_S)
+    b = scene.start("b", "1:2", **times)
     scene.await_world(2)
-    c = scene.start("c", "1:2", join_timeout=4, last_call=LONG_S)
+    c = scene.start("c", "1:2", **times)
     c.await_line("this node stands by")
     pause_s = age(scene.lives()) + 5.0
     support.wait_until(lambda: is_past(scene, scene.lives(round=1), pause_s), "some time to pass")
@@ -273,7 +274,8 @@ def test_a_standby_ends_with_the_run(scene: Scene) -> None:
 
 
 def test_a_killed_agent_is_lost_and_the_others_go_on(scene: Scene) -> None:
-    agents = {name: scene.start(name, "1:3", "--nproc-per-node", "2", last_call=LONG_S) for name in "abc"}
+    options, times = ("--nproc-per-node", "2"), {"last_call": LONG_S, "lease": SHORT_S}
+    agents = {name: scene.start(name, "1:3", *options, **times) for name in "abc"}
     first = scene.await_world(6)
     host = first[0].node
     victim = next(agent for name, agent in agents.items() if name != host)
@@ -290,12 +292,12 @@ def test_a_killed_agent_is_lost_and_the_others_go_on(scene: Scene) -> None:
 
 
 def test_below_min_nodes_the_run_waits_for_a_new_node(scene: Scene) -> None:
-    agents = [scene.start(name, "3") for name in "abc"]
+    agents = [scene.start(name, "3", lease=SHORT_S) for name in "abc"]
     scene.await_world(3)
     agents[1].send(signal.SIGKILL)
     agents[0].await_line("2/3 joined, waiting for 1")
     assert {life.round for life in scene.lives()} == {1}
-    scene.start("d", "3")
+    scene.start("d", "3", lease=SHORT_S)
     lives = scene.await_world(3, after=1)
     assert {life.node for life in lives} == {"a", "c", "d"}
     scene.order("exit 0", round=lives[0].round)
@@ -305,7 +307,8 @@ def test_below_min_nodes_the_run_waits_for_a_new_node(scene: Scene) -> None:
 @pytest.mark.parametrize("how", ["together", "alone"])
 def test_a_lost_node_explains_the_failures_around_it(scene: Scene, how: str) -> None:
     """No restart is allowed and the survivors' workers fail, too, before anybody knows of the loss."""
-    agents = {name: scene.start(name, "2:3", args=("--collective",), last_call=LONG_S) for name in "abc"}
+    times = {"last_call": LONG_S, "lease": SHORT_S}
+    agents = {name: scene.start(name, "2:3", args=("--collective",), **times) for name in "abc"}
     first = scene.await_world(3)
     victim = agents[first[0 if how == "together" else 2].node]
     victim.send(signal.SIGKILL)
@@ -391,7 +394,7 @@ def test_a_node_that_waits_can_be_stopped(scene: Scene, number: signal.Signals) 
 
 def test_a_frozen_agent_loses_its_workers_in_time(scene: Scene) -> None:
     """The check of every scene compares the times: its workers must be gone before the others start again."""
-    agents = {name: scene.start(name, "1:2", last_call=LONG_S) for name in "ab"}
+    agents = {name: scene.start(name, "1:2", last_call=LONG_S, lease=SHORT_S) for name in "ab"}
     first = scene.await_world(2)
     frozen = agents[first[1].node]
     frozen.send(signal.SIGSTOP)
@@ -415,8 +418,9 @@ def relay(scene: Scene) -> Iterator[Relay]:
 
 @at_a_coordinator
 def test_a_node_that_the_network_cuts_off_loses_its_workers_in_time(scene: Scene, relay: Relay) -> None:
-    scene.start("a", "1:2", rank=0, last_call=LONG_S)
-    b = scene.start("b", "1:2", port=relay.port, rank=1, is_host="false", last_call=LONG_S)
+    times = {"last_call": LONG_S, "lease": SHORT_S}
+    scene.start("a", "1:2", rank=0, **times)
+    b = scene.start("b", "1:2", port=relay.port, rank=1, is_host="false", **times)
     first = scene.await_world(2)
     relay.be_silent(True)
     second = scene.await_world(1, after=1)
@@ -477,16 +481,20 @@ def test_a_static_node_can_be_replaced(scene: Scene) -> None:
 
 # The coordinator.
 
+# A coordinator that takes over waits for a whole lease before it decides, so that is short. An agent that is held up in
+# the wrong moment has time enough to find out that nobody listens.
+OUTLIVING = {"lease": 3, "reconnect_grace": 2, "drop_timeout": 3}
+
 
 @at_a_coordinator
 def test_training_goes_on_while_the_coordinator_is_replaced(scene: Scene) -> None:
     for name in "ab":
-        scene.start(name, "2", "--max-restarts", "1")
+        scene.start(name, "2", "--max-restarts", "1", **OUTLIVING)
     first = scene.await_world(2)
     coordinator = scene.await_coordinator()
     os.kill(coordinator, signal.SIGKILL)
     scene.await_coordinator(other_than=coordinator)
-    support.wait_until(lambda: is_past(scene, first, 2.5), "the lease to pass")
+    support.wait_until(lambda: is_past(scene, first, 3.5), "the lease to pass")
     assert [life.events for life in scene.lives()] == [("start", "connected")] * 2
     scene.order("exit 3", rank=1, round=1)
     assert {(life.round, life.restarts) for life in scene.await_world(2, after=1)} == {(2, 1)}
@@ -550,7 +558,8 @@ def test_the_same_run_id_again_is_another_run(scene: Scene, tmp_path: Path, mark
 
 @at_a_coordinator
 def test_the_loss_of_the_coordinators_host(scene: Scene) -> None:
-    a, b = (scene.start(name, "1:2", rank=rank, last_call=LONG_S) for rank, name in enumerate("ab"))
+    times = {"last_call": LONG_S, "lease": SHORT_S}
+    a, b = (scene.start(name, "1:2", rank=rank, **times) for rank, name in enumerate("ab"))
     scene.await_world(2)
     coordinator = scene.await_coordinator()
     os.kill(coordinator, signal.SIGKILL)
@@ -566,7 +575,7 @@ def test_the_loss_of_the_coordinators_host(scene: Scene) -> None:
 def test_a_frozen_coordinator_costs_a_round_and_no_restart(scene: Scene) -> None:
     """Nobody can tell that from a network that is cut, so all workers are stopped in time."""
     for name in "ab":
-        scene.start(name, "2")
+        scene.start(name, "2", lease=SHORT_S)
     first = scene.await_world(2)
     coordinator = scene.await_coordinator()
     support.halt(coordinator)
@@ -581,13 +590,13 @@ def test_a_frozen_coordinator_costs_a_round_and_no_restart(scene: Scene) -> None
 @at_a_coordinator
 def test_a_coordinator_that_was_started_by_hand(scene: Scene) -> None:
     """Agents that may not start one wait for it, and go on without it until there is another."""
-    agents = [scene.start(name, "2", "--max-restarts", "1", is_host="false") for name in "ab"]
+    agents = [scene.start(name, "2", "--max-restarts", "1", is_host="false", **OUTLIVING) for name in "ab"]
     agents[0].await_line("no coordinator can be reached at 127.0.0.1")
     coordinator = scene.start_coordinator()
     first = scene.await_world(2)
     coordinator.send(signal.SIGKILL)
     coordinator.wait()
-    support.wait_until(lambda: is_past(scene, first, 4.0), "more than a lease to pass")
+    support.wait_until(lambda: is_past(scene, first, 5.0), "more than a lease to pass")
     coordinator = scene.start_coordinator()
     scene.order("exit 3", rank=0, round=1)
     scene.await_world(2, after=1)
@@ -632,12 +641,10 @@ dist.destroy_process_group()
 
 def test_a_torch_job_loses_a_node_and_ends_with_the_right_sum(scene: Scene) -> None:
     """All-reduces are under way, so the survivors fail, too; no restart is allowed, and none is charged."""
-    count = 100
+    count, times = 100, {"last_call": LONG_S, "lease": SHORT_S}
     script = support.write_script(scene.home / "training.py", TRAINING)
     agents = [
-        scene.start(
-            name, "1:2", "--nproc-per-node", "2", script=script, args=(str(count),), rank=rank, last_call=LONG_S
-        )
+        scene.start(name, "1:2", "--nproc-per-node", "2", script=script, args=(str(count),), rank=rank, **times)
         for rank, name in enumerate("ab")
     ]
     checkpoint = scene.home / "checkpoint.json"

@@ -127,7 +127,10 @@ class _Kept:
 
 
 def _is_paused(pid: int) -> bool:
-    stats = (task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
+    try:
+        stats = [task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return False  # One of its threads has just ended.
     return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
