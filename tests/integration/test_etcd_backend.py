@@ -38,7 +38,7 @@ from tests.nodes import Relay
 def node(endpoint: str, nodes: str = "1", restarts: int = 0, **config: Any) -> Iterator[EtcdRendezvousHandler]:
     """A handler as an agent has it."""
     low, _, high = nodes.partition(":")
-    settings = {"lease": 2, "last_call": 0.2, "join_timeout": 30, "close_linger": 1, **config}
+    settings = {"lease": 10, "last_call": 0.2, "join_timeout": 30, "close_linger": 1, **config}
     params = RendezvousParameters("etcd", endpoint, default_run_id(), int(low), int(high or low), **settings)
     handler = create_handler(params)
     handler.introduce("default", 1, RestartPolicy(restarts))
@@ -128,7 +128,7 @@ def test_runs_do_not_meet_under_other_prefixes(at: str) -> None:
 
 
 def test_a_node_whose_settings_differ_is_refused(at: str) -> None:
-    words = r"does not take this node: the run has lease=[24], this node has lease=[24]$"
+    words = r"does not take this node: the run has lease=(4|10), this node has lease=(4|10)$"
     with node(at, "2", heartbeat=0.5) as a, node(at, "2", heartbeat=0.5, lease=4) as b:
         callers = [Caller(each.next_round) for each in (a, b)]
         support.wait_until(lambda: not all(each.is_alive() for each in callers), "a refusal")
@@ -229,7 +229,7 @@ def test_a_lease_of_the_run_that_somebody_ends_is_restored(
     at: str, client: EtcdClient, keys: Keyspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("holdfast.rendezvous.etcd_leadership._SHORTEST_RUN_LEASE_S", 1)
-    with node(at) as a:
+    with node(at, lease=2) as a:
         (found,) = form(a)
         run = client.get(keys.run)
         assert run is not None
@@ -284,7 +284,8 @@ def test_strangers_among_the_nodes_are_not_heard(at: str, client: EtcdClient, ke
 
 
 def test_junk_among_what_a_node_is_told_costs_that_node_alone(at: str, client: EtcdClient, keys: Keyspace) -> None:
-    with node(at, "1:2", last_call=30) as a, node(at, "1:2", last_call=30) as b:
+    times = {"last_call": 30, "lease": 2}
+    with node(at, "1:2", **times) as a, node(at, "1:2", **times) as b:
         form(a, b)
         other = a if leader_of(client, keys).decode() != a._facts.node_id else b
         leader = b if other is a else a

@@ -132,6 +132,8 @@ def test_an_outage_of_many_leases_and_longer_than_the_join_timeout(
     comes after it is not charged."""
     agents = [scene.start(name, "2", join_timeout=8, lease=SHORT_S) for name in "ab"]
     first = scene.await_world(2)
+    for agent in agents:
+        agent.await_line("started 1 worker")
     said_before = {agent: agent.log for agent in agents}
     lose(cluster)
     assert not support.survivors(life.pid for life in first)
