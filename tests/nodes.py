@@ -482,7 +482,8 @@ class Scene:
         if self.etcd:
             self._await(lambda: not self.keys(), "the end of the run's keys")
         else:
-            self._await(lambda: self.coordinator() is None, "the end of the coordinator")
+            # Not only that nobody listens any more: what it cleans up comes after that.
+            self._await(lambda: not support.marked(self._mark), "the end of the coordinator")
         left = [str(path) for path in (self.home / "tmp").glob("holdfast-*/*")]
         assert not left, f"files left behind: {left}\n{self}"
         return codes
