@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
 import pytest
 
 from holdfast.errors import HoldfastError, HostError
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.endpoints import (
+    HeldPort,
     bind_port,
     parse_rendezvous_config,
     parse_rendezvous_endpoint,
@@ -189,6 +191,69 @@ def test_a_held_port_is_handed_out_to_nobody_else() -> None:
     for one in held:
         one.close()
     assert len(ports) == 201
+
+
+class Kernel:
+    """Hands out ports in the order of a list, and then none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ports = [bind_port() for _ in range(3)]
+        self.numbers = [each.getsockname()[1] for each in self.ports]
+        self.handed_out: list[socket.socket] = []
+        self.order: list[int] = []
+        monkeypatch.setattr(endpoints, "bind_port", self._bind)
+
+    def _bind(self, host: str) -> socket.socket:
+        if not self.order:
+            raise HostError(f"cannot bind a TCP port on {host!r}: none is left")
+        self.handed_out.append(self.ports[self.order.pop(0)].dup())
+        return self.handed_out[-1]
+
+    def open_ports(self) -> list[int]:
+        return [each.getsockname()[1] for each in self.handed_out if each.fileno() >= 0]
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+    made = Kernel(monkeypatch)
+    yield made
+    for each in (*made.ports, *made.handed_out):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("order", "held"),
+    [([0, 1, 2], [0, 1, 2]), ([0, 0, 1, 0, 1, 2], [0, 1, 2]), ([0, 0, 0, 1, 2], [0, 1, 2])],
+)
+def test_no_port_is_held_twice_whatever_the_kernel_hands_out(kernel: Kernel, order: list[int], held: list[int]) -> None:
+    port, kernel.order = HeldPort(), order
+    for index in held:
+        port.renew("127.0.0.1")
+        assert port.number == kernel.numbers[index]
+        assert kernel.open_ports() == [port.number], "nothing else is kept"
+    port.release()
+    port.release()
+    assert kernel.open_ports() == []
+
+
+def test_a_port_is_held_again_before_none_is(kernel: Kernel) -> None:
+    port, kernel.order = HeldPort(), [0, 1, 0]
+    for _ in range(3):
+        port.renew("127.0.0.1")
+    assert port.number == kernel.numbers[0]
+    with pytest.raises(HostError, match="none is left"):
+        port.renew("127.0.0.1")
+    assert kernel.open_ports() == [port.number], "what was held is still held"
+    port.release()
+
+
+def test_only_the_last_ports_are_remembered(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "_REMEMBERED_PORTS", 1)
+    port, kernel.order = HeldPort(), [0, 1, 0]
+    for index in (0, 1, 0):
+        port.renew("127.0.0.1")
+        assert port.number == kernel.numbers[index]
+    port.release()
 
 
 def test_an_address_of_another_machine_cannot_be_bound() -> None:

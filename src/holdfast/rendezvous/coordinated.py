@@ -90,7 +90,7 @@ class CoordinatedHandler(RendezvousHandler, Coordination):
         self._facts = NodeFacts(_node_id())
         self._policy = RestartPolicy()
         self._outcome: Outcome | None = None
-        self._held: socket.socket | None = None
+        self._held = endpoints.HeldPort()
         self._last_round = 0
         self._lease_until: float | None = None
         self._lease_sink: Callable[[float | None], None] = lambda until: None
@@ -144,9 +144,7 @@ class CoordinatedHandler(RendezvousHandler, Coordination):
                 self._post(participant.LeaveCompleted())
             self._link.stop()
             self._link = None
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        self._held.release()
         self._arrivals.put(RendezvousConnectionError(f"the rendezvous of run {self._run_id!r} was shut down"))
         return True
 
@@ -167,7 +165,7 @@ class CoordinatedHandler(RendezvousHandler, Coordination):
         link = self._link = self._link or self._start_link()
         self._drop_stale_arrivals()
         self._hold_port()
-        link.post(participant.JoinRequested(self._held_port()))
+        link.post(participant.JoinRequested(self._held.number))
         return self._await_round(link)
 
     @property
@@ -248,20 +246,13 @@ class CoordinatedHandler(RendezvousHandler, Coordination):
 
     def _hold_port(self) -> None:
         """A fresh master port for every round, bound and held, so that no round meets what another has left."""
-        if self._held is not None:
-            self._held.close()
-            self._held = None
         try:
-            self._held = endpoints.bind_port(self._facts.address)
+            self._held.renew(self._facts.address)
         except HostError:
             if not self._common.local_addr:
                 raise
             # The user says that others reach this node there, which may be so although no interface has the address.
-            self._held = endpoints.bind_port("")
-
-    def _held_port(self) -> int:
-        assert self._held is not None
-        return int(self._held.getsockname()[1])
+            self._held.renew("")
 
     def _drop_stale_arrivals(self) -> None:
         """What came before this join, and was not waited for, is about rounds that are over."""

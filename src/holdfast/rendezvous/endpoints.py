@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections import deque
 
 from holdfast.errors import HostError, UserError
 
@@ -15,6 +16,7 @@ DEFAULT_HOST = "localhost"
 
 _HOST = re.compile(r"[\w.:-]+")
 _PORT = re.compile(r"[0-9]{1,5}")
+_REMEMBERED_PORTS = 64
 
 # These have their own options; as a setting they would be a second, contradicting source.
 _NOT_SETTINGS = frozenset({"backend", "endpoint", "run_id", "min_nodes", "max_nodes", "local_addr"})
@@ -106,3 +108,45 @@ def _bind_reusable(family: socket.AddressFamily, host: str) -> socket.socket:
         held.close()
         raise
     return held
+
+
+class HeldPort:
+    """Holds one port after the other, each until the next one is held or it is released.
+
+    A round must not meet what another has left, so the kernel's choice is not taken if it is one of the last ports.
+    Not all are remembered: there are only so many, and a run may have any number of rounds.
+    """
+
+    def __init__(self) -> None:
+        self._held: socket.socket | None = None
+        self._recent: deque[int] = deque(maxlen=_REMEMBERED_PORTS)
+
+    @property
+    def number(self) -> int:
+        assert self._held is not None
+        return int(self._held.getsockname()[1])
+
+    def renew(self, host: str) -> None:
+        fresh = self._bind_another(host)
+        self.release()
+        self._held = fresh
+        self._recent.append(self.number)
+
+    def _bind_another(self, host: str) -> socket.socket:
+        passed_over: list[socket.socket] = []
+        try:
+            while (found := bind_port(host)).getsockname()[1] in self._recent:
+                passed_over.append(found)  # Open for so long, or the kernel might choose it again.
+            return found
+        except HostError:
+            if not passed_over:
+                raise
+            return passed_over.pop()  # There are so few; the one of the round before is none of them.
+        finally:
+            for each in passed_over:
+                each.close()
+
+    def release(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None

@@ -18,7 +18,6 @@ import threading
 from abc import abstractmethod
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from holdfast.errors import UserError
 from holdfast.rendezvous import endpoints
@@ -30,9 +29,6 @@ from holdfast.rendezvous.api import (
     RendezvousStoreInfo,
 )
 from holdfast.rendezvous.store import InProcessStore
-
-if TYPE_CHECKING:
-    import socket
 
 __all__ = [
     "StandaloneRendezvous",
@@ -126,19 +122,14 @@ class StandaloneRendezvous(_KnownWorldRendezvous):
 
     def __init__(self, run_id: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         super().__init__(run_id, rank=0, world_size=1, timeout_s=timeout_s)
-        self._held: socket.socket | None = None
+        self._held = endpoints.HeldPort()
 
     def _next_master(self) -> RendezvousStoreInfo:
-        # The old port goes only when the new one is there, so that it cannot be handed out again.
-        held = endpoints.bind_port(_LOOPBACK)
-        self._release()
-        self._held = held
-        return RendezvousStoreInfo(_LOOPBACK, held.getsockname()[1])
+        self._held.renew(_LOOPBACK)
+        return RendezvousStoreInfo(_LOOPBACK, self._held.number)
 
     def _release(self) -> None:
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        self._held.release()
 
 
 class StaticTCPRendezvous(_KnownWorldRendezvous):
