@@ -111,9 +111,9 @@ def test_a_node_with_other_settings_is_refused(scene: Scene) -> None:
 
 
 def test_a_rank_that_another_node_has_asked_for_is_refused(scene: Scene) -> None:
-    a = scene.start("a", "1:2", rank=0)
+    a = scene.start("a", "1:2", rank=0, lease=SHORT_S)  # On etcd it has to be seen for a while that the first stays.
     scene.await_world(1)
-    b = scene.start("b", "1:2", rank=0)
+    b = scene.start("b", "1:2", rank=0, lease=SHORT_S)
     assert b.wait() == 2
     assert re.search(rf"rank 0 was asked for, but \S+-{a.pid}-\S+ has asked for it before", last_line(b.log))
     scene.order("exit 0")

@@ -618,6 +618,12 @@ RECOVERING: dict[str, Script] = {
         (49.9, TIME, []),
         (50.0, TIME, sealed(4, "a b", 1)),
     ],
+    "who waits is told to stand by if the round that is adopted is full": [
+        (0.0, joined("c", RETRY), []),
+        (1.0, TIME, [ShowProgress(keys("c"), 1, 2, 2, 29.0)]),
+        (2.0, returned("a", RETRY, 3, 0), standby("c", 3, "2 nodes")),
+        (3.0, returned("b", RETRY, 3, 1), []),
+    ],
     "who waits is let in once the round is adopted": [
         (0.0, joined("c", replace(RETRY, max_nodes=3)), []),
         (

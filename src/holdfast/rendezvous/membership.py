@@ -298,10 +298,13 @@ class Membership:
         return [StopRound((node.key,), self.world.round, "the round was stopped meanwhile")]
 
     def _returned(self, event: NodeReturned, now: float) -> list[Command]:
-        facts, place = event.facts, event.place
         self.settings = self.settings or event.settings
-        if self._has_seen_no_round and place.round >= self.round:
-            self._adopt(place, now)
+        is_news = self._has_seen_no_round and event.place.round >= self.round
+        adopted = self._adopt(event.place, now) if is_news else []
+        return adopted + self._resume(event, now)
+
+    def _resume(self, event: NodeReturned, now: float) -> list[Command]:
+        facts, place = event.facts, event.place
         if self.world is not None and self.world.round == place.round:
             self._take_up(facts, place.rank, now)
         node = self._roster.get(facts.key)
@@ -322,15 +325,16 @@ class Membership:
         self._roster.add(facts, Stage.FINISHED, now)
         return [StopRound((facts.key,), round, "the round was stopped meanwhile")]
 
-    def _adopt(self, place: Place, now: float) -> None:
+    def _adopt(self, place: Place, now: float) -> list[Command]:
         """Go on with a round that another coordinator process has sealed; its members have a lease to return. Who they
-        are is not known before they do. Until then a stand-in holds each place."""
+        are is not known before they do. Until then a stand-in holds each place. Those who wait were not told of it."""
         assert self.settings is not None
         self._learn_the_past(place.round, place.restarts_used, True, now)
         members = stand_ins(place)
         self._begin(World(place.round, members, place.restarts_used))
         for facts in members:
             self._roster.drop(self._roster.add(facts, Stage.RUNNING, now), now + self.settings.lease_s)
+        return [] if self._has_room() else self._stand_by(tuple(sorted(self._roster.waiting)))
 
     def _take_up(self, facts: NodeFacts, rank: int, now: float) -> None:
         """A member of an adopted round has returned: it takes the place of its stand-in."""
