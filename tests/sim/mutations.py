@@ -87,11 +87,12 @@ def _blame_stopped(original: Any) -> Any:
 
 
 def _adopt_without_waiting(original: Any) -> Any:
-    def adopt(self: Membership, place: Any, now: float) -> None:
-        original(self, place, now)
+    def adopt(self: Membership, place: Any, now: float) -> Any:
+        commands = original(self, place, now)
         for node in self._roster:
             if not node.is_open:
                 self._roster.drop(node, now + 0.2)
+        return commands
 
     return adopt
 
