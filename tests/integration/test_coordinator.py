@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -340,6 +341,21 @@ def test_a_coordinator_that_was_killed_and_started_again_goes_on(tmp_path: Path)
                 assert {each.number for each in rounds} == {2}
                 assert {each.found.world_size for each in rounds} == {3}
                 second.await_line("round 2 sealed with 3 nodes")
+    finally:
+        first.close()
+
+
+def test_a_coordinator_that_is_away_for_longer_than_the_join_timeout(tmp_path: Path) -> None:
+    first = CoordinatorProcess(tmp_path, port=support.free_port())
+    try:
+        with node(first.port, join_timeout=3, outage_timeout=60, lease=2) as a:
+            assert form(a)[0].number == 1
+            first.kill()
+            assert a._client is not None
+            away, coming = a._client.reach, Caller(a.next_round)
+            support.wait_until(lambda: away.since and time.monotonic() > away.since + 4, "the join timeout is over")
+            with coordinator(tmp_path, port=first.port):
+                assert coming.result().number == 2
     finally:
         first.close()
 
