@@ -806,9 +806,11 @@ def test_a_remembered_outcome_is_told_to_whoever_comes() -> None:
 
 def test_the_first_to_come_after_a_restart_does_not_fix_the_settings() -> None:
     run = Membership(0.0, Memory(3, 1, settings=RETRY))
-    refusal = [Refuse("x/0", "the run has max_nodes=2, this node has max_nodes=3")]
-    play(run, [(0.0, joined("x", replace(RETRY, max_nodes=3)), refusal)])
-    play(run, [(1.0, returned("a", RETRY, 3), []), (2.0, joined("c", RETRY), standby("c", 3, "2 nodes"))])
+    other, words = replace(RETRY, max_nodes=3), "the run has max_nodes=2, this node has max_nodes=3"
+    nobody = "none of its nodes is here now; the run is forgotten when no node has come for a minute"
+    play(run, [(0.0, joined("x", other), [Refuse("x/0", f"{words} ({nobody})")])])
+    play(run, [(1.0, returned("a", RETRY, 3), []), (1.5, joined("x", other), [Refuse("x/0", words)])])
+    play(run, [(2.0, joined("c", RETRY), standby("c", 3, "2 nodes"))])
 
 
 def test_a_coordinator_without_memory_adopts_as_well() -> None:
