@@ -424,7 +424,11 @@ FAILING: dict[str, Script] = {
     "backoff delays the next round": [
         (0.0, joined("a", settings(1, 1, policy=RestartPolicy(1, backoff_s=8.0))), sealed(1, "a")),
         (1.0, failed("a"), stop("a", "a broke")),
-        (2.0, joined("a", settings(1, 1, policy=RestartPolicy(1, backoff_s=8.0)), last_round=1), charged(1, 1)),
+        (
+            2.0,
+            joined("a", settings(1, 1, policy=RestartPolicy(1, backoff_s=8.0)), last_round=1),
+            [*charged(1, 1), Announce(keys("a"), "a restart, in 8 s")],
+        ),
         (9.9, TIME, [ShowProgress(keys("a"), 1, 1, 1, 30.0 - 7.9)]),
         (10.0, TIME, sealed(2, "a", 1)),
     ],
@@ -478,7 +482,7 @@ FAILING: dict[str, Script] = {
         (
             2.0,
             joined("a", settings(1, 1, policy=RestartPolicy(0, uncounted_exit_codes=frozenset({9}))), last_round=1),
-            sealed(2, "a"),
+            [Announce(keys("a"), "a restart that is not counted"), *sealed(2, "a")],
         ),
     ],
 }
