@@ -71,6 +71,18 @@ def test_nodes_form_a_world(server: CoordinatorProcess) -> None:
     server.await_line("round 1 sealed with 3 nodes")
 
 
+def test_it_tells_who_stands_by_and_how_a_run_ended(server: CoordinatorProcess) -> None:
+    settings = Settings(1, 1, close_linger_s=0.3)
+    with Peer(server.port) as first, Peer(server.port) as second:
+        first.enter().join("first", settings)
+        first.await_kind(messages.Sealed)
+        second.enter().join("second", settings)
+        server.await_line("second/0 is told: round 1 runs with 1 node, this node stands by")
+        first.send(messages.Succeeded(1))
+        second.await_kind(messages.Ended)
+    server.await_line("is over: all workers have succeeded")
+
+
 def test_the_master_port_is_held_by_the_node_of_rank_0(server: CoordinatorProcess) -> None:
     with node(server.port) as a:
         (found,) = form(a)

@@ -284,6 +284,12 @@ def test_logs_specs_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mo
         ("--nnodes 2 --master-addr h --master-port 5", []),
         ("--standalone --rdzv-backend c10d --rdzv-endpoint h:1", ["--rdzv-backend c10d", "--rdzv-endpoint h:1"]),
         ("--standalone --master-port 5", ["--master-port 5"]),
+        (
+            "--nnodes 1:2 --node-rank 0",
+            ["the smaller number in --nnodes 1:2 (static nodes are always 2; tcp takes a range)"],
+        ),
+        ("--nnodes 1:2 --rdzv-backend tcp", []),
+        ("--nnodes 2:2 --node-rank 0", []),
         ("--master-addr h", ["--master-addr h"]),
         ("--rdzv-endpoint h:1 --master-port 5", ["--master-port 5"]),
         ("--rdzv-backend mine --master-addr h", ["--master-addr h"]),

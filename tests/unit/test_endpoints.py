@@ -49,6 +49,12 @@ def test_endpoint(endpoint: str | None, expected: tuple[str, int]) -> None:
     assert parse_rendezvous_endpoint(endpoint, 77) == expected
 
 
+def test_a_name_that_does_not_resolve() -> None:
+    error = socket.gaierror(-2, "Name or service not known")
+    assert endpoints.unresolved("nowhere", error) == "the name 'nowhere' does not resolve (Name or service not known)"
+    assert endpoints.unresolved(":", error).endswith("; an IPv6 address is written in brackets, as in [::1]:29400")
+
+
 @pytest.mark.parametrize(
     ("endpoint", "port"),
     [

@@ -424,7 +424,11 @@ FAILING: dict[str, Script] = {
     "backoff delays the next round": [
         (0.0, joined("a", settings(1, 1, policy=RestartPolicy(1, backoff_s=8.0))), sealed(1, "a")),
         (1.0, failed("a"), stop("a", "a broke")),
-        (2.0, joined("a", settings(1, 1, policy=RestartPolicy(1, backoff_s=8.0)), last_round=1), charged(1, 1)),
+        (
+            2.0,
+            joined("a", settings(1, 1, policy=RestartPolicy(1, backoff_s=8.0)), last_round=1),
+            [*charged(1, 1), Announce(keys("a"), "a restart, in 8 s")],
+        ),
         (9.9, TIME, [ShowProgress(keys("a"), 1, 1, 1, 30.0 - 7.9)]),
         (10.0, TIME, sealed(2, "a", 1)),
     ],
@@ -478,7 +482,7 @@ FAILING: dict[str, Script] = {
         (
             2.0,
             joined("a", settings(1, 1, policy=RestartPolicy(0, uncounted_exit_codes=frozenset({9}))), last_round=1),
-            sealed(2, "a"),
+            [Announce(keys("a"), "a restart that is not counted"), *sealed(2, "a")],
         ),
     ],
 }
@@ -812,9 +816,11 @@ def test_a_remembered_outcome_is_told_to_whoever_comes() -> None:
 
 def test_the_first_to_come_after_a_restart_does_not_fix_the_settings() -> None:
     run = Membership(0.0, Memory(3, 1, settings=RETRY))
-    refusal = [Refuse("x/0", "the run has max_nodes=2, this node has max_nodes=3")]
-    play(run, [(0.0, joined("x", replace(RETRY, max_nodes=3)), refusal)])
-    play(run, [(1.0, returned("a", RETRY, 3), []), (2.0, joined("c", RETRY), standby("c", 3, "2 nodes"))])
+    other, words = replace(RETRY, max_nodes=3), "the run has max_nodes=2, this node has max_nodes=3"
+    nobody = "none of its nodes is here now; the run is forgotten when no node has come for a minute"
+    play(run, [(0.0, joined("x", other), [Refuse("x/0", f"{words} ({nobody})")])])
+    play(run, [(1.0, returned("a", RETRY, 3), []), (1.5, joined("x", other), [Refuse("x/0", words)])])
+    play(run, [(2.0, joined("c", RETRY), standby("c", 3, "2 nodes"))])
 
 
 def test_a_coordinator_without_memory_adopts_as_well() -> None:

@@ -11,6 +11,7 @@ from holdfast.rendezvous.restart import (
     GiveUp,
     Restart,
     RestartPolicy,
+    announcement,
     decide,
     objection_to,
     root_cause,
@@ -77,6 +78,19 @@ DECISIONS: dict[str, tuple[RestartPolicy, list[float], Failure, Decision]] = {
 def test_decide(case: str) -> None:
     policy, charged_at, failure, expected = DECISIONS[case]
     assert decide(policy, charged_at, failure, NOW) == expected
+
+
+@pytest.mark.parametrize(
+    ("delay_s", "is_charged", "words"),
+    [
+        (0.0, True, ""),  # The new count is told with the new round.
+        (8.0, True, "a restart, in 8 s"),
+        (0.0, False, "a restart that is not counted"),
+        (0.5, False, "a restart that is not counted, in 0.5 s"),
+    ],
+)
+def test_what_is_told_of_a_restart_before_it(delay_s: float, is_charged: bool, words: str) -> None:
+    assert announcement(Restart(delay_s, is_charged)) == words
 
 
 @pytest.mark.parametrize("name", sorted(FATAL_EXCEPTIONS))

@@ -138,6 +138,7 @@ def test_times_that_cannot_be(key: str, value: Any) -> None:
     ("config", "words"),
     [
         ({"colour": "red"}, "unknown rendezvous setting 'colour'; there are admit, "),
+        ({"prefix": "/of/etcd"}, "unknown rendezvous setting 'prefix'; there are admit, "),
         ({"admit": "never"}, "admit must be now or on-restart, not 'never'"),
         ({"on_isolation": "panic"}, "on_isolation must be stop or continue, not 'panic'"),
         ({"is_host": "maybe"}, "'is_host' is 'maybe', which is neither true nor false"),
@@ -205,6 +206,15 @@ def test_a_coordinator_speaks_as_the_node_that_starts_it() -> None:
     assert read().coordinator_options() == []
     assert read().client_tls() is None
     assert tcp_options.server_tls("", "", "") is None
+
+
+def test_a_file_without_a_certificate_is_told_in_words(tmp_path: Path) -> None:
+    file = tmp_path / "file.pem"
+    file.write_text("no certificate")
+    with pytest.raises(
+        UserError, match="cannot be used: there is no certificate in it, or no key for it, or the key has"
+    ):
+        read(tls_cert=str(file)).client_tls()
 
 
 @pytest.mark.parametrize("text", [None, "", "no certificate"])

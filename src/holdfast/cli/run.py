@@ -194,14 +194,14 @@ def _check_node_rank(args: argparse.Namespace, standalone: bool, max_nodes: int)
         raise UserError(f"--node-rank {rank} is not between 0 and {max_nodes - 1} (--nnodes {args.nnodes})")
 
 
-def _rendezvous_fields(args: argparse.Namespace, max_nodes: int) -> dict[str, Any]:
+def _rendezvous_fields(args: argparse.Namespace, min_nodes: int, max_nodes: int) -> dict[str, Any]:
     """The part of LaunchConfig that says who meets whom, and where."""
     from holdfast.cli import unused
 
     standalone = _is_standalone(args, max_nodes)
     _check_node_rank(args, standalone, max_nodes)
     settings = _rendezvous_settings(args)
-    unused.warn(unused.places(args, standalone))
+    unused.warn([*unused.places(args, standalone), *unused.numbers(args, standalone, min_nodes, max_nodes)])
     if standalone:
         return {
             "rdzv_backend": "standalone",
@@ -389,7 +389,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "restart_policy": _restart_policy(args),
         "health_port": args.health_port,
         "hang_policy": _hang_policy(args),
-        **_rendezvous_fields(args, max_nodes),
+        **_rendezvous_fields(args, min_nodes, max_nodes),
     }
 
 

@@ -34,6 +34,14 @@ def places(args: argparse.Namespace, standalone: bool) -> list[str]:
     return [] if uses_master else [text for text in master if text]
 
 
+def numbers(args: argparse.Namespace, standalone: bool, min_nodes: int, max_nodes: int) -> list[str]:
+    """With fixed ranks there is a fixed number of nodes."""
+    is_fixed = args.rdzv_backend == "static" and not standalone
+    if not is_fixed or min_nodes == max_nodes:
+        return []
+    return [f"the smaller number in --nnodes {args.nnodes} (static nodes are always {max_nodes}; tcp takes a range)"]
+
+
 def manners(args: argparse.Namespace) -> list[str]:
     """What says how to do a thing that is not done."""
     starts_functions = args.run_path or args.start_method == "spawn"

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import cast
 
 from holdfast.errors import HoldfastError
-from holdfast.rendezvous import messages, participant, reach, session
+from holdfast.rendezvous import endpoints, messages, participant, reach, session
 from holdfast.rendezvous.api import RendezvousConnectionError
 from holdfast.rendezvous.dial import Dial, Silent, TlsRefused, TurnedAway
 from holdfast.rendezvous.messages import Frames, Malformed, StoreAnswer, StoreRequest, encode
@@ -324,5 +324,5 @@ def _obstacle(error: OSError | TurnedAway) -> Obstacle:
 
 def _words(error: OSError | TurnedAway, host: str) -> str:
     if isinstance(error, socket.gaierror):
-        return f"the name {host!r} does not resolve ({error.strerror})"
+        return endpoints.unresolved(host, error)
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

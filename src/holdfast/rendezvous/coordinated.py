@@ -208,10 +208,10 @@ class CoordinatedHandler(RendezvousHandler, Coordination):
                     self._warn_of_loopback(host, address)
                     return address
                 except socket.gaierror as error:
-                    problem = f"the name {host!r} does not resolve ({error.strerror})"
+                    problem = endpoints.unresolved(host, error)
                 except OSError as error:
                     problem = f"there is no way to {host!r} from this host ({error.strerror})"
-                problems.append(f"the endpoint {host}:{port}: {problem}")
+                problems.append(f"the endpoint {endpoints.endpoint_text(host, port)}: {problem}")
             if time.monotonic() >= deadline:
                 raise RendezvousConnectionError(f"{'; '.join(problems)}; tried for {_RESOLVE_PATIENCE_S:g} s")
             time.sleep(0.5)

@@ -68,6 +68,11 @@ class RunHost:
         machine = self._machine
         return machine.round == 0 and machine.outcome is None and not machine.node_count and self._store.is_empty
 
+    @property
+    def ending(self) -> str:
+        outcome = self._machine.outcome
+        return outcome.reason if outcome else "nobody is there any more"
+
     # Connections.
 
     def attach(self, connection: Connection) -> None:
@@ -181,7 +186,8 @@ class RunHost:
             case vocabulary.ShowProgress(keys, joined, wanted, max_nodes, seconds_left):
                 self._send(keys, messages.Progress(joined, wanted, max_nodes, seconds_left))
             case vocabulary.Announce(keys, text):
-                logger.info("run %r: %s", self.run_id, text)
+                whom = f"{keys[0]} is" if len(keys) == 1 else f"{len(keys)} nodes are"
+                logger.info("run %r: %s told: %s", self.run_id, whom, text)
                 self._send(keys, messages.Notice(text))
             case vocabulary.Remember(memory):
                 self._owner.files.remember(self.run_id, memory)
@@ -340,7 +346,7 @@ class Coordinator:
 
     def forget(self, run: RunHost) -> None:
         """The run is over. Unless it serves until it is stopped, the coordinator ends with its last run."""
-        logger.info("run %r is over", run.run_id)
+        logger.info("run %r is over: %s", run.run_id, run.ending)
         self.files.forget(run.run_id)
         self.drop(run)
         if not self._runs and self._idle_timeout_s is not None:

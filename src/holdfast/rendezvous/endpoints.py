@@ -35,6 +35,12 @@ def endpoint_text(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def unresolved(host: str, error: socket.gaierror) -> str:
+    """In words. A name with a colon in it is what is left of an IPv6 address that was split at its last one."""
+    hint = "; an IPv6 address is written in brackets, as in [::1]:29400" if ":" in host else ""
+    return f"the name {host!r} does not resolve ({error.strerror}){hint}"
+
+
 def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[str, int]:
     """Host and port of an endpoint; what is missing is `localhost` and the default port."""
     text = (endpoint or "").strip()

@@ -506,6 +506,8 @@ class Membership:
                 self._charged_at.append(now)
                 self.restarts_used += 1
                 commands.append(Remember(self._memory()))
+            if text := restart.announcement(decision):
+                commands.append(Announce(self._roster.open_keys(), text))
         self._previous = self.world.keys
         self.world = None
         self._enter(Phase.FORMING)

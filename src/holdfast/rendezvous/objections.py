@@ -8,12 +8,14 @@ from holdfast.rendezvous.roster import Node, Roster
 from holdfast.rendezvous.vocabulary import NodeJoined, Settings
 from holdfast.rendezvous.world import NodeFacts, unreachable_between_hosts
 
+_NOBODY_HERE = "none of its nodes is here now; the run is forgotten when no node has come for a minute"
+
 
 def objection_to(joined: NodeJoined, ours: Settings, roster: Roster, is_silent: Callable[[Node], bool]) -> str:
     """In words, for the one who is refused; or nothing."""
     difference = ours.difference(joined.settings)
     if difference:
-        return difference
+        return difference if roster else f"{difference} ({_NOBODY_HERE})"
     other = roster.first()
     unreachable = unreachable_between_hosts(joined.facts, other.facts) if other else ""
     return unreachable or _objection_to_rank(joined.facts, ours.max_nodes, roster, is_silent)

@@ -77,6 +77,13 @@ def decide(policy: RestartPolicy, charged_at: Sequence[float], failure: Failure,
     return Restart(_backoff_s(policy, len(counted)), is_charged=True)
 
 
+def announcement(decision: Restart) -> str:
+    """What people would not see otherwise: that a restart is free, that there is a wait before it; or nothing."""
+    if not decision.is_charged:
+        return "a restart that is not counted" + (f", in {decision.delay_s:g} s" if decision.delay_s else "")
+    return f"a restart, in {decision.delay_s:g} s" if decision.delay_s else ""
+
+
 def root_cause(failures: Sequence[Failure]) -> Failure:
     """The failure that explains a round: the first that speaks for itself, else the first."""
     return next((failure for failure in failures if not failure.is_consequence), failures[0])

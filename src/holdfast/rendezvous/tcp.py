@@ -63,8 +63,12 @@ class TcpRendezvousHandler(CoordinatedHandler):
         assert self._client is not None
         return RemoteStore(self._client, timedelta(seconds=self._options.read_timeout_s))
 
+    @property
+    def _endpoint(self) -> str:
+        return endpoints.endpoint_text(self._host, self._port)
+
     def _unreached(self) -> str:
-        return f"no coordinator could be reached at {self._host}:{self._port}"
+        return f"no coordinator could be reached at {self._endpoint}"
 
     def _master_of(self, place: Place) -> RendezvousStoreInfo:
         return self._master or super()._master_of(place)
@@ -86,7 +90,7 @@ class TcpRendezvousHandler(CoordinatedHandler):
         """Port 0 is any free port of this host, which nobody else can know: good for one node."""
         if self._options.max_nodes > 1:
             raise UserError(
-                f"the endpoint {self._host}:0 names no port, so {self._options.max_nodes} nodes cannot meet there"
+                f"the endpoint {self._endpoint} names no port, so {self._options.max_nodes} nodes cannot meet there"
             )
         with hosting.bind(self._host, 0) as sock:
             self._port = sock.getsockname()[1]
@@ -95,11 +99,11 @@ class TcpRendezvousHandler(CoordinatedHandler):
     def _start_coordinator(self, sock: socket.socket) -> None:
         if self._options.speaks_tls and not self._options.tls_cert:
             raise UserError(
-                f"nobody listens at {self._host}:{self._port}, and without tls_cert this node cannot start a "
+                f"nobody listens at {self._endpoint}, and without tls_cert this node cannot start a "
                 "coordinator that speaks TLS"
             )
         if hosting.host_at(sock, self._options.coordinator_options()):
-            logger.debug("started a coordinator at %s:%d", self._host, self._port)
+            logger.debug("started a coordinator at %s", self._endpoint)
 
 
 def create_handler(params: RendezvousParameters) -> TcpRendezvousHandler:

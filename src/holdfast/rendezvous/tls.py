@@ -40,5 +40,9 @@ def _load_certificate(context: ssl.SSLContext, cert: str, key: str) -> None:
 
 
 def _unusable(what: str, file: str, error: OSError | ValueError) -> UserError:
-    reason = getattr(error, "reason", "") or getattr(error, "strerror", "") or str(error)
+    if isinstance(error, ssl.SSLError) and error.reason is None:
+        # OpenSSL says no more than that its reader of such files has failed.
+        reason = "there is no certificate in it, or no key for it, or the key has a passphrase"
+    else:
+        reason = getattr(error, "reason", "") or getattr(error, "strerror", "") or str(error)
     return UserError(f"the TLS {what} {file} cannot be used: {reason}")
