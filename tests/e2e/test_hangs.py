@@ -358,6 +358,8 @@ def test_stacks_on_demand_and_nothing_is_stopped(holdfast: Holdfast, start_metho
     how = () if start_method == "script" else ("--run-path", "--start-method=fork")
     run = holdfast.start(*COMMON, "--nproc-per-node=2", f"--rdzv-id={name}", *how, script)
     support.wait_until(lambda: run.so_far().out.count("here") == 2, "both run")
+    for pid in run.workers():
+        support.await_sleep(pid)
     for choice in (("--run-id", name), ("--pid", str(run.pid)), ("--pid", str(run.pid), "--native", "--all")):
         ended = stacks(holdfast, *choice)
         assert ended.code == 0, str(ended)

@@ -109,7 +109,7 @@ def test_a_hangup_that_is_ignored_stays_ignored(holdfast: Holdfast, mailbox: Mai
 
 
 def test_the_grace_period_is_the_users(holdfast: Holdfast, mailbox: Mailbox) -> None:
-    running = started(holdfast, mailbox, "--shutdown-timeout", "1", manner=STUBBORN)
+    running = started(holdfast, mailbox, "--shutdown-timeout", "3", manner=STUBBORN)
     running.send(signal.SIGTERM)
     assert running.wait(deadline_s=20).code == 128 + signal.SIGTERM
     assert mailbox.rest() == ["got SIGTERM"] * 2
