@@ -57,7 +57,8 @@ def clean_environment() -> dict[str, str]:
 
 
 # A line of ours is one write, so it is whole. It need not begin a line: a worker's traceback comes in many writes.
-_OWN_WORDS = re.compile(r"holdfast(?: \w+)?: .*")
+# What the report says of us ("Stopped by holdfast: rank 0") is no such line.
+_OWN_WORDS = re.compile(r"(?<!Stopped by )holdfast(?: \w+)?: .*")
 
 
 @dataclass(frozen=True)
