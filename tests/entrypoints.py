@@ -124,9 +124,11 @@ def one_fails(mailbox: str, failing_rank: int, outcome: str = "raise") -> None:
 
 
 def say(*texts: str) -> None:
-    """Even texts to stdout and odd ones to stderr, a line each."""
+    """Even texts to stdout and odd ones to stderr, a line each; in one write, as other workers write there, too."""
     for index, text in enumerate(texts):
-        print(text, file=sys.stderr if index % 2 else sys.stdout, flush=True)
+        stream = sys.stderr if index % 2 else sys.stdout
+        stream.write(f"{text}\n")
+        stream.flush()
 
 
 def live(mailbox: str, outcome: str, failing_lives: int = 1000) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import itertools
 import os
 import random
 import select
@@ -26,6 +28,9 @@ DEADLINE_S = 30.0
 _LOOK_AGAIN_S = 0.005
 
 TEST_MARK = "HOLDFAST_TEST"
+
+_PORT_SHARES = 8
+DOCUMENTED_PORTS = range(1000, 2700)
 
 
 def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
@@ -58,6 +63,11 @@ def halt(pid: int) -> None:
         return bool(states) and set(states) == {"T"}
 
     wait_until(stands_still, "it stands still")
+
+
+def await_sleep(pid: int) -> None:
+    """Wait until the process waits for something. What it has said before does not mean that it is there already."""
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_SLEEPING, "it sleeps")
 
 
 def signals_of(pid: int, name: str) -> int:
@@ -217,12 +227,22 @@ def python(script: str, *args: Any, **options: Any) -> Iterator[subprocess.Popen
         process.communicate()
 
 
+@functools.cache
+def _ports() -> Iterator[int]:
+    """Those of this process, of which no other one that runs tests at the same time has any, in an order of its own.
+    The sessions of docs/etcd.md have theirs, too (see tests/test_docs_etcd.py)."""
+    first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    own = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _PORT_SHARES
+    ports = range(10_000 + own, max(first_of_kernel, 20_000), _PORT_SHARES)
+    usable = [port for port in ports if port % 10_000 not in DOCUMENTED_PORTS]
+    return itertools.cycle(random.SystemRandom().sample(usable, len(usable)))
+
+
 def free_port() -> int:
     """A port at which nobody listens. It is none of those that the kernel hands out by itself, so that no connection
     and no server that asks for any port takes it before the test does, in whatever process."""
-    first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.SystemRandom().randrange(10_000, max(first_of_kernel, 20_000))
+    for port in _ports():
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+    raise AssertionError("there are no ports at all")

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.rendezvous import etcd_options
+from tests.support import DOCUMENTED_PORTS
 from tests.test_docs import ETCD, FENCE, ROOT, lines_explained, table_under, texts_in_the_code
 
 SESSIONS = ("Three nodes that survive", "Users and passwords")
@@ -107,7 +108,8 @@ def neutral(line: str) -> str:
 
 @pytest.mark.parametrize("heading", SESSIONS)
 def test_sessions_show_what_they_print(heading: str, tmp_path: Path) -> None:
-    clients, peers = free_ports(range(1000, 1800)), free_ports(range(1800, 2700))
+    half = len(DOCUMENTED_PORTS) // 2
+    clients, peers = free_ports(DOCUMENTED_PORTS[:half]), free_ports(DOCUMENTED_PORTS[half:])
 
     def moved(text: str) -> str:
         return text.replace("2379", clients).replace("2380", peers)

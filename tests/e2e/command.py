@@ -8,6 +8,7 @@ holdfast itself was printed.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +56,11 @@ def clean_environment() -> dict[str, str]:
     }
 
 
+# A line of ours is one write, so it is whole. It need not begin a line: a worker's traceback comes in many writes.
+# What the report says of us ("Stopped by holdfast: rank 0") is no such line.
+_OWN_WORDS = re.compile(r"(?<!Stopped by )holdfast(?: \w+)?: .*")
+
+
 @dataclass(frozen=True)
 class Ended:
     """A command that has ended. `own` are the lines of stderr that holdfast printed as its own words."""
@@ -77,7 +83,7 @@ class Ended:
 
     @property
     def own(self) -> list[str]:
-        return [line for line in self.err.splitlines() if line.startswith("holdfast")]
+        return _OWN_WORDS.findall(self.err)
 
     @property
     def last(self) -> str:

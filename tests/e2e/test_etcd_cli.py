@@ -12,7 +12,7 @@ from tests import support
 from tests.certificates import make_certificates
 from tests.e2e.command import Holdfast
 
-SCRIPT = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)\n"
+SCRIPT = "import os, sys; sys.stdout.write('{RANK} {WORLD_SIZE}\\n'.format(**os.environ))\n"
 
 
 @pytest.fixture(autouse=True)

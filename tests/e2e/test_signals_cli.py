@@ -109,7 +109,7 @@ def test_a_hangup_that_is_ignored_stays_ignored(holdfast: Holdfast, mailbox: Mai
 
 
 def test_the_grace_period_is_the_users(holdfast: Holdfast, mailbox: Mailbox) -> None:
-    running = started(holdfast, mailbox, "--shutdown-timeout", "1", manner=STUBBORN)
+    running = started(holdfast, mailbox, "--shutdown-timeout", "3", manner=STUBBORN)
     running.send(signal.SIGTERM)
     assert running.wait(deadline_s=20).code == 128 + signal.SIGTERM
     assert mailbox.rest() == ["got SIGTERM"] * 2
@@ -232,6 +232,10 @@ def test_a_signal_in_the_first_moments(holdfast: Holdfast, number: signal.Signal
         assert list(holdfast.temporary.iterdir()) == []
 
 
+# An interrupt in the midst of its start may show as another exception: "TypeError: expected a message argument".
+PYTHONS_OWN_END = re.compile(r"^(KeyboardInterrupt\b|Fatal Python error: )", re.MULTILINE)
+
+
 def has_ended_or_swallowed_it(running: Running) -> bool:
     """Once our handlers are there, Python does not end the command by that KeyboardInterrupt any more.
 
@@ -257,7 +261,8 @@ def test_an_interrupt_in_the_first_moments(holdfast: Holdfast) -> None:
         ended = running.wait(may_own_traceback=True)
         assert not re.search(rf'File "{PACKAGE}/\w+/', ended.err), f"after {delay_ms} ms: {ended}"
         if ended.last != "holdfast: stopped by SIGINT":
-            assert ended.last in ("", "KeyboardInterrupt"), f"after {delay_ms} ms: {ended}"
+            assert ended.own == [], f"after {delay_ms} ms: {ended}"
+            assert not ended.err or PYTHONS_OWN_END.search(ended.err), f"after {delay_ms} ms: {ended}"
             assert ended.code in (-signal.SIGINT, 1), f"after {delay_ms} ms: {ended}"
         else:
             assert ended.code == 130

@@ -44,10 +44,10 @@ def stall(rank: int, last_life: int) -> str:
 
     import holdfast
 
-    holdfast.progress(step=7)
-    if int(os.environ["RANK"]) == rank and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < last_life:
-        time.sleep(600)
     if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < last_life:
+        holdfast.progress(step=7)  # Not in the life that ends well: what is left of it may take long as well.
+        if int(os.environ["RANK"]) == rank:
+            time.sleep(600)
         wait_for_peer()
     return os.environ["TORCHELASTIC_RESTART_COUNT"]
 

@@ -251,19 +251,19 @@ def test_what_a_worker_leaves_behind_goes_while_others_still_run(launch: Any) ->
 
 
 def test_a_stubborn_worker_when_a_peer_fails(launch: Any) -> None:
-    job = launch("--on", "SIGTERM", "--then", "exit 3", "--rank", "1", nproc=2, shutdown_timeout=1)
+    job = launch("--on", "SIGTERM", "--then", "exit 3", "--rank", "1", nproc=2, shutdown_timeout=3)
     pids = job.hear("worker", 2)
     job.open_gate(1)
     job.hear("worker-SIGTERM")
     outcome = job.outcome()
     assert outcome["how"] == "ChildFailedError"
-    assert "rank 0 (SIGKILL, 1 s after SIGTERM)" in outcome["text"]
+    assert "rank 0 (SIGKILL, 3 s after SIGTERM)" in outcome["text"]
     assert not any(support.alive(pid) for pid in pids)
 
 
 def test_a_stubborn_worker_when_the_group_restarts(launch: Any) -> None:
     options = ("--on", "SIGTERM", "--then", "exit 3", "--rank", "1", "--life", "0")
-    job = launch(*options, nproc=2, shutdown_timeout=1, max_restarts=1)
+    job = launch(*options, nproc=2, shutdown_timeout=3, max_restarts=1)
     pids = job.hear("worker", 2)
     job.open_gate(1)
     job.hear("worker-SIGTERM")
@@ -273,7 +273,7 @@ def test_a_stubborn_worker_when_the_group_restarts(launch: Any) -> None:
 
 
 def test_a_stubborn_worker_when_a_node_wants_to_join(launch: Any, tmp_path: Path) -> None:
-    job = launch("--on", "SIGTERM", shutdown_timeout=1, newcomer=str(tmp_path / "newcomer"))
+    job = launch("--on", "SIGTERM", shutdown_timeout=3, newcomer=str(tmp_path / "newcomer"))
     (pid,) = job.hear("worker")
     (tmp_path / "newcomer").touch()
     job.hear("worker-SIGTERM")
@@ -288,7 +288,7 @@ def test_a_stubborn_worker_when_a_node_wants_to_join(launch: Any, tmp_path: Path
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_stubborn_worker_when_the_agent_gets_a_signal(launch: Any, name: str) -> None:
     """The worker is sent what the agent got."""
-    job = launch("--on", "SIGTERM,SIGINT", "--start", KINDS, shutdown_timeout=1)
+    job = launch("--on", "SIGTERM,SIGINT", "--start", KINDS, shutdown_timeout=3)
     group = job.hear_group(1, 4)
     job.send(signal.Signals[name])
     job.hear(f"worker-{name}")
@@ -302,9 +302,9 @@ def test_a_stubborn_worker_when_its_group_is_closed(mailbox: support.Mailbox) ->
     args = {0: (WORKER, str(mailbox), "--on", "SIGTERM", "--start", KINDS)}
     context = start_processes("t", sys.executable, args, {0: {}}, DefaultLogsSpecs("/dev/null"))
     pids = [int(line.split()[2]) for line in mailbox.take(5)]
-    context.close(timeout=1)
+    context.close(timeout=3)
     assert not any(support.alive(pid) for pid in pids)
-    assert context.stopped() == {0: "SIGKILL, 1 s after SIGTERM"}
+    assert context.stopped() == {0: "SIGKILL, 3 s after SIGTERM"}
     assert [line.split()[0] for line in mailbox.rest()] == ["worker-SIGTERM"]
 
 
@@ -319,7 +319,8 @@ def test_grandchildren_may_finish_what_they_do_within_the_grace_of_their_leader(
         signal.signal(signal.SIGTERM, finish)
         with open("{mailbox}", "w") as box:
             box.write("there\\n")
-        time.sleep(600)
+        while True:
+            time.sleep(0.1)  # Not for long: a signal just before it would not end it.
     """
     script = support.write_script(mailbox.path.parent / "leader.py", code)
     context = start_processes("t", sys.executable, {0: (script,)}, {0: {}}, DefaultLogsSpecs("/dev/null"))
@@ -440,7 +441,7 @@ def test_a_second_interrupt_ends_all_patience(launch: Any) -> None:
 
 
 def test_a_second_sigterm_does_not_shorten_the_grace(launch: Any) -> None:
-    job = launch("--on", "SIGTERM", shutdown_timeout=2)
+    job = launch("--on", "SIGTERM", shutdown_timeout=3)
     (pid,) = job.hear("worker")
     began = time.monotonic()
     job.send(signal.SIGTERM)
@@ -448,7 +449,7 @@ def test_a_second_sigterm_does_not_shorten_the_grace(launch: Any) -> None:
     job.send(signal.SIGTERM)
     job.send(signal.SIGTERM)
     assert support.survivors([pid]) == []
-    assert time.monotonic() - began >= 2
+    assert time.monotonic() - began >= 3
     assert job.outcome()["signal"] == "SIGTERM"
 
 
@@ -544,14 +545,14 @@ def test_an_unkillable_process_when_nobody_failed(launch: Any, freezer: Path, tm
 def test_a_worker_in_uninterruptible_sleep_makes_the_group_unhealthy(
     launch: Any, freezer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT", "0.2")
+    monkeypatch.setenv("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT", "1")
     job = launch(nproc=2, shutdown_timeout=1, max_restarts=3)
     pids = job.hear("worker", 2)
     freeze(freezer, pids[0])
     outcome = job.outcome(60)
     assert outcome["how"] == "HostError", "it is stuck so deeply that it cannot be killed"
     assert str(pids[0]) in outcome["text"]
-    assert f"worker {pids[0]} has been in uninterruptible sleep for 0.2 s" in outcome["stderr"]
+    assert f"worker {pids[0]} has been in uninterruptible sleep for 1 s" in outcome["stderr"]
     assert outcome["joins"] == 1
     assert not support.alive(pids[1])
 
@@ -559,7 +560,7 @@ def test_a_worker_in_uninterruptible_sleep_makes_the_group_unhealthy(
 def test_a_worker_that_was_stuck_and_can_be_killed_is_a_failure(
     launch: Any, freezer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT", "0.2")
+    monkeypatch.setenv("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT", "1")
     job = launch("--on", "SIGTERM", nproc=2, shutdown_timeout=60)
     said = {rank: int(pid) for _, rank, pid in (line.split() for line in job.mailbox.take(2))}
     freeze(freezer, said["0"])
@@ -569,7 +570,7 @@ def test_a_worker_that_was_stuck_and_can_be_killed_is_a_failure(
         os.kill(pid, signal.SIGKILL)
     outcome = job.outcome()
     assert outcome["how"] == "ChildFailedError"
-    assert "it had been in uninterruptible sleep for 0.2 s" in outcome["text"]
+    assert "it had been in uninterruptible sleep for 1 s" in outcome["text"]
 
 
 @pytest.fixture

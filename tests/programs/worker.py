@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from typing import NoReturn
 
 
 def tell(what: str) -> None:
@@ -38,11 +39,16 @@ def start(kind: str) -> None:
         note_signals("grandchild")
         tell("grandchild")
         os.write(write_fd, b"x")
-        while True:
-            time.sleep(600)
+        wait()
     os.read(read_fd, 1)
     os.close(read_fd)
     os.close(write_fd)
+
+
+def wait() -> NoReturn:
+    """In short turns: a handler whose signal comes just before a sleep is called after it."""
+    while True:
+        time.sleep(0.1)
 
 
 def act(then: str) -> None:
@@ -57,8 +63,7 @@ def act(then: str) -> None:
         hoard = []
         while True:
             hoard.append(bytearray(os.urandom(1 << 10)) * (8 << 10))
-    while True:
-        time.sleep(600)
+    wait()
 
 
 parser = argparse.ArgumentParser()

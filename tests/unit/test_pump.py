@@ -675,11 +675,8 @@ class TestBlockedConsole:
         assert rig.file("log") == text
         console.close()
 
-    def test_close_returns_though_the_console_is_blocked(
-        self, rig: Rig, is_blocking: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_close_returns_though_the_console_is_blocked(self, rig: Rig, is_blocking: bool) -> None:
         """The files are completed, and so is the console that is not blocked."""
-        monkeypatch.setattr(pump_module, "_CLOSE_PATIENCE_S", 0.2)
         others = pump_threads() - {rig.pump._thread}
         console = BlockedConsole(is_blocking)
         stdout_fd, stderr_fd = rig.add("stdout", b"[out]:", console.write_fd), rig.add("stderr", b"[err]:")
@@ -708,9 +705,8 @@ class TestBlockedConsole:
 
 
 class TestBlockedOutlets:
-    def test_close_returns_though_everything_is_blocked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_close_returns_though_everything_is_blocked(self, tmp_path: Path) -> None:
         """Both consoles and the warning callback hang; the files are still completed."""
-        monkeypatch.setattr(pump_module, "_CLOSE_PATIENCE_S", 0.2)
         release = threading.Event()
 
         def warn(text: str) -> None:
