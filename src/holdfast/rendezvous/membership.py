@@ -355,11 +355,9 @@ class Membership:
         return node is not None and node.stage is Stage.WAITING and self._is_silent(node, now)
 
     def _is_silent(self, node: Node, now: float) -> bool:
-        return (
-            self._keeps_leases
-            and self.settings is not None
-            and now - node.heard_at > _SILENT_HEARTBEATS * self.settings.heartbeat_s
-        )
+        if not self._keeps_leases or self.settings is None:
+            return False
+        return now - node.heard_at > _SILENT_HEARTBEATS * self.settings.heartbeat_s
 
     def _closed(self, key: str, now: float) -> None:
         node = self._roster.get(key)
