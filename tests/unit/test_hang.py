@@ -96,6 +96,23 @@ TABLE: dict[str, tuple[dict[str, Any], dict[Signal, float], tuple[float, Bound] 
     "which has been met": (EAGER, {OUTPUT: 7}, (67, Bound.SILENCE)),
     "only the beginning is bounded": ({"start_timeout_s": 10.0}, {OUTPUT: 7}, None),
     "only the beginning is bounded, and broken": ({"start_timeout_s": 10.0}, {}, (10, Bound.START)),
+    "what a loader reads does not end the beginning": ({"start_timeout_s": 10.0}, {IO: 0.5}, (10.5, Bound.START)),
+    "nor does it end an eager bound": (EAGER, {IO: 0.5}, (10.5, Bound.START)),
+    "what moves later does": (
+        {"start_timeout_s": 10.0, "signals": frozenset({IO, CPU})},
+        {CPU: 1, IO: 10.5},
+        None,
+    ),
+    "a call does, also one that was not chosen": (
+        {"start_timeout_s": 10.0, "signals": frozenset({IO})},
+        {IO: 1, PROGRESS: 2},
+        None,
+    ),
+    "output does not if it was not chosen": (
+        {"start_timeout_s": 10.0, "signals": frozenset({IO})},
+        {IO: 1, OUTPUT: 2},
+        (11, Bound.START),
+    ),
     "matches stop, output goes on": (CADENCE, {PATTERN: 7, OUTPUT: 11}, (12, Bound.CADENCE)),
     "never matched": (CADENCE, {OUTPUT: 7}, (107, Bound.SILENCE)),
     "only the cadence": ({"pattern": "step", "progress_every_s": 5.0}, {PATTERN: 7}, (12, Bound.CADENCE)),
@@ -298,6 +315,7 @@ def test_signals_by_name() -> None:
             "no line that matches the pattern or CPU time for 600 s",
         ),
         ({"start_timeout_s": 600.0}, Bound.START, {}, "no output or I/O since the start 600 s ago"),
+        ({"start_timeout_s": 600.0}, Bound.START, {IO: 600}, "no output or I/O for 600 s, in the beginning"),
         (
             {"pattern": r"step \d", "progress_every_s": 60.0},
             Bound.CADENCE,
