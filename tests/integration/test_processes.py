@@ -554,8 +554,8 @@ def test_contexts_take_their_arguments_in_the_known_order() -> None:
     from holdfast.process import MultiprocessContext, SubprocessContext
 
     args, envs, logs = {0: (2,)}, {0: {"RANK": "0"}}, DefaultLogsSpecs(NO_LOGS)
-    call = MultiprocessContext("t", entrypoints.give, args, envs, "fork", logs, {0: "[x]"}, None, ["a"], ["b"])
-    program = SubprocessContext("t", "true", args, envs, logs, {0: "[x]"}, None, ["a"], ["b"])
+    call = MultiprocessContext("t", entrypoints.give, args, envs, "fork", logs, {0: "[x]"})
+    program = SubprocessContext("t", "true", args, envs, logs, {0: "[x]"})
     for context, value in ((call, 2), (program, None)):
         context.start()
         result = context.wait(support.DEADLINE_S)

@@ -404,23 +404,6 @@ def _allow_descriptors(wanted: int) -> None:
 class SubprocessContext(PContext):
     """Processes that execute a program."""
 
-    def __init__(
-        self,
-        name: str,
-        entrypoint: str,
-        args: dict[int, tuple[Any, ...]],
-        envs: dict[int, dict[str, str]],
-        logs_specs: LogsSpecs,
-        log_line_prefixes: dict[int, str] | None = None,
-        numa_options: Any = None,
-        duplicate_stdout_filters: list[str] | None = None,
-        duplicate_stderr_filters: list[str] | None = None,
-        **more: Any,
-    ) -> None:
-        filters = (duplicate_stdout_filters, duplicate_stderr_filters)
-        more["numa_options"] = numa_options
-        super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, *filters, **more)
-
     def _describe(self, rank: int, fds: dict[str, int], unsent: ExitStack) -> tuple[str, tuple[str, ...]]:
         assert isinstance(self.entrypoint, str)
         command = entry.command(self.entrypoint, [_text(each) for each in self.args[rank]])
@@ -439,11 +422,7 @@ class MultiprocessContext(PContext):
         args: dict[int, tuple[Any, ...]],
         envs: dict[int, dict[str, str]],
         start_method: str,
-        logs_specs: LogsSpecs,
-        log_line_prefixes: dict[int, str] | None = None,
-        numa_options: Any = None,
-        duplicate_stdout_filters: list[str] | None = None,
-        duplicate_stderr_filters: list[str] | None = None,
+        *others: Any,
         **more: Any,
     ) -> None:
         if start_method not in ("spawn", "fork", "forkserver"):
@@ -451,9 +430,7 @@ class MultiprocessContext(PContext):
         self.start_method = start_method
         is_sent = start_method != "fork"
         self._payloads = {rank: _payload(entrypoint, values) for rank, values in args.items()} if is_sent else {}
-        filters = (duplicate_stdout_filters, duplicate_stderr_filters)
-        more["numa_options"] = numa_options
-        super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, *filters, **more)
+        super().__init__(name, entrypoint, args, envs, *others, **more)
         if start_method != "spawn":  # Neither a cold spawner nor one that is older than this call will do.
             self._link, self._owns_link = None, True
 
@@ -498,13 +475,13 @@ def start_processes(
     `args` and `envs` map each local rank 0..n-1 to its arguments and its additional environment. A `link` to a
     spawner that is already there saves starting another one. A `watch` is told when workers write something.
     """
-    others = (logs_specs, log_line_prefixes, numa_options, duplicate_stdout_filters, duplicate_stderr_filters)
-    ties: dict[str, Any] = {"link": link, "lease": lease, "watch": watch}
+    others = (logs_specs, log_line_prefixes, duplicate_stdout_filters, duplicate_stderr_filters)
+    common: dict[str, Any] = {"numa_options": numa_options, "link": link, "lease": lease, "watch": watch}
     context: PContext
     if isinstance(entrypoint, str):
-        context = SubprocessContext(name, entrypoint, args, envs, *others, **ties)
+        context = SubprocessContext(name, entrypoint, args, envs, *others, **common)
     else:
-        context = MultiprocessContext(name, entrypoint, args, envs, start_method, *others, **ties)
+        context = MultiprocessContext(name, entrypoint, args, envs, start_method, *others, **common)
     context.start()
     return context
 
