@@ -263,26 +263,7 @@ def recorded_failure() -> None:
     raise KeyError("recorded")
 
 
-def test_errors_with_and_without_record(tmp_path: Path) -> None:
-    path = support.write_script(tmp_path / "fails.py", """
-        import sys
-        from holdfast import record
-        def main():
-            raise KeyError("recorded")
-        if sys.argv[1] == "decorated":
-            main = record(main)
-        main()
-    """)  # fmt: skip
-    before = int(time.time())
-    for how in ("decorated", "plain"):
-        logs = DefaultLogsSpecs(str(tmp_path / how))
-        result = make_agent(sys.executable, path, how, logs_specs=logs, local_world_size=1).run()
-        failure = result.failures[0]
-        assert isinstance(failure.message, dict)
-        assert failure.message["message"] == "KeyError: 'recorded'"
-        assert 'raise KeyError("recorded")' in failure.message["extraInfo"]["py_callstack"]
-        assert before <= failure.timestamp <= int(time.time())
-        assert json.loads(Path(failure.error_file).read_text()) == failure.error_file_data
+def test_the_error_of_a_recorded_function(tmp_path: Path) -> None:
     result = make_agent(recorded_failure, local_world_size=1, logs_specs=DefaultLogsSpecs(str(tmp_path / "f"))).run()
     assert "KeyError: 'recorded'" in str(result.failures[0].message)
 

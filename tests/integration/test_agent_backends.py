@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import sys
 import time
 import uuid
@@ -100,6 +101,7 @@ def test_errors_with_and_without_record(tmp_path: Path, handler: Handlers, how: 
     assert failure.message["message"] == "KeyError: 'recorded'"
     assert 'raise KeyError("recorded")' in failure.message["extraInfo"]["py_callstack"]
     assert before <= failure.timestamp <= int(time.time())
+    assert json.loads(Path(failure.error_file).read_text()) == failure.error_file_data
 
 
 S = WorkerState

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -323,7 +324,7 @@ def test_modules_in_the_working_directory_do_not_reach_the_coordinator(
 
 
 def test_a_coordinator_that_was_killed_and_started_again_goes_on(tmp_path: Path) -> None:
-    first = CoordinatorProcess(tmp_path)
+    first = CoordinatorProcess(tmp_path, port=support.free_port())
     try:
         with node(first.port, "1:3", lease=2) as a, node(first.port, "1:3", lease=2) as b:
             assert [each.number for each in form(a, b)] == [1, 1]
@@ -339,6 +340,21 @@ def test_a_coordinator_that_was_killed_and_started_again_goes_on(tmp_path: Path)
                 assert {each.number for each in rounds} == {2}
                 assert {each.found.world_size for each in rounds} == {3}
                 second.await_line("round 2 sealed with 3 nodes")
+    finally:
+        first.close()
+
+
+def test_a_coordinator_that_is_away_for_longer_than_the_join_timeout(tmp_path: Path) -> None:
+    first = CoordinatorProcess(tmp_path, port=support.free_port())
+    try:
+        with node(first.port, join_timeout=3, outage_timeout=60, lease=2) as a:
+            assert form(a)[0].number == 1
+            first.kill()
+            assert a._client is not None
+            away, coming = a._client.reach, Caller(a.next_round)
+            support.wait_until(lambda: away.since and time.monotonic() > away.since + 4, "the join timeout is over")
+            with coordinator(tmp_path, port=first.port):
+                assert coming.result().number == 2
     finally:
         first.close()
 
@@ -377,7 +393,7 @@ def test_nobody_can_connect_before_it_is_ready_to_answer(tmp_path: Path, mailbox
 
 @pytest.mark.parametrize("junk", [b"", b"junk", b'{"boot_id": 5, "memory": []}'])
 def test_junk_where_its_memory_should_be(tmp_path: Path, junk: bytes) -> None:
-    first = CoordinatorProcess(tmp_path)
+    first = CoordinatorProcess(tmp_path, port=support.free_port())
     try:
         with node(first.port, lease=2) as a:
             form(a)

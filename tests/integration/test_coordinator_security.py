@@ -163,7 +163,7 @@ def test_a_welcome_node_that_is_turned_away_later_keeps_trying(
 ) -> None:
     """Another coordinator at the same port, with another token, does not end a node whose workers may run."""
     monkeypatch.setattr(reach, "_FIRST_WORD_AFTER_S", 0.0)
-    first = CoordinatorProcess(tmp_path, "--token-file", str(token_file))
+    first = CoordinatorProcess(tmp_path, "--token-file", str(token_file), port=support.free_port())
     try:
         with node(first.port, token_file=str(token_file), on_isolation="continue") as a:
             form(a)

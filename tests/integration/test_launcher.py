@@ -221,6 +221,38 @@ def test_workers_that_fail(backend: dict[str, Any], tmp_path: Path, files: Path,
     assert "RuntimeError: on purpose" in text.splitlines()[-1]
 
 
+# Rank 1 raises, and takes its time to end; rank 0 notices that its peer is gone, and is faster.
+SLOW_END = """
+import atexit, os, sys, time
+
+def linger():
+    os.close(os.open(sys.argv[1], os.O_WRONLY))
+    time.sleep(600)
+
+if os.environ["RANK"] == "1":
+    open(sys.argv[2], "a").write(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    atexit.register(linger)
+    raise ValueError("the loss is not a number")
+open(sys.argv[1]).read()
+raise ConnectionResetError("the peer is gone")
+"""
+
+
+def test_who_raised_and_was_stopped_while_it_cleaned_up_is_the_cause(tmp_path: Path) -> None:
+    gate, lives = tmp_path / "gate", tmp_path / "lives"
+    os.mkfifo(gate)
+    job = support.write_script(tmp_path / "job.py", SLOW_END)
+    policy = RestartPolicy(1, fatal_exceptions=frozenset({"ValueError"}))
+    launch = elastic_launch(config(2, max_restarts=1, restart_policy=policy), sys.executable)
+    with pytest.raises(ChildFailedError) as caught:
+        launch(job, str(gate), str(lives))
+    rank, failure = caught.value.get_first_failure()
+    assert (rank, failure.exitcode) == (1, -signal.SIGTERM)
+    assert "ValueError: the loss is not a number" in str(caught.value).splitlines()[-1]
+    assert sorted(caught.value.failures) == [0, 1]
+    assert lives.read_text() == "0"
+
+
 class Outcome:
     """The launcher with an agent that does as it is told, and a handler that is watched."""
 

@@ -44,7 +44,8 @@ def write(slot: Slot, kind: bytes, payload: bytes) -> None:
         (-9, STOP, None, "", False),
         (1, STOP, None, "", False),
         (1, STOP, ERROR, "", True),
-        (-15, STOP, ERROR, "", False),
+        (-15, STOP, ERROR, "", True),
+        (-9, STOP, ERROR, "", True),
         (-11, STOP, None, "", True),
         (-6, STOP, None, "", True),
         (-9, STOP, None, "it was stuck", True),
@@ -85,6 +86,23 @@ def test_where_it_stands(slot: Slot) -> None:
     assert (slot.is_underway, slot.is_running) == (False, True)
     slot.end(0, 1, None)
     assert (slot.is_underway, slot.is_running) == (False, False)
+
+
+def test_one_that_has_raised_and_takes_its_time(slot: Slot) -> None:
+    assert not slot.has_raised()
+    write(slot, bootstrap.ERROR, json.dumps(ERROR).encode())
+    assert slot.has_raised()
+    assert not slot.failed_by_itself()
+    slot.end(1, 1, None)
+    assert not slot.has_raised()
+    assert slot.failed_by_itself()
+
+
+def test_the_box_of_one_that_cannot_be_killed_is_kept() -> None:
+    slot = Slot(0, os.memfd_create("box"), pid=4711)
+    write(slot, bootstrap.ERROR, json.dumps(ERROR).encode())
+    slot.close()
+    assert slot.has_raised()
 
 
 def test_values(slot: Slot) -> None:

@@ -44,9 +44,9 @@ def test_nothing_said() -> None:
 
 
 VALUES: list[tuple[str, Any, dict[str, Any]]] = [
-    ("join_timeout", "30", {"join_timeout_s": 30.0}),
-    ("timeout", "30", {"join_timeout_s": 30.0}),
-    ("timeout", 30, {"join_timeout_s": 30.0}),
+    ("join_timeout", "30", {"join_timeout_s": 30.0, "outage_timeout_s": 30.0}),
+    ("timeout", "30", {"join_timeout_s": 30.0, "outage_timeout_s": 30.0}),
+    ("timeout", 30, {"join_timeout_s": 30.0, "outage_timeout_s": 30.0}),
     ("last_call", 0.5, {"last_call_s": 0.5}),
     ("last_call_timeout", "7", {"last_call_s": 7.0}),
     ("heartbeat", "0.5", {"session": session(heartbeat_s=0.5)}),
@@ -55,6 +55,7 @@ VALUES: list[tuple[str, Any, dict[str, Any]]] = [
     ("keep_alive_max_attempt", "3", {"session": session(lease_s=3.0)}),
     ("drop_timeout", "3", {"drop_timeout_s": 3.0}),
     ("reconnect_grace", "0.3", {"session": session(reconnect_grace_s=0.3)}),
+    ("outage_timeout", "7", {"outage_timeout_s": 7.0}),
     ("close_linger", 1, {"close_linger_s": 1.0}),
     ("close_timeout", "1", {"close_linger_s": 1.0}),
     ("admit", "on-restart", {"admit": Admit.ON_RESTART}),

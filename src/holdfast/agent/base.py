@@ -370,6 +370,8 @@ class SimpleElasticAgent(ElasticAgent):
                 error = RendezvousClosedError if outcome.end is End.CLOSED else RendezvousTimeoutError
                 raise error(outcome.reason)
             return
+        if (self._worker_group.group_world_size or 1) == 1 and agreed.rank in result.failures:
+            return  # By now all is known of the workers of this node, and there are no others.
         result.root = agreed.rank
         if agreed.rank not in result.failures:
             hang = agreed.text if agreed.exception == HANG else ""

@@ -171,11 +171,12 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--rdzv-conf",),
         NODES,
-        "More settings for the rendezvous; for tcp: join_timeout, last_call, heartbeat, lease, drop_timeout, "
-        "reconnect_grace, close_linger, admit, on_isolation, is_host, read_timeout, token_file, tls_cert, tls_key, "
-        "tls_ca; for static also coordinator_port (default: the master port + 1; off to go without); for etcd: "
-        "join_timeout, outage_timeout, last_call, heartbeat, lease, close_linger, admit, on_isolation, read_timeout, "
-        "prefix (/holdfast if left out), protocol (http or https, for endpoints that say neither), user, "
+        "More settings for the rendezvous; for tcp: join_timeout, outage_timeout, last_call, heartbeat, lease, "
+        "drop_timeout, reconnect_grace, close_linger, admit, on_isolation, is_host, read_timeout, token_file, "
+        "tls_cert, tls_key, tls_ca; for static also coordinator_port (default: the master port + 1; off to go "
+        "without); for etcd: join_timeout, outage_timeout, last_call, heartbeat, lease, close_linger, admit, "
+        "on_isolation, read_timeout, prefix (/holdfast if left out), protocol (http or https, for endpoints that say "
+        "neither), user, "
         "password_file (else HOLDFAST_ETCD_PASSWORD of the environment), tls_cert, tls_key, tls_ca.",
         metavar="KEY=VALUE,...",
         default="",

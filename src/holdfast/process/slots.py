@@ -2,6 +2,10 @@
 
 What a worker did by itself and what was done to it are kept apart: an end that comes after the kill ladder began
 counts as ours, unless the worker left evidence of a failure of its own.
+
+A worker whose exception has left the program may take long to end: exit handlers, libraries that take themselves down,
+a large heap. Its peers notice that it is gone, and may be faster. So a worker that has raised counts as failed from
+the moment that another one has.
 """
 
 from __future__ import annotations
@@ -78,7 +82,12 @@ class Slot:
             return False
         if self.stop is None or -self.exitcode in _CRASHES:
             return True
-        return self.exitcode > 0 and self.box().error is not None
+        # The error was on record before the end: who raised and was then stopped while it cleaned up has raised.
+        return self.box().error is not None
+
+    def has_raised(self) -> bool:
+        """An exception has left its program, and it has not ended yet."""
+        return self.is_running and self.box().error is not None
 
     def how_stopped(self) -> str:
         """For a worker that did not end by itself."""
@@ -92,10 +101,13 @@ class Slot:
         return f"{name}, exit code {self.exitcode}"
 
     def box(self) -> BlackBox:
-        """What it left in its black box. Read once, after the worker's end: nothing is added to it then."""
-        if self._box is None:
-            self._box = read_blackbox(_read_all(self.blackbox_fd))
-        return self._box
+        """What is in its black box. After the worker's end it is read once: nothing is added to it then."""
+        if self._box is not None:
+            return self._box
+        box = read_blackbox(_read_all(self.blackbox_fd))
+        if self.exitcode is not None:
+            self._box = box
+        return box
 
     def stack(self) -> str:
         """Where it was when it crashed or was found hanging."""
@@ -117,8 +129,7 @@ class Slot:
 
     def close(self) -> None:
         """Let go of the descriptors, and keep what was in the black box."""
-        if self.exitcode is not None:
-            self.box()
+        self._box = self.box()
         os.close(self.blackbox_fd)
         if self.pidfd is not None:
             os.close(self.pidfd)

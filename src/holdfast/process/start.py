@@ -295,20 +295,26 @@ class PContext(abc.ABC):
 
     def failures(self) -> dict[int, ProcessFailure]:
         """What failed by itself so far, with the evidence there is at this moment."""
-        return {rank: self._failure(slot) for rank, slot in self._slots.items() if slot.failed_by_itself()}
+        return {rank: self._failure(slot) for rank, slot in self._failed().items()}
 
     def stopped(self) -> dict[int, str]:
         """Local rank -> how holdfast ended it, for those that did not end by themselves."""
+        failed = self._failed()
         return {
             rank: slot.how_stopped()
             for rank, slot in self._slots.items()
-            if not slot.failed_by_itself() and (slot.stop or (slot.is_running and self._is_closed))
+            if rank not in failed and (slot.stop or (slot.is_running and self._is_closed))
         }
+
+    def _failed(self) -> dict[int, Slot]:
+        if not any(slot.failed_by_itself() for slot in self._slots.values()):
+            return {}
+        return {rank: slot for rank, slot in self._slots.items() if slot.failed_by_itself() or slot.has_raised()}
 
     def _failure(self, slot: Slot) -> ProcessFailure:
         assert slot.pid is not None
         evidence = Evidence(
-            error=None if slot.is_running else slot.box().error,
+            error=slot.box().error,
             stack=slot.stack(),
             stderr_tail=self._outlets.stderr_tail(slot.local_rank),
             memory=self._memory_evidence(slot),
@@ -317,8 +323,9 @@ class PContext(abc.ABC):
             is_waiting=slot.is_waiting,
         )
         error_file = self.error_files.get(slot.local_rank, "")
-        # One that hangs has no exit status yet, or never will; the one that it has got says how it was stopped.
-        exitcode = slot.exitcode or 0
+        # One that hangs has no exit status yet, or never will; the one that it has got says how it was stopped. One
+        # that has raised is about to end with 1.
+        exitcode = int(slot.has_raised()) if slot.exitcode is None else slot.exitcode
         return ProcessFailure(slot.local_rank, slot.pid, exitcode, error_file, evidence, slot.order)
 
     def _memory_evidence(self, slot: Slot) -> str:

@@ -42,6 +42,7 @@ from holdfast.rendezvous.store import PrefixStore, Store
 from holdfast.rendezvous.world import NodeFacts, Place, is_loopback
 
 if TYPE_CHECKING:
+    from holdfast.rendezvous.options import Options
     from holdfast.rendezvous.participant import Delivery
 
 logger = logging.getLogger(__name__)
@@ -64,23 +65,10 @@ class Link(Protocol):
         """Say what is to be said, and end."""
 
 
-class CoordinatedOptions(Protocol):
-    """What every such handler needs to know."""
-
-    @property
-    def max_nodes(self) -> int: ...
-    @property
-    def join_timeout_s(self) -> float: ...
-    @property
-    def local_addr(self) -> str | None: ...
-    @property
-    def requested_rank(self) -> int | None: ...
-
-
 class CoordinatedHandler(RendezvousHandler, Coordination):
     """One node of a run that somebody decides for."""
 
-    def __init__(self, backend: str, run_id: str, options: CoordinatedOptions) -> None:
+    def __init__(self, backend: str, run_id: str, options: Options) -> None:
         self._backend = backend
         self._run_id = run_id
         self._common = options
@@ -106,11 +94,6 @@ class CoordinatedHandler(RendezvousHandler, Coordination):
     @abc.abstractmethod
     def _unreached(self) -> str:
         """Who could not be reached, in words."""
-
-    @property
-    def _outage_timeout_s(self) -> float:
-        """For how long a node that has no workers waits for a coordinator that it has reached before."""
-        return self._common.join_timeout_s
 
     def _master_of(self, place: Place) -> RendezvousStoreInfo:
         """Where the workers meet."""
@@ -291,7 +274,7 @@ class CoordinatedHandler(RendezvousHandler, Coordination):
 
     @property
     def _look_again_s(self) -> float:
-        return min(self._common.join_timeout_s, self._outage_timeout_s)
+        return min(self._common.join_timeout_s, self._common.outage_timeout_s)
 
     def _patience_ends(self, link: Link) -> float:
         """When to give up unless the coordinator is reached before. Raises if that time has come."""
@@ -299,7 +282,7 @@ class CoordinatedHandler(RendezvousHandler, Coordination):
         since = link.reach.since
         if since is None:
             return now + self._look_again_s
-        patience_s = self._outage_timeout_s if link.reach.has_been_welcome else self._common.join_timeout_s
+        patience_s = self._common.outage_timeout_s if link.reach.has_been_welcome else self._common.join_timeout_s
         deadline = since + patience_s
         if now < deadline:
             return deadline

@@ -66,10 +66,6 @@ class EtcdRendezvousHandler(CoordinatedHandler):
     def _where(self) -> str:
         return ",".join(self._options.endpoints)
 
-    @property
-    def _outage_timeout_s(self) -> float:
-        return self._options.outage_timeout_s
-
     def _open_store(self) -> Store:
         link = self._etcd
         assert self._client is not None

@@ -22,7 +22,6 @@ _SHORTEST_LEASE_S = 2.0  # etcd gives no shorter one.
 
 KEYS = {
     **options.KEYS,
-    "outage_timeout": (),
     "prefix": ("etcd_prefix",),
     "protocol": (),
     "user": (),
@@ -36,7 +35,6 @@ KEYS = {
 @dataclass(frozen=True, slots=True)
 class EtcdOptions(options.Options):
     endpoints: tuple[str, ...] = ("localhost:2379",)
-    outage_timeout_s: float = DEFAULT_OUTAGE_TIMEOUT_S
     prefix: str = DEFAULT_PREFIX
     user: str | None = None
     password: str | None = None
@@ -51,12 +49,10 @@ class EtcdOptions(options.Options):
         options.warn_of_heartbeat_timeout(config)
         user, password = _credentials(config)
         tls_cert, tls_key, tls_ca = options.tls_files(config, KEYS)
-        common = options.shared(params)
         return cls(
-            **common,
+            **options.shared(params, DEFAULT_OUTAGE_TIMEOUT_S),
             session=_session(config),
             endpoints=_endpoints(params.endpoint, options.text(config, KEYS, "protocol")),
-            outage_timeout_s=options.seconds(config, "outage_timeout", _usual_outage_s(common["join_timeout_s"])),
             prefix=options.text(config, KEYS, "prefix") or DEFAULT_PREFIX,
             user=user,
             password=password,
@@ -64,11 +60,6 @@ class EtcdOptions(options.Options):
             tls_key=tls_key,
             tls_ca=tls_ca,
         )
-
-
-def _usual_outage_s(join_timeout_s: float) -> float:
-    """Who has more patience at the start has it later, too."""
-    return max(DEFAULT_OUTAGE_TIMEOUT_S, join_timeout_s)
 
 
 def _endpoints(text: str, protocol: str) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ Keys = dict[str, tuple[str, ...]]
 
 KEYS: Keys = {
     "join_timeout": ("timeout",),
+    "outage_timeout": (),
     "last_call": ("last_call_timeout",),
     "heartbeat": ("keep_alive_interval",),
     "lease": (),
@@ -42,6 +43,8 @@ class Options:
     min_nodes: int = 1
     max_nodes: int = 1
     join_timeout_s: float = 600.0
+    outage_timeout_s: float = 600.0
+    """For how long a node without workers waits for a coordinator that it has reached before."""
     last_call_s: float = 5.0
     drop_timeout_s: float = 0.0
     close_linger_s: float = 10.0
@@ -68,13 +71,15 @@ class Options:
         )
 
 
-def shared(params: RendezvousParameters) -> dict[str, Any]:
-    """Those fields of `Options` that every backend reads alike."""
+def shared(params: RendezvousParameters, usual_outage_s: float = 0.0) -> dict[str, Any]:
+    """Those fields of `Options` that every backend reads alike. Who is patient at the start is so later, too."""
     config = params.config
+    join_timeout_s = _join_timeout_s(config)
     return {
         "min_nodes": params.min_nodes,
         "max_nodes": params.max_nodes,
-        "join_timeout_s": _join_timeout_s(config),
+        "join_timeout_s": join_timeout_s,
+        "outage_timeout_s": seconds(config, "outage_timeout", max(usual_outage_s, join_timeout_s)),
         "last_call_s": seconds(config, "last_call", 5.0),
         "close_linger_s": seconds(config, "close_linger", 10.0),
         "read_timeout_s": seconds(config, "read_timeout", 60.0),
