@@ -9,6 +9,8 @@ import pytest
 from holdfast.diagnosis.hang import (
     CPU_FLOOR_SHARE,
     DEFAULT_SIGNALS,
+    DUMP_BYTES,
+    DUMP_CPU_S,
     IO_FLOOR_BYTES_A_S,
     LOOKS_A_BOUND,
     Bound,
@@ -250,6 +252,19 @@ def test_a_pattern_that_matched_is_not_complained_about() -> None:
 )
 def test_counters_move_above_their_floor_or_if_nobody_knows(after: Usage, expected: set[Signal]) -> None:
     assert moved(Usage(), after, 10) == expected
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        (Usage(DUMP_CPU_S, DUMP_BYTES), set()),
+        (Usage(CPU_FLOOR_SHARE + DUMP_CPU_S + 0.01, 0), {CPU}),
+        (Usage(0.0, IO_FLOOR_BYTES_A_S + DUMP_BYTES + 1), {IO}),
+        (Usage(None, None), {CPU, IO}),
+    ],
+)
+def test_writing_the_own_stacks_is_no_movement(after: Usage, expected: set[Signal]) -> None:
+    assert moved(Usage(), after, 1, has_dumped=True) == expected
 
 
 # What the user asks for.

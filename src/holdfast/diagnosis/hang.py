@@ -42,7 +42,8 @@ No mistake of the watch may end a healthy job:
 * While the agent's own output is blocked (Ctrl-S, a pipe that nobody reads), workers that write wait for the reader:
   the bounds count from its end.
 * A counter that cannot be read counts as moving.
-* After a verdict stacks are taken, and the machine is asked again; a group that has moved meanwhile goes on.
+* After a verdict stacks are taken, and the machine is asked again; a group that has moved meanwhile goes on. What a
+  worker uses to write its own stacks is no movement: otherwise a hang would never be acted on without py-spy.
 
 The shell (`agent/hangs.py`) looks when `next_deadline` says so, and tells what it saw in `Looked`.
 """
@@ -59,6 +60,9 @@ from holdfast.records import record
 
 CPU_FLOOR_SHARE = 0.05
 IO_FLOOR_BYTES_A_S = 1024
+# What a worker may use to write its own stacks (a hundred threads, a hundred frames each), where py-spy may not look.
+DUMP_CPU_S = 0.1
+DUMP_BYTES = 1 << 20
 LOOKS_A_BOUND = 8
 
 # A look this much later than it was due, and by this part of the shortest bound, is not a slow machine.
@@ -166,12 +170,12 @@ class Usage:
     io_bytes: float | None = 0
 
 
-def moved(before: Usage, after: Usage, elapsed_s: float) -> frozenset[Signal]:
-    """Which counters of one worker show that it works."""
+def moved(before: Usage, after: Usage, elapsed_s: float, *, has_dumped: bool = False) -> frozenset[Signal]:
+    """Which counters of one worker show that it works. `has_dumped`: it may have been told to write its stacks."""
     found = set()
-    if _is_above(before.cpu_s, after.cpu_s, CPU_FLOOR_SHARE * elapsed_s):
+    if _is_above(before.cpu_s, after.cpu_s, CPU_FLOOR_SHARE * elapsed_s + DUMP_CPU_S * has_dumped):
         found.add(Signal.CPU)
-    if _is_above(before.io_bytes, after.io_bytes, IO_FLOOR_BYTES_A_S * elapsed_s):
+    if _is_above(before.io_bytes, after.io_bytes, IO_FLOOR_BYTES_A_S * elapsed_s + DUMP_BYTES * has_dumped):
         found.add(Signal.IO)
     return frozenset(found)
 
