@@ -244,6 +244,16 @@ def test_a_program_that_the_kernel_refuses(holdfast: Holdfast, content: str, rea
     assert (ended.code, ended.err) == (1, f"holdfast run: error: the system refuses './job': {reason}\n")
 
 
+def test_an_interpreter_that_cannot_be_started_again(holdfast: Holdfast) -> None:
+    code = (
+        "import sys; sys.executable = '/nowhere/python'; sys.argv[1:] = ['run', '--no-python', 'true']; "
+        "from holdfast.__main__ import run; run()"
+    )
+    ended = holdfast.program(sys.executable, "-c", code)
+    line = "holdfast run: error: the system refuses '/nowhere/python': No such file or directory\n"
+    assert (ended.code, ended.err) == (1, line)
+
+
 def test_workers_that_are_gone_before_anybody_looks(holdfast: Holdfast) -> None:
     assert holdfast.run("--nproc-per-node=4", "--no-python", "true").code == 0
 

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.agent import roll
+from holdfast.cli import stacks as cli_stacks
+from holdfast.errors import HostError
 from tests import support
 from tests.e2e.command import COMMAND, Ended, Holdfast
 
@@ -150,12 +153,30 @@ def test_a_cadence_that_is_broken_though_output_goes_on(holdfast: Holdfast) -> N
     assert re.search(words, ended.last), ended.last
 
 
-def test_a_beginning_that_does_not_begin(holdfast: Holdfast) -> None:
+@pytest.mark.parametrize(
+    ("signals", "words"),
+    [
+        (("--progress-signals=output",), r"no output since the start \d+ s ago"),
+        ((), r"no output or I/O for \d+ s, in the beginning"),  # The interpreter has read its modules.
+    ],
+    ids=["output", "default"],
+)
+def test_a_beginning_that_does_not_begin(holdfast: Holdfast, signals: tuple[str, ...], words: str) -> None:
     script = holdfast.script("import time; time.sleep(600)")
-    ended = holdfast.run(*COMMON, "--start-timeout=3s", "--progress-signals=output", script)
+    ended = holdfast.run(*COMMON, "--start-timeout=3s", *signals, script)
     assert ended.code == 1
-    words = r"Cause: rank 0 hung: no output since the start \d+ s ago; it was at job\.py:1 in <module>"
-    assert re.search(words, ended.last), ended.last
+    assert re.search(rf"Cause: rank 0 hung: {words}; it was at job\.py:1 in <module>", ended.last), ended.last
+
+
+def test_stacks_of_agents_whose_workers_are_gone_are_one_line() -> None:
+    agents = [roll.Entry(os.getpid(), "job7", 3, node, 2, ()) for node in range(2)]
+    with pytest.raises(HostError) as raised:
+        cli_stacks._dump(agents, native=False, with_all=False)
+    assert re.fullmatch(
+        r"no workers are running at the moment: run job7, round 3, node 0 of 2, agent \d+ on \S+; "
+        r"run job7, round 3, node 1 of 2, agent \d+ on \S+",
+        str(raised.value),
+    )
 
 
 def test_who_has_finished_is_not_hung_and_who_is_left_may_be(holdfast: Holdfast) -> None:

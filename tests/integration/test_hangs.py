@@ -110,10 +110,14 @@ def no_py_spy() -> str:
     raise HostError("py-spy is not installed")
 
 
-def test_without_py_spy_faulthandler_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("signals", [OUTPUT_ONLY.signals, None], ids=["output", "default"])
+def test_without_py_spy_faulthandler_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: frozenset[Signal] | None
+) -> None:
+    """A worker that writes its own stacks has not moved, although the kernel counts what it writes."""
     monkeypatch.setattr(stacks, "find_py_spy", no_py_spy)
     with pytest.raises(ChildFailedError) as caught:
-        elastic_launch(config(tmp_path), stall)(1, 9)
+        elastic_launch(config(tmp_path, policy=HangPolicy(1.0, 60.0, signals=signals)), stall)(1, 9)
     _, failure = caught.value.get_first_failure()
     assert failure.evidence is not None
     assert "time.sleep(600)" in failure.evidence.stack
@@ -164,7 +168,7 @@ QUICK = HangPolicy(hang_timeout_s=0.4)
 def test_a_watch_that_fails_is_off_and_the_job_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("this should not be")
 
     monkeypatch.setattr(hangs.HangWatch, "_movements", broken)

@@ -550,6 +550,20 @@ def test_closing_again(starter: Starter, mailbox: support.Mailbox) -> None:
         assert exitcodes == {0: -signal.SIGTERM, 1: -signal.SIGTERM}, "they have not succeeded either"
 
 
+def test_contexts_take_their_arguments_in_the_known_order() -> None:
+    from holdfast.process import MultiprocessContext, SubprocessContext
+
+    args, envs, logs = {0: (2,)}, {0: {"RANK": "0"}}, DefaultLogsSpecs(NO_LOGS)
+    call = MultiprocessContext("t", entrypoints.give, args, envs, "fork", logs, {0: "[x]"})
+    program = SubprocessContext("t", "true", args, envs, logs, {0: "[x]"})
+    for context, value in ((call, 2), (program, None)):
+        context.start()
+        result = context.wait(support.DEADLINE_S)
+        context.close(timeout=5)
+        assert result is not None
+        assert result.return_values == {0: value}
+
+
 def test_closing_what_never_started() -> None:
     from holdfast.process import SubprocessContext
 

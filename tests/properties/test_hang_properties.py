@@ -31,6 +31,9 @@ def stood_still(policy: HangPolicy, seen: dict[Signal, float], began: float | No
         silent = now >= max(chosen) + hang_s
     else:
         silent = now >= max(max(chosen) + hang_s, START + start_s if began is None else began + hang_s)
+    if start_s is not None and chosen and began is None and max(chosen) <= START + start_s:
+        has_written = Signal.OUTPUT in seen and Signal.OUTPUT in policy.chosen
+        silent = silent or (not has_written and now >= max(chosen) + start_s)
     every_s, matched = policy.progress_every_s, seen.get(Signal.PATTERN)
     return silent or (every_s is not None and matched is not None and now >= matched + every_s)
 

@@ -545,6 +545,18 @@ def ending(error: BaseException, monkeypatch: pytest.MonkeyPatch, *tokens: str) 
             1,
             "holdfast run: error: the system refuses: Too many open files (see ulimit -Hn)",
         ),
+        (
+            OSError(11, "Resource temporarily unavailable", "python3"),
+            1,
+            "holdfast run: error: the system refuses 'python3': Resource temporarily unavailable "
+            "(see ulimit -u, and the limit of processes of the container)",
+        ),
+        (
+            RuntimeError("can't start new thread"),
+            1,
+            "holdfast run: error: the system refuses a new thread "
+            "(see ulimit -u, and the limit of processes of the container)",
+        ),
         (OSError("who knows"), 1, "holdfast run: error: who knows"),
         (RendezvousTimeoutError("2 of 3 came"), 1, "holdfast run: error: 2 of 3 came"),
         (RendezvousTimeoutError(), 1, "holdfast run: error: RendezvousTimeoutError"),

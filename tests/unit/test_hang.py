@@ -9,6 +9,8 @@ import pytest
 from holdfast.diagnosis.hang import (
     CPU_FLOOR_SHARE,
     DEFAULT_SIGNALS,
+    DUMP_BYTES,
+    DUMP_CPU_S,
     IO_FLOOR_BYTES_A_S,
     LOOKS_A_BOUND,
     Bound,
@@ -96,6 +98,23 @@ TABLE: dict[str, tuple[dict[str, Any], dict[Signal, float], tuple[float, Bound] 
     "which has been met": (EAGER, {OUTPUT: 7}, (67, Bound.SILENCE)),
     "only the beginning is bounded": ({"start_timeout_s": 10.0}, {OUTPUT: 7}, None),
     "only the beginning is bounded, and broken": ({"start_timeout_s": 10.0}, {}, (10, Bound.START)),
+    "what a loader reads does not end the beginning": ({"start_timeout_s": 10.0}, {IO: 0.5}, (10.5, Bound.START)),
+    "nor does it end an eager bound": (EAGER, {IO: 0.5}, (10.5, Bound.START)),
+    "what moves later does": (
+        {"start_timeout_s": 10.0, "signals": frozenset({IO, CPU})},
+        {CPU: 1, IO: 10.5},
+        None,
+    ),
+    "a call does, also one that was not chosen": (
+        {"start_timeout_s": 10.0, "signals": frozenset({IO})},
+        {IO: 1, PROGRESS: 2},
+        None,
+    ),
+    "output does not if it was not chosen": (
+        {"start_timeout_s": 10.0, "signals": frozenset({IO})},
+        {IO: 1, OUTPUT: 2},
+        (11, Bound.START),
+    ),
     "matches stop, output goes on": (CADENCE, {PATTERN: 7, OUTPUT: 11}, (12, Bound.CADENCE)),
     "never matched": (CADENCE, {OUTPUT: 7}, (107, Bound.SILENCE)),
     "only the cadence": ({"pattern": "step", "progress_every_s": 5.0}, {PATTERN: 7}, (12, Bound.CADENCE)),
@@ -235,6 +254,19 @@ def test_counters_move_above_their_floor_or_if_nobody_knows(after: Usage, expect
     assert moved(Usage(), after, 10) == expected
 
 
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        (Usage(DUMP_CPU_S, DUMP_BYTES), set()),
+        (Usage(CPU_FLOOR_SHARE + DUMP_CPU_S + 0.01, 0), {CPU}),
+        (Usage(0.0, IO_FLOOR_BYTES_A_S + DUMP_BYTES + 1), {IO}),
+        (Usage(None, None), {CPU, IO}),
+    ],
+)
+def test_writing_the_own_stacks_is_no_movement(after: Usage, expected: set[Signal]) -> None:
+    assert moved(Usage(), after, 1, has_dumped=True) == expected
+
+
 # What the user asks for.
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -298,6 +330,7 @@ def test_signals_by_name() -> None:
             "no line that matches the pattern or CPU time for 600 s",
         ),
         ({"start_timeout_s": 600.0}, Bound.START, {}, "no output or I/O since the start 600 s ago"),
+        ({"start_timeout_s": 600.0}, Bound.START, {IO: 600}, "no output or I/O for 600 s, in the beginning"),
         (
             {"pattern": r"step \d", "progress_every_s": 60.0},
             Bound.CADENCE,

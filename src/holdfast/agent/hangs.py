@@ -95,7 +95,7 @@ class HangWatch:
             return None
         try:
             now = time.monotonic()
-            looked = Looked(self._movements(running, now), is_again, self._output.is_blind)
+            looked = Looked(self._movements(running, now, has_dumped=is_again), is_again, self._output.is_blind)
             commands = self._machine.step(looked, now)
         except Exception as error:
             logger.warning("hangs are not watched for any more: %s: %s", type(error).__name__, error)
@@ -109,10 +109,10 @@ class HangWatch:
                 verdict = command.verdict
         return verdict
 
-    def _movements(self, running: Mapping[int, int], now: float) -> dict[Signal, float]:
+    def _movements(self, running: Mapping[int, int], now: float, *, has_dumped: bool) -> dict[Signal, float]:
         self._output.look(now)
         if self._wants_usage:
-            self._read_usage(running.values(), now)
+            self._read_usage(running.values(), now, has_dumped)
         matched_at = self._output.matched_at()
         if matched_at is not None and self._output.has_given_up:
             matched_at = now  # Nobody knows; so nobody is judged by it.
@@ -124,11 +124,11 @@ class HangWatch:
         }
         return {signal: at for signal, at in found.items() if at is not None}
 
-    def _read_usage(self, leaders: Iterable[int], now: float) -> None:
+    def _read_usage(self, leaders: Iterable[int], now: float, has_dumped: bool) -> None:
         usage = self._meter.read(leaders)
         elapsed_s = now - self._usage_at
         for leader, after in usage.items():
-            for signal in hang.moved(self._usage.get(leader, Usage()), after, elapsed_s):
+            for signal in hang.moved(self._usage.get(leader, Usage()), after, elapsed_s, has_dumped=has_dumped):
                 self._counters_moved_at[signal] = now
             self._tell_unreadable(leader, after)
         self._usage, self._usage_at = usage, now

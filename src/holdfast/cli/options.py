@@ -366,9 +366,10 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--start-timeout",),
         HANGS,
-        "The bound for the beginning (imports, compilation): hung if nothing at all has moved TIME after the start. "
-        "Until then --hang-timeout does not count, unless a line has matched --progress-pattern or "
-        "holdfast.progress() was called.",
+        "The bound for the beginning (imports, compilation): hung if nothing at all has moved TIME after the start, or "
+        "nothing for TIME after the reading that any program begins with, and not a word was written. Until then "
+        "--hang-timeout does not count, unless a line has matched --progress-pattern or holdfast.progress() was "
+        "called.",
         metavar="TIME",
         parse=values.duration_s,
     ),

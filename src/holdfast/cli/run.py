@@ -440,7 +440,7 @@ def _explain(error: BaseException) -> int:
     is_usage = isinstance(error, UserError) or _is_refused_value(error)
     # What the system refuses (a program in a foreign format, one descriptor too many) is not for us to explain.
     is_named = isinstance(error, HoldfastError | OSError) and not isinstance(error, InternalError)
-    is_foreseen = is_named or is_kind(error, RendezvousError)
+    is_foreseen = is_named or is_kind(error, RendezvousError) or _is_refused_thread(error)
     if not is_usage and not is_foreseen:
         return _own_up(error)
     log.debug("where this comes from:", exc_info=error)
@@ -448,13 +448,26 @@ def _explain(error: BaseException) -> int:
     return 2 if is_usage else 1
 
 
+_REMEDIES = {
+    errno.EMFILE: " (see ulimit -Hn)",
+    errno.EAGAIN: " (see ulimit -u, and the limit of processes of the container)",
+}
+
+
 def _words_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         # Of the words of the system these are the ones that a user can do something about.
-        remedy = " (see ulimit -Hn)" if error.errno == errno.EMFILE else ""
+        remedy = _REMEDIES.get(error.errno or 0, "")
         about = f" {os.fsdecode(error.filename)!r}" if isinstance(error.filename, str | bytes) else ""
         return f"the system refuses{about}: {error.strerror}{remedy}"
+    if _is_refused_thread(error):
+        return f"the system refuses a new thread{_REMEDIES[errno.EAGAIN]}"
     return str(error) or type(error).__name__
+
+
+def _is_refused_thread(error: BaseException) -> bool:
+    """The interpreter has no class of its own for it."""
+    return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
 
 
 def _is_refused_value(error: BaseException) -> bool:

@@ -127,9 +127,10 @@ def _as_whom() -> str:
 
 def _dump(entries: list[Entry], *, native: bool, with_all: bool) -> str:
     workers = roll.running(entries)
-    heading = "\n".join(_heading(entry) for entry in entries)
+    headings = [_heading(entry) for entry in entries]
     if not workers:
-        raise HostError(f"{heading}: it has no workers at the moment")
+        raise HostError(f"no workers are running at the moment: {'; '.join(headings)}")
+    heading = "\n".join(headings)
     finding = hangs.examine(workers, heading, native=native)
     parts = [heading, grouping.summary(finding.picture, frames_limit=None, groups_limit=len(workers))]
     if with_all:

@@ -20,10 +20,15 @@ Three bounds can be broken. `started` is the group's start, `moved` the last mom
 `matched` the last match; a *mark* is a match or a call of `holdfast.progress()`: the job is past its beginning.
 
     start-timeout     started + start_timeout                          if nothing has moved since the start
+                      moved + start_timeout                            in the beginning: no output, no mark, and
+                                                                       nothing since started + start_timeout
     hang-timeout      moved + hang_timeout                             without a start-timeout
                       max(that, started + start_timeout)               before a mark: imports take their time
                       max(that, first mark + hang_timeout)             once there is one
     progress-every    matched + progress_every                         once a line has matched, whatever else moves
+
+The beginning is not over because something was read: the loader of any program reads, and so does an import that
+hangs. What moves later than `start_timeout` after the start ends it, for some nodes never write a word.
 
 A pattern that has never matched judges nobody: it may be wrong, or the lines be written by another node's rank 0. It
 is complained about, once.
@@ -37,7 +42,8 @@ No mistake of the watch may end a healthy job:
 * While the agent's own output is blocked (Ctrl-S, a pipe that nobody reads), workers that write wait for the reader:
   the bounds count from its end.
 * A counter that cannot be read counts as moving.
-* After a verdict stacks are taken, and the machine is asked again; a group that has moved meanwhile goes on.
+* After a verdict stacks are taken, and the machine is asked again; a group that has moved meanwhile goes on. What a
+  worker uses to write its own stacks is no movement: otherwise a hang would never be acted on without py-spy.
 
 The shell (`agent/hangs.py`) looks when `next_deadline` says so, and tells what it saw in `Looked`.
 """
@@ -54,6 +60,9 @@ from holdfast.records import record
 
 CPU_FLOOR_SHARE = 0.05
 IO_FLOOR_BYTES_A_S = 1024
+# What a worker may use to write its own stacks (a hundred threads, a hundred frames each), where py-spy may not look.
+DUMP_CPU_S = 0.1
+DUMP_BYTES = 1 << 20
 LOOKS_A_BOUND = 8
 
 # A look this much later than it was due, and by this part of the shortest bound, is not a slow machine.
@@ -161,12 +170,12 @@ class Usage:
     io_bytes: float | None = 0
 
 
-def moved(before: Usage, after: Usage, elapsed_s: float) -> frozenset[Signal]:
-    """Which counters of one worker show that it works."""
+def moved(before: Usage, after: Usage, elapsed_s: float, *, has_dumped: bool = False) -> frozenset[Signal]:
+    """Which counters of one worker show that it works. `has_dumped`: it may have been told to write its stacks."""
     found = set()
-    if _is_above(before.cpu_s, after.cpu_s, CPU_FLOOR_SHARE * elapsed_s):
+    if _is_above(before.cpu_s, after.cpu_s, CPU_FLOOR_SHARE * elapsed_s + DUMP_CPU_S * has_dumped):
         found.add(Signal.CPU)
-    if _is_above(before.io_bytes, after.io_bytes, IO_FLOOR_BYTES_A_S * elapsed_s):
+    if _is_above(before.io_bytes, after.io_bytes, IO_FLOOR_BYTES_A_S * elapsed_s + DUMP_BYTES * has_dumped):
         found.add(Signal.IO)
     return frozenset(found)
 
@@ -258,21 +267,26 @@ class HangMachine:
 
     def _bounds(self) -> list[tuple[float, Bound, float]]:
         """When each bound that holds now will be broken, if nothing moves; the first comes first."""
-        found = []
-        silence = self._silence_bound()
-        if silence is not None:
-            found.append(silence)
+        found = [bound for bound in (self._start_bound(), self._silence_bound()) if bound is not None]
         every_s, matched_at = self.policy.progress_every_s, self._moved_at.get(Signal.PATTERN)
         if every_s is not None and matched_at is not None:
             found.append((max(matched_at, self._counts_from) + every_s, Bound.CADENCE, every_s))
         return sorted(found, key=lambda each: each[0])
 
+    def _start_bound(self) -> tuple[float, Bound, float] | None:
+        start_s, moved_at = self.policy.start_timeout_s, self._last_movement()
+        if start_s is None or (moved_at is not None and self._is_past_beginning(moved_at, start_s)):
+            return None
+        return max(moved_at or 0.0, self._counts_from) + start_s, Bound.START, start_s
+
+    def _is_past_beginning(self, moved_at: float, start_s: float) -> bool:
+        has_written = Signal.OUTPUT in self._moved_at and Signal.OUTPUT in self.policy.chosen
+        return has_written or self._began_at is not None or moved_at > self._started_at + start_s
+
     def _silence_bound(self) -> tuple[float, Bound, float] | None:
         start_s, hang_s = self.policy.start_timeout_s, self.policy.hang_timeout_s
         moved_at = self._last_movement()
-        if moved_at is None and start_s is not None:
-            return self._counts_from + start_s, Bound.START, start_s
-        if hang_s is None:
+        if hang_s is None or (moved_at is None and start_s is not None):
             return None
         at = max(moved_at or 0.0, self._counts_from) + hang_s
         if start_s is not None:
@@ -327,7 +341,10 @@ def words(verdict: Verdict, policy: HangPolicy) -> str:
     if verdict.bound is Bound.CADENCE:
         return f"no line has matched {policy.pattern!r} for {silent}, and one was expected every {verdict.limit_s:g} s"
     missed = _listed(_NAMES[signal] for signal in _missed(verdict, policy))
-    return f"no {missed} since the start {silent} ago" if verdict.bound is Bound.START else f"no {missed} for {silent}"
+    if verdict.bound is not Bound.START:
+        return f"no {missed} for {silent}"
+    has_moved = any(signal in policy.chosen for signal in verdict.moved_ago_s)
+    return f"no {missed} for {silent}, in the beginning" if has_moved else f"no {missed} since the start {silent} ago"
 
 
 def _missed(verdict: Verdict, policy: HangPolicy) -> list[Signal]:

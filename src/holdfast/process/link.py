@@ -274,9 +274,12 @@ _early: SpawnerLink | None = None
 
 def launch_early() -> None:
     """Start a spawner before it is known what for. It gets ready while the command line is still being read; if it
-    is never needed, it ends when this process does."""
+    is never needed, it ends when this process does. If the system refuses now, that is said when one is needed."""
     global _early
-    _early = SpawnerLink.launch()
+    try:
+        _early = SpawnerLink.launch()
+    except (OSError, HostError):
+        _early = None
 
 
 def drop_early() -> None:

@@ -427,8 +427,9 @@ class MultiprocessContext(PContext):
         name: str,
         entrypoint: Callable[..., Any],
         args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        start_method: str,
         *others: Any,
-        start_method: str = "spawn",
         **more: Any,
     ) -> None:
         if start_method not in ("spawn", "fork", "forkserver"):
@@ -436,7 +437,7 @@ class MultiprocessContext(PContext):
         self.start_method = start_method
         is_sent = start_method != "fork"
         self._payloads = {rank: _payload(entrypoint, values) for rank, values in args.items()} if is_sent else {}
-        super().__init__(name, entrypoint, args, *others, **more)
+        super().__init__(name, entrypoint, args, envs, *others, **more)
         if start_method != "spawn":  # Neither a cold spawner nor one that is older than this call will do.
             self._link, self._owns_link = None, True
 
@@ -481,13 +482,13 @@ def start_processes(
     `args` and `envs` map each local rank 0..n-1 to its arguments and its additional environment. A `link` to a
     spawner that is already there saves starting another one. A `watch` is told when workers write something.
     """
-    others = (envs, logs_specs, log_line_prefixes, duplicate_stdout_filters, duplicate_stderr_filters)
+    others = (logs_specs, log_line_prefixes, duplicate_stdout_filters, duplicate_stderr_filters)
     common: dict[str, Any] = {"numa_options": numa_options, "link": link, "lease": lease, "watch": watch}
     context: PContext
     if isinstance(entrypoint, str):
-        context = SubprocessContext(name, entrypoint, args, *others, **common)
+        context = SubprocessContext(name, entrypoint, args, envs, *others, **common)
     else:
-        context = MultiprocessContext(name, entrypoint, args, *others, start_method=start_method, **common)
+        context = MultiprocessContext(name, entrypoint, args, envs, start_method, *others, **common)
     context.start()
     return context
 

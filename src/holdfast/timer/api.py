@@ -114,7 +114,7 @@ class TimerServer(abc.ABC):
             raise UserError("this timer server has been stopped; make a new one")
         if self._watchdog_thread is not None:
             raise UserError("this timer server has already been started")
-        logger.info("starting %s, max interval %s s, daemon %s", type(self).__name__, self._max_interval, self._daemon)
+        logger.debug("starting %s, max interval %s s, daemon %s", type(self).__name__, self._max_interval, self._daemon)
         self._watchdog_thread = threading.Thread(target=self._watchdog_loop, name="holdfast-timer", daemon=self._daemon)
         self._watchdog_thread.start()
 

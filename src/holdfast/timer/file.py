@@ -141,7 +141,7 @@ class FileTimerServer:
             raise UserError("this timer server has been stopped; make a new one")
         if self._watchdog_thread is not None:
             raise UserError("this timer server has already been started")
-        logger.info(
+        logger.debug(
             "starting %s on %s, max interval %s s, daemon %s",
             type(self).__name__, self._pipe.path, self._max_interval, self._daemon,
         )  # fmt: skip
