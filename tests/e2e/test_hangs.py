@@ -149,7 +149,7 @@ def test_a_cadence_that_is_broken_though_output_goes_on(holdfast: Holdfast) -> N
     """)
     ended = holdfast.run(*COMMON, r"--progress-pattern=^step \d+", "--progress-every=1s", script)
     assert ended.code == 1
-    words = r"Cause: rank 0 hung: no line has matched '\^step \\\\d\+' for \d+ s, and one was expected every 1 s"
+    words = r"Cause: rank 0 hung: no line has matched '\^step \\d\+' for \d+ s, and one was expected every 1 s"
     assert re.search(words, ended.last), ended.last
 
 

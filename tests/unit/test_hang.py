@@ -225,7 +225,7 @@ def test_a_pattern_that_never_matches_is_complained_about_once() -> None:
     group.move(3, OUTPUT)
     assert group.run_until(100) is None
     [text] = group.complaints
-    assert r"'stpe \\d+'" in text
+    assert r"'stpe \d+'" in text
     assert "not judged" in text
 
 

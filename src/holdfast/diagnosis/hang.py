@@ -115,6 +115,11 @@ class HangPolicy:
     def chosen(self) -> frozenset[Signal]:
         return DEFAULT_SIGNALS if self.signals is None else self.signals
 
+    @property
+    def quoted_pattern(self) -> str:
+        """As a shell wants it, and still one line; `repr` alone would double every backslash."""
+        return repr(self.pattern).replace("\\\\", "\\")
+
     def _problem(self) -> str:
         for name, value in (
             ("--hang-timeout", self.hang_timeout_s),
@@ -130,12 +135,12 @@ class HangPolicy:
             is_alone = self.progress_every_s is not None
             return "--progress-every says how often --progress-pattern should match, and no pattern is given" * is_alone
         if not self.is_on:
-            return f"--progress-pattern {self.pattern!r} has no effect without --progress-every or --hang-timeout"
+            return f"--progress-pattern {self.quoted_pattern} has no effect without --progress-every or --hang-timeout"
         try:
             matches_nothing = re.compile(self.pattern).search("") is not None
         except (re.error, RecursionError, OverflowError) as error:
-            return f"--progress-pattern {self.pattern!r} is not a regular expression: {error}"
-        return f"--progress-pattern {self.pattern!r} matches every line, also an empty one" * matches_nothing
+            return f"--progress-pattern {self.quoted_pattern} is not a regular expression: {error}"
+        return f"--progress-pattern {self.quoted_pattern} matches every line, also an empty one" * matches_nothing
 
     def _signals_problem(self) -> str:
         if self.signals is None:
@@ -318,7 +323,7 @@ class HangMachine:
         since = f"{now - self._started_at:.0f} s after the start"
         return [
             Complain(
-                f"{since} no line of this node's workers has matched --progress-pattern {self.policy.pattern!r}; "
+                f"{since} no line of this node's workers has matched --progress-pattern {self.policy.quoted_pattern}; "
                 "they are not judged by it until one does"
             )
         ]
@@ -339,7 +344,8 @@ def words(verdict: Verdict, policy: HangPolicy) -> str:
     """What has not moved, and for how long."""
     silent = f"{verdict.silent_s:.0f} s"
     if verdict.bound is Bound.CADENCE:
-        return f"no line has matched {policy.pattern!r} for {silent}, and one was expected every {verdict.limit_s:g} s"
+        expected = f"one was expected every {verdict.limit_s:g} s"
+        return f"no line has matched {policy.quoted_pattern} for {silent}, and {expected}"
     missed = _listed(_NAMES[signal] for signal in _missed(verdict, policy))
     if verdict.bound is not Bound.START:
         return f"no {missed} for {silent}"
