@@ -335,7 +335,7 @@ def test_signals_by_name() -> None:
             {"pattern": r"step \d", "progress_every_s": 60.0},
             Bound.CADENCE,
             {},
-            r"no line has matched 'step \\d' for 600 s, and one was expected every 60 s",
+            r"no line has matched 'step \d' for 600 s, and one was expected every 60 s",
         ),
     ],
 )
