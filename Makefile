@@ -7,7 +7,7 @@ TESTS  ?= tests
 SEEDS  ?= 10000
 JOBS   ?= 2
 
-.PHONY: demo test sim check docs bench clean
+.PHONY: demo test sim frost check docs bench clean
 
 demo: $(VENV)/.runtime
 	@$(BIN)/holdfast run --standalone --nproc-per-node 4 --max-restarts 2 --tee 3 examples/demo/train.py
@@ -19,6 +19,10 @@ test: $(VENV)/.test
 sim: $(VENV)/.test
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --jobs $(JOBS)
 	$(BIN)/python -m tests.sim --etcd --seeds $(SEEDS) --jobs $(JOBS)
+
+# The tests, while random processes of theirs stand still for a moment: what depends on luck shows.
+frost: $(VENV)/.test
+	$(BIN)/python -m tests.frost -n 3 --dist worksteal $(TESTS)
 
 check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/ruff check .
