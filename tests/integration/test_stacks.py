@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -191,6 +192,15 @@ def test_a_program_that_is_no_python() -> None:
         assert look.threads == ()
         assert "py-spy: it finds no Python in the process" in look.trouble
         assert look.command == "sleep 600"
+
+
+@pytest.mark.parametrize(("letters", "told"), [("DDS", "S"), ("D", "D"), ("T", "T")])
+def test_only_who_stays_in_uninterruptible_sleep_is_told_to_be_there(
+    monkeypatch: pytest.MonkeyPatch, letters: str, told: str
+) -> None:
+    coming = itertools.chain(letters, itertools.repeat(letters[-1]))
+    monkeypatch.setattr(stacks, "_state", lambda pid: next(coming))
+    assert stacks.look_at(os.getpid(), timeout_s=0.1).state == told
 
 
 def test_a_process_that_is_gone() -> None:

@@ -37,6 +37,7 @@ DUMP_SIGNAL = 58
 _BLACKBOX_LINK = re.compile(r"/memfd:holdfast-\d+ ")
 _SIGNAL_PATIENCE_S = 2.0
 _STILL_S = 0.1
+_STUCK_AFTER_S = 0.5
 _LOOK_AGAIN_S = 0.005
 _SOURCE_LIMIT_BYTES = 4 << 20
 
@@ -103,7 +104,7 @@ def _ptrace_scope() -> str:
 
 def look_at(pid: int, *, native: bool = False, timeout_s: float = DUMP_TIMEOUT_S) -> Look:
     """Never raises: what cannot be seen is said to be so."""
-    facts: dict[str, Any] = {"state": _state(pid), "waits_in": _waits_in(pid), "command": _command(pid)}
+    facts: dict[str, Any] = {"state": _lasting_state(pid), "waits_in": _waits_in(pid), "command": _command(pid)}
     until_s = time.monotonic() + timeout_s
     troubles: list[str] = []
     for how, ask in _askers(pid, facts["state"], until_s):
@@ -266,6 +267,14 @@ def _await_text(fd: int, start: int, until_s: float) -> str:
 
 
 # What the kernel tells.
+
+
+def _lasting_state(pid: int) -> str:
+    """Everybody is in uninterruptible sleep now and then, for a disk or a page; who stays there is stuck."""
+    ends = time.monotonic() + _STUCK_AFTER_S
+    while (state := _state(pid)) == "D" and time.monotonic() < ends:
+        time.sleep(_LOOK_AGAIN_S)
+    return state
 
 
 def _state(pid: int) -> str:
