@@ -3,8 +3,8 @@
 A test, or what it tests, may count on an order of events between processes that the kernel does not promise. On most
 machines the order is nearly always the same, and the fault shows in one run of a thousand. Here it shows soon: every
 process that the tests start, and those that run the tests, is in one of a few control groups, and one group at a time
-is frozen. The frozen do not notice; from outside they look as if they were in uninterruptible sleep, which tests of
-what holdfast says about a hung worker's state may take amiss.
+is frozen. The frozen do not notice; from outside they look as if they were in uninterruptible sleep, and tests of what
+is said about a hung worker take it amiss if that lasts for half a second.
 
     python -m tests.frost tests/e2e/test_cli.py                   all options but this one are pytest's
     python -m tests.frost --most-ms 400 -n 3 tests/integration
