@@ -80,7 +80,7 @@ def strike(group: Path, most_s: float) -> None:
     """Short times more often than long ones."""
     state = group / "freezer.state"
     state.write_text("FROZEN")
-    time.sleep(random.random() ** 2 * most_s)
+    time.sleep(random.random() ** 2 * most_s)  # How long they stand still.
     state.write_text("THAWED")
 
 
@@ -93,7 +93,7 @@ def main() -> int:
             with contextlib.suppress(psutil.NoSuchProcess):
                 spread(psutil.Process(tests.pid), made)
             strike(random.choice(made), args.most_ms / 1000)
-            time.sleep(random.random() * LONGEST_PAUSE_S)
+            time.sleep(random.random() * LONGEST_PAUSE_S)  # Between two strikes all of them run.
     return tests.returncode
 
 

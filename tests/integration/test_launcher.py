@@ -227,7 +227,7 @@ import atexit, os, sys, time
 
 def linger():
     os.close(os.open(sys.argv[1], os.O_WRONLY))
-    time.sleep(600)
+    time.sleep(600)  # For ever, as far as this test goes: it must be stopped here, by a signal without a handler.
 
 if os.environ["RANK"] == "1":
     open(sys.argv[2], "a").write(os.environ["TORCHELASTIC_RESTART_COUNT"])

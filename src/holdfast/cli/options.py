@@ -176,8 +176,7 @@ OPTIONS: tuple[Option, ...] = (
         "tls_cert, tls_key, tls_ca; for static also coordinator_port (default: the master port + 1; off to go "
         "without); for etcd: join_timeout, outage_timeout, last_call, heartbeat, lease, close_linger, admit, "
         "on_isolation, read_timeout, prefix (/holdfast if left out), protocol (http or https, for endpoints that say "
-        "neither), user, "
-        "password_file (else HOLDFAST_ETCD_PASSWORD of the environment), tls_cert, tls_key, tls_ca.",
+        "neither), user, password_file (else HOLDFAST_ETCD_PASSWORD of the environment), tls_cert, tls_key, tls_ca.",
         metavar="KEY=VALUE,...",
         default="",
     ),
