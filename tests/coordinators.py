@@ -20,7 +20,7 @@ import psutil
 
 from holdfast.rendezvous import hosting, messages
 from holdfast.rendezvous.api import RendezvousParameters
-from holdfast.rendezvous.coordinator import Coordinator
+from holdfast.rendezvous.legacy_coordinator import Coordinator
 from holdfast.rendezvous.messages import PROTOCOL_VERSION, Frames, encode
 from holdfast.rendezvous.tcp import TcpRendezvousHandler, create_handler
 from holdfast.rendezvous.vocabulary import Settings

@@ -26,7 +26,8 @@ import pytest
 from holdfast.agent import WorkerGroup, WorkerSpec, lifecycle
 from holdfast.agent.environment import RoundFacts, worker_environments
 from holdfast.cli import run as cli
-from holdfast.rendezvous import elected, etcd_options, membership, participant, tcp_options
+from holdfast.rendezvous import elected, etcd_options, participant, tcp_options
+from holdfast.rendezvous import legacy_membership as membership
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.rendezvous.vocabulary import Settings

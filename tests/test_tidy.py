@@ -31,7 +31,7 @@ LAYERS = {
 
 PURE = {
     "agent/lifecycle.py": {"holdfast.errors", "holdfast.records"},
-    "rendezvous/membership.py": {"holdfast.errors", "holdfast.rendezvous"},
+    "rendezvous/legacy_membership.py": {"holdfast.errors", "holdfast.rendezvous"},
     "rendezvous/roster.py": {"holdfast.rendezvous"},
     "rendezvous/forming.py": {"holdfast.rendezvous"},
     "rendezvous/objections.py": {"holdfast.rendezvous"},

@@ -378,7 +378,7 @@ SLOW_IMPORT = """
 
     class Finder:
         def find_spec(name, path=None, target=None):
-            if name == "holdfast.rendezvous.coordinator":
+            if name == "holdfast.rendezvous.legacy_coordinator":
                 with open({mailbox!r}, "w") as box:
                     box.write("importing\\n")
                 open({gate!r}).close()

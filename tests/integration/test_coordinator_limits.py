@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.rendezvous import connections, coordinator, messages
+from holdfast.rendezvous import connections, messages
+from holdfast.rendezvous import legacy_coordinator as coordinator
 from holdfast.rendezvous.messages import encode
 from holdfast.rendezvous.vocabulary import Settings
 from tests import coordinators, support

@@ -22,10 +22,10 @@ from holdfast.rendezvous.api import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from holdfast.rendezvous.etcd import EtcdRendezvousHandler, create_handler
 from holdfast.rendezvous.etcd_client import EtcdClient
 from holdfast.rendezvous.etcd_server import EtcdServer
 from holdfast.rendezvous.keyspace import Keyspace, Page, Tellings
+from holdfast.rendezvous.legacy_etcd import EtcdRendezvousHandler, create_handler
 from holdfast.rendezvous.outcome import End, Failure
 from holdfast.rendezvous.restart import RestartPolicy
 from tests import support

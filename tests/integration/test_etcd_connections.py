@@ -279,7 +279,7 @@ def test_nothing_is_loaded_that_holdfast_does_not_need_anyway(etcd: EtcdServer) 
     """An agent has to start fast and stay small."""
     program = """
 import sys
-from holdfast.rendezvous import etcd
+from holdfast.rendezvous import legacy_etcd as etcd
 from holdfast.rendezvous.etcd_client import EtcdClient
 
 with EtcdClient(sys.argv[1:]) as client:

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from holdfast.rendezvous.membership import Membership, Phase
+from holdfast.rendezvous.legacy_membership import Membership, Phase
 from holdfast.rendezvous.outcome import Failure, Outcome
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.rendezvous.vocabulary import (

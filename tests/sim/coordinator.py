@@ -12,7 +12,7 @@ from typing import Any, assert_never
 
 from holdfast.rendezvous import messages
 from holdfast.rendezvous import vocabulary as words
-from holdfast.rendezvous.membership import Membership
+from holdfast.rendezvous.legacy_membership import Membership
 from holdfast.rendezvous.vocabulary import Memory
 from holdfast.rendezvous.world import NodeFacts, World
 from tests.sim.checkers import Checks

@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.rendezvous import elected_words as etcd_words
 from holdfast.rendezvous import vocabulary as words
 from holdfast.rendezvous.elected import Elected
-from holdfast.rendezvous.membership import Membership
+from holdfast.rendezvous.legacy_membership import Membership
 from holdfast.rendezvous.reign import Reign
 from holdfast.rendezvous.session import Session
 from tests.sim.etcd_agent import EtcdAgent

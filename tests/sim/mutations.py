@@ -13,9 +13,10 @@ from typing import Any
 from unittest.mock import patch
 
 from holdfast.agent.lifecycle import Lifecycle
-from holdfast.rendezvous import membership, participant, restart, session, world
+from holdfast.rendezvous import legacy_membership as membership
+from holdfast.rendezvous import participant, restart, session, world
 from holdfast.rendezvous import vocabulary as words
-from holdfast.rendezvous.membership import Membership
+from holdfast.rendezvous.legacy_membership import Membership
 from holdfast.rendezvous.participant import Participant
 from holdfast.rendezvous.session import Session
 from tests.sim.host import Host

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from holdfast.rendezvous import world as rounds
-from holdfast.rendezvous.membership import Phase
+from holdfast.rendezvous.legacy_membership import Phase
 from holdfast.rendezvous.vocabulary import Settings
 from holdfast.rendezvous.world import NodeFacts
 from tests.sim.checkers import Checks

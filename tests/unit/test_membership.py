@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import InternalError
-from holdfast.rendezvous.membership import PHASE_CHANGES, Membership, Phase
+from holdfast.rendezvous.legacy_membership import PHASE_CHANGES, Membership, Phase
 from holdfast.rendezvous.outcome import End, Failure, Outcome
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.rendezvous.vocabulary import (

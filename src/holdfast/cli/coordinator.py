@@ -16,7 +16,7 @@ from holdfast.cli.plain import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
 
 if TYPE_CHECKING:
-    from holdfast.rendezvous.coordinator import Coordinator
+    from holdfast.rendezvous.legacy_coordinator import Coordinator
 
 PROGRAM = "holdfast coordinator"
 
@@ -96,7 +96,7 @@ async def _serve_for_a_run(args: argparse.Namespace) -> None:
 
 def _coordinator(args: argparse.Namespace, sock: socket.socket, idle_timeout_s: float | None) -> Coordinator:
     from holdfast.rendezvous import tcp_options
-    from holdfast.rendezvous.coordinator import Coordinator
+    from holdfast.rendezvous.legacy_coordinator import Coordinator
 
     _allow_many_connections()
     return Coordinator(

@@ -63,7 +63,7 @@ def _create_tcp(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _create_etcd(params: RendezvousParameters) -> RendezvousHandler:
-    from holdfast.rendezvous import etcd
+    from holdfast.rendezvous import legacy_etcd as etcd
 
     return etcd.create_handler(params)
 

@@ -21,7 +21,7 @@ from holdfast.rendezvous import keyspace, messages
 from holdfast.rendezvous import vocabulary as words
 from holdfast.rendezvous.elected_words import EtcdCommand, Forget, Found, Load, Write
 from holdfast.rendezvous.keyspace import Epitaph, Page, Said, Statement, Tellable, Telling, Tellings
-from holdfast.rendezvous.membership import Membership
+from holdfast.rendezvous.legacy_membership import Membership
 from holdfast.rendezvous.outcome import Outcome
 from holdfast.rendezvous.vocabulary import Snapshot
 from holdfast.rendezvous.world import NodeFacts

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousConnectionError
-from holdfast.rendezvous.client import CONNECTION_CLOSED, Client
+from holdfast.rendezvous.legacy_client import CONNECTION_CLOSED, Client
 from holdfast.rendezvous.messages import StoreAnswer
 from holdfast.rendezvous.store import Store, StoreTimeoutError, as_bytes, name_some
 

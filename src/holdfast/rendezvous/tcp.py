@@ -13,9 +13,9 @@ from datetime import timedelta
 from holdfast.errors import UserError
 from holdfast.rendezvous import endpoints, hosting
 from holdfast.rendezvous.api import RendezvousParameters, RendezvousStoreInfo
-from holdfast.rendezvous.client import Client
 from holdfast.rendezvous.coordinated import CoordinatedHandler
 from holdfast.rendezvous.dial import Dial
+from holdfast.rendezvous.legacy_client import Client
 from holdfast.rendezvous.participant import Participant
 from holdfast.rendezvous.remote_store import RemoteStore
 from holdfast.rendezvous.session import Session

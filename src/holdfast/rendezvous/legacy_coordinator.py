@@ -27,7 +27,7 @@ from holdfast.rendezvous import messages, statefiles, vocabulary
 from holdfast.rendezvous.connections import Complaints, Connection
 from holdfast.rendezvous.hosting import PortTaken
 from holdfast.rendezvous.keyvalues import Answers, KeyValues
-from holdfast.rendezvous.membership import Membership
+from holdfast.rendezvous.legacy_membership import Membership
 from holdfast.rendezvous.messages import encode
 from holdfast.rendezvous.statefiles import StateFiles
 from holdfast.rendezvous.world import NodeFacts
