@@ -1,4 +1,4 @@
-"""An agent's side of its place in the run: the connection, the lease, and when to give the place up. Pure.
+"""A node's side of its place in the run: the connection, the lease, and when to give the place up. Pure.
 
 The coordinator gives a node's place away only when its workers must be gone. This machine is the other half of
 that promise. It knows until when the workers may live (`workers_may_live_until`), and the shell hands that time to
@@ -8,13 +8,18 @@ the spawner, which kills them when it passes, whatever the agent is doing then. 
   whole lease from when it received it, so clocks that differ by a tenth do no harm.
 * A connection that is found closed: the agent has `reconnect_grace_s` to be back. It notices at the latest with
   its next heartbeat, and the coordinator waits `drop_timeout_s`, which is longer than both together.
-* A refused connection: nobody listens, so the coordinator process is down and nobody can have been given
-  anything. The one that is started next waits a whole lease before it seals a world. So the lease counts anew from
-  when the refused attempt was made, and the workers go on.
+* A refused connection: nothing listens, so the coordinator process is down and no place can have been given away. The
+  one that is started next waits a whole lease before it seals a world. So the lease counts anew from when the refused
+  attempt was made, and the workers go on. Where another host may start the next coordinator (etcd), a refusal by the
+  coordinator that the node was connected to proves only that the connection was not closed to give the place away: the
+  node has the rest of its lease to find the next one. So does a coordinator that says that it resigns.
 
 When the time passes the place is lost (`LosePlace`): the node comes back as a new incarnation, a stranger. The time
 itself stays where it is, in the past, until the workers are known to be gone: a spawner that is told late, or is
 asked to start workers late, must still find that they may not live.
+
+Where coordinators may move (`locate_after_s`), the node looks for the present one (`Locate`) when its connection breaks
+or its heartbeats stay unanswered. If the shell finds one of a higher term it says so (`LeaderMoved`).
 """
 
 from __future__ import annotations
@@ -27,19 +32,19 @@ from typing import assert_never
 from holdfast.records import record
 
 _LEASE_SHARE = 0.9
+_LOCATE_EVERY_S = 0.5
 _STORY_LENGTH = 32
 
 
 @dataclass(frozen=True, slots=True)
-class SessionSettings:
+class LeaseSettings:
     heartbeat_s: float = 1.0
     lease_s: float = 5.0
     reconnect_grace_s: float = 0.5
     backoff_first_s: float = 0.05
     backoff_cap_s: float = 1.0
-    does_join_renew: bool = True
-    """Whether whoever keeps the lease has heard of the node when it is told of a join. If not, it has when it grants
-    the lease, which is what connecting means then."""
+    does_refusal_renew: bool = True
+    locate_after_s: float | None = None
 
 
 class Line(StrEnum):
@@ -60,7 +65,8 @@ class Connected:
 
 @record
 class ConnectFailed:
-    """`was_refused`: a machine answered that nobody listens there. `jitter` is a random number from 0 to 1."""
+    """`was_refused`: the host of the coordinator that the node was connected to answered that nothing listens there.
+    `jitter` is a random number from 0 to 1."""
 
     was_refused: bool
     jitter: float = 0.0
@@ -97,12 +103,31 @@ class PlaceGivenUp:
 
 
 @record
+class CoordinatorResigned:
+    """The coordinator has said that it steps down, and is about to close the connection."""
+
+
+@record
+class LeaderMoved:
+    """There is a coordinator of a higher term than the one that the node was last connected to."""
+
+
+@record
 class TimePassed:
     pass
 
 
 Event = (
-    Connected | ConnectFailed | Disconnected | HeartbeatAnswered | PlaceTaken | PlaceRevoked | PlaceGivenUp | TimePassed
+    Connected
+    | ConnectFailed
+    | Disconnected
+    | HeartbeatAnswered
+    | PlaceTaken
+    | PlaceRevoked
+    | PlaceGivenUp
+    | CoordinatorResigned
+    | LeaderMoved
+    | TimePassed
 )
 
 
@@ -121,7 +146,7 @@ class SendHeartbeat:
 
 @record
 class SetLease:
-    """The workers may live until then; None: they may live for as long as they like."""
+    """The workers may live until then. None means no limit."""
 
     until: float | None
 
@@ -133,16 +158,21 @@ class HangUp:
 
 @record
 class LosePlace:
-    """The workers are killed, and the node is nobody to the run."""
+    """The workers are killed, and the node is unknown to the run."""
 
 
-Command = Connect | SendHeartbeat | SetLease | HangUp | LosePlace
+@record
+class Locate:
+    """Find out, without hanging up, who coordinates now."""
 
 
-class Session:
-    """One agent and its coordinator. `now` is the agent's own clock throughout."""
+Command = Connect | SendHeartbeat | SetLease | HangUp | LosePlace | Locate
 
-    def __init__(self, settings: SessionSettings, *, may_outlive_lease: bool = False) -> None:
+
+class NodeLease:
+    """One node and its coordinator. `now` is the node's own clock throughout."""
+
+    def __init__(self, settings: LeaseSettings, *, may_outlive_lease: bool = False) -> None:
         """`may_outlive_lease` is for users who prefer running on to being safe."""
         self.settings = settings
         self.line = Line.CLOSED
@@ -156,6 +186,8 @@ class Session:
         self._failures = 0
         self._lease_from = 0.0
         self._closed_at: float | None = None
+        self._has_resigned = False
+        self._next_locate_at = 0.0
         self._lost_at: float | None = None
         self._told: float | None = None
         self._story: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
@@ -172,7 +204,7 @@ class Session:
     def next_deadline(self) -> float | None:
         candidates = [self.workers_may_live_until() if self._lost_at is None else None]
         if self.line is Line.OPEN:
-            candidates.append(self._next_heartbeat_at)
+            candidates += [self._next_heartbeat_at, self._locate_at()]
         if self.line is Line.CLOSED:
             candidates.append(self._connect_at)
         return min((each for each in candidates if each is not None), default=None)
@@ -196,6 +228,11 @@ class Session:
                 return self._connected(now)
             case ConnectFailed(was_refused, jitter):
                 return self._connect_failed(was_refused, jitter, now)
+            case CoordinatorResigned():
+                self._has_resigned = True
+                return []
+            case LeaderMoved():
+                return self._move(now)
             case Disconnected(jitter):
                 return self._disconnected(jitter, now)
             case HeartbeatAnswered(number):
@@ -216,18 +253,16 @@ class Session:
 
     def _take_place(self, asked_at: float) -> None:
         self.has_place, self._lost_at = True, None
-        if self.settings.does_join_renew:
-            self._lease_from = max(self._lease_from, asked_at)
-            if self._closed_at is not None and self._closed_at <= asked_at:
-                self._closed_at = None
+        self._lease_from = max(self._lease_from, asked_at)
+        if self._closed_at is not None and self._closed_at <= asked_at:
+            self._closed_at = None
 
     def _connected(self, now: float) -> list[Command]:
         """The first heartbeat goes out at once: only its answer proves that the lease is alive."""
         self.line = Line.OPEN
         self._failures = 0
+        self._has_resigned = False
         self._sent_at.clear()
-        if not self.settings.does_join_renew:
-            self._lease_from, self._closed_at = max(self._lease_from, self._attempted_at), None
         return self._heartbeat(now)
 
     def _heartbeat(self, now: float) -> list[Command]:
@@ -246,17 +281,37 @@ class Session:
 
     def _connect_failed(self, was_refused: bool, jitter: float, now: float) -> list[Command]:
         if was_refused:
-            self._lease_from = max(self._lease_from, self._attempted_at)
             self._closed_at = None
+            if self.settings.does_refusal_renew:
+                self._lease_from = max(self._lease_from, self._attempted_at)
         self._retreat(jitter, now)
-        return []
+        return self._locate(now)
 
     def _disconnected(self, jitter: float, now: float) -> list[Command]:
-        if self._closed_at is None:
+        if self._closed_at is None and not self._has_resigned:
             self._closed_at = now
         self._sent_at.clear()
         self._retreat(jitter, now)
-        return []
+        return self._locate(now)
+
+    def _move(self, now: float) -> list[Command]:
+        """The connection is silent, or none is there: go to the present coordinator at once."""
+        commands = self._hang_up(now) if self.line is Line.OPEN else []
+        if self.line is Line.CLOSED:
+            self._connect_at = now
+        return commands
+
+    def _locate_at(self) -> float | None:
+        """When a silence has lasted so long that another node may coordinate."""
+        if self.settings.locate_after_s is None or not self._sent_at:
+            return None
+        return max(min(self._sent_at.values()) + self.settings.locate_after_s, self._next_locate_at)
+
+    def _locate(self, now: float) -> list[Command]:
+        if self.settings.locate_after_s is None or now < self._next_locate_at:
+            return []
+        self._next_locate_at = now + _LOCATE_EVERY_S
+        return [Locate()]
 
     def _retreat(self, jitter: float, now: float) -> None:
         """Try again soon, then less and less often; never all nodes at the same moment."""
@@ -272,7 +327,8 @@ class Session:
             return [Connect()]
         if self.line is Line.OPEN and self._next_heartbeat_at is not None and now >= self._next_heartbeat_at:
             return self._hang_up(now) if self._is_mute(now) else self._heartbeat(now)
-        return []
+        locate_at = self._locate_at() if self.line is Line.OPEN else None
+        return self._locate(now) if locate_at is not None and now >= locate_at else []
 
     def _is_mute(self, now: float) -> bool:
         """A host that vanished closes no connection, and the system would go on sending to it for minutes."""
@@ -280,8 +336,7 @@ class Session:
         return now - oldest >= self.settings.lease_s
 
     def _hang_up(self, now: float) -> list[Command]:
-        self._disconnected(0.0, now)
-        return [HangUp()]
+        return [HangUp(), *self._disconnected(0.0, now)]
 
     def has_lapsed(self, now: float) -> bool:
         """Whether the workers may not live any longer and nobody has said so yet."""

@@ -1,6 +1,6 @@
 """The restart policy: after a failure, does the run go on? Pure.
 
-`decide` looks at the policy, at when restarts were charged before, and at the failure. It is asked once for each
+`decide` looks at the policy, at the restarts charged before (`Budget`), and at the failure. It is asked once for each
 failure of the whole run, by the coordinator, or by the agent of a run that has none.
 
 * A failure of a fatal class ends the run at once: no restart cures a syntax error.
@@ -12,16 +12,36 @@ failure of the whole run, by the coordinator, or by the agent of a run that has 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.records import record
-from holdfast.rendezvous.outcome import Failure
 
-# Errors in the program itself. Whoever disagrees names the classes that should be fatal.
+# Stands for the exception of workers that did not end but hung.
+HANG = "hang"
+
+# Errors in the program itself, which no restart cures. `--fatal-exceptions` names others.
 FATAL_EXCEPTIONS = frozenset({"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"})
 
 _NAMED_AT_MOST = 8
+_REMEMBERED_AT_MOST = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What the policy and the final report need to know of a worker that failed.
+
+    `exception` is the class name of the exception, or empty. `text` is the line that says what happened.
+    `is_consequence`: it looks like the result of another failure (a connection closed by a peer).
+    """
+
+    node: str = ""
+    rank: int = -1
+    exitcode: int = 1
+    exception: str = ""
+    text: str = ""
+    is_consequence: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +57,7 @@ class RestartPolicy:
 
 
 def objection_to(policy: RestartPolicy) -> str:
-    """What is wrong with a policy that somebody made, in words; or nothing."""
+    """What is wrong with a policy; or nothing."""
     if policy.max_restarts < 0:
         return f"max_restarts must be non-negative, not {policy.max_restarts}"
     if policy.window_s is not None and policy.window_s <= 0:
@@ -63,22 +83,46 @@ class GiveUp:
 Decision = Restart | GiveUp
 
 
-def decide(policy: RestartPolicy, charged_at: Sequence[float], failure: Failure, now: float) -> Decision:
-    """`charged_at`: the times of the restarts that were charged, by the clock that `now` is of, oldest first."""
+class Budget:
+    """The restarts that were charged: how many, and when, by the clock of its owner.
+
+    Only a count comes from outside. When those restarts happened is not known then, so no window counts them.
+    """
+
+    def __init__(self, now: float, used: int = 0, ages_s: Sequence[float] = ()) -> None:
+        self.used = used
+        self._times = deque((now - age_s for age_s in ages_s), maxlen=_REMEMBERED_AT_MOST)
+
+    def charge(self, now: float) -> None:
+        self.used += 1
+        self._times.append(now)
+
+    def within(self, window_s: float | None, now: float) -> int:
+        """How many count now. Without a window, all do."""
+        if window_s is None:
+            return self.used
+        return sum(1 for at in self._times if now - at < window_s)
+
+    def ages_s(self, window_s: float | None, now: float) -> tuple[float, ...]:
+        """Of those that a window may still count, oldest first."""
+        return tuple(now - at for at in self._times if window_s is not None and now - at < window_s)
+
+
+def decide(policy: RestartPolicy, budget: Budget, failure: Failure, now: float) -> Decision:
     if failure.exitcode in policy.fatal_exit_codes:
         return GiveUp(f"exit code {failure.exitcode} is fatal, a restart would not cure it")
     if failure.exception in policy.fatal_exceptions:
         return GiveUp(f"{failure.exception} is fatal, a restart would not cure it")
     if failure.exitcode in policy.uncounted_exit_codes or failure.exception in policy.uncounted_exceptions:
         return Restart(_backoff_s(policy, 0), is_charged=False)
-    counted = _within_window(policy, charged_at, now)
-    if len(counted) >= policy.max_restarts:
+    counted = budget.within(policy.window_s, now)
+    if counted >= policy.max_restarts:
         return GiveUp(_exhausted(policy))
-    return Restart(_backoff_s(policy, len(counted)), is_charged=True)
+    return Restart(_backoff_s(policy, counted), is_charged=True)
 
 
 def announcement(decision: Restart) -> str:
-    """What people would not see otherwise: that a restart is free, that there is a wait before it; or nothing."""
+    """What people would not see otherwise: that a restart is not counted, that there is a wait before it."""
     if not decision.is_charged:
         return "a restart that is not counted" + (f", in {decision.delay_s:g} s" if decision.delay_s else "")
     return f"a restart, in {decision.delay_s:g} s" if decision.delay_s else ""
@@ -90,16 +134,10 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
 
 
 def excuse(departed: Sequence[str], round: int) -> str:
-    """The first word of a round's end was a failure; by now it is known who was gone, and that explains it."""
+    """Why failures that were reported first are not charged: nodes that were lost or left explain them."""
     more = len(departed) - _NAMED_AT_MOST
     who = "; ".join(departed[:_NAMED_AT_MOST]) + (f"; and {more} more" if more > 0 else "")
     return f"{who} (the failures of round {round} are put down to that, and not charged)"
-
-
-def _within_window(policy: RestartPolicy, charged_at: Sequence[float], now: float) -> list[float]:
-    if policy.window_s is None:
-        return list(charged_at)
-    return [at for at in charged_at if now - at < policy.window_s]
 
 
 def _exhausted(policy: RestartPolicy) -> str:

@@ -1,0 +1,1 @@
+"""An agent's connection to the coordinator of its run."""

@@ -1,0 +1,1 @@
+"""The coordinator: a server around the machine of each run."""

@@ -1,0 +1,234 @@
+"""Who coordinates a run on etcd, and for how long. Pure.
+
+The key `leader` of a run holds a `Leader`: where the coordinator is, a random token, its term, and the number of its
+last write. An agent that finds no such key creates it, under a lease of etcd's, and starts a coordinator process, which
+renews the lease from then on. The key `memory` holds the run's `Memory`.
+
+`Office` is the coordinator's side. It says when to renew, what to write, and when to step down:
+
+* The coordinator counts its lease from when it *sent* the last renewal that etcd answered, and serves for 0.9 of it by
+  its own clock. The shell asks `may_serve` before it answers anything. A coordinator that was frozen finds out before
+  it says its next word.
+* Each write is one transaction that holds only while `leader` is what this coordinator wrote last, and that counts the
+  `turn` in it on. So nothing is written once another coordinator has created the key, or etcd has lost it; and a write
+  that got no answer and is carried out late finds another turn, and changes nothing.
+* A write without an answer is sent again. If it finds its own result, it was carried out the first time.
+* What was to be written is acknowledged in order. The shell tells nodes nothing that follows from it before.
+
+A term is higher than all before it: higher than the memory's, and than any that a node has heard of. If etcd lost its
+data the memory is gone, but the nodes know: a coordinator that hears of a higher term raises its own before it answers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from holdfast.records import record
+from holdfast.rendezvous.membership.model import Memory
+
+_SERVED_SHARE = 0.9
+_RENEWALS_PER_LEASE = 5
+_RETRY_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """The value of the key `leader`. `boot_id` tells hosts apart, should `host` be a loopback address."""
+
+    host: str
+    port: int
+    token: str
+    term: int
+    turn: int = 0
+    boot_id: str = ""
+
+
+# Events.
+
+
+@record
+class MemoryChanged:
+    """The run has something new to be written down; `number` names it in `Acknowledge`."""
+
+    number: int
+    memory: Memory
+
+
+@record
+class TermHeard:
+    """A node knows of a coordinator of this term."""
+
+    number: int
+    term: int
+
+
+@record
+class RenewalAnswered:
+    """`is_alive` False: etcd does not know the lease any more."""
+
+    sent_at: float
+    is_alive: bool
+
+
+@record
+class RenewalFailed:
+    """It got no answer."""
+
+
+@record
+class WriteAnswered:
+    """`found` is the leader key as the transaction left it, None if there is none."""
+
+    found: Leader | None
+
+
+@record
+class WriteFailed:
+    """It got no answer; it may have been carried out, or may yet be."""
+
+
+@record
+class TimePassed:
+    pass
+
+
+Event = MemoryChanged | TermHeard | RenewalAnswered | RenewalFailed | WriteAnswered | WriteFailed | TimePassed
+
+
+# Commands.
+
+
+@record
+class Renew:
+    """Renew the lease; answer with `RenewalAnswered` and the time before it was sent, or `RenewalFailed`."""
+
+
+@record
+class Write:
+    """If the leader key is `before`, make it `after`, under the lease, and put the memory if there is one.
+
+    Answer with the leader key as it is then.
+    """
+
+    before: Leader
+    after: Leader
+    memory: Memory | None
+
+
+@record
+class Acknowledge:
+    """What came with this number is written down."""
+
+    number: int
+
+
+@record
+class Resign:
+    """Stop serving at once."""
+
+    reason: str
+
+
+Command = Renew | Write | Acknowledge | Resign
+
+
+class Office:
+    """One coordinator's time in office. `leader` is the key as this coordinator's agent created it."""
+
+    def __init__(self, leader: Leader, lease_s: float, renewed_at: float) -> None:
+        """`renewed_at` is the time before the lease was asked for."""
+        self.leader = leader
+        self.has_resigned = False
+        self._lease_s = lease_s
+        self._renewed_at = renewed_at
+        self._renew_at: float | None = renewed_at + lease_s / _RENEWALS_PER_LEASE
+        self._waiting: deque[tuple[int, Memory | None, int]] = deque()  # Number, memory, term.
+        self._writing: Write | None = None
+        self._write_again_at: float | None = None
+
+    @property
+    def term(self) -> int:
+        return self.leader.term
+
+    @property
+    def serves_until(self) -> float:
+        return self._renewed_at + _SERVED_SHARE * self._lease_s
+
+    def may_serve(self, now: float) -> bool:
+        return not self.has_resigned and now < self.serves_until
+
+    def next_deadline(self) -> float | None:
+        if self.has_resigned:
+            return None
+        candidates = [self.serves_until, self._renew_at, self._write_again_at]
+        return min(each for each in candidates if each is not None)
+
+    def step(self, event: Event, now: float) -> list[Command]:
+        if self.has_resigned:
+            return []
+        if not self.may_serve(now):
+            return self._resign("etcd did not renew its lease in time")
+        match event:
+            case MemoryChanged(number, memory):
+                self._waiting.append((number, memory, 0))
+            case TermHeard(number, term):
+                self._waiting.append((number, None, term + 1))
+            case RenewalAnswered(sent_at, is_alive):
+                if not is_alive:
+                    return self._resign("etcd has ended its lease")
+                self._renewed_at = max(self._renewed_at, sent_at)
+                self._renew_at = sent_at + self._lease_s / _RENEWALS_PER_LEASE
+            case RenewalFailed():
+                self._renew_at = now + _RETRY_S
+            case WriteAnswered(found):
+                return self._written(found) + self._next_write()
+            case WriteFailed():
+                self._write_again_at = now + _RETRY_S
+            case TimePassed():
+                return self._due(now)
+            case _:
+                assert_never(event)
+        return self._next_write()
+
+    def _due(self, now: float) -> list[Command]:
+        commands: list[Command] = []
+        if self._renew_at is not None and now >= self._renew_at:
+            self._renew_at = None  # Until it is answered, or known to have failed.
+            commands.append(Renew())
+        if self._write_again_at is not None and now >= self._write_again_at:
+            assert self._writing is not None
+            self._write_again_at = None
+            commands.append(self._writing)
+        return commands
+
+    def _next_write(self) -> list[Command]:
+        """One at a time, in order."""
+        if self._writing is not None or not self._waiting:
+            return []
+        _, memory, term = self._waiting[0]
+        after = replace(self.leader, term=max(self.leader.term, term), turn=self.leader.turn + 1)
+        if memory is not None:
+            memory = replace(memory, term=after.term)
+        self._writing = Write(self.leader, after, memory)
+        return [self._writing]
+
+    def _written(self, found: Leader | None) -> list[Command]:
+        writing = self._writing
+        if writing is None or found == writing.before:
+            return []  # An answer to an attempt that was given up; the present one will tell.
+        if found != writing.after:
+            who = "etcd has lost its key" if found is None else f"another one, of term {found.term}, is in office"
+            return self._resign(who)
+        self.leader, self._writing, self._write_again_at = writing.after, None, None
+        return [Acknowledge(self._waiting.popleft()[0])]
+
+    def _resign(self, reason: str) -> list[Command]:
+        self.has_resigned = True
+        return [Resign(reason)]
+
+
+def is_newer(found: Leader | None, known_term: int) -> bool:
+    """Whether a node that knows of a coordinator of this term should go to the one that was found."""
+    return found is not None and found.term > known_term

@@ -1,0 +1,113 @@
+"""From messages to bytes and back: frames of four bytes of length and one msgpack message each. Pure.
+
+Anything longer than `MAX_MESSAGE_BYTES`, and anything that is not exactly one of the expected messages, is `Malformed`.
+Before both sides know each other the limit is `MAX_HANDSHAKE_BYTES`, so that strangers cannot make a coordinator keep
+much. Nothing that is read is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from typing import Any, Union, get_args, get_type_hints
+
+import msgspec
+
+from holdfast.rendezvous.membership import protocol
+from holdfast.rendezvous.membership.model import Push
+from holdfast.rendezvous.membership.protocol import HeartbeatAnswer, StoreAnswer
+
+MAX_MESSAGE_BYTES = 1 << 20
+MAX_HANDSHAKE_BYTES = 1 << 14
+_LENGTH = struct.Struct("!I")
+
+
+class Malformed(ValueError):  # noqa: N818
+    """A peer sent something that is no message."""
+
+
+def _wire_form(kind: Any) -> type[msgspec.Struct]:
+    """The struct as which a push crosses the wire: msgspec cannot tag plain records."""
+    hints = get_type_hints(kind, include_extras=True)
+    return msgspec.defstruct(kind.__name__, [(name, hints[name]) for name in kind.__match_args__], tag=True)
+
+
+_SENT_AS = {kind: _wire_form(kind) for kind in get_args(Push)}
+_READ_AS = {sent: kind for kind, sent in _SENT_AS.items()}
+
+# Made once, here: two threads must not make msgspec look at the same type at the same time.
+_encoder = msgspec.msgpack.Encoder()
+HANDSHAKE: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(protocol.Handshake)
+UPWARD: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(protocol.ToCoordinator)
+DOWNWARD: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    Union[(*_READ_AS, HeartbeatAnswer, StoreAnswer)]  # noqa: UP007  # made of a list
+)
+
+
+class Frames:
+    """Cuts a stream of bytes into messages: those of `HANDSHAKE`, then what `expect` says."""
+
+    def __init__(self, limit_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._buffer = bytearray()
+        self._decoder = HANDSHAKE
+        self._limit_bytes = limit_bytes
+
+    def expect(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        """From the next message on."""
+        self._decoder = decoder
+        self._limit_bytes = MAX_MESSAGE_BYTES
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def next(self) -> object | None:
+        """The next message that has arrived completely, if there is one."""
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > self._limit_bytes:
+            raise Malformed(f"a message of {length} bytes is longer than the {self._limit_bytes} that are allowed")
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return decode(self._decoder, body)
+
+
+def decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> object:
+    try:
+        message: Any = decoder.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise Malformed(f"not a message: {error}") from None
+    kind = _READ_AS.get(type(message))
+    if kind is not None:
+        message = kind(*(getattr(message, name) for name in kind.__match_args__))
+    problem = protocol.problem_of(message)
+    if problem:
+        raise Malformed(f"{type(message).__name__} makes no sense: {problem}")
+    return message  # type: ignore[no-any-return]
+
+
+def encode(message: Any) -> bytes:
+    """A frame. Refuses what no receiver would take."""
+    sent_as = _SENT_AS.get(type(message))
+    if sent_as is not None:
+        message = sent_as(*(getattr(message, name) for name in sent_as.__struct_fields__))
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"{type(message).__name__} has {len(body)} bytes, at most {MAX_MESSAGE_BYTES} can be sent")
+    return _LENGTH.pack(len(body)) + body
+
+
+def prove(token: bytes, side: bytes, run_id: str, challenge: bytes, own_nonce: bytes) -> bytes:
+    """That this side knows the token, for these two nonces, this run and this direction."""
+    parts = (b"holdfast", side, run_id.encode(), challenge, own_nonce)
+    # With their lengths, so that no two lists of parts give the same text.
+    text = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+    return hmac.new(token, text, hashlib.sha256).digest()
+
+
+def is_proof(given: bytes, expected: bytes) -> bool:
+    return hmac.compare_digest(given, expected)

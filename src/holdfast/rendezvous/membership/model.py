@@ -1,0 +1,373 @@
+"""What the nodes of a run agree on, what a round looks like, and what an agent is told. Data only.
+
+Standalone runs use this module too, so it does not import msgspec. `protocol` says how these records cross the wire
+and what values they may hold there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import StrEnum
+from typing import Any
+
+from holdfast.records import record
+from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+
+MAX_NODES = 1 << 17
+MAX_SHAPES = 1024  # Different pairs of role and size in one run.
+
+
+class End(StrEnum):
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CLOSED = "CLOSED"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended, the same on every node. `cause` is the failure that ended it, if one did."""
+
+    end: End
+    reason: str
+    cause: Failure | None = None
+
+
+class Admit(StrEnum):
+    """When a node that joins a running round below max nodes is let in."""
+
+    NOW = "now"
+    ON_RESTART = "on-restart"
+
+
+# How users write the settings that all nodes of a run must share.
+_AS_TYPED = {
+    "admit": "--admit",
+    "join_timeout_s": "--join-timeout",
+    "last_call_s": "--last-call",
+    "lease_s": "--lease",
+    "max_restarts": "--max-restarts",
+    "window_s": "--restart-window",
+    "backoff_s": "--restart-backoff",
+    "fatal_exit_codes": "--fatal-exit-codes",
+    "fatal_exceptions": "--fatal-exceptions",
+    "uncounted_exit_codes": "--uncounted-exit-codes",
+    "uncounted_exceptions": "--uncounted-exceptions",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all nodes of a run must agree on. The first node that joins fixes it."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    join_timeout_s: float = 600.0
+    last_call_s: float = 5.0
+    heartbeat_s: float = 1.0
+    lease_s: float = 5.0
+    drop_timeout_s: float = 2.0
+    close_linger_s: float = 10.0
+    admit: Admit = Admit.NOW
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
+
+    def difference(self, other: Settings) -> str:
+        """The first difference between a node's settings and these of the run, as the user typed them; or nothing."""
+        ours, theirs = self._nnodes(), other._nnodes()
+        if ours != theirs:
+            return f"--nnodes {theirs}, this run has --nnodes {ours}"
+        return _difference(self, other)
+
+    def _nnodes(self) -> str:
+        return str(self.max_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
+
+
+def _difference(ours: Any, theirs: Any) -> str:
+    for each in fields(ours):
+        mine, other = getattr(ours, each.name), getattr(theirs, each.name)
+        if mine == other:
+            continue
+        if is_dataclass(mine):
+            return _difference(mine, other)
+        option = _AS_TYPED.get(each.name)
+        written = f"{option} " if option else f"{each.name.removesuffix('_s')}="
+        return f"{written}{_plain(other)}, this run has {written}{_plain(mine)}"
+    return ""
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, frozenset):
+        return ",".join(sorted(map(str, value))) or "none"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value.value) if isinstance(value, StrEnum) else str(value)
+
+
+class Stage(StrEnum):
+    """How far a node is with its part of a round."""
+
+    WAITING = "WAITING"
+    RUNNING = "RUNNING"
+    FINISHED = "FINISHED"
+    LEAVING = "LEAVING"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What a node brings when it joins.
+
+    `node_id` stays the same while the agent lives, `incarnation` rises each time the node lost its place and comes back
+    as a stranger. The agent holds `port` at `address`, bound: the master port of the round if the node gets rank 0. It
+    is a new one for every join. `grace_s` is how long the node may take to stop its workers.
+    """
+
+    node_id: str
+    incarnation: int = 0
+    address: str = ""
+    port: int = 0
+    role: str = "default"
+    local_world_size: int = 1
+    requested_rank: int | None = None
+    grace_s: float = 30.0
+
+    @property
+    def key(self) -> str:
+        """The coordinator's name for this incarnation of the node."""
+        return f"{self.node_id}/{self.incarnation}"
+
+    @property
+    def shape(self) -> tuple[str, int]:
+        return (self.role, self.local_world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A world as one of its members needs to know it: enough to compute every rank.
+
+    `shapes` are the different pairs of role and local world size, `pattern` says which member has which: two bytes a
+    member, compressed; empty if all members are alike. Without shapes the nodes know nothing of each other.
+    """
+
+    term: int
+    round: int
+    rank: int
+    node_count: int
+    shapes: tuple[tuple[str, int], ...] = ()
+    pattern: bytes = b""
+    master_address: str = ""
+    master_port: int = 0
+    restarts_used: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Which of two rounds is the later one. A coordinator that lost its memory may use a number again."""
+        return (self.term, self.round)
+
+    def shape_of_each(self) -> list[tuple[str, int]]:
+        """The role and the local world size of each member, in rank order. Raises ValueError if they make no sense."""
+        if not self.pattern:
+            return [*self.shapes] * self.node_count
+        import zlib  # Not in a standalone run.
+
+        numbers = zlib.decompressobj().decompress(self.pattern, 2 * self.node_count + 1)
+        if len(numbers) != 2 * self.node_count:
+            raise ValueError(f"a world of {self.node_count} nodes describes another number of nodes")
+        try:
+            return [self.shapes[high << 8 | low] for high, low in zip(numbers[::2], numbers[1::2], strict=True)]
+        except IndexError:
+            raise ValueError("a world with members of unknown shape") from None
+
+
+class World:
+    """One agreed membership. The position of a member is its rank.
+
+    Everything that a worker is told about its round comes from here, so all nodes are told the same. A world that a
+    restarted coordinator adopts knows only the members that have come back to it so far.
+    """
+
+    __slots__ = ("_template", "members", "ranks", "size")
+
+    def __init__(self, template: Place, members: Sequence[NodeFacts] = ()) -> None:
+        """`template` is the place of any member."""
+        self._template = template
+        self.size = template.node_count
+        self.members = dict(enumerate(members))
+        self.ranks = {member.key: rank for rank, member in self.members.items()}
+
+    @classmethod
+    def of(cls, term: int, round: int, members: Sequence[NodeFacts], restarts_used: int = 0) -> World:
+        """A new world of these members, in rank order."""
+        shapes = tuple(dict.fromkeys(member.shape for member in members))
+        master = members[0]
+        pattern = _pattern(members, shapes) if len(shapes) > 1 else b""
+        place = Place(
+            term, round, 0, len(members), shapes, pattern, master.address, master.port, restarts_used
+        )  # fmt: skip
+        return cls(place, members)
+
+    @property
+    def round(self) -> int:
+        return self._template.round
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self._template.order
+
+    @property
+    def restarts_used(self) -> int:
+        return self._template.restarts_used
+
+    @property
+    def missing(self) -> int:
+        """How many members are unknown: they have not come back since the world was adopted."""
+        return self.size - len(self.members)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The known members in rank order."""
+        return tuple(self.members[rank].key for rank in sorted(self.members))
+
+    def take_up(self, rank: int, facts: NodeFacts) -> bool:
+        """A member of an adopted world is back. False if that rank does not exist or is another node's."""
+        if facts.key in self.ranks or rank in self.members or rank >= self.size:
+            return self.ranks.get(facts.key) == rank
+        self.members[rank] = facts
+        self.ranks[facts.key] = rank
+        return True
+
+    def place_of(self, key: str) -> Place:
+        like = self._template
+        return Place(
+            like.term,
+            like.round,
+            self.ranks[key],
+            like.node_count,
+            like.shapes,
+            like.pattern,
+            like.master_address,
+            like.master_port,
+            like.restarts_used,
+        )
+
+    @property
+    def description(self) -> str:
+        return f"round {self.round} runs with {'1 node' if self.size == 1 else f'{self.size} nodes'}"
+
+
+def _pattern(members: Sequence[NodeFacts], shapes: Sequence[tuple[str, int]]) -> bytes:
+    import zlib  # Not in a standalone run.
+
+    numbers = {shape: number.to_bytes(2, "big") for number, shape in enumerate(shapes)}
+    return zlib.compress(b"".join(numbers[member.shape] for member in members))
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What must survive the coordinator process: written down before anything that it backs is told.
+
+    `term` is that of the coordinator that wrote it, `round_term` of the one that sealed the last round. `last_round` is 0 if no round was ever sealed; `members` are the keys of its members, or empty if they are too many
+    to write down. `restart_ages_s` says how long ago the charged restarts happened that the policy's window may still
+    count, as no clock crosses hosts. `settings` are those that the first node fixed.
+    """
+
+    term: int = 0
+    round_term: int = 0
+    last_round: int = 0
+    members: tuple[str, ...] = ()
+    restarts_used: int = 0
+    restart_ages_s: tuple[float, ...] = ()
+    settings: Settings | None = None
+    outcome: Outcome | None = None
+
+
+# What an agent is told. The machine of the run gives these, the wire carries them, the agent's lifecycle takes them.
+
+
+@record
+class Sealed:
+    """A round begins, and this node has a place in it. `key` says which incarnation of the node it is meant for."""
+
+    key: str
+    place: Place
+
+
+@record
+class StandBy:
+    """A round runs without this node, which waits for the next one."""
+
+    round: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Stop the workers of this round and join again.
+
+    `is_failure`: because workers failed, not because of a change of membership. `is_hang`: the run hangs; look where
+    the workers are before.
+    """
+
+    round: int
+    reason: str
+    is_failure: bool = False
+    is_hang: bool = False
+
+
+@record
+class Expelled:
+    """The node's place was given away: its workers must be gone at once, and it joins as a stranger."""
+
+    reason: str
+
+
+@record
+class Refused:
+    """The node cannot take part in this run."""
+
+    reason: str
+
+
+@record
+class Ended:
+    outcome: Outcome
+
+
+@record
+class Progress:
+    """How far the round is that the node waits for. `seconds_left` is until the join timeout."""
+
+    joined: int
+    wanted: int
+    max_nodes: int
+    seconds_left: float
+
+
+@record
+class Notice:
+    """Something for people to read in the node's log."""
+
+    text: str
+
+
+@record
+class Resigned:
+    """The coordinator steps down and closes its connections; another one will wait for the leases to end."""
+
+
+@record
+class PlaceLost:
+    """Not on the wire: the node has lost its place in this round, by its own count or because it was expelled. Its
+    workers are being killed, and it is unknown to the run until it joins again."""
+
+    round: int
+    reason: str
+
+
+Push = Sealed | StandBy | Stop | Expelled | Refused | Ended | Progress | Notice | Resigned
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address means the host itself, on every host another one. Names other than `localhost` do not."""
+    if address.startswith("127.") and address.count(".") == 3:
+        return True
+    return address in ("::1", "localhost") or address.startswith("::ffff:127.")

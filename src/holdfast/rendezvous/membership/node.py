@@ -1,0 +1,376 @@
+"""What one node says to its coordinator and makes of the answers. Pure.
+
+A `Participant` knows where its node stands in the run: it waits for a place, has one, or goes away. It wraps a
+`NodeLease` (connection and lease) and adds the messages. Connections come and go underneath it: what the coordinator
+may have missed is said again after each reconnect, and saying it twice does no harm.
+
+    OUTSIDE --join--> WAITING --Sealed--> MEMBER --stopped, join--> WAITING ...
+                                             |
+                                             +--place lost--> OUTSIDE (the next join is a new incarnation)
+
+A node that is expelled while it waits has nothing to stop: it becomes a new incarnation and joins again by itself.
+
+The handler tells it what the agent does (`JoinRequested`, `FailureReported`, ...) and passes on what it gives: messages
+for the coordinator (`Send`), and pushes for the agent, which are the coordinator's messages. In the simulator the same
+object stands between the fake network and the agent's lifecycle machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import StrEnum
+from typing import assert_never
+
+from holdfast.errors import InternalError
+from holdfast.records import record
+from holdfast.rendezvous.membership import node_lease
+from holdfast.rendezvous.membership.model import (
+    Ended,
+    Expelled,
+    NodeFacts,
+    Notice,
+    Place,
+    PlaceLost,
+    Progress,
+    Refused,
+    Resigned,
+    Sealed,
+    Settings,
+    Stage,
+    StandBy,
+    Stop,
+)
+from holdfast.rendezvous.membership.node_lease import Line, NodeLease
+from holdfast.rendezvous.membership.protocol import (
+    Close,
+    Failed,
+    FromCoordinator,
+    FromNode,
+    Heartbeat,
+    HeartbeatAnswer,
+    Join,
+    Leaving,
+    Left,
+    Return,
+    Succeeded,
+)
+from holdfast.rendezvous.membership.restart_policy import Failure
+
+
+class Standing(StrEnum):
+    OUTSIDE = "OUTSIDE"
+    WAITING = "WAITING"
+    MEMBER = "MEMBER"
+    LEAVING = "LEAVING"
+    DONE = "DONE"
+
+
+# How a node's standing may change, and why. The diagram in the documentation is made from this.
+STANDING_CHANGES: tuple[tuple[Standing, str, Standing], ...] = (
+    (Standing.OUTSIDE, "the agent joins", Standing.WAITING),
+    (Standing.WAITING, "a world is sealed with it", Standing.MEMBER),
+    (Standing.WAITING, "the agent joins again, or it was expelled", Standing.WAITING),
+    (Standing.MEMBER, "its workers are stopped and the agent joins", Standing.WAITING),
+    (Standing.MEMBER, "its place is lost", Standing.OUTSIDE),
+    (Standing.OUTSIDE, "the agent leaves", Standing.LEAVING),
+    (Standing.WAITING, "the agent leaves", Standing.LEAVING),
+    (Standing.MEMBER, "the agent leaves", Standing.LEAVING),
+    (Standing.LEAVING, "the agent leaves again", Standing.LEAVING),
+    (Standing.OUTSIDE, "the run has ended", Standing.DONE),
+    (Standing.WAITING, "the run has ended, or refuses it", Standing.DONE),
+    (Standing.MEMBER, "the run has ended", Standing.DONE),
+    (Standing.LEAVING, "the run has ended", Standing.DONE),
+    (Standing.DONE, "the run has ended", Standing.DONE),
+)
+_ALLOWED = frozenset((before, after) for before, _, after in STANDING_CHANGES)
+
+
+# Events: what the agent does, and what comes on the connection.
+
+
+@record
+class JoinRequested:
+    """The node has no workers and wants a place in the next round. The agent holds `port`, a new one each time."""
+
+    port: int
+
+
+@record
+class FailureReported:
+    round: int
+    failure: Failure
+
+
+@record
+class SuccessReported:
+    round: int
+
+
+@record
+class LeaveRequested:
+    """The node goes away; its workers are being stopped."""
+
+
+@record
+class LeaveCompleted:
+    """Its workers are gone."""
+
+
+@record
+class CloseRequested:
+    """The user ends the run for all nodes."""
+
+    reason: str
+
+
+@record
+class Received:
+    message: FromCoordinator
+
+
+@record
+class Welcomed:
+    """There is a connection to a coordinator of this term, which knows of rounds up to this one."""
+
+    term: int
+    last_round: int
+
+
+AgentEvent = (
+    JoinRequested | FailureReported | SuccessReported | LeaveRequested | LeaveCompleted | CloseRequested | Received
+)
+Event = AgentEvent | Welcomed | node_lease.Event
+
+
+@record
+class Send:
+    message: FromNode
+
+
+ForAgent = Sealed | StandBy | Stop | PlaceLost | Ended | Refused | Progress | Notice
+Command = Send | ForAgent | node_lease.Connect | node_lease.SetLease | node_lease.HangUp | node_lease.Locate
+
+
+class Participant:
+    """One node's part in one run. `term` is the highest that it has heard of."""
+
+    def __init__(self, facts: NodeFacts, settings: Settings, lease: NodeLease) -> None:
+        self.facts = facts
+        self.settings = settings
+        self.standing = Standing.OUTSIDE
+        self.place: Place | None = None
+        self.term = 0
+        self._lease = lease
+        self._last_place: Place | None = None
+        self._heard_round = 0
+        self._has_lost_place = False
+        self._asked_at = 0.0
+        self._stage = Stage.RUNNING
+        self._failure: FailureReported | None = None
+        self._stop: Stop | None = None
+        self._close_reason = ""
+        self._has_left = False
+        self._end: Ended | Refused | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        return self._lease.line is Line.OPEN
+
+    def next_deadline(self) -> float | None:
+        return None if self.standing is Standing.DONE else self._lease.next_deadline()
+
+    def step(self, event: Event, now: float) -> list[Command]:
+        if isinstance(event, AgentEvent) and self._lease.has_lapsed(now):
+            # First of all: workers that the spawner has killed by now have neither failed nor succeeded.
+            return [*self._step_lease(node_lease.TimePassed(), now), *self.step(event, now)]
+        match event:
+            case JoinRequested(port):
+                return self._join(port, now)
+            case FailureReported():
+                return self._report_failure(event)
+            case SuccessReported(round):
+                return self._report_success(round)
+            case LeaveRequested():
+                return self._leave()
+            case LeaveCompleted():
+                return self._complete_leave(now)
+            case CloseRequested(reason):
+                self._close_reason = reason
+                return self._say(Close(reason))
+            case Received(message):
+                return self._take(message, now)
+            case Welcomed(term, last_round):
+                return self._welcomed(term, last_round, now)
+            case _:
+                return self._step_lease(event, now)
+
+    def _step_lease(self, event: node_lease.Event, now: float) -> list[Command]:
+        commands: list[Command] = []
+        for command in self._lease.step(event, now):
+            match command:
+                case node_lease.SendHeartbeat(number):
+                    commands.append(Send(Heartbeat(number)))
+                case node_lease.LosePlace():
+                    commands += self._lose_place("the coordinator was out of reach for too long", now)
+                case node_lease.Connect() | node_lease.SetLease() | node_lease.HangUp() | node_lease.Locate():
+                    commands.append(command)
+                case _:
+                    assert_never(command)
+        return commands
+
+    # What the agent does.
+
+    def _join(self, port: int, now: float) -> list[Command]:
+        if self._end is not None:
+            return [self._end]
+        commands = self._step_lease(node_lease.PlaceGivenUp(), now)
+        self.facts = replace(self.facts, port=port)
+        self._stand(Standing.WAITING)
+        self.place, self._stage = None, Stage.RUNNING
+        self._asked_at = now
+        return commands + self._say(self._join_message())
+
+    def _join_message(self) -> Join:
+        """With what was said of the last round: it may have met a closed connection, or a coordinator that is gone."""
+        failure = self._failure.failure if self._failure else None
+        return Join(
+            self.facts, self.settings, self._last_place, self._heard_round, self._has_lost_place, failure, self._stop
+        )
+
+    def _report_failure(self, report: FailureReported) -> list[Command]:
+        if not self._is_in(report.round):
+            return []
+        self._failure = report
+        return self._say(Failed(report.round, report.failure))
+
+    def _report_success(self, round: int) -> list[Command]:
+        if not self._is_in(round):
+            return []
+        self._stage = Stage.FINISHED
+        return self._say(Succeeded(round))
+
+    def _is_in(self, round: int) -> bool:
+        return self.standing is Standing.MEMBER and self.place is not None and self.place.round == round
+
+    def _leave(self) -> list[Command]:
+        if self.standing is Standing.DONE:
+            return []
+        self._stand(Standing.LEAVING)
+        return self._say(Leaving())
+
+    def _complete_leave(self, now: float) -> list[Command]:
+        if self.standing is not Standing.LEAVING:
+            return []
+        self._has_left = True
+        return [*self._step_lease(node_lease.PlaceGivenUp(), now), *self._say(Left())]
+
+    # What the coordinator says.
+
+    def _welcomed(self, term: int, last_round: int, now: float) -> list[Command]:
+        """Never accept a coordinator that another one has replaced."""
+        if term < self.term:
+            return [node_lease.HangUp(), *self._step_lease(node_lease.ConnectFailed(was_refused=False), now)]
+        self.term = term
+        self._heard_round = max(self._heard_round, last_round)
+        commands = self._step_lease(node_lease.Connected(), now)
+        return [*self._introduce(now), *commands]
+
+    def _take(self, message: FromCoordinator, now: float) -> list[Command]:
+        match message:
+            case HeartbeatAnswer(number):
+                return self._step_lease(node_lease.HeartbeatAnswered(number), now)
+            case Sealed():
+                return self._sealed(message, now)
+            case StandBy(round):
+                self._heard_round = max(self._heard_round, round)
+                return [message] if self.standing is Standing.WAITING else []
+            case Stop(round):
+                if not self._is_in(round):
+                    return []
+                self._stop = message
+                return [message]
+            case Expelled(reason):
+                return self._lose_place(reason, now)
+            case Resigned():
+                return self._step_lease(node_lease.CoordinatorResigned(), now)
+            case Refused():
+                return self._finish(message, now)
+            case Ended():
+                # The coordinator may forget the run when all nodes have confirmed its end.
+                return [*self._say(Left()), *self._finish(message, now)]
+            case Progress():
+                return [message] if self.standing is Standing.WAITING else []
+            case Notice():
+                return [message]
+        assert_never(message)
+
+    def _sealed(self, sealed: Sealed, now: float) -> list[Command]:
+        """A place that comes too late, for a join that was taken back or a round that is over, is not ours."""
+        key, place = sealed.key, sealed.place
+        last_round = self._last_place.round if self._last_place is not None else 0
+        if key != self.facts.key or self.standing is not Standing.WAITING or place.round <= last_round:
+            return []
+        commands = self._step_lease(node_lease.PlaceTaken(self._asked_at), now)
+        if key != self.facts.key:
+            return commands  # It was so late that the place is lost already.
+        self._stand(Standing.MEMBER)
+        self.place = self._last_place = place
+        self._heard_round = max(self._heard_round, place.round)
+        self._has_lost_place, self._failure, self._stop = False, None, None
+        return [*commands, sealed]
+
+    def _lose_place(self, reason: str, now: float) -> list[Command]:
+        """Become a stranger: nothing that was meant for the lost incarnation can reach the next one."""
+        match self.standing:
+            case Standing.WAITING:
+                self._become_stranger()
+                return self._join(self.facts.port, now)
+            case Standing.MEMBER:
+                assert self.place is not None
+                lost = PlaceLost(self.place.round, reason)
+                self._become_stranger()
+                self._has_lost_place = True
+                self._stand(Standing.OUTSIDE)
+                self.place = None
+                return [*self._step_lease(node_lease.PlaceRevoked(), now), lost]
+            case Standing.LEAVING:
+                return self._step_lease(node_lease.PlaceRevoked(), now)
+        return []
+
+    def _become_stranger(self) -> None:
+        self._failure = self._stop = None
+        self.facts = replace(self.facts, incarnation=self.facts.incarnation + 1)
+
+    def _finish(self, end: Ended | Refused, now: float) -> list[Command]:
+        """No place is given away after the end, so workers that are being stopped may take their time."""
+        self._stand(Standing.DONE)
+        self._end = end
+        return [*self._step_lease(node_lease.PlaceGivenUp(), now), end]
+
+    def _stand(self, standing: Standing) -> None:
+        if (self.standing, standing) not in _ALLOWED:
+            raise InternalError(f"node {self.facts.key} cannot go from {self.standing} to {standing}")
+        self.standing = standing
+
+    # Saying things.
+
+    def _say(self, message: FromNode) -> list[Command]:
+        return [Send(message)] if self.is_connected else []
+
+    def _introduce(self, now: float) -> list[Command]:
+        """On a new connection: say where this node stands, and everything that may have got lost."""
+        self._asked_at = now
+        said: list[FromNode] = []
+        if self.standing is Standing.WAITING:
+            said.append(self._join_message())
+        if self.standing in (Standing.MEMBER, Standing.LEAVING) and self.place is not None:
+            said.append(Return(self.facts, self.settings, self.place, self._stage))
+            if self._failure is not None:
+                said.append(Failed(self._failure.round, self._failure.failure))
+        if self.standing is Standing.LEAVING:
+            said.append(Left() if self._has_left else Leaving())
+        if self.standing is Standing.DONE:
+            said.append(Left())
+        if self._close_reason:
+            said.append(Close(self._close_reason))
+        return [Send(message) for message in said]

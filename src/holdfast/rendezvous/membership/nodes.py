@@ -1,0 +1,215 @@
+"""The nodes that a run's machine knows: when each was last heard of, which may soon be lost, which may join. Pure.
+
+No question needs a look at all nodes. The nodes stand in the order in which they were last heard of, and all leases
+are equally long, so the first in line is the next whose lease may end. Nodes whose connection is closed have a time of
+their own, kept in a heap.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from holdfast.rendezvous.membership.model import NodeFacts, Settings, Stage, is_loopback
+
+_FORGOTTEN_AFTER = 4096  # So many nodes that are gone are remembered, to know their late messages.
+
+
+@dataclass(slots=True)
+class Node:
+    facts: NodeFacts
+    stage: Stage
+    arrival: int
+    heard_at: float
+    drop_at: float | None = None
+    """Its connection is closed, and it is lost at this time unless it returns."""
+
+    @property
+    def key(self) -> str:
+        return self.facts.key
+
+    @property
+    def is_open(self) -> bool:
+        return self.drop_at is None
+
+
+class NodeTable:
+    """`waiting` are the keys of the nodes that have joined, are connected, and have no workers."""
+
+    def __init__(self) -> None:
+        self.waiting: set[str] = set()
+        self._nodes: dict[str, Node] = {}
+        self._by_silence: OrderedDict[str, None] = OrderedDict()  # Open ones; the one that is silent longest is first.
+        self._dropping: set[str] = set()
+        self._drop_times: list[tuple[float, str]] = []  # A heap, with some that are not true any more.
+        self._claims: dict[int, set[str]] = {}  # Which keys requested which rank.
+        self._incarnations: dict[str, int] = {}  # The newest of each node that is here.
+        self._gone: OrderedDict[str, int] = OrderedDict()  # The same of nodes that are gone, the newest last.
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._nodes
+
+    def __getitem__(self, key: str) -> Node:
+        return self._nodes[key]
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def get(self, key: str) -> Node | None:
+        return self._nodes.get(key)
+
+    def any(self) -> Node | None:
+        return next(iter(self._nodes.values()), None)
+
+    def most_silent(self) -> Node | None:
+        """Of those that are connected, the one that has not been heard of for the longest time."""
+        key = next(iter(self._by_silence), None)
+        return None if key is None else self._nodes[key]
+
+    def open_keys(self) -> tuple[str, ...]:
+        return tuple(key for key, node in self._nodes.items() if node.is_open)
+
+    def waiting_keys(self) -> tuple[str, ...]:
+        return tuple(sorted(self.waiting))
+
+    def claimants(self, rank: int) -> list[Node]:
+        return [self._nodes[key] for key in self._claims.get(rank, ())]
+
+    def waiting_in_order(self) -> list[Node]:
+        """By arrival."""
+        return sorted((self._nodes[key] for key in self.waiting), key=lambda node: node.arrival)
+
+    def names_waiting(self) -> list[str]:
+        return sorted(self._nodes[key].facts.node_id for key in self.waiting)
+
+    def earlier_self(self, facts: NodeFacts) -> str | None:
+        """The key under which an earlier incarnation of this node is still known."""
+        known = self._incarnations.get(facts.node_id)
+        key = f"{facts.node_id}/{known}"
+        return key if known is not None and known < facts.incarnation and key in self._nodes else None
+
+    def is_outdated(self, facts: NodeFacts) -> bool:
+        """Whether a newer incarnation of the node was here. Connections do not wait for each other, so the last
+        messages of an incarnation that was given up may arrive after the first of the next."""
+        newest = max(self._incarnations.get(facts.node_id, 0), self._gone.get(facts.node_id, 0))
+        return facts.incarnation < newest
+
+    def add(self, facts: NodeFacts, stage: Stage, now: float) -> Node:
+        """A node that is known keeps its place in the order of arrival."""
+        known = self._nodes.get(facts.key)
+        self.remove(facts.key)
+        self._arrivals += 1
+        node = self._nodes[facts.key] = Node(facts, stage, known.arrival if known else self._arrivals, now)
+        self._by_silence[facts.key] = None
+        self._incarnations[facts.node_id] = facts.incarnation
+        if facts.requested_rank is not None:
+            self._claims.setdefault(facts.requested_rank, set()).add(facts.key)
+        if stage is Stage.WAITING:
+            self.waiting.add(facts.key)
+        return node
+
+    def remove(self, key: str) -> None:
+        node = self._nodes.pop(key, None)
+        if node is None:
+            return
+        if node.facts.requested_rank is not None:
+            self._claims[node.facts.requested_rank].discard(key)
+        self.waiting.discard(key)
+        self._dropping.discard(key)
+        self._by_silence.pop(key, None)
+        node_id, incarnation = node.facts.node_id, node.facts.incarnation
+        if self._incarnations.get(node_id) == incarnation:
+            del self._incarnations[node_id]
+        self._gone[node_id] = max(incarnation, self._gone.pop(node_id, 0))
+        if len(self._gone) > _FORGOTTEN_AFTER:
+            self._gone.popitem(last=False)
+
+    def hear(self, key: str, now: float) -> None:
+        node = self._nodes.get(key)
+        if node is not None:
+            node.heard_at = now
+            if node.is_open:
+                self._by_silence[key] = None
+                self._by_silence.move_to_end(key)
+
+    def drop(self, node: Node, at: float) -> None:
+        """Its connection is closed; it is lost at that time unless it returns."""
+        node.drop_at = at
+        self._dropping.add(node.key)
+        self._by_silence.pop(node.key, None)
+        heapq.heappush(self._drop_times, (at, node.key))
+        self.waiting.discard(node.key)
+
+    def reopen(self, node: Node, now: float) -> None:
+        node.drop_at = None
+        self._dropping.discard(node.key)
+        self.hear(node.key, now)
+
+    def dropped_by(self, now: float) -> list[str]:
+        return sorted(key for key in self._dropping if (self._nodes[key].drop_at or 0.0) <= now)
+
+    def next_drop_at(self) -> float | None:
+        while self._drop_times and not self._is_dropped_at(*self._drop_times[0]):
+            heapq.heappop(self._drop_times)
+        return self._drop_times[0][0] if self._drop_times else None
+
+    def _is_dropped_at(self, at: float, key: str) -> bool:
+        node = self._nodes.get(key)
+        return node is not None and node.drop_at == at
+
+    def check(self) -> None:
+        assert self.waiting <= self._nodes.keys()
+        assert self._by_silence.keys() == {key for key, node in self._nodes.items() if node.is_open}
+        assert self._dropping == {key for key, node in self._nodes.items() if not node.is_open}
+
+
+def rejection_of(
+    facts: NodeFacts, settings: Settings, ours: Settings, nodes: NodeTable, is_silent: Callable[[Node], bool]
+) -> str:
+    """Why a node cannot take part in the run, in the words that its user typed; or nothing."""
+    difference = ours.difference(settings)
+    if difference:
+        nobody = "none of its nodes is here now; the run is forgotten when no node has come for a minute"
+        return difference if nodes else f"{difference} ({nobody})"
+    other = nodes.any()
+    unreachable = _unreachable_between_hosts(facts, other.facts) if other else ""
+    return unreachable or _rejection_of_rank(facts, ours.max_nodes, nodes, is_silent)
+
+
+def _rejection_of_rank(
+    facts: NodeFacts, max_nodes: int, nodes: NodeTable, is_silent: Callable[[Node], bool]
+) -> str:
+    """A node that is closed or silent claims no rank: it may be what has become of this very node."""
+    rank = facts.requested_rank
+    if rank is None:
+        return ""
+    if not 0 <= rank < max_nodes:
+        return f"--node-rank {rank}, but this run has at most {max_nodes} nodes"
+    others = (node for node in nodes.claimants(rank) if node.facts.node_id != facts.node_id)
+    names = sorted(node.facts.node_id for node in others if node.is_open and not is_silent(node))
+    if not names:
+        return ""
+    free = next((other for other in range(max_nodes) if not nodes.claimants(other)), None)
+    hint = "" if free is None else f"; give --node-rank {free}"
+    return f"this node has rank {rank} (--node-rank, or 0 if it was not given), and {names[0]} has it already{hint}"
+
+
+def _unreachable_between_hosts(newcomer: NodeFacts, member: NodeFacts) -> str:
+    """What is wrong if one of the two has an address that only its own host can reach, and the other has not."""
+    if not newcomer.address or not member.address or is_loopback(newcomer.address) == is_loopback(member.address):
+        return ""
+    if is_loopback(newcomer.address):
+        return (
+            f"its address is {newcomer.address}, where no other host can reach it, and {member.node_id} is at "
+            f"{member.address}; give this node an address with --local-addr"
+        )
+    return (
+        f"its address is {newcomer.address}, but {member.node_id} is at {member.address}, where no other host can "
+        f"reach it; give {member.node_id} an address with --local-addr"
+    )

@@ -1,0 +1,340 @@
+"""The messages between nodes and their coordinator, with their limits, and what the machines take and give.
+
+What crosses the wire is what the machines take and give. A message is a tagged msgpack map; `msgspec` checks every
+field against its type and its limits, `problem_of` checks what spans several fields. Anything else costs its sender the
+connection. No number that a peer sends sizes anything.
+
+Versions. The first message of each side carries major and minor. Another major is refused by name. A minor may add
+fields with defaults, which others ignore, and messages that are sent only to a peer whose minor knows them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from holdfast.records import record
+from holdfast.rendezvous.membership import model
+from holdfast.rendezvous.membership.model import (
+    MAX_NODES,
+    MAX_SHAPES,
+    Memory,
+    NodeFacts,
+    Place,
+    Push,
+    Settings,
+    Stage,
+    Stop,
+)
+from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+
+MAJOR, MINOR = 2, 0
+MAX_TEXT = 1 << 14
+MAX_NAME = 1024
+NONCE_BYTES = 32
+_MAX_COUNT = 1 << 53  # What every peer can count to, whatever it is written in.
+
+Count = Annotated[int, Meta(ge=0, le=_MAX_COUNT)]
+AnyInt = Annotated[int, Meta(ge=-_MAX_COUNT, le=_MAX_COUNT)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e10)]
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
+NonEmptyName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+NodeCount = Annotated[int, Meta(ge=1, le=MAX_NODES)]
+Rank = Annotated[int, Meta(ge=0, lt=MAX_NODES)]
+LocalSize = Annotated[int, Meta(ge=1, le=1 << 20)]
+Key = Annotated[str, Meta(max_length=MAX_NAME + 20)]
+Bytes = Annotated[bytes, Meta(max_length=MAX_NAME)]
+
+# The limits of plain records when they cross the wire, by the names of their fields.
+_LIMITS: dict[type, dict[str, Any]] = {
+    NodeFacts: {
+        "node_id": NonEmptyName,
+        "incarnation": Count,
+        "address": Name,
+        "port": Port,
+        "role": Name,
+        "local_world_size": LocalSize,
+        "requested_rank": AnyInt | None,
+        "grace_s": Seconds,
+    },
+    Settings: {
+        "min_nodes": NodeCount,
+        "max_nodes": NodeCount,
+        "join_timeout_s": Seconds,
+        "last_call_s": Seconds,
+        "heartbeat_s": Annotated[float, Meta(ge=0.01, le=3600.0)],
+        "lease_s": Annotated[float, Meta(ge=0.1, le=3600.0)],
+        "drop_timeout_s": Annotated[float, Meta(ge=0.01, le=3600.0)],
+        "close_linger_s": Annotated[float, Meta(ge=0.0, le=86400.0)],
+    },
+    RestartPolicy: {
+        "max_restarts": Count,
+        "window_s": Seconds | None,
+        "backoff_s": Seconds,
+        "backoff_cap_s": Seconds,
+    },
+    Failure: {"node": Name, "rank": AnyInt, "exitcode": AnyInt, "exception": Name, "text": Text},
+    model.Outcome: {"reason": Text},
+    Place: {
+        "term": Count,
+        "round": Annotated[int, Meta(ge=1, le=_MAX_COUNT)],
+        "rank": Rank,
+        "node_count": NodeCount,
+        "shapes": Annotated[tuple[tuple[Name, LocalSize], ...], Meta(max_length=MAX_SHAPES)],
+        "pattern": Annotated[bytes, Meta(max_length=4 * MAX_NODES)],
+        "master_address": Name,
+        "master_port": Port,
+        "restarts_used": Count,
+    },
+    Memory: {
+        "term": Count,
+        "round_term": Count,
+        "last_round": Count,
+        "members": tuple[Key, ...],
+        "restarts_used": Count,
+        "restart_ages_s": tuple[Seconds, ...],
+    },
+    model.Sealed: {"key": Key},
+    Stop: {"round": Count, "reason": Text},
+    model.StandBy: {"round": Count, "text": Text},
+    model.Expelled: {"reason": Text},
+    model.Refused: {"reason": Text},
+    model.Progress: {"joined": Count, "wanted": Count, "max_nodes": Count, "seconds_left": Seconds},
+    model.Notice: {"text": Text},
+}
+for _kind, _limits in _LIMITS.items():
+    _kind.__annotations__ = {**get_type_hints(_kind, include_extras=True), **_limits}
+
+
+# The handshake.
+
+
+class Challenge(msgspec.Struct, frozen=True, tag=True):
+    """The coordinator's first message. `version` is the major one."""
+
+    version: int
+    nonce: Bytes
+    wants_token: bool
+    minor: int = 0
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The agent's answer. `term` is the highest that it knows of."""
+
+    version: int
+    run_id: str
+    nonce: Bytes
+    proof: Bytes = b""
+    minor: int = 0
+    term: Count = 0
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Both know each other now. `last_round` is the last one that the coordinator knows of."""
+
+    proof: Bytes = b""
+    term: Count = 0
+    last_round: Count = 0
+
+
+class Denied(msgspec.Struct, frozen=True, tag=True):
+    reason: Text
+
+
+Handshake = Challenge | Hello | Welcome | Denied
+
+
+# The key-value store.
+
+
+class StoreRequest(msgspec.Struct, frozen=True, tag=True):
+    """`operation` is one of set, get, add, compare_set, wait, check, delete. `timeout_s` is for those that wait.
+
+    `sender` and `number` together name the request: one that comes a second time, because the connection was lost
+    before the answer came, is answered again and not carried out again.
+    """
+
+    sender: Annotated[bytes, Meta(max_length=NONCE_BYTES)]
+    number: Count
+    operation: Name
+    keys: tuple[str, ...]
+    values: tuple[bytes, ...] = ()
+    amount: int = 0
+    timeout_s: Seconds = 0.0
+
+
+class StoreAnswer(msgspec.Struct, frozen=True, tag=True):
+    """`problem` is empty when it went well, `timeout` when the time was up, else what is wrong."""
+
+    number: Count
+    values: tuple[bytes, ...] = ()
+    amount: int = 0
+    problem: str = ""
+
+
+# From a node.
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """The node asks for a place in the next round; none of its workers are alive.
+
+    `place` is the last one that it had, `heard_round` the highest round that it knows of. `failure` is what its workers
+    of that round failed of, and `stop` the message that made it stop, in case that the coordinator does not know.
+    `has_lost_place`: the node had to kill its workers because it could not reach the coordinator.
+    """
+
+    facts: NodeFacts
+    settings: Settings
+    place: Place | None = None
+    heard_round: Count = 0
+    has_lost_place: bool = False
+    failure: Failure | None = None
+    stop: Stop | None = None
+
+
+class Return(msgspec.Struct, frozen=True, tag=True):
+    """A node is connected again and has not given up its place."""
+
+    facts: NodeFacts
+    settings: Settings
+    place: Place
+    stage: Stage
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    number: Count
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    round: Count
+    failure: Failure
+
+
+class Succeeded(msgspec.Struct, frozen=True, tag=True):
+    round: Count
+
+
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """The node goes away and is stopping its workers."""
+
+
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """The node is gone, and so are its workers; or it knows how the run ended."""
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    """The user ends the run for all nodes."""
+
+    reason: Text
+
+
+FromNode = Join | Return | Heartbeat | Failed | Succeeded | Leaving | Left | Close
+ToCoordinator = FromNode | StoreRequest
+
+
+# From the coordinator: the pushes of `model`, and answers.
+
+
+class HeartbeatAnswer(msgspec.Struct, frozen=True, tag=True):
+    number: Count
+
+
+FromCoordinator = Push | HeartbeatAnswer
+
+
+def problem_of(message: object) -> str:
+    """What is wrong with the values of a message that has the right shape; or nothing."""
+    match message:
+        case Hello(version=MAJOR, nonce=nonce) | Challenge(version=MAJOR, nonce=nonce) if len(nonce) != NONCE_BYTES:
+            return f"a nonce of {len(nonce)} bytes"
+        case Join(_, settings, place):
+            return _settings_problem(settings) or (_place_problem(place) if place is not None else "")
+        case Return(_, settings, place):
+            return _settings_problem(settings) or _place_problem(place)
+        case model.Sealed(_, place):
+            return _place_problem(place)
+    return ""
+
+
+def _settings_problem(settings: Settings) -> str:
+    if settings.min_nodes > settings.max_nodes:
+        return f"a run of {settings.min_nodes} to {settings.max_nodes} nodes"
+    if settings.lease_s < 2 * settings.heartbeat_s:
+        return f"a lease of {settings.lease_s:g} s with a heartbeat every {settings.heartbeat_s:g} s"
+    return ""
+
+
+def _place_problem(place: Place) -> str:
+    return "" if place.rank < place.node_count else f"rank {place.rank} of {place.node_count} nodes"
+
+
+def clipped(failure: Failure) -> Failure:
+    """As much of a failure as may be sent."""
+    text = failure.text if len(failure.text) <= MAX_TEXT else failure.text[: MAX_TEXT - 4] + " ..."
+    return Failure(
+        failure.node[:MAX_NAME],
+        failure.rank,
+        failure.exitcode,
+        failure.exception[:MAX_NAME],
+        text,
+        failure.is_consequence,
+    )
+
+
+# What the machine of a run takes and gives.
+
+
+@record
+class From:
+    """A message of the node with that key."""
+
+    key: str
+    message: FromNode
+
+
+@record
+class ConnectionClosed:
+    """The connection on which the node spoke last is closed."""
+
+    key: str
+
+
+@record
+class TimePassed:
+    """The deadline that `next_deadline` named has come."""
+
+
+Event = From | ConnectionClosed | TimePassed
+
+
+@record
+class Tell:
+    keys: tuple[str, ...]
+    message: Push
+
+
+@record
+class Remember:
+    """Write this down. The commands that follow wait until that is done."""
+
+    memory: Memory
+
+
+@record
+class Expel:
+    """Tell the node that its place was given away, and close its connection."""
+
+    key: str
+    reason: str
+
+
+@record
+class ForgetRun:
+    """The run is over, and no node is left that has to hear of it."""
+
+
+Command = Tell | Remember | Expel | ForgetRun

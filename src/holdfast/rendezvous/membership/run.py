@@ -1,0 +1,678 @@
+"""The machine of one run: join, last call, seal, lease, admit, end. Pure.
+
+It takes the messages of the nodes (`From`), closed connections and time, and gives messages to the nodes (`Tell`), what
+must be written down first (`Remember`), nodes to turn out (`Expel`) and the end of it all (`ForgetRun`). The
+coordinator passes them on; in the simulator a fake world does the same.
+
+                     all nodes have joined, or the last call is over
+        +---------- FORMING -------------------------------------> RUNNING
+        |              ^                                            |   |
+        | too few      |  all members are accounted for, and        |   | every member's workers
+        | in time      |  the run goes on                           |   | have succeeded
+        v              +------------------ STOPPING <---------------+   v
+      ENDED <-----------------------------------+    a failure, a lost  ENDED
+                 the policy gives up                 or leaving member,
+                                                     a newcomer to admit
+
+Nodes. A node is WAITING when it has joined and none of its workers are alive; RUNNING, FINISHED or LEAVING when it is a
+member of the current round. A node whose connection closed may return within `drop_timeout_s`. One that is not heard of
+for `lease_s`, or does not return, is lost; by then its own side has killed its workers (`node_lease`), so its place can
+be given away.
+
+First stop, then judge. The first report of a failure stops the round at once. What it means is decided when every
+member of the round is accounted for: it has joined again, left, or is lost. If one was lost, the failures around it are
+its consequence and cost nothing. This order matters:
+
+  1. node A is killed; B's collective fails at once, and B's report is here before A's connection is closed,
+  2. the round stops; B and C stop their workers and join again,
+  3. A is still unaccounted for, so nothing is decided until it is lost after `drop_timeout_s`,
+  4. the next round is formed without A, uncharged, although `max_restarts` may be 0.
+
+Stopping is bounded. A member that keeps its lease but does not come back from a stop within the longest grace of the
+round and a margin is expelled; a lease later its workers must be gone, and it is lost.
+
+A coordinator that was restarted knows what its predecessor wrote down (`Memory`). A node that comes back says which
+place it has, or had: the newest round is adopted, and its other members have a lease to come back. If all return with
+their workers running, no worker notices anything. Members of the last round may still run where this coordinator cannot
+see them, so nothing is sealed for a lease (and `extra_wait_s`: on etcd the predecessor's own lease) unless all members
+of the last round are back. If a node knows of a later round than the memory does, then the memory was lost: what nodes
+say counts, and only the full wait will do.
+
+A join is not always news. A node that was sealed into a world may not have heard of it and says its join again on a new
+connection. The place that it last had tells: it is older than the round that it is a member of, so it is told of its
+place again and not taken for one that has left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import StrEnum
+from typing import assert_never
+
+from holdfast.errors import InternalError
+from holdfast.rendezvous.membership import restart_policy
+from holdfast.rendezvous.membership.formation import Formation, arrange, too_few
+from holdfast.rendezvous.membership.model import (
+    Admit,
+    End,
+    Ended,
+    Memory,
+    NodeFacts,
+    Notice,
+    Outcome,
+    Place,
+    Progress,
+    Refused,
+    Sealed,
+    Settings,
+    Stage,
+    StandBy,
+    Stop,
+    World,
+)
+from holdfast.rendezvous.membership.nodes import Node, NodeTable, rejection_of
+from holdfast.rendezvous.membership.protocol import (
+    Close,
+    Command,
+    ConnectionClosed,
+    Event,
+    Expel,
+    Failed,
+    ForgetRun,
+    From,
+    Heartbeat,
+    Join,
+    Leaving,
+    Left,
+    Remember,
+    Return,
+    Succeeded,
+    Tell,
+    TimePassed,
+)
+from holdfast.rendezvous.membership.restart_policy import HANG, Budget, Failure
+
+_STORY_LENGTH = 40
+_SILENT_HEARTBEATS = 2.5  # A node that sent none for so long is not sealed into a world.
+_STOP_MARGIN_S = 15.0  # What a node may need to stop beyond its grace: stacks, the sweep, a busy machine.
+_MEMBERS_WRITTEN_DOWN = 4096
+_REFUSALS_TOLD_EVERY_S = 1.0
+
+
+class Phase(StrEnum):
+    FORMING = "FORMING"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    ENDED = "ENDED"
+
+
+# How a run may go from phase to phase, and why. The diagram in the documentation is made from this.
+PHASE_CHANGES: tuple[tuple[Phase, str, Phase], ...] = (
+    (Phase.FORMING, "all nodes have joined, or the last call is over", Phase.RUNNING),
+    (Phase.FORMING, "a member of an earlier round comes back", Phase.RUNNING),
+    (Phase.FORMING, "too few in time, or closed", Phase.ENDED),
+    (Phase.RUNNING, "a failure, a lost or leaving member, a newcomer to admit", Phase.STOPPING),
+    (Phase.RUNNING, "all workers have succeeded, or closed", Phase.ENDED),
+    (Phase.STOPPING, "all members are accounted for, and the run goes on", Phase.FORMING),
+    (Phase.STOPPING, "the policy gives up, or closed", Phase.ENDED),
+)
+_ALLOWED = frozenset((before, after) for before, _, after in PHASE_CHANGES)
+
+
+class Membership:
+    """One run. `step` takes what happened and returns what is to be done.
+
+    The cost of an event does not depend on the number of nodes, except where it decides something for all of them.
+    """
+
+    def __init__(
+        self, now: float, memory: Memory | None = None, *, term: int | None = None, extra_wait_s: float = 0.0
+    ) -> None:
+        """`memory` is what an earlier coordinator of this run wrote down. `term` is that of this coordinator, higher
+        than any before it; without one, the next after the memory's."""
+        past = memory or Memory()
+        self.term = past.term + 1 if term is None else term
+        self.settings = past.settings
+        self.phase = Phase.FORMING if past.outcome is None else Phase.ENDED
+        self.outcome = past.outcome
+        self.world: World | None = None
+        self.round = past.last_round
+        self._budget = Budget(now, past.restarts_used, past.restart_ages_s)
+        self._last_order = (past.round_term, past.last_round)
+        self._last_members = past.members
+        # What may still run of a round that this coordinator did not seal: members that are not back, by node id.
+        self._awaited = {key.rpartition("/")[0] for key in past.members}
+        self._is_past_unknown = past.last_round > 0 and not past.members
+        self._extra_wait_s = extra_wait_s
+        self._has_seen_no_round = True
+        self._started_at = self._now = now
+        self._nodes = NodeTable()
+        self._owing: set[str] = set()  # Members of this round whose workers may be alive.
+        self._unfinished: set[str] = set()  # Members of this round whose workers have not succeeded.
+        self._returns_until: float | None = None  # Until when unknown members of an adopted round may come back.
+        self._stop_by: float | None = None  # Until when all members must be back from a stop.
+        self._is_stopped_for_failure = False
+        self._failures: dict[str, Failure] = {}  # In the order in which they were reported, one for each node.
+        self._departed: dict[str, str] = {}  # Members that went away, and how.
+        self._previous: tuple[str, ...] = ()
+        self._formation = Formation(now)
+        self._refusal_told_at = -_REFUSALS_TOLD_EVERY_S + now
+        self._forget_at: float | None = None
+        self._has_lost_nodes = False
+        self._had_room_at_end = False
+        self._is_end_told = False
+        self._story: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
+
+    # What the shell calls.
+
+    def step(self, event: Event, now: float) -> list[Command]:
+        if isinstance(event, From) and isinstance(event.message, Heartbeat) and not self._was_silent(event.key, now):
+            self._nodes.hear(event.key, now)
+            return []
+        self._now = now
+        commands = self._react(event, now) + self._advance(now)
+        self._story.append((now, event, tuple(commands)))
+        return commands
+
+    def next_deadline(self) -> float | None:
+        """When `TimePassed` is due unless something happens before."""
+        if self.phase is Phase.ENDED:
+            return self._forget_at
+        candidates = [self._next_loss_at(), self._formation.report_at, self._returns_until, self._stop_by]
+        if self.phase is Phase.FORMING and self.settings is not None:
+            candidates += self._formation.deadlines(self.settings, self._now)
+        return min((each for each in candidates if each is not None), default=None)
+
+    def raise_term(self, heard: int) -> bool:
+        """A node knows of a coordinator of that term. Rounds of this one must be later; whether its term has changed."""
+        if heard <= self.term:
+            return False
+        self.term = heard + 1
+        return True
+
+    def story(self) -> str:
+        return "\n".join(f"{at:.3f} {event} -> {list(commands)}" for at, event, commands in self._story)
+
+    @property
+    def restarts_used(self) -> int:
+        return self._budget.used
+
+    @property
+    def node_count(self) -> int:
+        return len(self._nodes)
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether nothing would be lost if the run were forgotten."""
+        return self.round == 0 and self.outcome is None and not self._nodes
+
+    # Events.
+
+    def _react(self, event: Event, now: float) -> list[Command]:
+        match event:
+            case From(key, message) if self.phase is Phase.ENDED:
+                return self._take_after_end(key, message, now)
+            case From(_, Join(facts) | Return(facts)) if self._nodes.is_outdated(facts):
+                return [Expel(facts.key, "a newer incarnation of this node has joined")]
+            case From(_, Join() as join):
+                return self._joined(join, now)
+            case From(_, Return() as back):
+                return self._returned(back, now)
+            case From(key, Failed(round, failure)):
+                return self._failed(key, round, failure)
+            case From(key, Succeeded(round)):
+                if self._is_current(key, round):
+                    self._finish(self._nodes[key])
+            case From(key, Leaving()):
+                return self._leaving(key)
+            case From(key, Left()):
+                return self._left(key)
+            case From(_, Close(reason)):
+                return self._end(Outcome(End.CLOSED, reason))
+            case From(key, Heartbeat()):
+                self._nodes.hear(key, now)
+            case ConnectionClosed(key):
+                self._closed(key, now)
+            case TimePassed():
+                return self._lose_overdue(now)
+            case _:
+                assert_never(event)
+        return []
+
+    def _take_after_end(self, key: str, message: object, now: float) -> list[Command]:
+        assert self.outcome is not None
+        match message:
+            case Join(facts, settings) | Return(facts, settings):
+                self.settings = self.settings or settings
+                self._nodes.add(facts, Stage.WAITING, now)
+                return [Tell((facts.key,), Ended(self.outcome))]
+            case Left():
+                self._nodes.remove(key)
+        return []
+
+    def _joined(self, join: Join, now: float) -> list[Command]:
+        facts, last = join.facts, join.place
+        if facts.key in self._owing and self.world is not None and (last is None or last.order < self.world.order):
+            return self._tell_again(self._nodes[facts.key], now)
+        ours = self.settings or join.settings
+        problem = rejection_of(facts, join.settings, ours, self._nodes, lambda node: self._is_silent(node, now))
+        if problem:
+            return self._refuse(facts, problem, now)
+        self.settings = ours
+        commands = self._learn_the_past(last, join.heard_round, now)
+        commands += self._replace_earlier_self(facts)
+        if last is not None:
+            self._take_up(facts, last)
+        if join.failure is not None and last is not None:
+            commands += self._failed(facts.key, last.round, join.failure)
+        if facts.key in self._owing:
+            commands += self._stopped_before(join)
+        self._owing.discard(facts.key)
+        self._awaited.discard(facts.node_id)
+        self._nodes.add(facts, Stage.WAITING, now)
+        return commands + ([] if self.phase is not Phase.RUNNING or self._has_room() else self._stand_by((facts.key,)))
+
+    def _stopped_before(self, join: Join) -> list[Command]:
+        """A member has no workers any more, in a round that this coordinator may not know to be stopped: it lost its
+        place, or the coordinator before this one told it to stop."""
+        name = join.facts.node_id
+        if join.has_lost_place:
+            return self._stop(f"{name} has lost its place", departed=join.facts)
+        if self.phase is not Phase.RUNNING:
+            return []
+        if join.stop is None:
+            return self._stop(f"{name} has left the round", departed=join.facts)
+        return self._stop(join.stop.reason, is_failure=join.stop.is_failure, is_hang=join.stop.is_hang)
+
+    def _replace_earlier_self(self, facts: NodeFacts) -> list[Command]:
+        """A new incarnation joins when nothing of the one before it is alive."""
+        key = self._nodes.earlier_self(facts)
+        return [] if key is None else self._gone(key, "has lost its place")
+
+    def _refuse(self, facts: NodeFacts, problem: str, now: float) -> list[Command]:
+        """The nodes that wait hear of it too: they may be waiting for this one."""
+        commands: list[Command] = [Tell((facts.key,), Refused(problem))]
+        others = tuple(key for key in self._nodes.waiting_keys() if key != facts.key)
+        if others and now >= self._refusal_told_at + _REFUSALS_TOLD_EVERY_S:
+            self._refusal_told_at = now
+            commands.append(Tell(others, Notice(f"node {facts.node_id} was turned away: {problem}")))
+        return commands
+
+    def _learn_the_past(self, last: Place | None, heard_round: int, now: float) -> list[Command]:
+        """What a node knows of earlier rounds. If that is more than the memory does, the memory was lost."""
+        if last is not None:
+            self._budget.used = max(self._budget.used, last.restarts_used)
+        knows_more = heard_round > self.round or (last is not None and last.order > self._last_order)
+        if self._has_seen_no_round and knows_more:
+            self._is_past_unknown = True
+        is_newest = last is not None and last.order >= self._last_order and last.round >= self.round
+        self.round = max(self.round, heard_round, last.round if last is not None else 0)
+        if last is not None and self._has_seen_no_round and is_newest and last.round == self.round:
+            return self._adopt(last, now)
+        return []
+
+    def _adopt(self, place: Place, now: float) -> list[Command]:
+        """Go on with a round that another coordinator sealed. Its members are unknown until they come back, which they
+        have a lease for. Nodes that wait are told that they stand by."""
+        assert self.settings is not None
+        self._begin(World(place))
+        self._returns_until = now + self.settings.lease_s
+        return [] if self._has_room() else self._stand_by(self._nodes.waiting_keys())
+
+    def _take_up(self, facts: NodeFacts, place: Place) -> bool:
+        """A member of an adopted round is back, with its workers or without."""
+        world = self.world
+        if world is None or world.order != place.order or self._returns_until is None:
+            return False
+        if facts.key in world.ranks or not world.take_up(place.rank, facts):
+            return False
+        self._owing.add(facts.key)
+        self._unfinished.add(facts.key)
+        if not world.missing:
+            self._returns_until = None
+        return True
+
+    def _returned(self, back: Return, now: float) -> list[Command]:
+        self.settings = self.settings or back.settings
+        facts, place = back.facts, back.place
+        commands = self._learn_the_past(place, place.round, now)
+        if self._take_up(facts, place):
+            self._nodes.add(facts, Stage.RUNNING, now)
+        node = self._nodes.get(facts.key)
+        is_member = self.world is not None and self.world.order == place.order
+        if node is None or not is_member or node.stage is Stage.WAITING:
+            return [*commands, Expel(facts.key, f"its place in round {place.round} was given away")]
+        self._nodes.reopen(node, now)
+        if back.stage is Stage.FINISHED:
+            self._finish(node)
+        return commands + self._stop_again(node)
+
+    def _tell_again(self, node: Node, now: float) -> list[Command]:
+        """It is a member of a round of which it has not heard."""
+        assert self.world is not None
+        self._nodes.reopen(node, now)
+        return [Tell((node.key,), Sealed(node.key, self.world.place_of(node.key))), *self._stop_again(node)]
+
+    def _stop_again(self, node: Node) -> list[Command]:
+        """It may have missed that the round is being stopped."""
+        if self.phase is not Phase.STOPPING or self.world is None:
+            return []
+        stop = Stop(self.world.round, "the round was stopped meanwhile", self._is_stopped_for_failure)
+        return [Tell((node.key,), stop)]
+
+    def _was_silent(self, key: str, now: float) -> bool:
+        node = self._nodes.get(key)
+        return node is not None and node.stage is Stage.WAITING and self._is_silent(node, now)
+
+    def _is_silent(self, node: Node, now: float) -> bool:
+        return self.settings is not None and now - node.heard_at > _SILENT_HEARTBEATS * self.settings.heartbeat_s
+
+    def _closed(self, key: str, now: float) -> None:
+        node = self._nodes.get(key)
+        if node is not None and node.is_open and self.phase is not Phase.ENDED:
+            assert self.settings is not None
+            self._nodes.drop(node, now + self.settings.drop_timeout_s)
+
+    def _failed(self, key: str, round: int, failure: Failure) -> list[Command]:
+        """Workers that fail after the round was stopped for another reason fail because of the stop."""
+        is_of_stop = self.phase is Phase.STOPPING and not self._is_stopped_for_failure
+        if is_of_stop or not self._is_current(key, round):
+            return []
+        self._failures.setdefault(key, failure)
+        return self._stop(failure.text, is_failure=True, is_hang=failure.exception == HANG)
+
+    def _finish(self, node: Node) -> None:
+        if node.stage is Stage.RUNNING:
+            node.stage = Stage.FINISHED
+            self._owing.discard(node.key)
+            self._unfinished.discard(node.key)
+
+    def _leaving(self, key: str) -> list[Command]:
+        node = self._nodes.get(key)
+        if node is None or node.stage is not Stage.RUNNING:
+            return []
+        node.stage = Stage.LEAVING
+        return self._stop(f"{node.facts.node_id} leaves", departed=node.facts)
+
+    def _left(self, key: str) -> list[Command]:
+        node = self._nodes.get(key)
+        if node is not None:
+            self._awaited.discard(node.facts.node_id)
+            if self.round == 0 and self._has_seen_no_round and len(self._nodes) == 1:
+                self.settings = None  # Nothing is left of the run.
+        return self._gone(key, "left")
+
+    def _is_current(self, key: str, round: int) -> bool:
+        """Whether a member speaks of the present round. The one place where stale reports are dropped."""
+        return key in self._owing and self.world is not None and round == self.world.round
+
+    # Losing nodes.
+
+    def _lose_overdue(self, now: float) -> list[Command]:
+        if self.phase is Phase.ENDED or self.settings is None:
+            return []
+        commands: list[Command] = []
+        for key in self._nodes.dropped_by(now):
+            drop_s = self.settings.drop_timeout_s
+            commands += self._lose(key, f"is lost: its connection closed and it was not back within {drop_s:g} s")
+        while (node := self._nodes.most_silent()) is not None and self._lease_ends(node) <= now:
+            commands += self._lose(node.key, f"is lost: it was silent for {self.settings.lease_s:g} s")
+            commands.append(Expel(node.key, f"it was silent for {self.settings.lease_s:g} s"))
+        if self._returns_until is not None and now >= self._returns_until:
+            commands += self._lose_unknown()
+        if self._stop_by is not None and now >= self._stop_by:
+            commands += self._expel_stuck(now)
+        return commands
+
+    def _lose(self, key: str, how: str) -> list[Command]:
+        self._has_lost_nodes = True
+        return self._gone(key, how)
+
+    def _lose_unknown(self) -> list[Command]:
+        """Members of an adopted round that have not come back."""
+        assert self.world is not None
+        self._returns_until, self._has_lost_nodes = None, True
+        count = self.world.missing
+        which = "1 node" if count == 1 else f"{count} nodes"
+        reason = f"{which} of round {self.world.round} did not come back after the coordinator was replaced"
+        self._departed.setdefault("", reason)
+        return self._stop(reason)
+
+    def _expel_stuck(self, now: float) -> list[Command]:
+        """Members that have not come back from the stop. They are lost when their leases have surely ended."""
+        assert self.settings is not None
+        self._stop_by = None
+        commands: list[Command] = []
+        for key in sorted(self._owing):
+            node = self._nodes[key]
+            if not node.is_open:
+                continue
+            text = f"{node.facts.node_id} did not stop its workers within {node.facts.grace_s + _STOP_MARGIN_S:g} s"
+            others = tuple(each for each in self._nodes.open_keys() if each != key)
+            self._nodes.drop(node, now + self.settings.lease_s)
+            commands += [Tell(others, Notice(f"{text} and is treated as lost")), Expel(key, text)]
+        return commands
+
+    def _lease_ends(self, node: Node) -> float:
+        assert self.settings is not None
+        return node.heard_at + self.settings.lease_s
+
+    def _next_loss_at(self) -> float | None:
+        """The next time at which a node may be lost. All leases are equally long, so the most silent node tells."""
+        node = self._nodes.most_silent()
+        candidates = [self._nodes.next_drop_at(), self._lease_ends(node) if node else None]
+        return min((each for each in candidates if each is not None), default=None)
+
+    def _gone(self, key: str, how: str) -> list[Command]:
+        """A node is out, and none of its workers can be alive."""
+        node = self._nodes.get(key)
+        if node is None:
+            return []
+        self._nodes.remove(key)
+        if key not in self._owing:
+            return []
+        self._owing.discard(key)
+        return self._stop(f"{node.facts.node_id} {how}", departed=node.facts)
+
+    # Rounds.
+
+    def _begin(self, world: World) -> None:
+        self._enter(Phase.RUNNING)
+        self._has_seen_no_round = False
+        self.world, self.round = world, world.round
+        self._last_order, self._last_members = world.order, world.keys
+        self._owing, self._unfinished = set(world.keys), set(world.keys)
+        self._failures, self._departed = {}, {}
+        self._formation.reset()
+
+    def _enter(self, phase: Phase) -> None:
+        if (self.phase, phase) not in _ALLOWED:
+            raise InternalError(f"a run cannot go from {self.phase} to {phase}; before:\n{self.story()}")
+        self.phase = phase
+
+    def _stop(
+        self, reason: str, departed: NodeFacts | None = None, *, is_failure: bool = False, is_hang: bool = False
+    ) -> list[Command]:
+        """Stop the round for all members. Whether the run goes on is decided when all are accounted for."""
+        assert self.world is not None
+        if departed is not None:
+            self._departed.setdefault(departed.key, reason)
+        if self.phase is not Phase.RUNNING:
+            return []
+        self._enter(Phase.STOPPING)
+        self._is_stopped_for_failure = is_failure
+        present = [self._nodes[key] for key in self.world.keys if key in self._nodes]
+        grace_s = max((node.facts.grace_s for node in present), default=0.0)
+        self._stop_by = self._now + grace_s + _STOP_MARGIN_S
+        gone = departed.key if departed else ""
+        keys = tuple(node.key for node in present if node.key != gone)
+        return [Tell(keys, Stop(self.world.round, reason, is_failure, is_hang))]
+
+    def _maybe_admit(self, now: float) -> list[Command]:
+        """Let waiting nodes in below max. Mostly one has just joined; it may also have been silent when the round was
+        sealed, or have been there before a restarted coordinator adopted the round."""
+        newcomers = self._ready(now) if self._has_room() else []
+        return self._stop(f"{newcomers[0].node_id} joins") if newcomers else []
+
+    def _has_room(self) -> bool:
+        assert self.settings is not None
+        assert self.world is not None
+        return self.settings.admit is Admit.NOW and self.world.size < self.settings.max_nodes
+
+    def _stand_by(self, keys: tuple[str, ...]) -> list[Command]:
+        """Also so that nodes without a place know of the round, should the coordinator lose its memory."""
+        assert self.world is not None
+        text = f"{self.world.description}, this node stands by"
+        return [Tell(keys, StandBy(self.world.round, text))] if keys else []
+
+    def _advance(self, now: float) -> list[Command]:
+        """What is due now that the event has been taken in."""
+        commands: list[Command] = []
+        if self.phase is Phase.RUNNING and not self._unfinished and not self._are_members_unknown:
+            commands += self._end(Outcome(End.SUCCEEDED, "all workers have succeeded"))
+        if self.phase is Phase.RUNNING and self._nodes.waiting:
+            commands += self._maybe_admit(now)
+        if self.phase is Phase.STOPPING and not self._owing and self._returns_until is None:
+            commands += self._judge(now)
+        if self.phase is Phase.FORMING:
+            commands += self._form(now)
+        if self.phase is Phase.ENDED:
+            commands += self._maybe_forget(now)
+        return commands
+
+    @property
+    def _are_members_unknown(self) -> bool:
+        return self.world is not None and self.world.missing > 0
+
+    def _judge(self, now: float) -> list[Command]:
+        """All members of the stopped round are accounted for: what was it, and does the run go on?"""
+        assert self.settings is not None
+        assert self.world is not None
+        commands: list[Command] = []
+        if self._failures and self._departed:
+            excuse = restart_policy.excuse([*self._departed.values()], self.round)
+            commands.append(Tell(self._nodes.open_keys(), Notice(excuse)))
+        if self._failures and not self._departed:
+            cause = restart_policy.root_cause(list(self._failures.values()))
+            decision = restart_policy.decide(self.settings.policy, self._budget, cause, now)
+            if isinstance(decision, restart_policy.GiveUp):
+                return self._end(Outcome(End.FAILED, decision.reason, cause))
+            self._formation.not_before = now + decision.delay_s
+            if decision.is_charged:
+                self._budget.charge(now)
+                commands.append(Remember(self._memory(now)))
+            if text := restart_policy.announcement(decision):
+                commands.append(Tell(self._nodes.open_keys(), Notice(text)))
+        self._previous, self._last_members = self.world.keys, self.world.keys
+        self.world = self._stop_by = None
+        self._enter(Phase.FORMING)
+        return commands
+
+    def _form(self, now: float) -> list[Command]:
+        if not self._nodes or self.settings is None:
+            self._formation.reset()
+            return []
+        self._formation.held_until = self._others_may_run_until(now)
+        self._formation.count(len(self._nodes.waiting), self.settings, now)
+        if self._formation.has_timed_out(self.settings, now):
+            missing = too_few(self._nodes.names_waiting(), self.settings.min_nodes, self.settings.join_timeout_s)
+            return self._end(Outcome(End.FAILED, missing))
+        if self._is_time_to_seal(len(self._nodes.waiting), now):
+            ready = self._ready(now)
+            if self._is_time_to_seal(len(ready), now):
+                return self._seal(ready, now)
+        return self._maybe_report_progress(now)
+
+    def _is_time_to_seal(self, ready_count: int, now: float) -> bool:
+        assert self.settings is not None
+        is_everyone = self.round > 0 and ready_count == len(self._nodes)
+        return self._formation.may_seal(ready_count, is_everyone, self.settings, now)
+
+    def _others_may_run_until(self, now: float) -> float:
+        """Until when members of a round that this coordinator did not seal may run out of its sight."""
+        assert self.settings is not None
+        if not self._awaited and not self._is_past_unknown:
+            return now
+        return self._started_at + self.settings.lease_s + self._extra_wait_s
+
+    def _ready(self, now: float) -> list[NodeFacts]:
+        """The nodes that can be sealed into a world, in order of arrival."""
+        return [node.facts for node in self._nodes.waiting_in_order() if not self._is_silent(node, now)]
+
+    def _seal(self, ready: list[NodeFacts], now: float) -> list[Command]:
+        assert self.settings is not None
+        members = arrange(self._previous, ready, self.settings.max_nodes)
+        world = World.of(self.term, self.round + 1, members, self.restarts_used)
+        self._begin(world)
+        self._awaited.clear()
+        self._is_past_unknown = False
+        for key in world.keys:
+            self._nodes[key].stage = Stage.RUNNING
+            self._nodes.waiting.discard(key)
+        told = [Tell((key,), Sealed(key, world.place_of(key))) for key in world.keys]
+        return [Remember(self._memory(now)), *told, *self._stand_by(self._nodes.waiting_keys())]
+
+    def _maybe_report_progress(self, now: float) -> list[Command]:
+        assert self.settings is not None
+        waiting = len(self._nodes.waiting)
+        if not self._formation.should_report(waiting, now):
+            return []
+        left_s = self._formation.left_s(self.settings, now)
+        progress = Progress(waiting, self.settings.min_nodes, self.settings.max_nodes, left_s)
+        return [Tell(self._nodes.waiting_keys(), progress)]
+
+    # The end.
+
+    def _end(self, outcome: Outcome) -> list[Command]:
+        self._enter(Phase.ENDED)
+        self._had_room_at_end = self._is_below_max()
+        self.outcome = outcome
+        self._is_end_told = True
+        keys = self._nodes.open_keys()
+        told: list[Command] = [Tell(keys, Ended(outcome))] if keys else []
+        return [Remember(self._memory(self._now)), *told]
+
+    def _is_below_max(self) -> bool:
+        """Whether a node may yet come that was meant for this run: its last round had room for it."""
+        size = self.world.size if self.world is not None else len(self._last_members)
+        return self.settings is not None and 0 < size < self.settings.max_nodes
+
+    def _maybe_forget(self, now: float) -> list[Command]:
+        """At once if all nodes have confirmed the end, so that the run's name can be used again. A node that was lost may
+        still come back, one that was meant for the run may come late, and a closed run stays closed, for a while."""
+        if self._forget_at is None:
+            self._forget_at = now + (self.settings.close_linger_s if self.settings else 0.0)
+        is_closed = self.outcome is not None and self.outcome.end is End.CLOSED
+        may_more_come = is_closed or self._has_lost_nodes or self._had_room_at_end
+        have_all_heard = self._is_end_told and not self._nodes
+        return [ForgetRun()] if (have_all_heard and not may_more_come) or now >= self._forget_at else []
+
+    def _memory(self, now: float) -> Memory:
+        members = self._last_members if len(self._last_members) <= _MEMBERS_WRITTEN_DOWN else ()
+        window_s = self.settings.policy.window_s if self.settings else None
+        return Memory(
+            term=self.term,
+            round_term=self._last_order[0],
+            last_round=self.round,
+            members=members,
+            restarts_used=self.restarts_used,
+            restart_ages_s=self._budget.ages_s(window_s, now),
+            settings=self.settings,
+            outcome=self.outcome,
+        )
+
+    def check(self) -> None:
+        """The invariants; tests and the simulator call this after every step."""
+        keys = self.world.keys if self.world else ()
+        assert (self.phase in (Phase.RUNNING, Phase.STOPPING)) <= (self.world is not None)
+        assert (self.phase is Phase.ENDED) == (self.outcome is not None)
+        assert (self._returns_until is None) or (self.world is not None and self.world.missing > 0)
+        self._nodes.check()
+        if self.phase is not Phase.ENDED:
+            assert self._owing <= {key for key in keys if key in self._nodes}
+            waiting = {node.key for node in self._nodes if node.stage is Stage.WAITING and node.is_open}
+            assert self._nodes.waiting == waiting
+        if self.settings and self.world:
+            assert self.settings.min_nodes <= self.world.size <= self.settings.max_nodes
+            policy = self.settings.policy
+            assert policy.window_s is not None or self.restarts_used <= policy.max_restarts
