@@ -13,7 +13,8 @@ import heapq
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from holdfast.rendezvous.messages import MAX_MESSAGE_BYTES, StoreAnswer, StoreRequest
+from holdfast.rendezvous.membership.frames import MAX_MESSAGE_BYTES
+from holdfast.rendezvous.membership.protocol import StoreAnswer, StoreRequest
 
 MAX_STORED_BYTES = 64 << 20
 MAX_WAITING_BYTES = 16 << 20

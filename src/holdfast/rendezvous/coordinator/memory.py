@@ -13,12 +13,14 @@ import os
 import stat
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from holdfast.rendezvous.decoding import decode_json
-from holdfast.rendezvous.vocabulary import Memory
+from holdfast.rendezvous.membership import protocol  # noqa: F401  # the limits of what is read
+from holdfast.rendezvous.membership.model import Memory
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ class _Page(msgspec.Struct, frozen=True):
 class StateFiles:
     """The files of the coordinator at one port. Trouble with them is told, and the run goes on."""
 
+    extra_wait_s = 0.0  # No other coordinator can be in office: this one has the endpoint.
+
     def __init__(self, directory: Path, port: int) -> None:
         self._directory = directory
         self._port = port
@@ -40,7 +44,17 @@ class StateFiles:
     def path(self, run_id: str) -> Path:
         return self._directory / f"{self._port}-{hashlib.sha256(run_id.encode()).hexdigest()[:16]}.json"
 
-    def recall(self, run_id: str) -> Memory | None:
+    def may_serve(self) -> bool:
+        return True
+
+    def raise_term(self, heard: int, then: Callable[[int], None]) -> None:
+        """It is written down with the first round that is sealed in it."""
+        then(heard + 1)
+
+    def recall(self, run_id: str) -> tuple[Memory | None, None]:
+        return self._read(run_id), None
+
+    def _read(self, run_id: str) -> Memory | None:
         """What an earlier coordinator wrote down about the run; an empty memory if that cannot be read any more."""
         path = self.path(run_id)
         try:
@@ -55,7 +69,11 @@ class StateFiles:
         is_over = page.memory.outcome is not None and not 0 <= age_s < _OUTCOME_COUNTS_S
         return None if is_over or page.boot_id != _boot_id() else page.memory
 
-    def remember(self, run_id: str, memory: Memory) -> None:
+    def remember(self, run_id: str, memory: Memory, then: Callable[[], None] = lambda: None) -> None:
+        self._write(run_id, memory)
+        then()
+
+    def _write(self, run_id: str, memory: Memory) -> None:
         path = self.path(run_id)
         temporary = path.with_suffix(f".{os.getpid()}")
         try:
