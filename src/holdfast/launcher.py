@@ -21,10 +21,11 @@ from holdfast.process import entry
 from holdfast.process.errors import ChildFailedError
 from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, SignalException, parse_signals
-from holdfast.rendezvous import registry, restart
+from holdfast.rendezvous import registry
 from holdfast.rendezvous.api import RendezvousHandler, RendezvousParameters
 from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
-from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.rendezvous.membership import restart_policy
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.telemetry import events, metrics
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class LaunchConfig:
         self.exit_barrier_timeout = _time_s(
             "exit_barrier_timeout", self.exit_barrier_timeout, _EXIT_BARRIER_TIMEOUT_VARIABLE, 300
         )
-        problem = restart.objection_to(self.restart_policy or RestartPolicy(self.max_restarts))
+        problem = restart_policy.objection_to(self.restart_policy or RestartPolicy(self.max_restarts))
         if problem:
             raise UserError(problem)
         if self.health_port is None:

@@ -16,7 +16,7 @@ from holdfast.cli.plain import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
 
 if TYPE_CHECKING:
-    from holdfast.rendezvous.legacy_coordinator import Coordinator
+    from holdfast.rendezvous.coordinator.server import Coordinator
 
 PROGRAM = "holdfast coordinator"
 
@@ -79,28 +79,30 @@ async def _serve_by_hand(args: argparse.Namespace) -> None:
 
 async def _serve_for_a_run(args: argparse.Namespace) -> None:
     """Started by an agent: it ends with the run, or when nobody is there, and speaks to its log only."""
-    from holdfast.rendezvous import hosting, statefiles
+    from holdfast.rendezvous.coordinator import launch, memory
 
     sock = socket.socket(fileno=args.fd)
-    log = statefiles.default_directory() / f"coordinator-{sock.getsockname()[1]}.log"
+    log = memory.default_directory() / f"coordinator-{sock.getsockname()[1]}.log"
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     coordinator = _coordinator(args, sock, _IDLE_TIMEOUT_S)
     try:
         await coordinator.serve(lambda: _withdraw(log))
-    except hosting.PortTaken:
-        print(hosting.READY)  # Another one was faster, and serves.
+    except launch.PortTaken:
+        print(launch.READY)  # Another one was faster, and serves.
     else:
         log.unlink(missing_ok=True)
 
 
 def _coordinator(args: argparse.Namespace, sock: socket.socket, idle_timeout_s: float | None) -> Coordinator:
     from holdfast.rendezvous import tcp_options
-    from holdfast.rendezvous.legacy_coordinator import Coordinator
+    from holdfast.rendezvous.coordinator import memory
+    from holdfast.rendezvous.coordinator.server import Coordinator
 
     _allow_many_connections()
     return Coordinator(
         sock,
+        memory.StateFiles(memory.default_directory(), sock.getsockname()[1]),
         token=tcp_options.read_token(args.token_file),
         tls=tcp_options.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
         idle_timeout_s=idle_timeout_s,
@@ -121,12 +123,12 @@ def _allow_many_connections() -> None:
 
 def _withdraw(log: Path) -> None:
     """Tell whoever started us that all is well, and keep nothing of it: its terminal, its directory."""
-    from holdfast.rendezvous import hosting, statefiles
+    from holdfast.rendezvous.coordinator import launch, memory
 
-    print(hosting.READY, flush=True)
+    print(launch.READY, flush=True)
     output = os.open(os.devnull, os.O_WRONLY)
     try:
-        statefiles.make_private(log.parent)
+        memory.make_private(log.parent)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     except OSError:
         pass  # Then nobody reads what it says.
@@ -137,12 +139,13 @@ def _withdraw(log: Path) -> None:
 
 
 def _bind(endpoint: str | None) -> socket.socket:
-    from holdfast.rendezvous import endpoints, hosting
+    from holdfast.rendezvous import endpoints
+    from holdfast.rendezvous.coordinator import launch
 
     if not endpoint:
         raise UserError("--listen HOST:PORT is required")
     host, port = endpoints.parse_rendezvous_endpoint(endpoint, 29400)
     try:
-        return hosting.bind(host, port)
+        return launch.bind(host, port)
     except socket.gaierror as error:
         raise UserError(f"cannot listen at {endpoint}: the name does not resolve ({error.strerror})") from None

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from holdfast.launcher import LaunchConfig
     from holdfast.process.logs import LogsSpecs
     from holdfast.process.numa import NumaOptions
-    from holdfast.rendezvous.restart import RestartPolicy
+    from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
 __all__ = [
     "config_from_args",
@@ -238,7 +238,7 @@ def _rendezvous_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _restart_policy(args: argparse.Namespace) -> RestartPolicy:
-    from holdfast.rendezvous.restart import FATAL_EXCEPTIONS, RestartPolicy
+    from holdfast.rendezvous.membership.restart_policy import FATAL_EXCEPTIONS, RestartPolicy
 
     if args.restart_window == 0:
         raise UserError("--restart-window 0: no restart would count, and the workers be restarted for ever")

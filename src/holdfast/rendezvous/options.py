@@ -8,9 +8,9 @@ from typing import Any
 
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousParameters
-from holdfast.rendezvous.restart import RestartPolicy
-from holdfast.rendezvous.session import SessionSettings
-from holdfast.rendezvous.vocabulary import Admit, Settings
+from holdfast.rendezvous.membership.model import Admit, Settings
+from holdfast.rendezvous.membership.node_lease import LeaseSettings
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -38,19 +38,17 @@ KEYS: Keys = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`drop_timeout_s` is 0 where nodes have no connection to the coordinator that could be closed."""
-
     min_nodes: int = 1
     max_nodes: int = 1
     join_timeout_s: float = 600.0
     outage_timeout_s: float = 600.0
     """For how long a node without workers waits for a coordinator that it has reached before."""
     last_call_s: float = 5.0
-    drop_timeout_s: float = 0.0
+    drop_timeout_s: float = 2.0
     close_linger_s: float = 10.0
     read_timeout_s: float = 60.0
     admit: Admit = Admit.NOW
-    session: SessionSettings = field(default_factory=SessionSettings)
+    lease: LeaseSettings = field(default_factory=LeaseSettings)
     continue_when_isolated: bool = False
     local_addr: str | None = None
     requested_rank: int | None = None
@@ -62,8 +60,8 @@ class Options:
             max_nodes=self.max_nodes,
             join_timeout_s=self.join_timeout_s,
             last_call_s=self.last_call_s,
-            heartbeat_s=self.session.heartbeat_s,
-            lease_s=self.session.lease_s,
+            heartbeat_s=self.lease.heartbeat_s,
+            lease_s=self.lease.lease_s,
             drop_timeout_s=self.drop_timeout_s,
             close_linger_s=self.close_linger_s,
             admit=self.admit,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.errors import UserError
 from holdfast.rendezvous import options
 from holdfast.rendezvous.api import RendezvousParameters
-from holdfast.rendezvous.session import SessionSettings
+from holdfast.rendezvous.membership.node_lease import LeaseSettings
 
 if TYPE_CHECKING:
     import ssl
@@ -53,7 +53,7 @@ class TcpOptions(options.Options):
         tls_cert, tls_key, tls_ca = options.tls_files(config, KEYS)
         return cls(
             **options.shared(params),
-            session=session,
+            lease=session,
             drop_timeout_s=drop_timeout_s,
             is_host=params.get_as_bool("is_host"),
             token=read_token(token_file),
@@ -113,7 +113,7 @@ def _check_compatible(backend: str, config: dict[str, Any]) -> None:
         raise UserError(f"coordinator_port is for static runs; the backend {backend!r} meets at the endpoint itself")
 
 
-def _session(config: dict[str, Any]) -> SessionSettings:
+def _session(config: dict[str, Any]) -> LeaseSettings:
     """Where one of heartbeat and lease is given, the other follows from it."""
     has_lease = "lease" in config
     lease_s = options.seconds(config, "lease", 5.0)
@@ -121,19 +121,19 @@ def _session(config: dict[str, Any]) -> SessionSettings:
     if not has_lease:
         has_attempts = "keep_alive_max_attempt" in config
         lease_s = options.attempts(config) * heartbeat_s if has_attempts else max(5.0, 3 * heartbeat_s)
-    return SessionSettings(
+    return LeaseSettings(
         heartbeat_s=heartbeat_s,
         lease_s=lease_s,
         reconnect_grace_s=options.seconds(config, "reconnect_grace", 0.5),
     )
 
 
-def _own_side_s(session: SessionSettings) -> float:
+def _own_side_s(session: LeaseSettings) -> float:
     """After how long at most a node whose connection was closed has killed its workers, clocks permitting."""
     return 1.1 * (session.heartbeat_s + session.reconnect_grace_s)
 
 
-def _check_fencing(session: SessionSettings, drop_timeout_s: float) -> None:
+def _check_fencing(session: LeaseSettings, drop_timeout_s: float) -> None:
     """A node's place may be given away only after its own side must have killed its workers."""
     own_side_s = _own_side_s(session)
     if drop_timeout_s <= own_side_s:

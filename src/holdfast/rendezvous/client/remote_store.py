@@ -10,8 +10,8 @@ from datetime import timedelta
 
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousConnectionError
-from holdfast.rendezvous.legacy_client import CONNECTION_CLOSED, Client
-from holdfast.rendezvous.messages import StoreAnswer
+from holdfast.rendezvous.client.thread import CONNECTION_CLOSED, Client
+from holdfast.rendezvous.membership.protocol import StoreAnswer
 from holdfast.rendezvous.store import Store, StoreTimeoutError, as_bytes, name_some
 
 

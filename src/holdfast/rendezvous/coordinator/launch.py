@@ -91,7 +91,7 @@ def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[s
     silent here and keeps a log of its own. Both sockets are its own from the moment that it exists: if it died while
     this process, frozen perhaps, still held them, nobody could take its place.
     """
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     # The first process only makes the second, so that the coordinator is nobody's child here.
     code = (
         f"import os, sys; os._exit(0) if os.fork() else None; sys.path.insert(0, {root!r}); "
@@ -160,16 +160,3 @@ def _words_until_ready(fd: int) -> str | None:
     lines = said.decode(errors="replace").strip().splitlines() or [""]
     last = lines[-1].removeprefix("holdfast coordinator: error: ")
     return None if last == READY else last
-
-
-def own_address(host: str, port: int) -> str:
-    """The address of this node that reaches the endpoint: the one that others can reach, too. Sends nothing."""
-    problem: OSError | None = None
-    for family, _, _, _, address in socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM):
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            problem = problem or error
-    raise problem or OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
