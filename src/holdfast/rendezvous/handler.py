@@ -89,7 +89,6 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         self._policy = RestartPolicy()
         self._outcome: Outcome | None = None
         self._held = endpoints.HeldPort()
-        self._has_had_place = False
         self._last_round = 0
         self._lease_until: float | None = None
         self._lease_sink: Callable[[float | None], None] = lambda until: None
@@ -283,7 +282,8 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
 
     def _fail(self, error: Exception) -> None:
         """The client cannot go on. An agent that runs a round stops, and finds out why when it joins again."""
-        self._mailbox.put(PlaceLost(self._last_round, str(error)))
+        if self._last_round:
+            self._mailbox.put(PlaceLost(self._last_round, str(error)))
         self._mailbox.put(JoinFailed(error))
 
     def _deliver(self, push: node.ForAgent) -> None:
@@ -294,7 +294,7 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
                 logger.info("%s", text)
             case Ended(outcome):
                 self._outcome = outcome
-                if not self._has_had_place:
+                if not self._last_round:
                     logger.warning(
                         "run %r has ended before this node had a place in it: %s; a new run needs another --rdzv-id",
                         self._run_id,
@@ -302,7 +302,7 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
                     )
                 self._mailbox.put(push)
             case Sealed(_, place):
-                self._has_had_place, self._last_round = True, place.round
+                self._last_round = place.round
                 self._mailbox.put(push)
             case Stop() | PlaceLost() | Refused():
                 self._mailbox.put(push)
@@ -363,13 +363,13 @@ class FixedEndpoint:
         return port
 
     def _start_coordinator(self, sock: socket.socket) -> None:
+        where = endpoints.endpoint_text(*sock.getsockname()[:2])
         if self._options.speaks_tls and not self._options.tls_cert:
-            where = endpoints.endpoint_text(*sock.getsockname()[:2])
             raise UserError(
                 f"nothing listens at {where}, and without tls_cert this node cannot start a coordinator that speaks TLS"
             )
         if launch.host_at(sock, self._options.coordinator_options()):
-            logger.debug("started a coordinator at %s", endpoints.endpoint_text(*sock.getsockname()[:2]))
+            logger.debug("started a coordinator at %s", where)
 
 
 def create_tcp_handler(params: RendezvousParameters) -> CoordinatorHandler:
