@@ -17,6 +17,7 @@ import asyncio
 import errno
 import itertools
 import logging
+import os
 import socket
 import ssl
 from collections.abc import Callable, Iterable
@@ -49,7 +50,7 @@ class RunHost:
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._machine = Membership(self._loop.time(), owner.files.recall(run_id))
-        self._store = KeyValues()
+        self._store = KeyValues(os.urandom(8))
         self._clients: dict[str, Connection] = {}  # Everybody, by the connection's name.
         self._connections: dict[str, Connection] = {}  # Nodes, by their keys.
         self._newest: dict[str, int] = {}  # The number of the connection on which each node spoke last.

@@ -67,7 +67,8 @@ class StoreRequest(msgspec.Struct, frozen=True, tag=True):
     """`operation` is one of set, get, add, compare_set, wait, check, delete. `timeout_s` is for those that wait.
 
     `sender` and `number` together name the request: one that comes a second time, because the connection was lost
-    before the answer came, is answered again and not carried out again.
+    before the answer came, is answered again and not carried out again. `generation` is that of the store which the
+    client knows, empty if it knows none yet.
     """
 
     sender: bytes
@@ -77,15 +78,21 @@ class StoreRequest(msgspec.Struct, frozen=True, tag=True):
     values: tuple[bytes, ...] = ()
     amount: int = 0
     timeout_s: float = 0.0
+    generation: bytes = b""
 
 
 class StoreAnswer(msgspec.Struct, frozen=True, tag=True):
-    """`problem` is empty when it went well, `timeout` when the time was up, else what is wrong."""
+    """`problem` is empty when it went well, `timeout` when the time was up (`values` then names some of the missing
+    keys), `generation` when the store is not the one that the client knows, else what is wrong.
+
+    `values` may be fewer than the keys of a `get`: those that fit, at least one. `generation` names the store.
+    """
 
     number: int
     values: tuple[bytes, ...] = ()
     amount: int = 0
     problem: str = ""
+    generation: bytes = b""
 
 
 # From an agent.
@@ -241,9 +248,10 @@ def problem_of(message: object) -> str:
         case Return(facts, settings, place, _):
             problem = bounds.facts_problem(facts) or bounds.settings_problem(settings)
             return problem or bounds.place_problem(place)
-        case StoreRequest(sender, timeout_s=seconds):
-            is_sound = bounds.is_time(seconds) and len(sender) <= NONCE_BYTES
-            return "" if is_sound else f"timeout_s is {seconds}, and its sender has {len(sender)} bytes"
+        case StoreRequest(sender, timeout_s=seconds, generation=generation):
+            is_sound = bounds.is_time(seconds) and max(len(sender), len(generation)) <= NONCE_BYTES
+            sizes = f"its sender has {len(sender)} bytes and its generation {len(generation)}"
+            return "" if is_sound else f"timeout_s is {seconds}, {sizes}"
         case Failed(_, failure):
             return bounds.failure_problem(failure)
         case Close(reason):
