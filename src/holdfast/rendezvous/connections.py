@@ -27,6 +27,8 @@ from holdfast.rendezvous.messages import PROTOCOL_VERSION, Frames, Malformed, en
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from holdfast.rendezvous.tls import ReloadingTls
+
 logger = logging.getLogger(__name__)
 
 _HANDSHAKE_TIMEOUT_S = 10.0
@@ -48,7 +50,7 @@ class House(Protocol):
     """Where the client came in."""
 
     token: bytes | None
-    tls: ssl.SSLContext | None
+    tls: ReloadingTls | None
 
     def enter(self, connection: Connection, run_id: str) -> Run: ...
 
@@ -94,7 +96,7 @@ class Connection(asyncio.Protocol):
             self._greet()
         else:
             transport.pause_reading()
-            self._task = self._loop.create_task(self._secure(transport, self._house.tls))
+            self._task = self._loop.create_task(self._secure(transport, self._house.tls.context()))
 
     def data_received(self, data: bytes) -> None:
         if not self._has_spoken and self._house.tls is None and data.startswith(_TLS_HELLO):

@@ -19,7 +19,7 @@ from holdfast.rendezvous.endpoints import endpoint_text
 from holdfast.rendezvous.messages import PROTOCOL_VERSION, Frames, Malformed, encode
 
 if TYPE_CHECKING:
-    import ssl
+    from holdfast.rendezvous.tls import ReloadingTls
 
 HANDSHAKE_TIMEOUT_S = 5.0
 _READ_BYTES = 1 << 14
@@ -45,7 +45,7 @@ class Dial:
     port: int
     run_id: str
     token: bytes | None = None
-    tls: ssl.SSLContext | None = None
+    tls: ReloadingTls | None = None
     timeout_s: float = 2.0
 
     @property
@@ -82,7 +82,7 @@ class Dial:
 
         assert self.tls is not None
         try:
-            return self.tls.wrap_socket(sock, server_hostname=self.host)
+            return self.tls.context().wrap_socket(sock, server_hostname=self.host)
         except ssl.SSLCertVerificationError as error:
             raise TurnedAway(f"the certificate of {self.endpoint} is not accepted: {error.verify_message}") from None
         except ssl.SSLEOFError:

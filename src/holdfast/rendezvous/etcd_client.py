@@ -22,7 +22,7 @@ import msgspec
 
 from holdfast.errors import UserError
 from holdfast.rendezvous import etcd_wire as wire
-from holdfast.rendezvous.etcd_connections import Tls, Trouble
+from holdfast.rendezvous.etcd_connections import Trouble
 from holdfast.rendezvous.etcd_http import Gateway, Objection, read_as, read_line_as
 from holdfast.rendezvous.etcd_watch import Watch
 from holdfast.rendezvous.etcd_wire import (
@@ -47,6 +47,7 @@ from holdfast.rendezvous.etcd_wire import (
     is_missing,
     is_unchanged,
 )
+from holdfast.rendezvous.tls import ReloadingTls
 
 __all__ = [
     "Batch",
@@ -107,7 +108,7 @@ class EtcdClient:
             raise UserError("etcd: a user name and a password go together, but only one of them is given")
         if request_timeout_s <= 0 or watch_silence_s <= 0:
             raise UserError(f"etcd: {request_timeout_s:g} and {watch_silence_s:g} seconds must be more than 0")
-        tls = Tls(ca_cert, cert, key) if ca_cert or cert else None
+        tls = ReloadingTls(cert, key, ca_cert, protocols=["http/1.1"]) if ca_cert or cert else None
         self._gateways = [Gateway(each, tls) for each in endpoints]
         self._credentials = {"name": username, "password": password} if username is not None else None
         self._request_timeout_s = request_timeout_s

@@ -13,9 +13,7 @@ Nothing is taken from the environment: no proxy, no passwords.
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 import select
 import socket
 import ssl
@@ -25,8 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from http.client import HTTPConnection, HTTPException, HTTPResponse, RemoteDisconnected
 from typing import Any
 
-from holdfast.errors import UserError
-from holdfast.rendezvous import tls
+from holdfast.rendezvous.tls import ReloadingTls
 
 _PIECE_BYTES = 1 << 16
 _MAX_IDLE = 8
@@ -44,51 +41,10 @@ class Trouble(Exception):  # noqa: N818
         self.is_lasting = is_lasting
 
 
-class Tls:
-    """What is shown to etcd, and whom to believe. Files are read again when they have changed: certificates are
-    renewed while a run goes on. Files that cannot be used are refused at the start; later, when a renewal may be half
-    done, what was read before stays in force."""
-
-    def __init__(self, ca_cert: str = "", cert: str = "", key: str = "") -> None:
-        self._files = (cert, key, ca_cert)
-        self._lock = threading.Lock()
-        self._stamp = self._stamp_now()
-        self._made = self._make()
-
-    def wrap(self, sock: socket.socket, host: str) -> ssl.SSLSocket:
-        return self._context().wrap_socket(sock, server_hostname=host)
-
-    def _context(self) -> ssl.SSLContext:
-        with self._lock:
-            stamp = self._stamp_now()
-            if stamp != self._stamp:
-                with contextlib.suppress(UserError):
-                    self._made = self._make()
-                    self._stamp = stamp
-            return self._made
-
-    def _stamp_now(self) -> list[tuple[int, int, int] | None]:
-        """Changes when one of the files does."""
-        return [_stamp(path) for path in self._files]
-
-    def _make(self) -> ssl.SSLContext:
-        context = tls.client_context(*self._files)
-        context.set_alpn_protocols(["http/1.1"])
-        return context
-
-
-def _stamp(path: str) -> tuple[int, int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
-
-
 class Connections:
     """Those to one endpoint. Any number of threads may ask at the same time."""
 
-    def __init__(self, host: str, port: int, tls: Tls | None) -> None:
+    def __init__(self, host: str, port: int, tls: ReloadingTls | None) -> None:
         self._host = host
         self._port = port
         self._tls = tls
@@ -137,7 +93,7 @@ class Connections:
             raise Trouble(f"{self._host!r} cannot be the name of a host", is_lasting=True) from None
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            secured = sock if self._tls is None else self._tls.wrap(sock, self._host)
+            secured = sock if self._tls is None else self._tls.context().wrap_socket(sock, server_hostname=self._host)
         except (OSError, ValueError) as error:
             sock.close()
             raise _unconnected(error) from None

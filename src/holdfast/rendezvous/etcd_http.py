@@ -14,8 +14,9 @@ import msgspec
 from holdfast.errors import UserError
 from holdfast.rendezvous.decoding import decode_json
 from holdfast.rendezvous.endpoints import endpoint_text, parse_rendezvous_endpoint
-from holdfast.rendezvous.etcd_connections import Answer, Connections, Tls, Trouble
+from holdfast.rendezvous.etcd_connections import Answer, Connections, Trouble
 from holdfast.rendezvous.etcd_wire import Complained, Complaint, Streamed
+from holdfast.rendezvous.tls import ReloadingTls
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -38,13 +39,15 @@ class Objection(Exception):  # noqa: N818
 class Gateway:
     """`name` is what errors call it. Any number of threads may ask at the same time."""
 
-    def __init__(self, endpoint: str, tls: Tls | None = None) -> None:
+    def __init__(self, endpoint: str, tls: ReloadingTls | None = None) -> None:
         """`tls` is for an endpoint that speaks it; None if no certificates are given."""
         protocol, host, port = parse_etcd_endpoint(endpoint, is_secure=tls is not None)
         if protocol == "http" and tls is not None:
             raise UserError(f"etcd endpoint {endpoint!r} is plain http, but certificates are given")
         self.name = endpoint_text(host, port)
-        self._connections = Connections(host, port, (tls or Tls()) if protocol == "https" else None)
+        if protocol == "https" and tls is None:
+            tls = ReloadingTls(protocols=["http/1.1"])
+        self._connections = Connections(host, port, tls)
 
     def ask(self, path: str, fields: Any, token: str, connect_s: float, answer_s: float) -> bytes:
         """The body of the answer to one request."""

@@ -19,7 +19,6 @@ import itertools
 import logging
 import os
 import socket
-import ssl
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import assert_never
@@ -31,6 +30,7 @@ from holdfast.rendezvous.keyvalues import Answers, KeyValues
 from holdfast.rendezvous.legacy_membership import Membership
 from holdfast.rendezvous.messages import encode
 from holdfast.rendezvous.statefiles import StateFiles
+from holdfast.rendezvous.tls import ReloadingTls
 from holdfast.rendezvous.world import NodeFacts
 
 logger = logging.getLogger(__name__)
@@ -246,7 +246,7 @@ class Coordinator:
         sock: socket.socket,
         *,
         token: bytes | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: ReloadingTls | None = None,
         idle_timeout_s: float | None = 60.0,
         state_directory: Path | None = None,
     ) -> None:
