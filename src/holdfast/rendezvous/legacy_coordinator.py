@@ -253,7 +253,7 @@ class Coordinator:
         """The socket need not listen yet. With no `idle_timeout_s` it serves until it is stopped."""
         self.token = token
         self.tls = tls
-        self.files = StateFiles(state_directory or statefiles.default_directory(), sock.getsockname()[1])
+        self.files = StateFiles(state_directory or statefiles.default_directory(), *sock.getsockname()[:2])
         self._sock = sock
         self._idle_timeout_s = idle_timeout_s
         self._runs: dict[str, RunHost] = {}

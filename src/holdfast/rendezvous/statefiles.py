@@ -14,6 +14,7 @@ import stat
 import tempfile
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 
@@ -31,14 +32,14 @@ class _Page(msgspec.Struct, frozen=True):
 
 
 class StateFiles:
-    """The files of the coordinator at one port. Trouble with them is told, and the run goes on."""
+    """The files of the coordinator at one endpoint. Trouble with them is told, and the run goes on."""
 
-    def __init__(self, directory: Path, port: int) -> None:
+    def __init__(self, directory: Path, address: str, port: int) -> None:
         self._directory = directory
-        self._port = port
+        self._name = endpoint_name(address, port)
 
     def path(self, run_id: str) -> Path:
-        return self._directory / f"{self._port}-{hashlib.sha256(run_id.encode()).hexdigest()[:16]}.json"
+        return self._directory / f"{self._name}-{hashlib.sha256(run_id.encode()).hexdigest()[:16]}.json"
 
     def recall(self, run_id: str) -> Memory | None:
         """What an earlier coordinator wrote down about the run; an empty memory if that cannot be read any more."""
@@ -71,6 +72,12 @@ class StateFiles:
             self.path(run_id).unlink(missing_ok=True)
         except OSError as error:
             logger.warning("the state of run %r cannot be removed (%s): %s", run_id, self.path(run_id), error)
+
+
+def endpoint_name(address: str, port: int) -> str:
+    """For names of files. Coordinators at different addresses of a host, also one that listens at all of them, may have
+    the same port."""
+    return f"{quote(address, safe='')}-{port}"
 
 
 def _remove_quietly(path: Path) -> None:
