@@ -526,10 +526,20 @@ def test_a_port_that_is_taken(server: CoordinatorProcess) -> None:
     )
 
 
+def test_two_of_one_port_at_different_addresses_do_not_share_their_memory(tmp_path: Path) -> None:
+    """The second one would wait for the members of the first one's round."""
+    port = support.free_port()
+    with coordinator(tmp_path, port=port) as first, coordinator(tmp_path, port=port, address="127.0.0.2") as second:
+        for host, process in (("127.0.0.1", first), ("127.0.0.2", second)):
+            with Peer(process.port, host) as peer:
+                peer.enter().join("a", Settings(1, 1))
+                assert peer.await_kind(messages.Sealed).place.round == 1
+
+
 def test_state_is_kept_when_it_is_stopped_in_the_middle_of_a_run(tmp_path: Path) -> None:
     process = CoordinatorProcess(tmp_path)
     with Peer(process.port) as peer:
         peer.enter().join("a", Settings(1, 1))
         peer.await_kind(messages.Sealed)
         process.close()
-    assert len(list(tmp_path.glob(f"holdfast-{os.getuid()}/{process.port}-*.json"))) == 1
+    assert len(list(tmp_path.glob(f"holdfast-{os.getuid()}/127.0.0.1-{process.port}-*.json"))) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -15,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import UserError
 from holdfast.rendezvous.etcd_client import EtcdClient, Put, Refused, is_missing
-from holdfast.rendezvous.etcd_connections import Answer, Connections, Tls, Trouble
+from holdfast.rendezvous.etcd_connections import Answer, Connections, Trouble
 from holdfast.rendezvous.etcd_http import Gateway
 from holdfast.testing.etcd_server import EtcdServer
 from tests import support
-from tests.certificates import make_certificates, openssl
+from tests.certificates import make_certificates
 from tests.coordinators import Caller, Proxy
 
 LONG_S = 30.0
@@ -311,34 +309,3 @@ def test_renewed_certificates_are_used(tmp_path: Path) -> None:
         for name, file in (("ca", made.ca_pem), ("pem", made.client_pem), ("key", made.client_key)):
             shutil.copy(file, mine[name])
         client.put(b"k", b"v")
-
-
-@pytest.mark.parametrize("half_done", ["key", "pem", "ca"])
-def test_a_renewal_that_is_half_done_changes_nothing(tmp_path: Path, half_done: str) -> None:
-    made = make_certificates(tmp_path)
-    mine = {name: str(tmp_path / f"mine.{name}") for name in ("ca", "pem", "key")}
-    whole = {"ca": made.ca_pem, "pem": made.client_pem, "key": made.client_key}
-    for name, file in whole.items():
-        shutil.copy(file, mine[name])
-    server = EtcdServer(cert=made.server_pem, key=made.server_key, client_ca=made.ca_pem)
-    with server:
-        tls = Tls(mine["ca"], mine["pem"], mine["key"])
-        for text in ("", "junk", None):
-            Path(mine[half_done]).unlink() if text is None else Path(mine[half_done]).write_text(text)
-            connect_by(tls, server)
-        for name, file in (("ca", made.other_pem), ("pem", made.stranger_pem), ("key", made.stranger_key)):
-            shutil.copy(file, mine[name])
-        with pytest.raises(ssl.SSLCertVerificationError):
-            connect_by(tls, server)
-
-
-def connect_by(tls: Tls, server: EtcdServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.get_port())) as sock, tls.wrap(sock, "127.0.0.1"):
-        pass
-
-
-def test_a_key_with_a_passphrase_is_refused_without_a_question(tmp_path: Path) -> None:
-    made = make_certificates(tmp_path)
-    openssl("ec", "-in", "client.key", "-aes128", "-passout", "pass:secret", "-out", "locked.key", cwd=tmp_path)
-    with pytest.raises(UserError, match=r"the TLS certificate .*client\.pem with .*locked\.key cannot be used: "):
-        Tls(made.ca_pem, made.client_pem, str(tmp_path / "locked.key"))

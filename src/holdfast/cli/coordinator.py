@@ -82,7 +82,7 @@ async def _serve_for_a_run(args: argparse.Namespace) -> None:
     from holdfast.rendezvous.coordinator import launch, memory
 
     sock = socket.socket(fileno=args.fd)
-    log = memory.default_directory() / f"coordinator-{sock.getsockname()[1]}.log"
+    log = memory.default_directory() / f"coordinator-{memory.endpoint_name(*sock.getsockname()[:2])}.log"
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     coordinator = _coordinator(args, sock, _IDLE_TIMEOUT_S)

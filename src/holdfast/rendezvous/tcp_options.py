@@ -12,7 +12,7 @@ from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 
 if TYPE_CHECKING:
-    import ssl
+    from holdfast.rendezvous.tls import ReloadingTls
 
 TOKEN_VARIABLE = "HOLDFAST_TOKEN"
 
@@ -51,12 +51,12 @@ class TcpOptions(options.Options):
     def speaks_tls(self) -> bool:
         return bool(self.tls_ca or self.tls_cert)
 
-    def client_tls(self) -> ssl.SSLContext | None:
+    def client_tls(self) -> ReloadingTls | None:
         if not self.speaks_tls:
             return None
         from holdfast.rendezvous import tls
 
-        return tls.client_context(self.tls_cert, self.tls_key, self.tls_ca)
+        return tls.ReloadingTls(self.tls_cert, self.tls_key, self.tls_ca)
 
     def coordinator_options(self) -> list[str]:
         """For a coordinator that this node starts: it speaks as this node does."""
@@ -92,14 +92,14 @@ def agent_fields(
     }
 
 
-def server_tls(cert: str, key: str, ca: str) -> ssl.SSLContext | None:
+def server_tls(cert: str, key: str, ca: str) -> ReloadingTls | None:
     if not cert:
         if key or ca:
             raise UserError("TLS needs a certificate (tls_cert), not only a key or an authority")
         return None
     from holdfast.rendezvous import tls
 
-    return tls.server_context(cert, key, ca)
+    return tls.ReloadingTls(cert, key, ca, is_server=True)
 
 
 def read_token(path: str) -> bytes | None:

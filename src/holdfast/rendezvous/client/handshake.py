@@ -19,7 +19,7 @@ from holdfast.rendezvous.membership.frames import Frames, Malformed, encode
 from holdfast.rendezvous.membership.protocol import MAJOR, MINOR, Challenge, Denied, Hello, Welcome
 
 if TYPE_CHECKING:
-    import ssl
+    from holdfast.rendezvous.tls import ReloadingTls
 
 HANDSHAKE_TIMEOUT_S = 5.0
 _READ_BYTES = 1 << 14
@@ -45,7 +45,7 @@ class Target:
     port: int
     run_id: str
     token: bytes | None = None
-    tls: ssl.SSLContext | None = None
+    tls: ReloadingTls | None = None
     timeout_s: float = 2.0
 
     @property
@@ -88,7 +88,7 @@ class Target:
 
         assert self.tls is not None
         try:
-            return self.tls.wrap_socket(sock, server_hostname=self.host)
+            return self.tls.context().wrap_socket(sock, server_hostname=self.host)
         except ssl.SSLCertVerificationError as error:
             raise TurnedAway(f"the certificate of {self.endpoint} is not accepted: {error.verify_message}") from None
         except ssl.SSLEOFError:

@@ -25,6 +25,8 @@ from holdfast.rendezvous.membership.frames import Frames, Malformed, encode
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from holdfast.rendezvous.tls import ReloadingTls
+
 logger = logging.getLogger(__name__)
 
 _HANDSHAKE_TIMEOUT_S = 10.0
@@ -46,7 +48,7 @@ class Server(Protocol):
     """The coordinator, as a connection sees it."""
 
     token: bytes | None
-    tls: ssl.SSLContext | None
+    tls: ReloadingTls | None
 
     def may_serve(self) -> bool:
         """Whether this coordinator may still say anything. Asked before every answer."""
@@ -99,7 +101,7 @@ class Connection(asyncio.Protocol):
             self._greet()
         else:
             transport.pause_reading()
-            self._task = self._loop.create_task(self._secure(transport, self._server.tls))
+            self._task = self._loop.create_task(self._secure(transport, self._server.tls.context()))
 
     def data_received(self, data: bytes) -> None:
         if not self._has_spoken and self._server.tls is None and data.startswith(_TLS_HELLO):

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 
@@ -33,16 +34,16 @@ class _Page(msgspec.Struct, frozen=True):
 
 
 class StateFiles:
-    """The files of the coordinator at one port. Trouble with them is told, and the run goes on."""
+    """The files of the coordinator at one endpoint. Trouble with them is told, and the run goes on."""
 
     extra_wait_s = 0.0  # No other coordinator can be in office: this one has the endpoint.
 
-    def __init__(self, directory: Path, port: int) -> None:
+    def __init__(self, directory: Path, address: str, port: int) -> None:
         self._directory = directory
-        self._port = port
+        self._name = endpoint_name(address, port)
 
     def path(self, run_id: str) -> Path:
-        return self._directory / f"{self._port}-{hashlib.sha256(run_id.encode()).hexdigest()[:16]}.json"
+        return self._directory / f"{self._name}-{hashlib.sha256(run_id.encode()).hexdigest()[:16]}.json"
 
     def may_serve(self) -> bool:
         return True
@@ -89,6 +90,12 @@ class StateFiles:
             self.path(run_id).unlink(missing_ok=True)
         except OSError as error:
             logger.warning("the state of run %r cannot be removed (%s): %s", run_id, self.path(run_id), error)
+
+
+def endpoint_name(address: str, port: int) -> str:
+    """For names of files. Coordinators at different addresses of a host, also one that listens at all of them, may have
+    the same port."""
+    return f"{quote(address, safe='')}-{port}"
 
 
 def _remove_quietly(path: Path) -> None:

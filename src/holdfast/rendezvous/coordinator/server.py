@@ -18,8 +18,8 @@ import asyncio
 import errno
 import itertools
 import logging
+import os
 import socket
-import ssl
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import Protocol, assert_never
@@ -32,6 +32,7 @@ from holdfast.rendezvous.membership.frames import encode
 from holdfast.rendezvous.membership.model import Memory, NodeFacts
 from holdfast.rendezvous.membership.protocol import Expel, ForgetRun, From, Remember, Tell
 from holdfast.rendezvous.membership.run import Membership
+from holdfast.rendezvous.tls import ReloadingTls
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Run:
         self._loop = asyncio.get_running_loop()
         memory, term = self._keeper.recall(run_id)
         self._machine = Membership(self._loop.time(), memory, term=term, extra_wait_s=self._keeper.extra_wait_s)
-        self._store = KeyValues()
+        self._store = KeyValues(os.urandom(8))
         self._clients: dict[str, Connection] = {}  # All, by the connection's name.
         self._connections: dict[str, Connection] = {}  # Those of nodes, by their keys.
         self._newest: OrderedDict[str, int] = OrderedDict()  # The connection on which each node spoke last.
@@ -278,7 +279,7 @@ class Coordinator:
         keeper: Keeper,
         *,
         token: bytes | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: ReloadingTls | None = None,
         idle_timeout_s: float | None = 60.0,
         only_run: str | None = None,
     ) -> None:

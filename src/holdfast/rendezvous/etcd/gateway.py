@@ -34,10 +34,9 @@ import msgspec
 
 from holdfast.errors import HoldfastError, UserError
 from holdfast.records import record
-from holdfast.rendezvous import tls as tls_contexts
 from holdfast.rendezvous.decoding import decode_json
 from holdfast.rendezvous.endpoints import endpoint_text, parse_rendezvous_endpoint
-from holdfast.rendezvous.tls_reload import ReloadingContext, TlsFiles
+from holdfast.rendezvous.tls import ReloadingTls, TlsFiles
 
 DEFAULT_PORT = 2379
 OLDEST_VERSION = (3, 4)
@@ -278,7 +277,7 @@ class _Member:
         if protocol == "http" and files.are_given:
             raise UserError(f"etcd endpoint {endpoint!r} is plain http, but TLS files are given")
         self.name = endpoint_text(self._host, self._port)
-        self._tls = ReloadingContext(_client_context, files) if protocol == "https" else None
+        self._tls = _reloading(files) if protocol == "https" else None
         self._idle: list[_Connection] = []
         self._is_closed = False
 
@@ -327,7 +326,7 @@ class _Member:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
                 sock.settimeout(_left_s(deadline))
-                sock = self._tls.get().wrap_socket(sock, server_hostname=self._host)
+                sock = self._tls.context().wrap_socket(sock, server_hostname=self._host)
         except (OSError, ValueError) as error:
             sock.close()
             raise _failure(error) from None
@@ -349,10 +348,8 @@ def parse_etcd_endpoint(endpoint: str, is_secure: bool) -> tuple[str, str, int]:
     return (protocol, *parse_rendezvous_endpoint(place.rstrip("/"), DEFAULT_PORT))
 
 
-def _client_context(cert: str, key: str, ca: str) -> ssl.SSLContext:
-    context = tls_contexts.client_context(cert, key, ca)
-    context.set_alpn_protocols(["http/1.1"])
-    return context
+def _reloading(files: TlsFiles) -> ReloadingTls:
+    return ReloadingTls(files.cert, files.key, files.ca, protocols=["http/1.1"])
 
 
 class _Connection(io.RawIOBase):

@@ -19,7 +19,7 @@ from holdfast.rendezvous import options, tcp_options
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.etcd.gateway import parse_etcd_endpoint
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
-from holdfast.rendezvous.tls_reload import TlsFiles
+from holdfast.rendezvous.tls import TlsFiles
 
 PASSWORD_VARIABLE = "HOLDFAST_ETCD_PASSWORD"
 DEFAULT_PREFIX = "/holdfast"

@@ -155,7 +155,8 @@ class StoreRequest(msgspec.Struct, frozen=True, tag=True):
     """`operation` is one of set, get, add, compare_set, wait, check, delete. `timeout_s` is for those that wait.
 
     `sender` and `number` together name the request: one that comes a second time, because the connection was lost
-    before the answer came, is answered again and not carried out again.
+    before the answer came, is answered again and not carried out again. `generation` is that of the store which the
+    client knows, empty if it knows none yet.
     """
 
     sender: Annotated[bytes, Meta(max_length=NONCE_BYTES)]
@@ -165,15 +166,21 @@ class StoreRequest(msgspec.Struct, frozen=True, tag=True):
     values: tuple[bytes, ...] = ()
     amount: int = 0
     timeout_s: Seconds = 0.0
+    generation: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
 
 
 class StoreAnswer(msgspec.Struct, frozen=True, tag=True):
-    """`problem` is empty when it went well, `timeout` when the time was up, else what is wrong."""
+    """`problem` is empty when it went well, `timeout` when the time was up (`values` then names some of the missing
+    keys), `generation` when the store is not the one that the client knows, else what is wrong.
+
+    `values` may be fewer than the keys of a `get`: those that fit, at least one. `generation` names the store.
+    """
 
     number: Count
     values: tuple[bytes, ...] = ()
     amount: int = 0
     problem: str = ""
+    generation: bytes = b""
 
 
 # From a node.
