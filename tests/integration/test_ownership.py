@@ -179,6 +179,22 @@ def test_orphans_of_functions_go_with_the_agent(launch: Any, mailbox: support.Ma
     assert support.survivors(pids, PROMPTLY_S) == []
 
 
+def test_the_spawner_gets_its_socket_at_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before glibc 2.29 a spawn action that dups a number onto itself leaves close-on-exec set."""
+    seen: list[tuple[int, ...]] = []
+    spawn = os.posix_spawn
+
+    def spawn_and_note(*args: Any, file_actions: Any, **options: Any) -> int:
+        seen.extend(file_actions)
+        return spawn(*args, file_actions=file_actions, **options)
+
+    monkeypatch.setattr(os, "posix_spawn", spawn_and_note)
+    link = SpawnerLink.launch()
+    link.close()
+    assert len(seen) == 1
+    assert seen[0][1] != seen[0][2]
+
+
 def test_the_spawner_is_killed_before_all_workers_are_started(
     mailbox: support.Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

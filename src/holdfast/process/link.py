@@ -124,15 +124,19 @@ class SpawnerLink:
         code = f"import sys; sys.path.insert(0, {root!r}); from holdfast.process.spawner import main; main()"
         # The mark is for what is forked from the spawner and never executes anything: it shows this environment.
         environment = {**os.environb, stop.MARK_VARIABLE.encode(): f"{token}.spawner".encode()}
-        target = theirs.fileno()
-        pid = os.posix_spawn(
-            sys.executable,
-            [sys.executable, *flags, "-c", code, str(target), token],
-            environment,
-            file_actions=[(os.POSIX_SPAWN_DUP2, target, target)],
-            setsid=True,
-        )
-        theirs.close()
+        # A number of its own: before glibc 2.29 a dup2 onto the same number leaves close-on-exec set in the child.
+        target = os.dup(theirs.fileno())
+        try:
+            pid = os.posix_spawn(
+                sys.executable,
+                [sys.executable, *flags, "-c", code, str(target), token],
+                environment,
+                file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), target)],
+                setsid=True,
+            )
+        finally:
+            os.close(target)
+            theirs.close()
         return cls(ours, pid, token)
 
     @classmethod

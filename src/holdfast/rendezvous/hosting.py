@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 
 from holdfast.errors import HostError
 from holdfast.rendezvous.endpoints import endpoint_text
@@ -105,7 +106,7 @@ def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[s
     command = [sys.executable, "-P", "-c", code, "--fd", str(fd), *options]
     try:
         try:
-            pid = _spawn(command, keep=(fd, kept), output=output)
+            pid = _spawn(command, {sock.fileno(): fd, guard.fileno(): kept}, output)
         finally:
             for each in (fd, kept, output):
                 os.close(each)
@@ -119,9 +120,14 @@ def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[s
         raise HostError(f"the coordinator cannot be started: {said or 'it ended without a word'}")
 
 
-def _spawn(command: list[str], keep: tuple[int, ...], output: int) -> int:
-    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    actions = [(null, 0), (output, 1), (output, 2), *((fd, fd) for fd in keep)]
+def _spawn(command: list[str], kept: Mapping[int, int], output: int) -> int:
+    """`kept` maps descriptors of this process to the numbers of copies, under which the child gets them. The numbers
+    differ because before glibc 2.29 a dup2 onto the same number leaves close-on-exec set in the child."""
+    opened = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    null = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(opened)
+    # The standard descriptors come last: a socket may be in the place of one.
+    actions = [*kept.items(), (null, 0), (output, 1), (output, 2)]
     try:
         return os.posix_spawn(
             command[0],
