@@ -584,6 +584,26 @@ def test_closing_with_a_signal(starter: Starter, mailbox: support.Mailbox, numbe
     assert context.stopped() == {0: number.name}
 
 
+def test_a_worker_that_may_not_be_signalled_keeps_no_signal_from_others(
+    starter: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that has changed its user, which the user of these tests may not be able to."""
+    context = starter.start("sleep", "600", ranks=2)
+    send = signal.pidfd_send_signal
+    refused: list[int] = []
+
+    def refuse_the_first(pidfd: int, number: int) -> None:
+        refused.append(pidfd)
+        if pidfd == refused[0]:
+            raise PermissionError(1, "Operation not permitted")
+        send(pidfd, number)
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", refuse_the_first)
+    context.close(timeout=1)
+    assert context.stopped() == {0: "SIGKILL, 1 s after SIGTERM", 1: "SIGTERM"}
+    assert support.survivors(context.pids().values()) == []
+
+
 def test_a_failure_of_its_own_while_it_is_stopped(starter: Starter, mailbox: support.Mailbox) -> None:
     path = support.write_script(starter.tmp_path / "w.py", f"""
         import signal, time

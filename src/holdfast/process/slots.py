@@ -10,12 +10,14 @@ the moment that another one has.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.process import stop
 from holdfast.process.bootstrap import BlackBox, read_blackbox
 
 # A worker that ends so after it was told to stop still failed by itself.
@@ -70,6 +72,16 @@ class Slot:
 
     def end(self, exitcode: int, order: int | None, stop: Stop | None) -> None:
         self.exitcode, self.order, self.stop = exitcode, order, stop
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal it. One that is gone, or that has changed its user, must not keep others from their signal; what
+        cannot be killed is named after the sweep."""
+        assert self.pid is not None
+        if self.pidfd is None:
+            stop.kill(self.pid, number)
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(self.pidfd, number)
 
     def failed_by_itself(self) -> bool:
         if self.hang:
