@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.process import DefaultLogsSpecs, PContext, RunProcsResult, Std, start_processes
+from holdfast.process import DefaultLogsSpecs, PContext, RunProcsResult, Std, signals, start_processes
 from holdfast.process.errors import ProcessFailure
+from holdfast.process.lease import Lease
 from holdfast.process.outlets import Outlets
 from tests import entrypoints, support
 
@@ -460,6 +461,17 @@ def test_no_foreign_descriptors(starter: Starter, method: str) -> None:
         assert not set(found.values()) & {error for other, error in errors.items() if other != rank}
         own = [number for number, what in found.items() if what == errors[rank]]
         assert own == [2]
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_a_function_holds_no_pipe_of_holdfast(starter: Starter, method: str) -> None:
+    """Neither the lease's, which it could read empty, nor the one that says whether it was started."""
+    signals.inbox()  # The caller's own, made when first asked for.
+    before = set(support.open_descriptors().values())
+    result = starter.run(entrypoints.descriptors, ranks=2, start_method=method, lease=Lease())
+    for found in result.return_values.values():
+        foreign = {what for number, what in found.items() if number > 2} - before
+        assert [what for what in foreign if what.startswith("pipe:")] == []
 
 
 STDIN_SCRIPT = """
