@@ -704,6 +704,23 @@ class TestBlockedConsole:
         console.close()
 
 
+def test_a_console_holds_workers_up_only_if_it_blocks_for_a_while(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a hang would go unseen while workers write a lot, and the pump is busy at every look."""
+    console = BlockedConsole()
+    monkeypatch.setattr(pump_module, "_HELD_UP_S", 3600.0)
+    write_fd = rig.add("log", b"", console.write_fd)
+    write_all(write_fd, b"first\n")
+    wait_until(lambda: rig.pump._busy_with == console.write_fd, "the pump writes to the console")
+    assert not rig.pump.is_held_up
+    monkeypatch.setattr(pump_module, "_HELD_UP_S", 0.01)
+    wait_until(lambda: rig.pump.is_held_up, "the console counts as blocked")
+    os.close(write_fd)
+    console.read_until(b"")
+    assert rig.pump.drain(DEADLINE_S)
+    assert not rig.pump.is_held_up
+    console.close()
+
+
 class TestBlockedOutlets:
     def test_close_returns_though_everything_is_blocked(self, tmp_path: Path) -> None:
         """Both consoles and the warning callback hang; the files are still completed."""

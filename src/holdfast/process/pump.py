@@ -63,6 +63,9 @@ _LAST_READ_BYTES = 2 * _PIPE_BYTES
 _CLOSE_PATIENCE_S = 1.0
 _CLOSE_LIMIT_S = 5.0
 
+# A console that has not taken a piece for this long blocks.
+_HELD_UP_S = 1.0
+
 # The warning callback takes a place among the console descriptors: it too may block.
 _WARNINGS = -1
 
@@ -194,8 +197,8 @@ class Pump:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether it is writing to the console at this moment; a console that blocks holds all streams up."""
-        return self._busy_with is not None
+        """Whether the console blocks, which holds all streams up. One that is merely busy takes each piece at once."""
+        return self._busy_with is not None and time.monotonic() - self._moved_at >= _HELD_UP_S
 
     def start(self) -> None:
         if self._thread is None:
