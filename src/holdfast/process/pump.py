@@ -39,18 +39,21 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.errors import HostError, InternalError
-from holdfast.process.lines import LineAssembler, LineFilter, Tail
+from holdfast.process.lines import HeldLine, LineFilter, LinePrefixer, Tail
 
 if TYPE_CHECKING:
     from holdfast.process.activity import StreamWatch
 
-__all__ = ["LineAssembler", "Pump", "Stream", "Tail", "open_channel"]
+__all__ = ["Pump", "Stream", "Tail", "open_channel"]
 
 # With its prefixes such a piece still fits into memory that malloc has at hand. From 128 KiB on it asks the kernel for
 # every piece anew, and the page faults cost more than the system calls that larger pieces save.
 _READ_BYTES = 64 * 1024
 # An ordinary user may have 64 MiB in pipes; two hundred workers must fit.
 _PIPE_BYTES = 256 * 1024
+
+# The unfinished lines of all streams together: a line is held until its end comes.
+_HELD_MAX_BYTES = 16 << 20
 
 # A console write is cut here, at a line's end, so that a slow console still shows progress to `drain`.
 _CONSOLE_WRITE_BYTES = 256 * 1024
@@ -142,15 +145,18 @@ class _Lane:
         self.tail = stream.tail
         self.watch = stream.watch
         has_lines = stream.console_fd is not None and stream.prefix is not None
-        self.assembler = LineAssembler(stream.prefix or b"") if has_lines else None
+        self.prefixer = LinePrefixer(stream.prefix or b"") if has_lines else None
         has_filter = stream.filters and stream.filtered_fd is not None
         self.filter = LineFilter(stream.filters, stream.prefix or b"") if has_filter else None
+        self.held = HeldLine() if has_lines or has_filter else None
+        self.held_bytes = 0  # As the pump has counted it.
+        self.is_split = False
         self._strikes = 0
 
     def give_up_something(self) -> bool:
         """After an unexpected error: drop all but the file, then the file too. False if nothing is left."""
         self._strikes += 1
-        self.console_fd = self.filtered_fd = self.assembler = self.filter = self.tail = None
+        self.console_fd = self.filtered_fd = self.prefixer = self.filter = self.held = self.tail = None
         if self._strikes > 1 and self.file_fd is not None:
             _close_quietly(self.file_fd)
             self.file_fd = None
@@ -172,6 +178,7 @@ class Pump:
         self._turn = threading.Lock()
         self._lanes: dict[int, _Lane] = {}
         self._dead_outlets: set[int] = set()
+        self._held_bytes = 0
         self._busy_with: int | None = None
         self._last_complaint = ""
 
@@ -373,16 +380,45 @@ class Pump:
             self._write_file(lane, data)
         if lane.tail is not None:
             lane.tail.feed(data)
+        if lane.console_fd is not None and lane.prefixer is None:
+            self._write_console(lane.console_fd, data)
+        if lane.held is not None:
+            self._write_lines(lane, lane.held.take(data))
+            self._count_held(lane)
+            self._bound_held()
+
+    def _write_lines(self, lane: _Lane, text: bytes) -> None:
         if lane.filter is not None:
-            self._write_filtered(lane, lane.filter.feed(data))
-        if lane.console_fd is not None:
-            self._write_console(lane.console_fd, lane.assembler.feed(data) if lane.assembler else data)
+            self._write_filtered(lane, lane.filter.pick(text))
+        if lane.console_fd is not None and lane.prefixer is not None:
+            self._write_console(lane.console_fd, lane.prefixer.add(text))
+
+    def _count_held(self, lane: _Lane) -> None:
+        now_held = len(lane.held) if lane.held is not None else 0
+        self._held_bytes += now_held - lane.held_bytes
+        lane.held_bytes = now_held
+
+    def _bound_held(self) -> None:
+        """Of lines that are too long to be held, the longest is passed on though its end has not come."""
+        while self._held_bytes > _HELD_MAX_BYTES:
+            lane = max(self._lanes.values(), key=lambda each: each.held_bytes)
+            size = lane.held_bytes
+            if lane.held is not None:
+                self._write_lines(lane, lane.held.release())
+            self._count_held(lane)
+            if not lane.is_split:
+                lane.is_split = True
+                self._complain(
+                    f"{lane.label}: a line is split on the console after {size} bytes; unfinished lines of all workers "
+                    f"may take {_HELD_MAX_BYTES >> 20} MiB"
+                )
 
     def _write_held(self, lane: _Lane) -> None:
+        rest = lane.held.flush() if lane.held is not None else b""
         if lane.filter is not None:
-            self._write_filtered(lane, lane.filter.flush())
-        if lane.console_fd is not None and lane.assembler is not None:
-            self._write_console(lane.console_fd, lane.assembler.flush())
+            self._write_filtered(lane, lane.filter.pick(rest))
+        if lane.console_fd is not None and lane.prefixer is not None:
+            self._write_console(lane.console_fd, lane.prefixer.end(rest))
 
     def _end(self, lane: _Lane) -> None:
         """The stream has ended and all of it is written."""
@@ -395,6 +431,7 @@ class Pump:
     def _release(self, lane: _Lane) -> None:
         if self._lanes.pop(lane.read_fd, None) is None:
             return
+        self._held_bytes -= lane.held_bytes
         self._poller.unregister(lane.read_fd)
         _close_quietly(lane.read_fd)
         if lane.file_fd is not None:
