@@ -25,7 +25,8 @@ import pytest
 from holdfast.errors import InternalError
 from holdfast.process import pump as pump_module
 from holdfast.process.lines import HeldLine, LineFilter, LinePrefixer
-from holdfast.process.pump import Pump, Stream, Tail, open_channel
+from holdfast.process.pump import Pump, Stream, Tail
+from holdfast.process.terminal import open_channel
 
 DEADLINE_S = 60.0
 
@@ -571,7 +572,8 @@ class TestTrouble:
         """SIGPIPE and SIGXFSZ at their defaults, as a user's program may have set them."""
         code = (
             "import os, resource, signal, sys\n"
-            "from holdfast.process.pump import Pump, Stream, open_channel\n"
+            "from holdfast.process.pump import Pump, Stream\n"
+            "from holdfast.process.terminal import open_channel\n"
             "signal.signal(signal.SIGPIPE, signal.SIG_DFL); signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
             "gone, console = os.pipe(); os.close(gone)\n"
@@ -937,7 +939,8 @@ class TestDrainAndClose:
         """Neither the child of a fork nor the process itself waits for the thread at its end."""
         code = (
             "import os, sys\n"
-            "from holdfast.process.pump import Pump, Stream, open_channel\n"
+            "from holdfast.process.pump import Pump, Stream\n"
+            "from holdfast.process.terminal import open_channel\n"
             "pump = Pump(print); pump.start()\n"
             "read_fd, write_fd = open_channel(None)\n"
             "pump.add(Stream(read_fd, 'rank 0', None, 1, b'[w0]:', None))\n"
@@ -1006,6 +1009,15 @@ class TestChannel:
         rig.spawn(rig.add("log", None, tty_fd=terminal), code)
         assert rig.pump.drain(DEADLINE_S)
         assert rig.file("log") == rig.console() == b"True 77 33\n\x1b[31mred\x1b[0m\r\n\x03\x04\x11"
+        assert rig.warnings == []
+
+    def test_a_worker_on_a_terminal_sees_its_new_size(self, rig: Rig, terminal: int) -> None:
+        write_fd = rig.add("log", None, console_fd=terminal, tty_fd=terminal)
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 44, 88, 0, 0))
+        write_all(write_fd, b"x\n")
+        wait_until(lambda: os.get_terminal_size(write_fd) == (88, 44), "the new size is passed on")
+        os.close(write_fd)
+        assert rig.pump.drain(DEADLINE_S)
         assert rig.warnings == []
 
     def test_nothing_is_lost_at_the_end_of_a_terminal(self, rig: Rig, terminal: int) -> None:

@@ -1,6 +1,6 @@
 """The tee pump: one thread that copies what workers write to log files and to the console.
 
-Every worker stream that is teed, filtered or remembered comes through a pipe (or a pty, see `open_channel`).
+Every worker stream that is teed, filtered or remembered comes through a pipe (or a pty, see `terminal`).
 Each piece that arrives goes, in this order, to
 
     the log file       exactly the worker's bytes, at once
@@ -26,7 +26,6 @@ The thread is a daemon, and a forked child simply has no such thread; the child 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import select
 import signal
@@ -39,18 +38,17 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.errors import HostError, InternalError
+from holdfast.process import terminal
 from holdfast.process.lines import HeldLine, LineFilter, LinePrefixer, Tail
 
 if TYPE_CHECKING:
     from holdfast.process.activity import StreamWatch
 
-__all__ = ["Pump", "Stream", "Tail", "open_channel"]
+__all__ = ["Pump", "Stream", "Tail"]
 
 # With its prefixes such a piece still fits into memory that malloc has at hand. From 128 KiB on it asks the kernel for
 # every piece anew, and the page faults cost more than the system calls that larger pieces save.
 _READ_BYTES = 64 * 1024
-# An ordinary user may have 64 MiB in pipes; two hundred workers must fit.
-_PIPE_BYTES = 256 * 1024
 
 # The unfinished lines of all streams together: a line is held until its end comes.
 _HELD_MAX_BYTES = 16 << 20
@@ -60,7 +58,7 @@ _CONSOLE_WRITE_BYTES = 256 * 1024
 
 # When it is closed the pump reads at most this much more from a stream, which is more than a channel holds. A
 # process that was left behind and keeps writing therefore cannot keep `close` busy.
-_LAST_READ_BYTES = 2 * _PIPE_BYTES
+_LAST_READ_BYTES = 2 * terminal.PIPE_BYTES
 
 # `close` gives the thread this long without progress, and this long in all, before it replaces it.
 _CLOSE_PATIENCE_S = 1.0
@@ -93,42 +91,6 @@ class Stream:
     watch: StreamWatch | None = None  # Who wants to know that something came.
 
 
-def open_channel(console_fd: int | None) -> tuple[int, int]:
-    """A read end for the pump and a write end for a worker, both closed on exec.
-
-    A worker whose output ends on a terminal should still find one, of the same size, because programs then
-    show colours and progress bars and write line by line. It gets a pty, or a pipe if no pty is to be had.
-    """
-    if console_fd is not None and os.isatty(console_fd):
-        try:
-            return _open_pty(console_fd)
-        except OSError:
-            pass
-    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-    try:
-        fcntl.fcntl(write_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-    except OSError:
-        pass  # The user's share of pipe memory is spent; the usual size works too, only slower.
-    return read_fd, write_fd
-
-
-def _open_pty(console_fd: int) -> tuple[int, int]:
-    import termios
-    import tty
-
-    master_fd, worker_fd = os.openpty()
-    try:
-        # Raw: the terminal at the end translates line ends, and must do so only once.
-        tty.setraw(worker_fd)
-        size = fcntl.ioctl(console_fd, termios.TIOCGWINSZ, bytes(8))
-        fcntl.ioctl(worker_fd, termios.TIOCSWINSZ, size)
-    except (OSError, termios.error) as error:
-        os.close(master_fd)
-        os.close(worker_fd)
-        raise OSError(str(error)) from error
-    return master_fd, worker_fd
-
-
 class _Replaced(BaseException):
     """Unwinds a thread that is not the pump's owner any more."""
 
@@ -151,6 +113,7 @@ class _Lane:
         self.held = HeldLine() if has_lines or has_filter else None
         self.held_bytes = 0  # As the pump has counted it.
         self.is_split = False
+        self.terminal = terminal.Follower(stream.read_fd, stream.console_fd)
         self._strikes = 0
 
     def give_up_something(self) -> bool:
@@ -365,6 +328,7 @@ class Pump:
             now = self._moved_at = time.monotonic()
             if lane.watch is not None:
                 lane.watch.saw(data, now)
+            lane.terminal.follow_size()
             self._pass_on(lane, data)
         else:
             self._end(lane)
