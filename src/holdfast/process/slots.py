@@ -23,6 +23,8 @@ from holdfast.process.bootstrap import BlackBox, read_blackbox
 # A worker that ends so after it was told to stop still failed by itself.
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS})
 
+_READ_BYTES = 1 << 20
+
 # How faulthandler begins what it writes on a fatal signal.
 _CRASH = "Fatal Python error"
 
@@ -149,8 +151,8 @@ class Slot:
 
 
 def _read_all(fd: int) -> bytes:
-    """The whole of a memory file, from its beginning; the kernel reads at most 2 GiB at once."""
+    """The whole of a memory file, from its beginning. The worker can write to it, and cut it, while it is read."""
     data = bytearray()
-    while piece := os.pread(fd, min(os.fstat(fd).st_size - len(data), 1 << 30), len(data)):
+    while piece := os.pread(fd, _READ_BYTES, len(data)):
         data += piece
     return bytes(data)
