@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.agent import health
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import RunResult, WorkerSpec
-from holdfast.errors import UserError
+from holdfast.errors import UserError, mark_as_from_run
 from holdfast.process import entry
 from holdfast.process.errors import ChildFailedError
 from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
@@ -209,7 +209,7 @@ def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None,
     event_log_handler = config.event_log_handler
     try:
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
-        result = agent.run()
+        result = _run(agent)
         events.record(agent.get_event_succeeded(), event_log_handler)
         return result
     except SignalException:
@@ -222,6 +222,14 @@ def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None,
     finally:
         if not is_leaving and handler is not None:
             _shut_down(handler)
+
+
+def _run(agent: LocalElasticAgent) -> RunResult:
+    try:
+        return agent.run()
+    except Exception as error:
+        mark_as_from_run(error)
+        raise
 
 
 def _shut_down(handler: RendezvousHandler) -> None:

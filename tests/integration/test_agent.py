@@ -276,6 +276,13 @@ def test_the_evidence_is_complete_when_the_run_is_over() -> None:
     assert failure.evidence.stderr_tail.strip().endswith("line 2000")
 
 
+def test_an_unreadable_error_file_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    code = 'echo junk > "$TORCHELASTIC_ERROR_FILE"; exit 3'
+    agent = make_agent("bash", "-c", code, local_world_size=1, logs_specs=DefaultLogsSpecs(str(tmp_path)))
+    assert agent.run().failures[0].exitcode == 3
+    assert len([line for line in caplog.messages if "is unreadable" in line]) == 1
+
+
 # Nodes that meet through the handler of somebody else.
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.process import DefaultLogsSpecs, PContext, RunProcsResult, Std, start_processes
+from holdfast.process import DefaultLogsSpecs, PContext, RunProcsResult, Std, signals, start_processes
 from holdfast.process.errors import ProcessFailure
+from holdfast.process.lease import Lease
 from holdfast.process.outlets import Outlets
 from tests import entrypoints, support
 
@@ -462,6 +463,17 @@ def test_no_foreign_descriptors(starter: Starter, method: str) -> None:
         assert own == [2]
 
 
+@pytest.mark.parametrize("method", START_METHODS)
+def test_a_function_holds_no_pipe_of_holdfast(starter: Starter, method: str) -> None:
+    """Neither the lease's, which it could read empty, nor the one that says whether it was started."""
+    signals.inbox()  # The caller's own, made when first asked for.
+    before = set(support.open_descriptors().values())
+    result = starter.run(entrypoints.descriptors, ranks=2, start_method=method, lease=Lease())
+    for found in result.return_values.values():
+        foreign = {what for number, what in found.items() if number > 2} - before
+        assert [what for what in foreign if what.startswith("pipe:")] == []
+
+
 STDIN_SCRIPT = """
 from holdfast.process import DefaultLogsSpecs, start_processes
 context = start_processes("t", "cat", {0: ()}, {0: {}}, DefaultLogsSpecs("/dev/null"))
@@ -582,6 +594,26 @@ def test_closing_with_a_signal(starter: Starter, mailbox: support.Mailbox, numbe
     context.close(number, timeout=60)
     assert mailbox.rest() == ["got"]
     assert context.stopped() == {0: number.name}
+
+
+def test_a_worker_that_may_not_be_signalled_keeps_no_signal_from_others(
+    starter: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that has changed its user, which the user of these tests may not be able to."""
+    context = starter.start("sleep", "600", ranks=2)
+    send = signal.pidfd_send_signal
+    refused: list[int] = []
+
+    def refuse_the_first(pidfd: int, number: int) -> None:
+        refused.append(pidfd)
+        if pidfd == refused[0]:
+            raise PermissionError(1, "Operation not permitted")
+        send(pidfd, number)
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", refuse_the_first)
+    context.close(timeout=1)
+    assert context.stopped() == {0: "SIGKILL, 1 s after SIGTERM", 1: "SIGTERM"}
+    assert support.survivors(context.pids().values()) == []
 
 
 def test_a_failure_of_its_own_while_it_is_stopped(starter: Starter, mailbox: support.Mailbox) -> None:

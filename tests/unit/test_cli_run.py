@@ -596,15 +596,17 @@ def test_our_own_faults(error: Exception, monkeypatch: pytest.MonkeyPatch, capsy
     assert lines[-1] == "holdfast: this is a fault in holdfast itself; please report it with the lines above"
 
 
+@pytest.mark.parametrize("method", ["run", "_invoke_run"])
 def test_a_value_error_of_a_running_agent_is_a_fault(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Whatever module it comes from."""
     from holdfast.agent import local
 
     def explode(*_: object, **__: object) -> None:
         raise ValueError("deep inside")
 
-    monkeypatch.setattr(local.LocalElasticAgent, "_invoke_run", explode)
+    monkeypatch.setattr(local.LocalElasticAgent, method, explode)
     assert cli.main(["x.py"]) == 1
     assert "this is a fault in holdfast itself" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.etcd.options import KEYS, EtcdOptions
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.rendezvous.session import SessionSettings
-from holdfast.rendezvous.tls_reload import TlsFiles
+from holdfast.rendezvous.tls import TlsFiles
 from holdfast.rendezvous.vocabulary import Admit, Settings
 
 

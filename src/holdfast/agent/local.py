@@ -28,6 +28,7 @@ from holdfast.agent.model import (
 from holdfast.agent.roll import Roll
 from holdfast.agent.watchdog import Watchdog
 from holdfast.process import signals, stop
+from holdfast.process.errors import ProcessFailure
 from holdfast.process.lease import Lease
 from holdfast.process.link import SpawnerLink, launch_or_take_early
 from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
@@ -197,14 +198,17 @@ class LocalElasticAgent(SimpleElasticAgent):
                 return self._failed_result(context, to_global)
             return RunResult(WorkerState.UNHEALTHY if self._is_stuck(context) else WorkerState.HEALTHY)
         if ended.is_failed():
-            return self._failed_result(context, to_global)
+            return self._failed_result(context, to_global, ended.failures)
         values = {to_global[rank]: value for rank, value in ended.return_values.items()}
         return RunResult(WorkerState.SUCCEEDED, return_values=values)
 
-    def _failed_result(self, context: PContext, to_global: dict[int, int]) -> RunResult:
+    def _failed_result(
+        self, context: PContext, to_global: dict[int, int], failures: Mapping[int, ProcessFailure] | None = None
+    ) -> RunResult:
+        failures = context.failures() if failures is None else failures
         return RunResult(
             WorkerState.FAILED,
-            failures={to_global[rank]: failure for rank, failure in context.failures().items()},
+            failures={to_global[rank]: failure for rank, failure in failures.items()},
             stopped={to_global[rank]: how for rank, how in context.stopped().items()},
         )
 

@@ -11,8 +11,10 @@ written as it is.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import select
 import sys
 import time
 from collections.abc import Mapping
@@ -42,12 +44,24 @@ def _deliver(stream: TextIO | None, text: str) -> None:
         except OSError:  # Not a file: somebody captures the stream.
             stream.write(text)
             return
-        stream.flush()
+        with contextlib.suppress(BlockingIOError):
+            stream.flush()
         data = text.encode(stream.encoding or "utf-8", "backslashreplace")
         while data:
-            data = data[os.write(fd, data) :]
+            data = data[_write_some(fd, data) :]
     except (OSError, ValueError):
         pass
+
+
+def _write_some(fd: int, data: bytes) -> int:
+    """One write, as soon as it is possible: another process may have made the descriptor non-blocking."""
+    while True:
+        try:
+            return os.write(fd, data)
+        except BlockingIOError:
+            writable = select.poll()
+            writable.register(fd, select.POLLOUT)
+            writable.poll()
 
 
 def write_error(program: str, message: str, environ: Mapping[str, str] | None = None) -> None:

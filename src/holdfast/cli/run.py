@@ -18,14 +18,13 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.cli import console, devices
 from holdfast.cli.options import PROGRAM
 from holdfast.cli.parser import RunParser
 from holdfast.cli.program import check_combination, check_program, entry, get_use_env, run_script_path
-from holdfast.errors import HoldfastError, InternalError, UserError
+from holdfast.errors import HoldfastError, InternalError, UserError, is_from_run
 from holdfast.process import errors, signals
 
 if TYPE_CHECKING:
@@ -472,24 +471,7 @@ def _is_refused_thread(error: BaseException) -> bool:
 
 def _is_refused_value(error: BaseException) -> bool:
     """A value that was refused while the launch was being prepared, with a text that says so."""
-    return isinstance(error, ValueError | AssertionError) and bool(str(error)) and not _had_started(error)
-
-
-def _had_started(error: BaseException) -> bool:
-    """Whether an error came out of a running agent: there a ValueError is a fault, not a wrong value."""
-    return any(
-        frame.tb_frame.f_globals.get("__name__", "").startswith("holdfast.agent.")
-        and frame.tb_frame.f_code.co_name == "run"
-        for frame in _frames(error.__traceback__)
-    )
-
-
-def _frames(traceback: TracebackType | None) -> list[TracebackType]:
-    frames = []
-    while traceback is not None:
-        frames.append(traceback)
-        traceback = traceback.tb_next
-    return frames
+    return isinstance(error, ValueError | AssertionError) and bool(str(error)) and not is_from_run(error)
 
 
 def _own_up(error: BaseException) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.errors import HostError
-from holdfast.process import pump
+from holdfast.process import pump, terminal
 from holdfast.process.logs import LogsDest
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Outlets:
 
     def _open_passage(self, stream: str, rank: int, console_fd: int | None, tail: pump.Tail | None) -> int:
         """Through the pump to the console, or to nowhere, as it comes."""
-        read_fd, write_fd = pump.open_channel(console_fd)
+        read_fd, write_fd = terminal.open_channel(console_fd)
         label = f"rank {rank} {stream}"
         self._pump.add(pump.Stream(read_fd, label, None, console_fd, None, tail, watch=self._watch_of(rank)))
         return write_fd
@@ -102,7 +102,7 @@ class Outlets:
         filters = self._filters[stream]
         filtered_fd = self._filtered_fd(stream) if filters else None
         file_fd = _open_for_writing(path)
-        read_fd, write_fd = pump.open_channel(None)
+        read_fd, write_fd = terminal.open_channel(None)
         prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:").encode(errors="surrogateescape")
         label = f"rank {rank} {stream}"
         watch = self._watch_of(rank)

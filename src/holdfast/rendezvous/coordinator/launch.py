@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 
 from holdfast.errors import HostError
 from holdfast.rendezvous.endpoints import endpoint_text
@@ -92,10 +93,11 @@ def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[s
     this process, frozen perhaps, still held them, nobody could take its place.
     """
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    # The first process only makes the second, so that the coordinator is nobody's child here.
+    # The first process only makes the second, so that the coordinator is nobody's child here. It uses this holdfast and
+    # no other, but nothing else from its directory before the standard library: that may be one of many packages.
     code = (
-        f"import os, sys; os._exit(0) if os.fork() else None; sys.path.insert(0, {root!r}); "
-        "from holdfast.cli.coordinator import main; sys.exit(main(sys.argv[1:]))"
+        f"import os, sys, __future__; os._exit(0) if os.fork() else None; sys.path.insert(0, {root!r}); "
+        "import holdfast; del sys.path[0]; from holdfast.cli.coordinator import main; sys.exit(main(sys.argv[1:]))"
     )
     hears, says = os.pipe2(os.O_CLOEXEC)
     # Copies, none of which can be in the place of a standard descriptor, should one of those be closed.
@@ -105,7 +107,7 @@ def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[s
     command = [sys.executable, "-P", "-c", code, "--fd", str(fd), *options]
     try:
         try:
-            pid = _spawn(command, keep=(fd, kept), output=output)
+            pid = _spawn(command, {sock.fileno(): fd, guard.fileno(): kept}, output)
         finally:
             for each in (fd, kept, output):
                 os.close(each)
@@ -119,9 +121,14 @@ def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[s
         raise HostError(f"the coordinator cannot be started: {said or 'it ended without a word'}")
 
 
-def _spawn(command: list[str], keep: tuple[int, ...], output: int) -> int:
-    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    actions = [(null, 0), (output, 1), (output, 2), *((fd, fd) for fd in keep)]
+def _spawn(command: list[str], kept: Mapping[int, int], output: int) -> int:
+    """`kept` maps descriptors of this process to the numbers of copies, under which the child gets them. The numbers
+    differ because before glibc 2.29 a dup2 onto the same number leaves close-on-exec set in the child."""
+    opened = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    null = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(opened)
+    # The standard descriptors come last: a socket may be in the place of one.
+    actions = [*kept.items(), (null, 0), (output, 1), (output, 2)]
     try:
         return os.posix_spawn(
             command[0],
