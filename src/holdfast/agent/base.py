@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ROLE = "default"
 
+_IN_ROUND = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.WAITING)
+
 # For how long a node that has reported a hang keeps its workers, so that every node can take stacks.
 _OTHERS_LOOK_S = 2.0
 
@@ -307,11 +309,11 @@ class SimpleElasticAgent(ElasticAgent):
         match event:
             case Sealed() if event.place.round > self._machine.round:
                 self._enter_round(event)
-            case Stop(round, reason) if round == self._machine.round:
+            case Stop(round, reason) if round == self._machine.round and self._machine.phase in _IN_ROUND:
                 logger.warning("the round is stopped: %s", reason)
                 if event.is_hang and self._machine.phase is lifecycle.Phase.RUNNING and self._is_cause_of_hang():
                     return lifecycle.WorkersFailed(round)
-            case PlaceLost(round, reason) if round == self._machine.round:
+            case PlaceLost(round, reason) if round == self._machine.round and self._machine.phase in _IN_ROUND:
                 logger.warning("this node has lost its place, its workers are killed: %s", reason)
             case Ended(outcome):
                 self._learn_outcome(outcome)

@@ -16,7 +16,7 @@ from holdfast.cli.plain import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
 
 if TYPE_CHECKING:
-    from holdfast.rendezvous.coordinator.server import Coordinator
+    from holdfast.rendezvous.coordinator.server import Coordinator, Keeper
 
 PROGRAM = "holdfast coordinator"
 
@@ -35,6 +35,7 @@ def get_parser() -> PlainParser:
     parser = PlainParser(PROGRAM, "Serve the membership of any number of runs.", _EPILOG)
     parser.add_argument("--listen", metavar="HOST:PORT", help="where to listen; exactly there, not on all interfaces")
     parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--office", help=argparse.SUPPRESS)
     parser.add_argument("--token-file", default="", metavar="FILE", help="agents must know the token in this file "
                         "(or the environment variable HOLDFAST_TOKEN)")  # fmt: skip
     parser.add_argument("--tls-cert", default="", metavar="FILE", help="speak TLS with this certificate")
@@ -78,13 +79,16 @@ async def _serve_by_hand(args: argparse.Namespace) -> None:
 
 
 async def _serve_for_a_run(args: argparse.Namespace) -> None:
-    """Started by an agent: it ends with the run, or when nobody is there, and speaks to its log only."""
+    """Started by an agent: it ends with the run, or when no node is there, and writes to its log only."""
     from holdfast.rendezvous.coordinator import launch, memory
 
     sock = socket.socket(fileno=args.fd)
     log = memory.default_directory() / f"coordinator-{memory.endpoint_name(*sock.getsockname()[:2])}.log"
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    if args.office is not None:
+        await _serve_in_office(args, sock, log)
+        return
     coordinator = _coordinator(args, sock, _IDLE_TIMEOUT_S)
     try:
         await coordinator.serve(lambda: _withdraw(log))
@@ -94,7 +98,30 @@ async def _serve_for_a_run(args: argparse.Namespace) -> None:
         log.unlink(missing_ok=True)
 
 
-def _coordinator(args: argparse.Namespace, sock: socket.socket, idle_timeout_s: float | None) -> Coordinator:
+async def _serve_in_office(args: argparse.Namespace, sock: socket.socket, log: Path) -> None:
+    """For one run on etcd, for as long as etcd renews its lease."""
+    from holdfast.rendezvous.etcd import memory
+
+    appointment = memory.decode_appointment(args.office)
+    keeper = memory.EtcdKeeper(memory.gateway_of(appointment), appointment)
+    coordinator = _coordinator(args, sock, _IDLE_TIMEOUT_S, keeper, appointment.run_id)
+    try:
+        await keeper.begin()
+        keeper.when_over = coordinator.resign
+        await coordinator.serve(lambda: _withdraw(log))
+    finally:
+        await keeper.close()
+    if not keeper.reason_to_resign:
+        log.unlink(missing_ok=True)
+
+
+def _coordinator(
+    args: argparse.Namespace,
+    sock: socket.socket,
+    idle_timeout_s: float | None,
+    keeper: Keeper | None = None,
+    only_run: str | None = None,
+) -> Coordinator:
     from holdfast.rendezvous import tcp_options
     from holdfast.rendezvous.coordinator import memory
     from holdfast.rendezvous.coordinator.server import Coordinator
@@ -102,10 +129,11 @@ def _coordinator(args: argparse.Namespace, sock: socket.socket, idle_timeout_s: 
     _allow_many_connections()
     return Coordinator(
         sock,
-        memory.StateFiles(memory.default_directory(), sock.getsockname()[1]),
+        keeper or memory.StateFiles(memory.default_directory(), *sock.getsockname()[:2]),
         token=tcp_options.read_token(args.token_file),
         tls=tcp_options.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
         idle_timeout_s=idle_timeout_s,
+        only_run=only_run,
     )
 
 

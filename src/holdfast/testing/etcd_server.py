@@ -28,7 +28,7 @@ from holdfast.rendezvous.endpoints import bind_port
 if TYPE_CHECKING:
     import socket
 
-    from holdfast.rendezvous.etcd_client import EtcdClient
+    from holdfast.rendezvous.etcd.gateway import Gateway
 
 BINARY_VARIABLES = ("HOLDFAST_ETCD_BINARY", "TORCHELASTIC_ETCD_BINARY_PATH")
 
@@ -350,18 +350,18 @@ class EtcdServer:
         """host:port"""
         return f"{_HOST}:{self.get_port()}"
 
-    def get_client(self, **options: Any) -> EtcdClient:
-        """A client of it; the options are those of `EtcdClient`."""
+    def get_client(self, **options: Any) -> Gateway:
+        """A client of it; the options are those of `Gateway`."""
         return _client([self.get_endpoint()], {**self._credentials(), **options})
 
     def _credentials(self) -> dict[str, Any]:
         return {"username": self._username, "password": self._password} if self._username else {}
 
 
-def _client(endpoints: Sequence[str], options: dict[str, Any]) -> EtcdClient:
-    from holdfast.rendezvous.etcd_client import EtcdClient
+def _client(endpoints: Sequence[str], options: dict[str, Any]) -> Gateway:
+    from holdfast.rendezvous.etcd.gateway import Gateway
 
-    return EtcdClient(endpoints, **options)
+    return Gateway(endpoints, **options)
 
 
 def _tls_flags(cert: str | None, key: str | None, client_ca: str | None) -> list[str]:
@@ -415,7 +415,7 @@ class EtcdCluster:
     def endpoints(self) -> list[str]:
         return [f"{_HOST}:{member.port}" for member in self._members]
 
-    def get_client(self, **options: Any) -> EtcdClient:
+    def get_client(self, **options: Any) -> Gateway:
         return _client(self.endpoints, options)
 
     def pid(self, number: int) -> int:

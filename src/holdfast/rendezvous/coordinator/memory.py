@@ -68,7 +68,7 @@ class StateFiles:
             logger.warning("what was written down about run %r (%s) cannot be used: %s", run_id, path, error)
             return Memory()
         is_over = page.memory.outcome is not None and not 0 <= age_s < _OUTCOME_COUNTS_S
-        return None if is_over or page.boot_id != _boot_id() else page.memory
+        return None if is_over or page.boot_id != boot_id() else page.memory
 
     def remember(self, run_id: str, memory: Memory, then: Callable[[], None] = lambda: None) -> None:
         self._write(run_id, memory)
@@ -79,7 +79,7 @@ class StateFiles:
         temporary = path.with_suffix(f".{os.getpid()}")
         try:
             make_private(self._directory)
-            temporary.write_bytes(msgspec.json.encode(_Page(_boot_id(), memory)))
+            temporary.write_bytes(msgspec.json.encode(_Page(boot_id(), memory)))
             temporary.replace(path)
         except OSError as error:
             logger.warning("the state of run %r cannot be written down (%s): %s", run_id, path, error)
@@ -117,7 +117,7 @@ def _check_private(directory: Path) -> None:
         raise PermissionError(f"{directory} is not a directory of this user alone")
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -11,7 +11,7 @@ is reached over TLS, agent traffic must be encrypted, too, unless `agent_tls=off
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.errors import UserError
@@ -26,6 +26,7 @@ DEFAULT_PREFIX = "/holdfast"
 DEFAULT_LEASE_S = 6.0
 DEFAULT_LEADER_LEASE_S = 5
 DEFAULT_OUTAGE_TIMEOUT_S = 3600.0
+_LOCATE_AFTER_S = 2.0
 _SHORTEST_LEADER_LEASE_S = 2  # etcd gives no shorter one.
 
 KEYS = {
@@ -53,6 +54,7 @@ class EtcdOptions(tcp_options.TcpOptions):
     prefix: str = DEFAULT_PREFIX
     user: str | None = None
     password: str | None = None
+    password_file: str = ""
     etcd_tls: TlsFiles = field(default_factory=TlsFiles)
     leader_lease_s: int = DEFAULT_LEADER_LEASE_S
     coordinator_port: int = 0
@@ -70,12 +72,15 @@ class EtcdOptions(tcp_options.TcpOptions):
         else:
             _check_agent_tls(fields, is_etcd_secure=etcd_tls.are_given or _has_https(endpoints))
         user, password = _credentials(config)
+        # Another host may start the next coordinator, so a refused connection proves less than on tcp.
+        fields["lease"] = replace(fields["lease"], does_refusal_renew=False, locate_after_s=_LOCATE_AFTER_S)
         return cls(
             **fields,
             endpoints=endpoints,
             prefix=_prefix(config),
             user=user,
             password=password,
+            password_file=options.text(config, KEYS, "password_file"),
             etcd_tls=etcd_tls,
             leader_lease_s=_leader_lease_s(config),
             coordinator_port=_port(params),
@@ -112,7 +117,7 @@ def _credentials(config: dict[str, Any]) -> tuple[str | None, str | None]:
         if path:
             raise UserError(f"password_file {path!r} is the password of no user: user is missing")
         return None, None
-    password = options.read_secret("password", path) if path else os.environ.get(PASSWORD_VARIABLE)
+    password = read_password(path)
     if not password:
         raise UserError(f"etcd user {user!r} needs a password: give password_file, or set {PASSWORD_VARIABLE}")
     return user, password
@@ -165,3 +170,8 @@ def _check_agent_tls(fields: dict[str, Any], is_etcd_secure: bool) -> None:
         )
     if fields["tls_ca"]:
         raise UserError("a node that may start a coordinator needs tls_cert beside tls_ca: give it, or is_host=false")
+
+
+def read_password(path: str) -> str | None:
+    """From the file, or else from the environment."""
+    return options.read_secret("password", path) if path else os.environ.get(PASSWORD_VARIABLE)
