@@ -737,8 +737,21 @@ def test_a_server_that_goes_away_does_not_take_the_work_with_it(
             return "done"
 
     assert work() == "done"
-    (warning,) = warnings(caplog, "could not release")
+    (warning,) = warnings(caplog, "timers are not watched")
     assert running.path in warning
+
+
+def test_work_goes_on_without_a_server_and_that_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    client = FileTimerClient(str(tmp_path / "gone"))
+    steps = 0
+    for _ in range(5):
+        with expires(after=60, scope="step", client=client):
+            steps += 1
+    assert steps == 5
+    (warning,) = warnings(caplog, "timers are not watched")
+    assert str(tmp_path / "gone") in warning
+    with pytest.raises(KeyError, match="mine"), expires(after=60, scope="step", client=client):
+        raise KeyError("mine")
 
 
 # The local timer
