@@ -1,4 +1,4 @@
-"""How a round is formed: when there are enough nodes, how long to wait for more, and in which order they stand. Pure."""
+"""How a round is formed: when there are enough nodes, how long to wait for more, and their order. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class Formation:
     """The times of a round that is being formed.
 
     `since` is when the first node was there, `enough_since` when there were at least min nodes. Nothing is sealed
-    before `not_before`, the end of a backoff, nor before `held_until`. `report_at` is when the waiting nodes are next told how many there are: at most once
-    a second and only after a change, so that a large world costs each node a few messages and not one for each other.
+    before `not_before`, the end of a backoff, nor before `held_until`. `report_at` is when the waiting nodes are next
+    told how many there are: at most once a second and only after a change, so that a large world costs each node a few
+    messages and not one for each other.
     """
 
     def __init__(self, not_before: float) -> None:

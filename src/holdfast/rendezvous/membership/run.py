@@ -64,7 +64,6 @@ from holdfast.rendezvous.membership.model import (
     Progress,
     Refused,
     Sealed,
-    Settings,
     Stage,
     StandBy,
     Stop,
@@ -80,6 +79,7 @@ from holdfast.rendezvous.membership.protocol import (
     Failed,
     ForgetRun,
     From,
+    FromNode,
     Heartbeat,
     Join,
     Leaving,
@@ -184,7 +184,7 @@ class Membership:
         return min((each for each in candidates if each is not None), default=None)
 
     def raise_term(self, heard: int) -> bool:
-        """A node knows of a coordinator of that term. Rounds of this one must be later; whether its term has changed."""
+        """A node knows of a coordinator of that term, and rounds of this one must be later. True if its term changed."""
         if heard <= self.term:
             return False
         self.term = heard + 1
@@ -212,34 +212,41 @@ class Membership:
         match event:
             case From(key, message) if self.phase is Phase.ENDED:
                 return self._take_after_end(key, message, now)
-            case From(_, Join(facts) | Return(facts)) if self._nodes.is_outdated(facts):
-                return [Expel(facts.key, "a newer incarnation of this node has joined")]
-            case From(_, Join() as join):
-                return self._joined(join, now)
-            case From(_, Return() as back):
-                return self._returned(back, now)
-            case From(key, Failed(round, failure)):
-                return self._failed(key, round, failure)
-            case From(key, Succeeded(round)):
-                if self._is_current(key, round):
-                    self._finish(self._nodes[key])
-            case From(key, Leaving()):
-                return self._leaving(key)
-            case From(key, Left()):
-                return self._left(key)
-            case From(_, Close(reason)):
-                return self._end(Outcome(End.CLOSED, reason))
-            case From(key, Heartbeat()):
-                self._nodes.hear(key, now)
+            case From(key, message):
+                return self._take(key, message, now)
             case ConnectionClosed(key):
                 self._closed(key, now)
+                return []
             case TimePassed():
                 return self._lose_overdue(now)
-            case _:
-                assert_never(event)
-        return []
+        assert_never(event)
 
-    def _take_after_end(self, key: str, message: object, now: float) -> list[Command]:
+    def _take(self, key: str, message: FromNode, now: float) -> list[Command]:
+        match message:
+            case Join(facts) | Return(facts) if self._nodes.is_outdated(facts):
+                return [Expel(facts.key, "a newer incarnation of this node has joined")]
+            case Join():
+                return self._joined(message, now)
+            case Return():
+                return self._returned(message, now)
+            case Failed(round, failure):
+                return self._failed(key, round, failure)
+            case Succeeded(round):
+                if self._is_current(key, round):
+                    self._finish(self._nodes[key])
+                return []
+            case Leaving():
+                return self._leaving(key)
+            case Left():
+                return self._left(key)
+            case Close(reason):
+                return self._end(Outcome(End.CLOSED, reason))
+            case Heartbeat():
+                self._nodes.hear(key, now)
+                return []
+        assert_never(message)
+
+    def _take_after_end(self, key: str, message: FromNode, now: float) -> list[Command]:
         assert self.outcome is not None
         match message:
             case Join(facts, settings) | Return(facts, settings):
@@ -638,8 +645,9 @@ class Membership:
         return self.settings is not None and 0 < size < self.settings.max_nodes
 
     def _maybe_forget(self, now: float) -> list[Command]:
-        """At once if all nodes have confirmed the end, so that the run's name can be used again. A node that was lost may
-        still come back, one that was meant for the run may come late, and a closed run stays closed, for a while."""
+        """At once if all nodes have confirmed the end, so that the run's name can be used again. A node that was lost
+        may still come back, one that was meant for the run may come late, and a closed run stays closed, for a while.
+        """
         if self._forget_at is None:
             self._forget_at = now + (self.settings.close_linger_s if self.settings else 0.0)
         is_closed = self.outcome is not None and self.outcome.end is End.CLOSED
