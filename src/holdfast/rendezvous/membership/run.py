@@ -405,8 +405,8 @@ class Membership:
         node = self._nodes.get(key)
         if node is not None:
             self._awaited.discard(node.facts.node_id)
-            if self.round == 0 and self._has_seen_no_round and len(self._nodes) == 1:
-                self.settings = None  # Nothing is left of the run.
+            if self.round == 0 and not self._has_lost_nodes and len(self._nodes) == 1:
+                self.settings = None  # Nothing is left of the run. A node that was lost may come back.
         return self._gone(key, "left")
 
     def _is_current(self, key: str, round: int) -> bool:
