@@ -299,8 +299,10 @@ class Membership:
     def _refuse(self, facts: NodeFacts, problem: str, now: float) -> list[Command]:
         """The nodes that wait hear of it too: they may be waiting for this one."""
         commands: list[Command] = [Tell((facts.key,), Refused(problem))]
+        if now < self._refusal_told_at + _REFUSALS_TOLD_EVERY_S:
+            return commands
         others = tuple(key for key in self._nodes.waiting_keys() if key != facts.key)
-        if others and now >= self._refusal_told_at + _REFUSALS_TOLD_EVERY_S:
+        if others:
             self._refusal_told_at = now
             commands.append(Tell(others, Notice(f"node {facts.node_id} was turned away: {problem}")))
         return commands
