@@ -77,11 +77,15 @@ class Formation:
 
 def too_few(names: list[str], min_nodes: int, join_timeout_s: float) -> str:
     """Why a round was not formed."""
-    who = ", ".join(names[:_NAMED_AT_MOST]) + (", ..." if len(names) > _NAMED_AT_MOST else "") or "no node"
     return (
         f"only {len(names)} of at least {min_nodes} nodes joined within {join_timeout_s:g} s "
-        f"({min_nodes - len(names)} missing); joined: {who}"
+        f"({min_nodes - len(names)} missing); joined: {named(names) or 'no node'}"
     )
+
+
+def named(names: list[str]) -> str:
+    """The first of many."""
+    return ", ".join(names[:_NAMED_AT_MOST]) + (", ..." if len(names) > _NAMED_AT_MOST else "")
 
 
 def arrange(previous: Sequence[str], candidates: Iterable[NodeFacts], max_nodes: int) -> tuple[NodeFacts, ...]:

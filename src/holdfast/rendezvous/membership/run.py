@@ -51,7 +51,7 @@ from typing import assert_never
 
 from holdfast.errors import InternalError
 from holdfast.rendezvous.membership import restart_policy
-from holdfast.rendezvous.membership.formation import Formation, arrange, too_few
+from holdfast.rendezvous.membership.formation import Formation, arrange, named, too_few
 from holdfast.rendezvous.membership.model import (
     Admit,
     End,
@@ -150,6 +150,7 @@ class Membership:
         self._owing: set[str] = set()  # Members of this round whose workers may be alive.
         self._unfinished: set[str] = set()  # Members of this round whose workers have not succeeded.
         self._returns_until: float | None = None  # Until when unknown members of an adopted round may come back.
+        self._stopped_at = now
         self._stop_by: float | None = None  # Until when all members must be back from a stop.
         self._is_stopped_for_failure = False
         self._failures: dict[str, Failure] = {}  # In the order in which they were reported, one for each node.
@@ -337,6 +338,8 @@ class Membership:
             return False
         self._owing.add(facts.key)
         self._unfinished.add(facts.key)
+        if self._stop_by is not None:  # It hears of the stop only now.
+            self._stop_by = max(self._stop_by, self._now + facts.grace_s + _STOP_MARGIN_S)
         if not world.missing:
             self._returns_until = None
         return True
@@ -448,19 +451,21 @@ class Membership:
         return self._stop(reason)
 
     def _expel_stuck(self, now: float) -> list[Command]:
-        """Members that have not come back from the stop. They are lost when their leases have surely ended."""
+        """Members that have not come back from the stop. They are lost when their leases have surely ended. One that
+        returns because it has not heard of this is expelled again."""
         assert self.settings is not None
-        self._stop_by = None
-        commands: list[Command] = []
-        for key in sorted(self._owing):
-            node = self._nodes[key]
-            if not node.is_open:
-                continue
-            text = f"{node.facts.node_id} did not stop its workers within {node.facts.grace_s + _STOP_MARGIN_S:g} s"
-            others = tuple(each for each in self._nodes.open_keys() if each != key)
+        self._stop_by = now + self.settings.lease_s
+        in_time = f"within {now - self._stopped_at:.0f} s"
+        stuck = [node for key in sorted(self._owing) if (node := self._nodes[key]).is_open]
+        for node in stuck:
+            self._departed.setdefault(node.key, f"{node.facts.node_id} did not stop its workers {in_time}")
             self._nodes.drop(node, now + self.settings.lease_s)
-            commands += [Tell(others, Notice(f"{text} and is treated as lost")), Expel(key, text)]
-        return commands
+        if not stuck:
+            return []
+        names, others = [node.facts.node_id for node in stuck], self._nodes.open_keys()
+        workers = "its workers" if len(stuck) == 1 else "their workers"
+        told = Notice(f"{named(names)} did not stop {workers} {in_time}: treated as lost")
+        return [Tell(others, told), *(Expel(node.key, f"it did not stop its workers {in_time}") for node in stuck)]
 
     def _lease_ends(self, node: Node) -> float:
         assert self.settings is not None
@@ -512,7 +517,7 @@ class Membership:
         self._is_stopped_for_failure = is_failure
         present = [self._nodes[key] for key in self.world.keys if key in self._nodes]
         grace_s = max((node.facts.grace_s for node in present), default=0.0)
-        self._stop_by = self._now + grace_s + _STOP_MARGIN_S
+        self._stopped_at, self._stop_by = self._now, self._now + grace_s + _STOP_MARGIN_S
         gone = departed.key if departed else ""
         keys = tuple(node.key for node in present if node.key != gone)
         return [Tell(keys, Stop(self.world.round, reason, is_failure, is_hang))]
