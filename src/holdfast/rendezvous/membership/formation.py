@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 from holdfast.rendezvous.membership.model import NodeFacts, Settings
 
@@ -88,23 +88,20 @@ def named(names: list[str]) -> str:
     return ", ".join(names[:_NAMED_AT_MOST]) + (", ..." if len(names) > _NAMED_AT_MOST else "")
 
 
-def arrange(previous: Sequence[str], candidates: Iterable[NodeFacts], max_nodes: int) -> tuple[NodeFacts, ...]:
+def arrange(previous: Mapping[str, int], candidates: Iterable[NodeFacts], max_nodes: int) -> tuple[NodeFacts, ...]:
     """The members of the next round, in rank order.
 
-    `previous` are the keys of the last world in rank order, `candidates` the nodes that are there, in order of arrival.
+    `previous` are the ranks that keys had in the last world, `candidates` the nodes that are there, in order of arrival.
     If there are more candidates than places, survivors come first, then the nodes that waited longest. Requested ranks
     are honoured. Survivors keep their order, newcomers fill the holes that lost nodes left, the rest is appended.
     """
-    survivors = set(previous)
-    chosen = sorted(candidates, key=lambda node: node.key not in survivors)[:max_nodes]
-    by_key = {node.key: node for node in chosen}
-    newcomers = deque(node for node in chosen if node.key not in survivors)
-    line = []
-    for key in previous:
-        if key in by_key:
-            line.append(by_key[key])
-        elif newcomers:
+    chosen = sorted(candidates, key=lambda node: node.key not in previous)[:max_nodes]
+    newcomers = deque(node for node in chosen if node.key not in previous)
+    line: list[NodeFacts] = []
+    for node in sorted((node for node in chosen if node.key in previous), key=lambda node: previous[node.key]):
+        while newcomers and len(line) < previous[node.key]:
             line.append(newcomers.popleft())
+        line.append(node)
     return _honour_requests([*line, *newcomers])
 
 

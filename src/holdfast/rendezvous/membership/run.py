@@ -155,7 +155,7 @@ class Membership:
         self._is_stopped_for_failure = False
         self._failures: dict[str, Failure] = {}  # In the order in which they were reported, one for each node.
         self._departed: dict[str, str] = {}  # Members that went away, and how.
-        self._previous: tuple[str, ...] = ()
+        self._previous: dict[str, int] = {}  # The ranks of the last round.
         self._formation = Formation(now)
         self._refusal_told_at = -_REFUSALS_TOLD_EVERY_S + now
         self._forget_at: float | None = None
@@ -577,7 +577,7 @@ class Membership:
                 commands.append(Remember(self._memory(now)))
             if text := restart_policy.announcement(decision):
                 commands.append(Tell(self._nodes.open_keys(), Notice(text)))
-        self._previous, self._last_members = self.world.keys, self.world.keys
+        self._previous, self._last_members = self.world.ranks, self.world.keys
         self.world = self._stop_by = None
         self._enter(Phase.FORMING)
         return commands
