@@ -1,9 +1,9 @@
-"""How a round is formed: when there are enough nodes, how long to wait for more, and in which order they stand. Pure."""
+"""How a round is formed: when there are enough nodes, how long to wait for more, and their order. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 from holdfast.rendezvous.membership.model import NodeFacts, Settings
 
@@ -15,8 +15,9 @@ class Formation:
     """The times of a round that is being formed.
 
     `since` is when the first node was there, `enough_since` when there were at least min nodes. Nothing is sealed
-    before `not_before`, the end of a backoff, nor before `held_until`. `report_at` is when the waiting nodes are next told how many there are: at most once
-    a second and only after a change, so that a large world costs each node a few messages and not one for each other.
+    before `not_before`, the end of a backoff, nor before `held_until`. `report_at` is when the waiting nodes are next
+    told how many there are: at most once a second and only after a change, so that a large world costs each node a few
+    messages and not one for each other.
     """
 
     def __init__(self, not_before: float) -> None:
@@ -76,30 +77,31 @@ class Formation:
 
 def too_few(names: list[str], min_nodes: int, join_timeout_s: float) -> str:
     """Why a round was not formed."""
-    who = ", ".join(names[:_NAMED_AT_MOST]) + (", ..." if len(names) > _NAMED_AT_MOST else "") or "no node"
     return (
         f"only {len(names)} of at least {min_nodes} nodes joined within {join_timeout_s:g} s "
-        f"({min_nodes - len(names)} missing); joined: {who}"
+        f"({min_nodes - len(names)} missing); joined: {named(names) or 'no node'}"
     )
 
 
-def arrange(previous: Sequence[str], candidates: Iterable[NodeFacts], max_nodes: int) -> tuple[NodeFacts, ...]:
+def named(names: list[str]) -> str:
+    """The first of many."""
+    return ", ".join(names[:_NAMED_AT_MOST]) + (", ..." if len(names) > _NAMED_AT_MOST else "")
+
+
+def arrange(previous: Mapping[str, int], candidates: Iterable[NodeFacts], max_nodes: int) -> tuple[NodeFacts, ...]:
     """The members of the next round, in rank order.
 
-    `previous` are the keys of the last world in rank order, `candidates` the nodes that are there, in order of arrival.
+    `previous` are the ranks that keys had in the last world, `candidates` the nodes that are there, in order of arrival.
     If there are more candidates than places, survivors come first, then the nodes that waited longest. Requested ranks
     are honoured. Survivors keep their order, newcomers fill the holes that lost nodes left, the rest is appended.
     """
-    survivors = set(previous)
-    chosen = sorted(candidates, key=lambda node: node.key not in survivors)[:max_nodes]
-    by_key = {node.key: node for node in chosen}
-    newcomers = deque(node for node in chosen if node.key not in survivors)
-    line = []
-    for key in previous:
-        if key in by_key:
-            line.append(by_key[key])
-        elif newcomers:
+    chosen = sorted(candidates, key=lambda node: node.key not in previous)[:max_nodes]
+    newcomers = deque(node for node in chosen if node.key not in previous)
+    line: list[NodeFacts] = []
+    for node in sorted((node for node in chosen if node.key in previous), key=lambda node: previous[node.key]):
+        while newcomers and len(line) < previous[node.key]:
             line.append(newcomers.popleft())
+        line.append(node)
     return _honour_requests([*line, *newcomers])
 
 

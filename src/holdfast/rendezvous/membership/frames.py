@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from typing import Any, Union, get_args, get_type_hints
+from typing import Any, Union, cast, get_args, get_type_hints
 
 import msgspec
 
@@ -41,7 +41,7 @@ _encoder = msgspec.msgpack.Encoder()
 HANDSHAKE: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(protocol.Handshake)
 UPWARD: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(protocol.ToCoordinator)
 DOWNWARD: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    Union[(*_READ_AS, HeartbeatAnswer, StoreAnswer)]  # noqa: UP007  # made of a list
+    Union[(*_READ_AS, HeartbeatAnswer, StoreAnswer)]  # Made of a list.
 )
 
 
@@ -87,7 +87,7 @@ def decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> object:
     problem = protocol.problem_of(message)
     if problem:
         raise Malformed(f"{type(message).__name__} makes no sense: {problem}")
-    return message  # type: ignore[no-any-return]
+    return cast(object, message)
 
 
 def encode(message: Any) -> bytes:

@@ -182,9 +182,7 @@ def rejection_of(
     return unreachable or _rejection_of_rank(facts, ours.max_nodes, nodes, is_silent)
 
 
-def _rejection_of_rank(
-    facts: NodeFacts, max_nodes: int, nodes: NodeTable, is_silent: Callable[[Node], bool]
-) -> str:
+def _rejection_of_rank(facts: NodeFacts, max_nodes: int, nodes: NodeTable, is_silent: Callable[[Node], bool]) -> str:
     """A node that is closed or silent claims no rank: it may be what has become of this very node."""
     rank = facts.requested_rank
     if rank is None:

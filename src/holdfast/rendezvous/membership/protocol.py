@@ -256,7 +256,7 @@ FromCoordinator = Push | HeartbeatAnswer
 def problem_of(message: object) -> str:
     """What is wrong with the values of a message that has the right shape; or nothing."""
     match message:
-        case Hello(version=MAJOR, nonce=nonce) | Challenge(version=MAJOR, nonce=nonce) if len(nonce) != NONCE_BYTES:
+        case Hello(version, nonce=nonce) | Challenge(version, nonce) if version == MAJOR and len(nonce) != NONCE_BYTES:
             return f"a nonce of {len(nonce)} bytes"
         case Join(_, settings, place):
             return _settings_problem(settings) or (_place_problem(place) if place is not None else "")

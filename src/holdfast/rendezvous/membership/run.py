@@ -51,7 +51,7 @@ from typing import assert_never
 
 from holdfast.errors import InternalError
 from holdfast.rendezvous.membership import restart_policy
-from holdfast.rendezvous.membership.formation import Formation, arrange, too_few
+from holdfast.rendezvous.membership.formation import Formation, arrange, named, too_few
 from holdfast.rendezvous.membership.model import (
     Admit,
     End,
@@ -64,7 +64,6 @@ from holdfast.rendezvous.membership.model import (
     Progress,
     Refused,
     Sealed,
-    Settings,
     Stage,
     StandBy,
     Stop,
@@ -80,6 +79,7 @@ from holdfast.rendezvous.membership.protocol import (
     Failed,
     ForgetRun,
     From,
+    FromNode,
     Heartbeat,
     Join,
     Leaving,
@@ -150,11 +150,12 @@ class Membership:
         self._owing: set[str] = set()  # Members of this round whose workers may be alive.
         self._unfinished: set[str] = set()  # Members of this round whose workers have not succeeded.
         self._returns_until: float | None = None  # Until when unknown members of an adopted round may come back.
+        self._stopped_at = now
         self._stop_by: float | None = None  # Until when all members must be back from a stop.
         self._is_stopped_for_failure = False
         self._failures: dict[str, Failure] = {}  # In the order in which they were reported, one for each node.
         self._departed: dict[str, str] = {}  # Members that went away, and how.
-        self._previous: tuple[str, ...] = ()
+        self._previous: dict[str, int] = {}  # The ranks of the last round.
         self._formation = Formation(now)
         self._refusal_told_at = -_REFUSALS_TOLD_EVERY_S + now
         self._forget_at: float | None = None
@@ -184,7 +185,7 @@ class Membership:
         return min((each for each in candidates if each is not None), default=None)
 
     def raise_term(self, heard: int) -> bool:
-        """A node knows of a coordinator of that term. Rounds of this one must be later; whether its term has changed."""
+        """A node knows of a coordinator of that term, and rounds of this one must be later. True if its term changed."""
         if heard <= self.term:
             return False
         self.term = heard + 1
@@ -212,34 +213,41 @@ class Membership:
         match event:
             case From(key, message) if self.phase is Phase.ENDED:
                 return self._take_after_end(key, message, now)
-            case From(_, Join(facts) | Return(facts)) if self._nodes.is_outdated(facts):
-                return [Expel(facts.key, "a newer incarnation of this node has joined")]
-            case From(_, Join() as join):
-                return self._joined(join, now)
-            case From(_, Return() as back):
-                return self._returned(back, now)
-            case From(key, Failed(round, failure)):
-                return self._failed(key, round, failure)
-            case From(key, Succeeded(round)):
-                if self._is_current(key, round):
-                    self._finish(self._nodes[key])
-            case From(key, Leaving()):
-                return self._leaving(key)
-            case From(key, Left()):
-                return self._left(key)
-            case From(_, Close(reason)):
-                return self._end(Outcome(End.CLOSED, reason))
-            case From(key, Heartbeat()):
-                self._nodes.hear(key, now)
+            case From(key, message):
+                return self._take(key, message, now)
             case ConnectionClosed(key):
                 self._closed(key, now)
+                return []
             case TimePassed():
                 return self._lose_overdue(now)
-            case _:
-                assert_never(event)
-        return []
+        assert_never(event)
 
-    def _take_after_end(self, key: str, message: object, now: float) -> list[Command]:
+    def _take(self, key: str, message: FromNode, now: float) -> list[Command]:
+        match message:
+            case Join(facts) | Return(facts) if self._nodes.is_outdated(facts):
+                return [Expel(facts.key, "a newer incarnation of this node has joined")]
+            case Join():
+                return self._joined(message, now)
+            case Return():
+                return self._returned(message, now)
+            case Failed(round, failure):
+                return self._failed(key, round, failure)
+            case Succeeded(round):
+                if self._is_current(key, round):
+                    self._finish(self._nodes[key])
+                return []
+            case Leaving():
+                return self._leaving(key)
+            case Left():
+                return self._left(key)
+            case Close(reason):
+                return self._end(Outcome(End.CLOSED, reason))
+            case Heartbeat():
+                self._nodes.hear(key, now)
+                return []
+        assert_never(message)
+
+    def _take_after_end(self, key: str, message: FromNode, now: float) -> list[Command]:
         assert self.outcome is not None
         match message:
             case Join(facts, settings) | Return(facts, settings):
@@ -292,8 +300,10 @@ class Membership:
     def _refuse(self, facts: NodeFacts, problem: str, now: float) -> list[Command]:
         """The nodes that wait hear of it too: they may be waiting for this one."""
         commands: list[Command] = [Tell((facts.key,), Refused(problem))]
+        if now < self._refusal_told_at + _REFUSALS_TOLD_EVERY_S:
+            return commands
         others = tuple(key for key in self._nodes.waiting_keys() if key != facts.key)
-        if others and now >= self._refusal_told_at + _REFUSALS_TOLD_EVERY_S:
+        if others:
             self._refusal_told_at = now
             commands.append(Tell(others, Notice(f"node {facts.node_id} was turned away: {problem}")))
         return commands
@@ -328,6 +338,8 @@ class Membership:
             return False
         self._owing.add(facts.key)
         self._unfinished.add(facts.key)
+        if self._stop_by is not None:  # It hears of the stop only now.
+            self._stop_by = max(self._stop_by, self._now + facts.grace_s + _STOP_MARGIN_S)
         if not world.missing:
             self._returns_until = None
         return True
@@ -398,8 +410,8 @@ class Membership:
         node = self._nodes.get(key)
         if node is not None:
             self._awaited.discard(node.facts.node_id)
-            if self.round == 0 and self._has_seen_no_round and len(self._nodes) == 1:
-                self.settings = None  # Nothing is left of the run.
+            if self.round == 0 and not self._has_lost_nodes and len(self._nodes) == 1:
+                self.settings = None  # Nothing is left of the run. A node that was lost may come back.
         return self._gone(key, "left")
 
     def _is_current(self, key: str, round: int) -> bool:
@@ -439,19 +451,21 @@ class Membership:
         return self._stop(reason)
 
     def _expel_stuck(self, now: float) -> list[Command]:
-        """Members that have not come back from the stop. They are lost when their leases have surely ended."""
+        """Members that have not come back from the stop. They are lost when their leases have surely ended. One that
+        returns because it has not heard of this is expelled again."""
         assert self.settings is not None
-        self._stop_by = None
-        commands: list[Command] = []
-        for key in sorted(self._owing):
-            node = self._nodes[key]
-            if not node.is_open:
-                continue
-            text = f"{node.facts.node_id} did not stop its workers within {node.facts.grace_s + _STOP_MARGIN_S:g} s"
-            others = tuple(each for each in self._nodes.open_keys() if each != key)
+        self._stop_by = now + self.settings.lease_s
+        in_time = f"within {now - self._stopped_at:.0f} s"
+        stuck = [node for key in sorted(self._owing) if (node := self._nodes[key]).is_open]
+        for node in stuck:
+            self._departed.setdefault(node.key, f"{node.facts.node_id} did not stop its workers {in_time}")
             self._nodes.drop(node, now + self.settings.lease_s)
-            commands += [Tell(others, Notice(f"{text} and is treated as lost")), Expel(key, text)]
-        return commands
+        if not stuck:
+            return []
+        names, others = [node.facts.node_id for node in stuck], self._nodes.open_keys()
+        workers = "its workers" if len(stuck) == 1 else "their workers"
+        told = Notice(f"{named(names)} did not stop {workers} {in_time}: treated as lost")
+        return [Tell(others, told), *(Expel(node.key, f"it did not stop its workers {in_time}") for node in stuck)]
 
     def _lease_ends(self, node: Node) -> float:
         assert self.settings is not None
@@ -503,7 +517,7 @@ class Membership:
         self._is_stopped_for_failure = is_failure
         present = [self._nodes[key] for key in self.world.keys if key in self._nodes]
         grace_s = max((node.facts.grace_s for node in present), default=0.0)
-        self._stop_by = self._now + grace_s + _STOP_MARGIN_S
+        self._stopped_at, self._stop_by = self._now, self._now + grace_s + _STOP_MARGIN_S
         gone = departed.key if departed else ""
         keys = tuple(node.key for node in present if node.key != gone)
         return [Tell(keys, Stop(self.world.round, reason, is_failure, is_hang))]
@@ -563,7 +577,7 @@ class Membership:
                 commands.append(Remember(self._memory(now)))
             if text := restart_policy.announcement(decision):
                 commands.append(Tell(self._nodes.open_keys(), Notice(text)))
-        self._previous, self._last_members = self.world.keys, self.world.keys
+        self._previous, self._last_members = self.world.ranks, self.world.keys
         self.world = self._stop_by = None
         self._enter(Phase.FORMING)
         return commands
@@ -638,8 +652,9 @@ class Membership:
         return self.settings is not None and 0 < size < self.settings.max_nodes
 
     def _maybe_forget(self, now: float) -> list[Command]:
-        """At once if all nodes have confirmed the end, so that the run's name can be used again. A node that was lost may
-        still come back, one that was meant for the run may come late, and a closed run stays closed, for a while."""
+        """At once if all nodes have confirmed the end, so that the run's name can be used again. A node that was lost
+        may still come back, one that was meant for the run may come late, and a closed run stays closed, for a while.
+        """
         if self._forget_at is None:
             self._forget_at = now + (self.settings.close_linger_s if self.settings else 0.0)
         is_closed = self.outcome is not None and self.outcome.end is End.CLOSED
