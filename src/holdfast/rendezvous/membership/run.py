@@ -278,6 +278,8 @@ class Membership:
         name = join.facts.node_id
         if join.has_lost_place:
             return self._stop(f"{name} has lost its place", departed=join.facts)
+        if join.stop is not None and not join.stop.is_failure:
+            self._departed.setdefault("", join.stop.reason)  # What failed since then is put down to that.
         if self.phase is not Phase.RUNNING:
             return []
         if join.stop is None:
