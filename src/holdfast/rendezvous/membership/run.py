@@ -443,16 +443,18 @@ class Membership:
     def _expel_stuck(self, now: float) -> list[Command]:
         """Members that have not come back from the stop. They are lost when their leases have surely ended."""
         assert self.settings is not None
-        self._stop_by = None
+        # One whose connection is closed now, or that returns because it has not heard of this, has its turn then.
+        self._stop_by = now + self.settings.lease_s
         commands: list[Command] = []
         for key in sorted(self._owing):
             node = self._nodes[key]
             if not node.is_open:
                 continue
             text = f"{node.facts.node_id} did not stop its workers within {node.facts.grace_s + _STOP_MARGIN_S:g} s"
+            self._departed.setdefault(key, f"{text} and is treated as lost")
             others = tuple(each for each in self._nodes.open_keys() if each != key)
             self._nodes.drop(node, now + self.settings.lease_s)
-            commands += [Tell(others, Notice(f"{text} and is treated as lost")), Expel(key, text)]
+            commands += [Tell(others, Notice(self._departed[key])), Expel(key, text)]
         return commands
 
     def _lease_ends(self, node: Node) -> float:
