@@ -142,7 +142,8 @@ class Membership:
         self._last_members = past.members
         # What may still run of a round that this coordinator did not seal: members that are not back, by node id.
         self._awaited = {key.rpartition("/")[0] for key in past.members}
-        self._is_past_unknown = past.last_round > 0 and not past.members
+        # Too many to be written down, or what was written cannot be read.
+        self._is_past_unknown = memory is not None and not past.members
         self._extra_wait_s = extra_wait_s
         self._has_seen_no_round = True
         self._started_at = self._now = now
@@ -286,6 +287,8 @@ class Membership:
         name = join.facts.node_id
         if join.has_lost_place:
             return self._stop(f"{name} has lost its place", departed=join.facts)
+        if join.stop is not None and not join.stop.is_failure:
+            self._departed.setdefault("", join.stop.reason)  # What failed since then is put down to that.
         if self.phase is not Phase.RUNNING:
             return []
         if join.stop is None:
