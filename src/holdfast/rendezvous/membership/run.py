@@ -186,7 +186,7 @@ class Membership:
         return min((each for each in candidates if each is not None), default=None)
 
     def raise_term(self, heard: int) -> bool:
-        """A node knows of a coordinator of that term, and rounds of this one must be later. True if its term changed."""
+        """A node knows of a coordinator of that term; rounds of this one must be later. True if its term changed."""
         if heard <= self.term:
             return False
         self.term = heard + 1
