@@ -25,7 +25,7 @@ from holdfast.process.logs import DefaultLogsSpecs, Std
 from holdfast.process.numa import AffinityMode, NumaOptions
 from holdfast.process.signals import SignalException
 from holdfast.rendezvous.api import RendezvousTimeoutError
-from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
 HOLDFAST = [sys.executable, "-m", "holdfast"]
 UUID4 = re.compile(r"[0-9a-f]{12}4[0-9a-f]{3}[89ab][0-9a-f]{15}")

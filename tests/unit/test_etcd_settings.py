@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.etcd.options import KEYS, EtcdOptions
-from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.session import SessionSettings
 from holdfast.rendezvous.tls import TlsFiles
 from holdfast.rendezvous.vocabulary import Admit, Settings

@@ -14,7 +14,7 @@ import pytest
 from holdfast.errors import InternalError
 from holdfast.rendezvous.legacy_membership import PHASE_CHANGES, Membership, Phase
 from holdfast.rendezvous.outcome import End, Failure, Outcome
-from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.vocabulary import (
     Admit,
     Announce,

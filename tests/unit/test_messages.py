@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.rendezvous import bounds, messages
 from holdfast.rendezvous.messages import MAX_MESSAGE_BYTES, Frames, Malformed, encode
 from holdfast.rendezvous.outcome import End, Failure, Outcome
-from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.vocabulary import Admit, Settings, Stage
 from holdfast.rendezvous.world import NodeFacts, Place
 from holdfast.rendezvous.world import Run as Alike

@@ -12,7 +12,7 @@ import pytest
 from holdfast.errors import UserError
 from holdfast.rendezvous import tcp_options
 from holdfast.rendezvous.api import RendezvousParameters
-from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.session import SessionSettings
 from holdfast.rendezvous.tcp_options import KEYS, TcpOptions
 from holdfast.rendezvous.vocabulary import Admit, Settings
