@@ -355,7 +355,7 @@ class EtcdServer:
         return _client([self.get_endpoint()], {**self._credentials(), **options})
 
     def _credentials(self) -> dict[str, Any]:
-        return {"username": self._username, "password": self._password} if self._username else {}
+        return {"user": self._username, "password": self._password} if self._username else {}
 
 
 def _client(endpoints: Sequence[str], options: dict[str, Any]) -> Gateway:
