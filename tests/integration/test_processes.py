@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.process import DefaultLogsSpecs, PContext, RunProcsResult, Std, signals, start_processes
+from holdfast.process import DefaultLogsSpecs, LogsDest, PContext, RunProcsResult, Std, signals, start_processes
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.lease import Lease
 from holdfast.process.outlets import Outlets
@@ -780,6 +781,27 @@ def test_redirected_output(starter: Starter, capfd: pytest.CaptureFixture[str]) 
     }
     assert kept == {("out", 0): "out\n", ("err", 1): "err\n", ("out", 2): "out\n", ("err", 2): "err\n"}
     assert capfd.readouterr() == ("out\n" * 2, "err\n" * 2)
+
+
+@pytest.mark.parametrize("choice", [{"redirects": Std.ALL}, {"tee": Std.ALL}])
+def test_log_files_that_cannot_be_opened_cost_the_logs_only(
+    starter: Starter, choice: dict[str, Std], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk may be full. It is said once, the console has what it would have, and so has the report."""
+
+    class Vanishing(DefaultLogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            dest = super().reify(envs)
+            shutil.rmtree(self.root_log_dir)
+            return dest
+
+    logs = Vanishing(str(starter.tmp_path / "logs"), **choice)  # type: ignore[arg-type]  # names of choices
+    code = "echo out; echo error >&2; exit 3"
+    assert starter.failure("bash", "-c", code, logs=logs, duplicate_stderr_filters=["error"]).message == "error"
+    teed = ("[test0]:out\n", "[test0]:error\n")
+    assert capfd.readouterr() == (teed if "tee" in choice else ("", ""))
+    (said,) = [message for message in caplog.messages if "cannot be opened" in message]
+    assert said.endswith("cannot be opened: No such file or directory; the workers run without them")
 
 
 def test_the_last_lines_of_a_redirected_stderr_are_evidence(starter: Starter) -> None:
