@@ -22,10 +22,8 @@ from holdfast.cli.options import OPTIONS
 from holdfast.errors import HostError, InternalError, UserError
 from holdfast.process.errors import ChildFailedError, ProcessFailure
 from holdfast.process.logs import DefaultLogsSpecs, Std
-from holdfast.process.numa import AffinityMode, NumaOptions
 from holdfast.process.signals import SignalException
 from holdfast.rendezvous.api import RendezvousTimeoutError
-from holdfast.rendezvous.restart import RestartPolicy
 
 HOLDFAST = [sys.executable, "-m", "holdfast"]
 UUID4 = re.compile(r"[0-9a-f]{12}4[0-9a-f]{3}[89ab][0-9a-f]{15}")
@@ -98,45 +96,6 @@ def test_defaults() -> None:
     assert made.log_line_prefix_template is None
     assert made.logs_specs is not None
     assert made.logs_specs == DefaultLogsSpecs(made.logs_specs.root_log_dir)
-
-
-def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}]")
-    logs = str(tmp_path / "logs")
-    made = config(
-        *("--nnodes=2", "--nproc-per-node=4", "--role=trainer", "--max-restarts=5", "--monitor-interval=2"),
-        *("--start-method=fork", "--local-addr=10.0.0.9", "--event-log-handler=console", "--virtual-local-rank"),
-        *("--numa-binding=core-complex", "--signals-to-handle=SIGTERM, SIGUSR1", "--shutdown-timeout=0"),
-        *("--health-port=8080",),
-        *("--duplicate-stdout-filters=a,b,,c", "--duplicate-stderr-filters=z", "--rdzv-id=job", "--log-dir", logs),
-        *("-r", "0:1,11:2", "-t", "3", "--local-ranks-filter=0,2", "--rdzv-conf=timeout=7", "--logs-specs=default"),
-    )
-    expected = launcher.LaunchConfig(
-        min_nodes=2,
-        max_nodes=2,
-        nproc_per_node=4,
-        logs_specs=DefaultLogsSpecs(logs, {0: Std.OUT, 11: Std.ERR}, Std.ALL, {0, 2}),
-        run_id="job",
-        role="trainer",
-        rdzv_endpoint="127.0.0.1:29500",
-        rdzv_backend="static",
-        rdzv_configs={"timeout": "7", "rank": 0},
-        max_restarts=5,
-        monitor_interval=2.0,
-        start_method="fork",
-        log_line_prefix_template="[${rank}]",
-        local_addr="10.0.0.9",
-        event_log_handler="console",
-        numa_options=NumaOptions(AffinityMode.CORE_COMPLEX),
-        signals_to_handle="SIGTERM, SIGUSR1",
-        duplicate_stdout_filters=["a", "b,c"],
-        duplicate_stderr_filters=["z"],
-        virtual_local_rank=True,
-        shutdown_timeout=0,
-        health_port=8080,
-        restart_policy=RestartPolicy(max_restarts=5, backoff_s=0),
-    )
-    assert made == expected
 
 
 STATIC, STANDALONE = "static", "standalone"
