@@ -22,7 +22,7 @@ from holdfast.process.errors import ChildFailedError
 from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, SignalException, parse_signals
 from holdfast.rendezvous import registry, restart
-from holdfast.rendezvous.api import RendezvousHandler, RendezvousParameters
+from holdfast.rendezvous.api import DefaultTimeout, RendezvousHandler, RendezvousParameters
 from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
 from holdfast.rendezvous.restart import RestartPolicy
 from holdfast.telemetry import events, metrics
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _EXIT_BARRIER_TIMEOUT_VARIABLE = "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT"
-_DEFAULT_RDZV_TIMEOUT_S = 900
+_DEFAULT_RDZV_TIMEOUT_S = DefaultTimeout(900)
 
 
 @dataclass

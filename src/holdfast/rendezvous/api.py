@@ -67,6 +67,11 @@ def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
     return any(each.__name__ == kind.__name__ for each in type(error).__mro__)
 
 
+class DefaultTimeout(int):
+    """The `timeout` that `LaunchConfig` adds if the user gave none. It says so itself: the user may give the same
+    number, and mean it."""
+
+
 _TRUE_TEXTS = frozenset({"1", "true", "t", "yes", "y"})
 _FALSE_TEXTS = frozenset({"0", "false", "f", "no", "n"})
 
