@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from holdfast import launcher
-from holdfast.cli import program
+from holdfast.cli import coordinator, program
 from holdfast.cli import run as cli
 from holdfast.cli.options import OPTIONS
 from holdfast.errors import HostError, InternalError, UserError
@@ -118,6 +118,10 @@ STATIC, STANDALONE = "static", "standalone"
         ("--nnodes 2 --master-addr ::1", STATIC, "[::1]:29500", 0),
         ("--rdzv-backend mine", "mine", "", None),
         ("--rdzv-backend mine --rdzv-endpoint h:7 --nnodes 1:3", "mine", "h:7", None),
+        ("--rdzv-backend mine --nnodes 3", "mine", "", None),
+        ("--rdzv-backend mine --rdzv-endpoint a:b:c", "mine", "a:b:c", None),
+        ("--rdzv-backend tcp --rdzv-endpoint [::1]:7", "tcp", "[::1]:7", None),
+        ("--rdzv-backend etcd --rdzv-endpoint a:1,https://[::1]:7,b", "etcd", "a:1,https://[::1]:7,b", None),
     ],
 )
 def test_which_rendezvous(tokens: str, backend: str, endpoint: str, rank: int | None) -> None:
@@ -247,7 +251,7 @@ def test_logs_specs_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mo
             "--nnodes 1:2 --node-rank 0",
             ["the smaller number in --nnodes 1:2 (static nodes are always 2; tcp takes a range)"],
         ),
-        ("--nnodes 1:2 --rdzv-backend tcp", []),
+        ("--nnodes 1:2 --rdzv-backend tcp --rdzv-endpoint h:1", []),
         ("--nnodes 2:2 --node-rank 0", []),
         ("--master-addr h", ["--master-addr h"]),
         ("--rdzv-endpoint h:1 --master-port 5", ["--master-port 5"]),
@@ -275,6 +279,19 @@ def test_what_has_no_effect_is_said(tokens: str, warnings: list[str], caplog: py
         config(*tokens.split())
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"{text} has no effect in this run" for text in warnings]
+
+
+def test_a_misspelt_variable_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NOD", "2")
+    monkeypatch.setenv("PET_FOOD", "hay")
+    monkeypatch.setenv("PET_EMPTY", "")
+    monkeypatch.setenv("PET_ROLE", "known")
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        config()
+    assert caplog.messages == [
+        "environment variable PET_FOOD (no option has that variable) has no effect in this run",
+        "environment variable PET_NPROC_PER_NOD (did you mean PET_NPROC_PER_NODE?) has no effect in this run",
+    ]
 
 
 # --- wrong input ------------------------------------------------------------------------------------------------
@@ -338,6 +355,27 @@ BAD_INPUT = [
     ),
     ("--nnodes=2 --node-rank=2", "--node-rank 2 is not between 0 and 1 (--nnodes 2)"),
     ("--nnodes=2 --node-rank=-1", "--node-rank -1 is not between 0 and 1 (--nnodes 2)"),
+    *(
+        (
+            f"--rdzv-backend={backend} --rdzv-endpoint={address}",
+            f"--rdzv-endpoint {address}: write an IPv6 address in brackets, as in [{address}]:{port}",
+        )
+        for backend, port in (("static", 29500), ("tcp", 29400), ("c10d", 29400))
+        for address in ("::1", "fe80::12:3")
+    ),
+    (
+        "--rdzv-backend=etcd --rdzv-endpoint=h:1,https://::1",
+        "--rdzv-endpoint ::1: write an IPv6 address in brackets, as in [::1]:2379",
+    ),
+    *(
+        (
+            f"--rdzv-backend={backend} --nnodes=1:2{endpoint}",
+            f"--rdzv-backend {backend} with --nnodes 1:2 needs --rdzv-endpoint: "
+            f"the nodes cannot know where to meet; give all of them the same HOST:{port}",
+        )
+        for backend, port in (("tcp", 29400), ("etcd", 2379))
+        for endpoint in ("", " --rdzv-endpoint=")
+    ),
     ("--rdzv-conf=a", about("--rdzv-conf", "'a'")),
     ("--rdzv-conf=backend=x", about("--rdzv-conf", "'backend'")),
     ("--nnodes=2 --rdzv-conf=rank=1", "--rdzv-conf cannot set 'rank' for static; use --node-rank"),
@@ -358,6 +396,12 @@ def test_bad_input(
     assert cli.main([*tokens.split(), script]) == 2
     assert capsys.readouterr().err == f"holdfast run: error: {text}\n"
     assert os.listdir(tmp_path / "tmp") == [], "nothing is left behind"
+
+
+def test_a_coordinator_at_an_address_without_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert coordinator.main(["--listen", "fe80::12:3"]) == 2
+    line = "--listen fe80::12:3: write an IPv6 address in brackets, as in [fe80::12:3]:29400"
+    assert capsys.readouterr().err == f"holdfast coordinator: error: {line}\n"
 
 
 def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -438,6 +482,20 @@ def test_programs_that_are_not_there(tokens: list[str], line: str, capsys: pytes
     assert cli.main(["--nproc-per-node=2", "--log-dir=logs", *tokens]) == 2
     assert capsys.readouterr().err == f"holdfast run: error: {line}\n"
     assert not Path("logs").exists(), "nothing is made before the check"
+
+
+def test_a_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    why = "does not exist: the working directory was deleted; change to it again"
+    with pytest.raises(UserError, match=f"script 'x.py' {why}"):
+        check("x.py")
+    with pytest.raises(UserError, match=f"program './x.py' {why}"):
+        check("--no-python", "./x.py")
+    with pytest.raises(UserError, match=r"script '/none.py' does not exist$"):
+        check("/none.py")
 
 
 def test_programs_that_are_there() -> None:

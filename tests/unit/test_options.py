@@ -253,6 +253,11 @@ def test_bad_variables(
         (["--standalone=1", "s"], "--standalone is on or off and takes no value, not '1'"),
         (["--nprocs-per-node", "2", "s"], "unknown option --nprocs-per-node; did you mean --nproc-per-node?"),
         (["--zzz", "s"], "unknown option --zzz"),
+        (
+            ["--use_env", "s"],
+            "unknown option --use_env: workers always get their local rank in LOCAL_RANK, and never as an argument; "
+            "leave the option out",
+        ),
         (["-x", "s"], "unknown option -x in -x"),
         (["-mz", "s"], "unknown option -z in -mz"),
         (["--log", "1", "s"], "--log is short for more than one option: --log-dir or --logs-specs"),

@@ -20,6 +20,11 @@ from holdfast.cli import console
 from holdfast.cli.help import help_text
 from holdfast.cli.options import OPTIONS, PROGRAM, USAGE, Option
 
+# Options of other launchers that have no counterpart, and what to do instead.
+_FOREIGN = {
+    "--use-env": "workers always get their local rank in LOCAL_RANK, and never as an argument; leave the option out",
+}
+
 
 class _UsageError(Exception):
     pass
@@ -122,6 +127,8 @@ class _Scanner:
     def _suggestion(self, name: str) -> str:
         from difflib import get_close_matches
 
+        if name in _FOREIGN:
+            return f": {_FOREIGN[name]}"
         close = get_close_matches(name, list(self._long), n=1, cutoff=0.7)
         return f"; did you mean {close[0]}?" if close else ""
 

@@ -96,13 +96,22 @@ def _names_of_script(script: str, local_world_size: int) -> list[str]:
 
 def _check_script(path: str) -> None:
     if not os.path.exists(path):
-        raise UserError(f"script {path!r} does not exist")
+        raise UserError(f"script {path!r} does not exist{_if_directory_is_gone(path)}")
     if os.path.isdir(path):
         path = os.path.join(path, "__main__.py")
         if not os.path.exists(path):
             raise UserError(f"script {os.path.dirname(path)!r} is a directory without __main__.py")
     if not os.access(path, os.R_OK):
         raise UserError(f"script {path!r} is not readable")
+
+
+def _if_directory_is_gone(path: str) -> str:
+    """Then the file of a relative path may well be where it was, in a directory of that name that was made anew."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "" if os.path.isabs(path) else ": the working directory was deleted; change to it again"
+    return ""
 
 
 def _check_command(name: str, whence: str = "") -> None:
@@ -112,7 +121,7 @@ def _check_command(name: str, whence: str = "") -> None:
         if which(name) is None:
             raise UserError(f"{whence}program {name!r} was not found on PATH")
     elif not os.path.exists(name):
-        raise UserError(f"{whence}program {name!r} does not exist")
+        raise UserError(f"{whence}program {name!r} does not exist{_if_directory_is_gone(name)}")
     elif os.path.isdir(name):
         raise UserError(f"{whence}program {name!r} is a directory")
     elif not os.access(name, os.X_OK):

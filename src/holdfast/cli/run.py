@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast.cli import console, devices
+from holdfast.cli import console, devices, values
 from holdfast.cli.options import PROGRAM
 from holdfast.cli.parser import RunParser
 from holdfast.cli.program import check_combination, check_program, entry, get_use_env, run_script_path
@@ -153,7 +153,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise UserError(f"--health-port {args.health_port} is not a port (0 to 65535; 0 is any free one)")
 
 
-_HONOURS_RANKS = frozenset({"static", "tcp", "c10d", "etcd", "etcd-v3"})
+# The backends that are built in, where the endpoint is a host, and the port that goes without saying.
+_DEFAULT_PORTS = {"static": DEFAULT_MASTER_PORT, "tcp": 29400, "c10d": 29400, "etcd": 2379, "etcd-v3": 2379}
 # Options that have the same name as the rendezvous setting that they are.
 _RENDEZVOUS_OPTIONS = (
     "join_timeout",
@@ -188,7 +189,7 @@ def _check_node_rank(args: argparse.Namespace, standalone: bool, max_nodes: int)
         return
     if rank != 0 and standalone:
         raise UserError(f"--node-rank {rank}: a run on one machine has node rank 0 only")
-    if rank != 0 and not standalone and args.rdzv_backend not in _HONOURS_RANKS:
+    if rank != 0 and not standalone and args.rdzv_backend not in _DEFAULT_PORTS:
         raise UserError(f"--node-rank {rank}: rendezvous backend {args.rdzv_backend!r} gives out the ranks itself")
     if not 0 <= rank < max_nodes:
         raise UserError(f"--node-rank {rank} is not between 0 and {max_nodes - 1} (--nnodes {args.nnodes})")
@@ -211,14 +212,30 @@ def _rendezvous_fields(args: argparse.Namespace, min_nodes: int, max_nodes: int)
         }
     if args.rdzv_backend == "static":
         settings["rank"] = args.node_rank or 0
-    elif args.node_rank is not None and args.rdzv_backend in _HONOURS_RANKS:
+    elif args.node_rank is not None and args.rdzv_backend in _DEFAULT_PORTS:
         settings["rank"] = args.node_rank
+    endpoint = get_rdzv_endpoint(args)
+    _check_endpoint(args, endpoint, max_nodes)
     return {
         "rdzv_backend": args.rdzv_backend,
-        "rdzv_endpoint": get_rdzv_endpoint(args),
+        "rdzv_endpoint": endpoint,
         "rdzv_configs": settings,
         "run_id": args.rdzv_id,
     }
+
+
+def _check_endpoint(args: argparse.Namespace, endpoint: str, max_nodes: int) -> None:
+    """Plug-ins have endpoints of their own kinds."""
+    port = _DEFAULT_PORTS.get(args.rdzv_backend)
+    if port is None:
+        return
+    if not endpoint.strip() and max_nodes > 1:
+        raise UserError(
+            f"--rdzv-backend {args.rdzv_backend} with --nnodes {args.nnodes} needs --rdzv-endpoint: "
+            f"the nodes cannot know where to meet; give all of them the same HOST:{port}"
+        )
+    for place in endpoint.split(","):
+        values.check_brackets("--rdzv-endpoint", place.strip().rpartition("://")[2], port)
 
 
 def _rendezvous_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -255,8 +272,8 @@ def _restart_policy(args: argparse.Namespace) -> RestartPolicy:
 
 
 def _hang_policy(args: argparse.Namespace) -> HangPolicy | None:
-    values = (args.hang_timeout, args.start_timeout, args.progress_every, args.progress_signals)
-    if not args.progress_pattern and all(value is None for value in values):
+    given = (args.hang_timeout, args.start_timeout, args.progress_every, args.progress_signals)
+    if not args.progress_pattern and all(value is None for value in given):
         return None
     from holdfast.diagnosis.hang import HangPolicy
 
@@ -353,7 +370,7 @@ def config_from_args(
 
     _check_numbers(args)
     check_combination(args)
-    unused.warn(unused.manners(args))
+    unused.warn([*unused.variables(os.environ), *unused.manners(args)])
     entrypoint, entry_args = entry(args)
     fields = _fields(args)
     specs = _logs_specs(args, fields["nproc_per_node"])
