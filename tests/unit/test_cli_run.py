@@ -393,7 +393,7 @@ def test_bad_input(
     # With --no-python among the tokens `x.py` would have to be executable before they are looked at.
     Path("x.py").chmod(0o755)
     script = "./x.py"
-    assert cli.main([*tokens.split(), script]) == 2
+    assert cli.command([*tokens.split(), script]) == 2
     assert capsys.readouterr().err == f"holdfast run: error: {text}\n"
     assert os.listdir(tmp_path / "tmp") == [], "nothing is left behind"
 
@@ -406,19 +406,19 @@ def test_a_coordinator_at_an_address_without_brackets(capsys: pytest.CaptureFixt
 
 def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert cli.main(["--nproc-per-node=gpu", "x.py"]) == 2
+    assert cli.command(["--nproc-per-node=gpu", "x.py"]) == 2
     line = "--nproc-per-node: this machine has no gpu device that is visible here"
     assert capsys.readouterr().err == f"holdfast run: error: {line}\n"
 
 
 def test_a_logs_specs_that_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--logs-specs=nope", "x.py"]) == 2
+    assert cli.command(["--logs-specs=nope", "x.py"]) == 2
     line = r"holdfast run: error: --logs-specs 'nope' is not installed; there are: .*\bdefault\b.*\n"
     assert re.fullmatch(line, capsys.readouterr().err)
 
 
 def test_a_log_dir_that_is_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--log-dir=x.py", "x.py"]) == 2
+    assert cli.command(["--log-dir=x.py", "x.py"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("holdfast run: error: log directory ")
     assert line.endswith("x.py' cannot be used: Not a directory")
@@ -450,7 +450,7 @@ def test_variables_that_ask_for_what_is_not_there(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv(variable, value)
-    assert cli.main(["x.py"]) == 2
+    assert cli.command(["x.py"]) == 2
     assert capsys.readouterr().err == f"holdfast run: error: {line}\n"
     assert os.listdir(tmp_path / "tmp") == []
 
@@ -479,7 +479,7 @@ def test_programs_that_are_not_there(tokens: list[str], line: str, capsys: pytes
     with pytest.raises(UserError) as refused:
         check(*tokens, nproc=2)
     assert str(refused.value) == line
-    assert cli.main(["--nproc-per-node=2", "--log-dir=logs", *tokens]) == 2
+    assert cli.command(["--nproc-per-node=2", "--log-dir=logs", *tokens]) == 2
     assert capsys.readouterr().err == f"holdfast run: error: {line}\n"
     assert not Path("logs").exists(), "nothing is made before the check"
 
@@ -546,7 +546,7 @@ def ending(error: BaseException, monkeypatch: pytest.MonkeyPatch, *tokens: str) 
         raise error
 
     monkeypatch.setattr(launcher, "launch_agent", launch)
-    return cli.main([*tokens, "x.py"])
+    return cli.command([*tokens, "x.py"])
 
 
 @pytest.mark.parametrize(
@@ -622,7 +622,7 @@ def test_a_value_error_of_a_running_agent_is_a_fault(
         raise ValueError("deep inside")
 
     monkeypatch.setattr(local.LocalElasticAgent, "_invoke_run", explode)
-    assert cli.main(["x.py"]) == 1
+    assert cli.command(["x.py"]) == 1
     assert "this is a fault in holdfast itself" in capsys.readouterr().err
 
 
@@ -643,15 +643,15 @@ def test_threads_are_limited_for_several_workers(
 ) -> None:
     monkeypatch.setattr(launcher, "launch_agent", lambda *_: {})
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert cli.main(["--nproc-per-node=2", "x.py"]) == 0
+    assert cli.command(["--nproc-per-node=2", "x.py"]) == 0
     assert os.environ["OMP_NUM_THREADS"] == "7"
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert cli.main(["x.py"]) == 0
+    assert cli.command(["x.py"]) == 0
     assert "OMP_NUM_THREADS" not in os.environ
-    assert cli.main(["--nproc-per-node=2", "x.py"]) == 0
+    assert cli.command(["--nproc-per-node=2", "x.py"]) == 0
     assert os.environ.pop("OMP_NUM_THREADS") == "1"
     assert capsys.readouterr().err == ""
-    assert cli.main(["-v", "--nproc-per-node=2", "x.py"]) == 0
+    assert cli.command(["-v", "--nproc-per-node=2", "x.py"]) == 0
     assert "OMP_NUM_THREADS is not set; the workers get 1" in capsys.readouterr().err
 
 
@@ -687,6 +687,21 @@ def test_a_run_that_fails(tmp_path: Path) -> None:
     assert "the cause" in ended.stderr.splitlines()[-1]
     assert "holdfast/cli" not in ended.stderr, "no traceback of ours"
     assert "the cause" in json.dumps(json.loads(error_file.read_text()))
+
+
+def test_the_command_from_python(capfd: pytest.CaptureFixture[str]) -> None:
+    """A wrapper that ignores what `main` returns must not succeed after a failure."""
+    cli.main(["-q", "x.py"])
+    Path("x.py").write_text("raise KeyError('the cause')\n")
+    with pytest.raises(ChildFailedError) as failed:
+        cli.main(["-q", "x.py"])
+    assert list(failed.value.failures) == [0]
+    with pytest.raises(UserError, match=r"script 'none\.py' does not exist"):
+        cli.main(["none.py"])
+    Path("wrapper.py").write_text("from holdfast.cli.run import main\nmain(['-q', 'x.py'])\n")
+    ended = subprocess.run([sys.executable, "wrapper.py"], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 1
+    assert "the cause" in ended.stderr.splitlines()[-1]
 
 
 def test_a_run_that_is_stopped(tmp_path: Path) -> None:

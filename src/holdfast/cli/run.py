@@ -1,7 +1,7 @@
 """`holdfast run`: from a command line to a launch, and from its end to an exit code.
 
 `config_from_args` says what to launch and starts nothing. `run` launches it and raises what went wrong.
-`main` turns that into the last words on stderr and the exit code:
+`main` does both for a command line; `command` turns what it raises into the last words on stderr and the exit code:
 
     0      all workers succeeded
     1      the workers failed for good, or the run could not be carried on
@@ -432,12 +432,17 @@ def run(args: argparse.Namespace) -> None:
         _tidy(config.logs_specs)
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line, say how it ended, and return the exit code."""
+def main(args: Sequence[str] | None = None) -> None:
+    """Run a command line from Python. Returns when the run has succeeded, and raises what went wrong."""
     parsed = parse_args(args)
     console.set_up(quiet=parsed.quiet, verbose=parsed.verbose)
+    run(parsed)
+
+
+def command(args: Sequence[str] | None = None) -> int:
+    """The same for the terminal: say what went wrong, and return the exit code."""
     try:
-        run(parsed)
+        main(args)
     except (Exception, KeyboardInterrupt) as error:
         return _explain(error)
     return 0
@@ -519,4 +524,4 @@ def _own_up(error: BaseException) -> int:
 
 if __name__ == "__main__":
     signals.install_early()
-    sys.exit(main())
+    sys.exit(command())
