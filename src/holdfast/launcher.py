@@ -17,7 +17,7 @@ from holdfast.agent import health
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import RunResult, WorkerSpec
 from holdfast.errors import UserError
-from holdfast.process import entry
+from holdfast.process import devices, entry
 from holdfast.process.errors import ChildFailedError
 from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, SignalException, parse_signals
@@ -43,6 +43,7 @@ _DEFAULT_RDZV_TIMEOUT_S = DefaultTimeout(900)
 class LaunchConfig:
     """Everything about a run but what its workers execute.
 
+    `nproc_per_node` may also be a text that `--nproc-per-node` takes, such as "auto"; it is turned into a number.
     `rdzv_timeout` is the older spelling of `rdzv_configs["timeout"]` and wins over it. `shutdown_timeout` is the
     grace in seconds between the first signal to a worker and SIGKILL; `exit_barrier_timeout` is for how many seconds a
     node whose workers have finished waits for the other nodes. `restart_policy` says more about restarts than
@@ -53,7 +54,7 @@ class LaunchConfig:
 
     min_nodes: int
     max_nodes: int
-    nproc_per_node: int
+    nproc_per_node: int | str
     logs_specs: LogsSpecs | None = None
     run_id: str = ""
     role: str = "default_role"
@@ -80,6 +81,8 @@ class LaunchConfig:
     exit_barrier_timeout: float | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.nproc_per_node, str):
+            self.nproc_per_node = devices.worker_count(self.nproc_per_node)
         # A copy: the caller's dictionary is the caller's.
         self.rdzv_configs = {"timeout": _DEFAULT_RDZV_TIMEOUT_S, **self.rdzv_configs}
         if self.rdzv_timeout != -1:
@@ -114,8 +117,9 @@ def _time_s(name: str, given: float | None, variable: str, default: int) -> floa
 class elastic_launch:  # noqa: N801  (the name that users know)
     """`elastic_launch(config, entrypoint)(*args)` runs the entry point on this node and returns the results.
 
-    The entry point is a function, or a program to execute. The result maps each global rank of this node to what
-    its function returned (None for a program). Workers that failed for good raise `ChildFailedError`.
+    The entry point is a function, also with keyword arguments, or a program to execute. The result maps each global
+    rank of this node to what its function returned (None for a program). Workers that failed for good raise
+    `ChildFailedError`.
     """
 
     def __init__(
@@ -128,8 +132,13 @@ class elastic_launch:  # noqa: N801  (the name that users know)
         self._entrypoint = entrypoint
         self._health_check_server = health_check_server
 
-    def __call__(self, *args: Any) -> dict[int, Any]:
-        return launch_agent(self._config, self._entrypoint, list(args), self._health_check_server)
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
+        entrypoint = self._entrypoint
+        if kwargs and not callable(entrypoint):
+            raise TypeError(f"a program has no keyword arguments, but got {', '.join(sorted(kwargs))}")
+        if kwargs and callable(entrypoint):
+            entrypoint = functools.partial(entrypoint, **kwargs)
+        return launch_agent(self._config, entrypoint, list(args), self._health_check_server)
 
 
 def launch_agent(
@@ -167,7 +176,7 @@ def _launch(
     os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
     spec = WorkerSpec(
         role=config.role,
-        local_world_size=config.nproc_per_node,
+        local_world_size=int(config.nproc_per_node),
         entrypoint=entrypoint,
         args=tuple(args),
         rdzv_handler=registry.get_rendezvous_handler(parameters),

@@ -133,6 +133,18 @@ def test_a_function(backend: dict[str, Any], method: str) -> None:
     assert results == {0: 10, 1: 11, 2: 12, 3: 13}
 
 
+def both(first: int, *, second: int) -> tuple[int, int]:
+    return first, second
+
+
+def test_a_function_with_keyword_arguments() -> None:
+    assert elastic_launch(config(1), both)(1, second=2) == {0: (1, 2)}
+    with pytest.raises(ChildFailedError, match="both FAILED"):
+        elastic_launch(config(1), both)(1, third=3)
+    with pytest.raises(TypeError, match="a program has no keyword arguments, but got second"):
+        elastic_launch(config(1), "true")(second=2)
+
+
 def sum_of_ranks() -> int:
     import torch
     import torch.distributed as dist
@@ -415,6 +427,14 @@ def test_a_program_that_is_not_there() -> None:
 
 
 # LaunchConfig.
+
+
+def test_workers_by_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert [LaunchConfig(1, 1, text).nproc_per_node for text in ("auto", "gpu", "2")] == [3, 3, 2]
+    assert LaunchConfig(1, 1, "cpu").nproc_per_node == len(os.sched_getaffinity(0))
+    with pytest.raises(UserError, match="'many' is neither a number nor a kind of device"):
+        LaunchConfig(1, 1, "many")
 
 
 def test_the_time_out_of_the_rendezvous() -> None:

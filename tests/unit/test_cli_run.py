@@ -75,6 +75,14 @@ def test_nnodes(text: str, bounds: tuple[int, int]) -> None:
     assert cli.parse_min_max_nnodes(text) == bounds
 
 
+def test_nnodes_that_make_no_sense() -> None:
+    """Callers of torch's function catch RuntimeError, those of ours ValueError."""
+    for text in ("1:2:3", "a", "0", "3:2"):
+        for kind in (RuntimeError, ValueError):
+            with pytest.raises(kind, match="--nnodes"):
+                cli.parse_min_max_nnodes(text)
+
+
 def test_local_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.determine_local_world_size("3") == 3
     assert cli.determine_local_world_size("cpu") == len(os.sched_getaffinity(0))
@@ -471,6 +479,8 @@ def check(*tokens: str, nproc: int = 1) -> None:
         (["--no-python", "./plain"], "program './plain' is a directory"),
         (["--no-python", "./x.py"], "program './x.py' is not executable"),
         (["rank$local_rank.py"], "script 'rank1.py' does not exist"),
+        (["-"], "script '-' is read from stdin, which 2 workers cannot share; give a file"),
+        (["--run-path", "-"], "--run-path needs a file, not '-': a function cannot run a program from stdin"),
     ],
 )
 def test_programs_that_are_not_there(tokens: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -677,6 +687,18 @@ def test_a_run_that_succeeds() -> None:
     ended = holdfast("run", "-q", "--nproc-per-node=2", "x.py", "--local=${local_rank}", "--")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert sorted(ended.stdout.splitlines()) == ["0 --local=0 --", "1 --local=1 --"]
+
+
+def test_a_program_from_stdin() -> None:
+    ended = subprocess.run(
+        [*HOLDFAST, "run", "-q", "-", "a"],
+        input="import os, sys; print(os.environ['WORLD_SIZE'], sys.argv)",
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1 ['-', 'a']\n", "")
 
 
 def test_a_run_that_fails(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -18,6 +20,7 @@ from holdfast.process.logs import (
     LogsDest,
     LogsSpecs,
     Std,
+    get_std_cm,
     to_map,
 )
 
@@ -396,3 +399,15 @@ class TestIdentity:
         dest = LogsDest()
         dest.stdouts[0] = "somewhere"
         assert LogsDest().stdouts == {}
+
+
+def test_a_block_whose_output_goes_to_a_file_if_there_is_one(tmp_path: Path) -> None:
+    def redirect(path: str) -> contextlib.redirect_stdout[TextIO]:
+        return contextlib.redirect_stdout(stack.enter_context(open(path, "w")))
+
+    with contextlib.ExitStack() as stack:
+        with get_std_cm(str(tmp_path / "out"), redirect):
+            print("in the file")
+        with get_std_cm("", redirect):
+            print("not there")
+    assert (tmp_path / "out").read_text() == "in the file\n"

@@ -419,7 +419,7 @@ class SimpleElasticAgent(ElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> Round:
         spec = worker_group.spec
         assert self._coordination is not None
-        with self._timed_event("RENDEZVOUS"):
+        with self.record_duration("RENDEZVOUS"):
             self._round = call_interruptibly(self._coordination.next_round)
         found = self._round.found
         worker_group.store = found.store
@@ -427,7 +427,7 @@ class SimpleElasticAgent(ElasticAgent):
         worker_group.group_world_size = found.world_size
         worker_group.master_addr = spec.master_addr or found.bootstrap_store_info.master_addr
         worker_group.master_port = spec.master_port or found.bootstrap_store_info.master_port
-        with self._timed_event("ASSIGN_WORKER_RANKS"):
+        with self.record_duration("ASSIGN_WORKER_RANKS"):
             worker_group.workers = self._assign_worker_ranks(found.store, found.rank, found.world_size, spec)
         return self._round
 
@@ -520,7 +520,8 @@ class SimpleElasticAgent(ElasticAgent):
             self._record(self._event(recording.final_state(worker, result), worker, **facts))
 
     @contextmanager
-    def _timed_event(self, state: str) -> Iterator[None]:
+    def record_duration(self, state: str) -> Iterator[None]:
+        """Record an event of that name when the block ends, with how long it took and the error that it raised."""
         began = time.monotonic()
         raw_error = None
         try:

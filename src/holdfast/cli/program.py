@@ -80,9 +80,21 @@ def check_program(args: argparse.Namespace, local_world_size: int) -> None:
         return
     if not args.run_path and os.environ.get("PYTHON_EXEC"):
         _check_command(os.environ["PYTHON_EXEC"], "PYTHON_EXEC: ")
-    if not args.module:
+    if args.module:
+        return
+    if args.training_script == "-":
+        _check_stdin(args, local_world_size)
+    else:
         for path in _names_of_script(args.training_script, local_world_size):
             _check_script(path)
+
+
+def _check_stdin(args: argparse.Namespace, local_world_size: int) -> None:
+    """`-` is what it is to Python: the program is read from stdin."""
+    if args.run_path:
+        raise UserError("--run-path needs a file, not '-': a function cannot run a program from stdin")
+    if local_world_size > 1:
+        raise UserError(f"script '-' is read from stdin, which {local_world_size} workers cannot share; give a file")
 
 
 def _names_of_script(script: str, local_world_size: int) -> list[str]:

@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast.cli import console, devices, values
+from holdfast.cli import console, values
 from holdfast.cli.options import PROGRAM
 from holdfast.cli.parser import RunParser
 from holdfast.cli.program import check_combination, check_program, entry, get_use_env, run_script_path
 from holdfast.errors import HoldfastError, InternalError, UserError
-from holdfast.process import errors, signals
+from holdfast.process import devices, errors, signals
 
 if TYPE_CHECKING:
     from holdfast.diagnosis.hang import HangPolicy
@@ -67,25 +67,26 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
 # --- single values ------------------------------------------------------------------------------------------
 
 
+class NodeCountError(UserError, RuntimeError):
+    """A RuntimeError too, because callers of torch's function of that name catch it."""
+
+
 def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
     """`2` is (2, 2) and `1:4` is (1, 4)."""
     parts = nnodes.split(":")
     if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
-        raise UserError(f"--nnodes {nnodes!r} is neither a number nor MIN:MAX")
+        raise NodeCountError(f"--nnodes {nnodes!r} is neither a number nor MIN:MAX")
     low, high = int(parts[0]), int(parts[-1])
     if low < 1:
-        raise UserError(f"--nnodes {nnodes!r}: at least one node is needed")
+        raise NodeCountError(f"--nnodes {nnodes!r}: at least one node is needed")
     if low > high:
-        raise UserError(f"--nnodes {nnodes!r}: the minimum is above the maximum")
+        raise NodeCountError(f"--nnodes {nnodes!r}: the minimum is above the maximum")
     return low, high
 
 
 def determine_local_world_size(nproc_per_node: str) -> int:
     """How many workers a value of --nproc-per-node stands for on this machine."""
-    try:
-        number = int(nproc_per_node)
-    except ValueError:
-        return _for_option("--nproc-per-node", devices.count, nproc_per_node)
+    number = _for_option("--nproc-per-node", devices.worker_count, nproc_per_node)
     if number < 1:
         raise UserError(f"--nproc-per-node {number}: at least one worker is needed")
     _check_room_for(number)
@@ -422,7 +423,7 @@ def run(args: argparse.Namespace) -> None:
     """Launch what the arguments ask for, and return when it has succeeded."""
     check_program(args, determine_local_world_size(args.nproc_per_node))
     config, entrypoint, entry_args = config_from_args(args)
-    _limit_threads(config.nproc_per_node)
+    _limit_threads(int(config.nproc_per_node))
 
     from holdfast import launcher
 
