@@ -308,8 +308,18 @@ def _logs_specs(args: argparse.Namespace, local_world_size: int) -> LogsSpecs:
     ranks = _parse_ranks(args.local_ranks_filter)
     unused.warn([*unused.streams(args), *unused.ranks(redirects, tee, ranks, local_world_size)])
     make = _logs_specs_class(args.logs_specs or "default")
+    redirects, tee = (_streams_for(make, each) for each in (redirects, tee))
     specs: LogsSpecs = make(log_dir=args.log_dir, redirects=redirects, tee=tee, local_ranks_filter=ranks)
     return specs
+
+
+def _streams_for(make: Any, chosen: Any) -> Any:
+    """A class that was written for another launcher is given that launcher's `Std`, which is beside its `LogsSpecs`."""
+    bases = (base for base in getattr(make, "__mro__", ()) if base.__name__ == "LogsSpecs")
+    std = next((getattr(sys.modules.get(base.__module__), "Std", None) for base in bases), None)
+    if std is None:
+        return chosen
+    return {rank: std(int(each)) for rank, each in chosen.items()} if isinstance(chosen, dict) else std(int(chosen))
 
 
 def _tidy(specs: Any) -> None:

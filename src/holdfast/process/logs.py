@@ -83,11 +83,12 @@ class Std(IntFlag):
 
 
 def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[int, Std]:
-    """Spell a choice out for every local rank; one that the choice does not name gets NONE."""
+    """Spell a choice out for every local rank; one that the choice does not name gets NONE. The `Std` of another
+    launcher counts by its value."""
     ranks = range(local_world_size)
-    if isinstance(val_or_map, Std):
-        return dict.fromkeys(ranks, val_or_map)
-    return {rank: val_or_map.get(rank, Std.NONE) for rank in ranks}
+    if isinstance(val_or_map, int):
+        return dict.fromkeys(ranks, Std(int(val_or_map)))
+    return {rank: Std(int(val_or_map.get(rank, Std.NONE))) for rank in ranks}
 
 
 def get_std_cm(std_rd: str, redirect_fn: Callable[[str], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
