@@ -25,7 +25,7 @@ from holdfast.rendezvous import registry, restart
 from holdfast.rendezvous.api import DefaultTimeout, RendezvousHandler, RendezvousParameters
 from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
 from holdfast.rendezvous.restart import RestartPolicy
-from holdfast.telemetry import events, metrics
+from holdfast.telemetry import events, fallback_log, metrics
 
 if TYPE_CHECKING:
     from holdfast.diagnosis.hang import HangPolicy
@@ -148,6 +148,7 @@ def launch_agent(
     health_check_server: Any = None,
 ) -> dict[int, Any]:
     """Run one agent to its end. See `elastic_launch`."""
+    fallback_log.install()
     if health_check_server is None:
         health_check_server = health.server_at(config.health_port)
     # From before the rendezvous is reached until after it is left, either of which may take its time.

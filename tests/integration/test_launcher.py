@@ -532,3 +532,31 @@ def test_a_health_check_server_is_started_and_stopped() -> None:
     assert elastic_launch(config(1), "true", health_check_server=server)() == {0: None}
     server.start.assert_called_once_with()
     server.stop.assert_called_once_with()
+
+
+SPEAKING = """
+import logging, sys
+from holdfast import LaunchConfig, elastic_launch
+exec(sys.argv[1])
+config = LaunchConfig(1, 1, 1, rdzv_backend="standalone", max_restarts=1)
+try:
+    elastic_launch(config, "false")()
+except Exception:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "starts"),
+    [
+        ("", ["holdfast: rank 0 exited"]),
+        ("logging.basicConfig(format='own %(name)s: %(message)s')", ["own holdfast.agent.base: rank 0 exited"]),
+        ("logging.getLogger('holdfast').addHandler(logging.NullHandler())", []),
+    ],
+)
+def test_warnings_say_who_speaks(before: str, starts: list[str], tmp_path: Path) -> None:
+    """Unless the program has decided about logging itself."""
+    script = support.write_script(tmp_path / "speaking.py", SPEAKING)
+    with support.python(script, before) as process:
+        lines = process.communicate(timeout=100)[1].splitlines()
+    assert [line.partition(" with code 1")[0] for line in lines if line.endswith("; restart 1 of 1")] == starts

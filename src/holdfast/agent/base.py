@@ -128,6 +128,10 @@ class SimpleElasticAgent(ElasticAgent):
         """After a stop: the pids that even SIGKILL did not end."""
         return ()
 
+    def _killed_ranks(self) -> tuple[int, ...]:
+        """After a stop: the global ranks that did not end by themselves within the grace period."""
+        return ()
+
     def _settle(self, result: RunResult) -> RunResult:
         """The result with what is known only after the workers were stopped."""
         return result
@@ -172,8 +176,9 @@ class SimpleElasticAgent(ElasticAgent):
                 self._record_worker_events(result)
                 return result
             except SignalException as received:
-                logger.warning("got %s%s", received.sigval.name, self._what_is_stopped())
+                logger.warning("got %s%s", received.sigval.name, self._what_is_stopped(received.sigval))
                 self._leave(received.sigval)
+                received.killed_ranks = self._killed_ranks()
                 is_shut_down = True
                 raise
             except Exception as error:
@@ -187,9 +192,13 @@ class SimpleElasticAgent(ElasticAgent):
                 if not is_shut_down:
                     hooks.call(self._shutdown, timeout=self._shutdown_timeout)
 
-    def _what_is_stopped(self) -> str:
-        has_workers = self._machine.phase in (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING)
-        return ", stopping the workers" if has_workers else ""
+    def _what_is_stopped(self, number: signal.Signals) -> str:
+        if self._machine.phase not in (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING):
+            return ""
+        if not self._shutdown_timeout:
+            return ", killing the workers"
+        hurry = "; Ctrl-C again kills them" if number == signal.SIGINT else ""
+        return f", stopping the workers (up to {self._shutdown_timeout:g} s{hurry})"
 
     def _leave(self, death_sig: signal.Signals) -> None:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""

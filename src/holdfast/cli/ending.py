@@ -9,6 +9,7 @@ from types import TracebackType
 
 from holdfast.cli import console
 from holdfast.cli.options import PROGRAM
+from holdfast.diagnosis import report
 from holdfast.errors import HoldfastError, InternalError, UserError
 from holdfast.process import errors, signals
 
@@ -24,7 +25,7 @@ def explain(error: BaseException) -> int:
         return 1
     if isinstance(error, signals.SignalException | KeyboardInterrupt):
         number = getattr(error, "sigval", 2)
-        console.write(f"{console.PREFIX} stopped by {signals.signal_name(number)}\n")
+        console.write(f"{console.PREFIX} stopped by {signals.signal_name(number)}{_killed(error)}\n")
         return 128 + number
     is_usage = isinstance(error, UserError) or _is_refused_value(error)
     # What the system refuses (a program in a foreign format, one descriptor too many) is not for us to explain.
@@ -35,6 +36,11 @@ def explain(error: BaseException) -> int:
     log.debug("where this comes from:", exc_info=error)
     console.write_error(PROGRAM, _words_of(error))
     return 2 if is_usage else 1
+
+
+def _killed(error: BaseException) -> str:
+    ranks = getattr(error, "killed_ranks", ())
+    return f"; {report.ranks_text(ranks)} had to be killed" if ranks else ""
 
 
 _REMEDIES = {
@@ -51,7 +57,8 @@ def _words_of(error: BaseException) -> str:
         return f"the system refuses{about}: {error.strerror}{remedy}"
     if _is_refused_thread(error):
         return f"the system refuses a new thread{_REMEDIES[errno.EAGAIN]}"
-    return str(error) or type(error).__name__
+    notes = ", ".join(getattr(error, "__notes__", ()))
+    return (str(error) or type(error).__name__) + (f" ({notes})" if notes else "")
 
 
 def _is_refused_thread(error: BaseException) -> bool:

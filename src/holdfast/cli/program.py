@@ -131,7 +131,8 @@ def _check_command(name: str, whence: str = "") -> None:
         from shutil import which
 
         if which(name) is None:
-            raise UserError(f"{whence}program {name!r} was not found on PATH")
+            hint = f", but ./{name} exists; write that" if os.path.exists(name) else ""
+            raise UserError(f"{whence}program {name!r} was not found on PATH{hint}")
     elif not os.path.exists(name):
         raise UserError(f"{whence}program {name!r} does not exist{_if_directory_is_gone(name)}")
     elif os.path.isdir(name):

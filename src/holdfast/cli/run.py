@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.cli import console, ending, values
+from holdfast.cli.options import Option
 from holdfast.cli.parser import RunParser
 from holdfast.cli.program import check_combination, check_program, entry, get_use_env, run_script_path
 from holdfast.errors import UserError
@@ -428,6 +429,21 @@ def _limit_threads(nproc_per_node: int) -> None:
 @errors.record
 def run(args: argparse.Namespace) -> None:
     """Launch what the arguments ask for, and return when it has succeeded."""
+    try:
+        _launch(args)
+    except UserError as error:
+        for option in getattr(args, "from_environment", ()):
+            if _speaks_of(str(error), option):
+                error.add_note(f"{option.variable} of the environment")
+        raise
+
+
+def _speaks_of(text: str, option: Option) -> bool:
+    """Whether an error names an option, or its value as it stands in the environment."""
+    return f"{option.flags[-1]} " in f"{text} ".replace(":", " ") or repr(os.environ.get(option.variable or "")) in text
+
+
+def _launch(args: argparse.Namespace) -> None:
     check_program(args, determine_local_world_size(args.nproc_per_node))
     config, entrypoint, entry_args = config_from_args(args)
     _limit_threads(int(config.nproc_per_node))
