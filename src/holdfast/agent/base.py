@@ -247,7 +247,7 @@ class SimpleElasticAgent(ElasticAgent):
             case lifecycle.ReportFailure(round):
                 failure = causes.failure_of(self._result, os.uname().nodename)
                 run.report_failure(round, failure)
-                self._tell_failure(run.verdict)
+                self._tell_failure(run)
                 if failure.exception == HANG and run.has_leases and not self._was_told_of_hang:
                     self._let_others_look(group)
             case lifecycle.ReportSuccess(round):
@@ -389,12 +389,12 @@ class SimpleElasticAgent(ElasticAgent):
         if (self._worker_group.group_world_size or 1) > 1:
             result.cause = f"{agreed.text}, on node {agreed.node}"
 
-    def _tell_failure(self, verdict: str | None) -> None:
+    def _tell_failure(self, run: Coordination) -> None:
         """Without restarts the final report follows at once and says it all."""
-        if verdict is None:
+        if run.verdict is None:
             logger.warning("%s", causes.cause_of(self._result))
-        elif self._policy.max_restarts:
-            logger.warning("%s; %s", causes.cause_of(self._result), verdict)
+        elif run.outcome is None or self._policy.max_restarts:
+            logger.warning("%s; %s", causes.cause_of(self._result), run.verdict)
 
     @property
     def _has_finished(self) -> bool:
