@@ -718,6 +718,17 @@ AGENT_KEYS = {
 }  # fmt: skip
 
 
+def test_how_long_a_block_took_is_recorded(recorded: list[events.Event]) -> None:
+    agent = make_agent("true", event_log_handler="test")
+    with agent.record_duration("WARMUP"):
+        pass
+    with pytest.raises(KeyError), agent.record_duration("WARMUP"):
+        raise KeyError("x")
+    assert [event.name for event in recorded] == ["torchelastic.worker.status.WARMUP"] * 2
+    assert [event.metadata["raw_error"] for event in recorded] == [None, "KeyError: 'x'"]
+    assert all(isinstance(event.metadata["duration_ms"], int) for event in recorded)
+
+
 def test_events_of_a_run_that_fails(mailbox: support.Mailbox, recorded: list[events.Event]) -> None:
     before = int(time.time())
     result = make_agent(entrypoints.live, str(mailbox), "raise", max_restarts=1, event_log_handler="test").run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -809,6 +810,25 @@ def test_the_last_lines_of_a_redirected_stderr_are_evidence(starter: Starter) ->
     failure = starter.failure("sh", "-c", "echo because >&2; exit 3", logs=logs)
     assert failure.evidence is not None
     assert failure.evidence.stderr_tail.strip() == "because"
+
+
+def test_teed_lines_go_to_what_has_replaced_the_standard_streams(
+    starter: Starter, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it says that it has the descriptor of the stream that it has replaced."""
+
+    class Captured(io.StringIO):
+        def fileno(self) -> int:
+            return 1
+
+    out, err = Captured(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    logs = DefaultLogsSpecs(str(starter.tmp_path), tee=Std.ALL)
+    result = starter.run(entrypoints.say, "out \u00e9", "err", logs=logs)
+    assert (out.getvalue(), err.getvalue()) == ("[test0]:out \u00e9\n", "[test0]:err\n")
+    assert Path(result.stdouts[0]).read_text() == "out \u00e9\n"
+    assert capfd.readouterr() == ("", "")
 
 
 def test_tee(starter: Starter, capfd: pytest.CaptureFixture[str]) -> None:

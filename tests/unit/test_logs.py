@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -19,6 +21,7 @@ from holdfast.process.logs import (
     LogsDest,
     LogsSpecs,
     Std,
+    get_std_cm,
     to_map,
 )
 
@@ -413,3 +416,15 @@ class TestIdentity:
         dest = LogsDest()
         dest.stdouts[0] = "somewhere"
         assert LogsDest().stdouts == {}
+
+
+def test_a_block_whose_output_goes_to_a_file_if_there_is_one(tmp_path: Path) -> None:
+    def redirect(path: str) -> contextlib.redirect_stdout[TextIO]:
+        return contextlib.redirect_stdout(stack.enter_context(open(path, "w")))
+
+    with contextlib.ExitStack() as stack:
+        with get_std_cm(str(tmp_path / "out"), redirect):
+            print("in the file")
+        with get_std_cm("", redirect):
+            print("not there")
+    assert (tmp_path / "out").read_text() == "in the file\n"

@@ -123,6 +123,10 @@ class SimpleElasticAgent(ElasticAgent):
         """After a stop: the pids that even SIGKILL did not end."""
         return ()
 
+    def _killed_ranks(self) -> tuple[int, ...]:
+        """After a stop: the global ranks that did not end by themselves within the grace period."""
+        return ()
+
     def _settle(self, result: RunResult) -> RunResult:
         """The result with what is known only after the workers were stopped."""
         return result
@@ -167,8 +171,9 @@ class SimpleElasticAgent(ElasticAgent):
                 self._record_worker_events(result)
                 return result
             except SignalException as received:
-                logger.warning("got %s%s", received.sigval.name, self._what_is_stopped())
+                logger.warning("got %s%s", received.sigval.name, self._what_is_stopped(received.sigval))
                 self._leave(received.sigval)
+                received.killed_ranks = self._killed_ranks()
                 is_shut_down = True
                 raise
             except Exception as error:
@@ -182,9 +187,13 @@ class SimpleElasticAgent(ElasticAgent):
                 if not is_shut_down:
                     hooks.call(self._shutdown, timeout=self._shutdown_timeout)
 
-    def _what_is_stopped(self) -> str:
-        has_workers = self._machine.phase in (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING)
-        return ", stopping the workers" if has_workers else ""
+    def _what_is_stopped(self, number: signal.Signals) -> str:
+        if self._machine.phase not in (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING):
+            return ""
+        if not self._shutdown_timeout:
+            return ", killing the workers"
+        hurry = "; Ctrl-C again kills them" if number == signal.SIGINT else ""
+        return f", stopping the workers (up to {self._shutdown_timeout:g} s{hurry})"
 
     def _leave(self, death_sig: signal.Signals) -> None:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
@@ -241,7 +250,7 @@ class SimpleElasticAgent(ElasticAgent):
             case lifecycle.ReportFailure(round):
                 failure = causes.failure_of(self._result, os.uname().nodename)
                 run.report_failure(round, failure)
-                self._tell_failure(run.verdict)
+                self._tell_failure(run)
                 if failure.exception == HANG and run.has_leases and not self._was_told_of_hang:
                     self._let_others_look(group)
             case lifecycle.ReportSuccess(round):
@@ -387,12 +396,12 @@ class SimpleElasticAgent(ElasticAgent):
         if (self._worker_group.group_world_size or 1) > 1:
             result.cause = f"{agreed.text}, on node {agreed.node}"
 
-    def _tell_failure(self, verdict: str | None) -> None:
+    def _tell_failure(self, run: Coordination) -> None:
         """Without restarts the final report follows at once and says it all."""
-        if verdict is None:
+        if run.verdict is None:
             logger.warning("%s", causes.cause_of(self._result))
-        elif self._policy.max_restarts:
-            logger.warning("%s; %s", causes.cause_of(self._result), verdict)
+        elif run.outcome is None or self._policy.max_restarts:
+            logger.warning("%s; %s", causes.cause_of(self._result), run.verdict)
 
     @property
     def _has_finished(self) -> bool:
@@ -427,7 +436,7 @@ class SimpleElasticAgent(ElasticAgent):
         group.group_world_size = found.world_size
         group.master_addr = spec.master_addr or found.bootstrap_store_info.master_addr
         group.master_port = spec.master_port or found.bootstrap_store_info.master_port
-        with self._timed_event("ASSIGN_WORKER_RANKS"):
+        with self.record_duration("ASSIGN_WORKER_RANKS"):
             group.workers = self._assign_worker_ranks(found.store, found.rank, found.world_size, spec)
 
     def _record_join(self, raw_error: str | None = None) -> None:
@@ -526,7 +535,8 @@ class SimpleElasticAgent(ElasticAgent):
             self._record(self._event(recording.final_state(worker, result), worker, **facts))
 
     @contextmanager
-    def _timed_event(self, state: str) -> Iterator[None]:
+    def record_duration(self, state: str) -> Iterator[None]:
+        """Record an event of that name when the block ends, with how long it took and the error that it raised."""
         began = time.monotonic()
         raw_error = None
         try:

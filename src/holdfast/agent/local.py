@@ -33,6 +33,7 @@ from holdfast.process.lease import Lease
 from holdfast.process.link import SpawnerLink, launch_or_take_early
 from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.start import PContext, start_processes
+from holdfast.telemetry import fallback_log
 from holdfast.telemetry.metrics import prof, put_metric
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         uninterruptible_state_timeout: float | None = None,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
+        fallback_log.install()
         self._start_method = start_method
         self._logs_specs = logs_specs
         self._prefix_template = log_line_prefix_template
@@ -310,6 +312,11 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _unkillable(self) -> tuple[int, ...]:
         return tuple(pid for pid, _ in self._context.survivors) if self._context is not None else ()
+
+    def _killed_ranks(self) -> tuple[int, ...]:
+        stopped = self._context.stopped() if self._context is not None else {}
+        to_global = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        return tuple(to_global[rank] for rank, how in stopped.items() if how.startswith("SIGKILL"))
 
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30, is_restart: bool = False

@@ -172,6 +172,7 @@ def _bind(endpoint: str | None) -> socket.socket:
 
     if not endpoint:
         raise UserError("--listen HOST:PORT is required")
+    values.check_brackets("--listen", endpoint, 29400)
     host, port = endpoints.parse_rendezvous_endpoint(endpoint, 29400)
     try:
         return launch.bind(host, port)

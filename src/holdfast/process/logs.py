@@ -24,15 +24,17 @@ import os
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntFlag
+from typing import Any
 
 from holdfast.errors import HostError, UserError
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["DefaultLogsSpecs", "LogDirNotADirectoryError", "LogsDest", "LogsSpecs", "Std", "to_map"]
+__all__ = ["DefaultLogsSpecs", "LogDirNotADirectoryError", "LogsDest", "LogsSpecs", "Std", "get_std_cm", "to_map"]
 
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 RUN_ID_ENV = "TORCHELASTIC_RUN_ID"
@@ -81,11 +83,17 @@ class Std(IntFlag):
 
 
 def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[int, Std]:
-    """Spell a choice out for every local rank; one that the choice does not name gets NONE."""
+    """Spell a choice out for every local rank; one that the choice does not name gets NONE. The `Std` of another
+    launcher counts by its value."""
     ranks = range(local_world_size)
-    if isinstance(val_or_map, Std):
-        return dict.fromkeys(ranks, val_or_map)
-    return {rank: val_or_map.get(rank, Std.NONE) for rank in ranks}
+    if isinstance(val_or_map, int):
+        return dict.fromkeys(ranks, Std(int(val_or_map)))
+    return {rank: Std(int(val_or_map.get(rank, Std.NONE))) for rank in ranks}
+
+
+def get_std_cm(std_rd: str, redirect_fn: Callable[[str], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """A block in which a stream goes to the file `std_rd` by means of `redirect_fn`, or stays if there is no file."""
+    return redirect_fn(std_rd) if std_rd else nullcontext()
 
 
 # Not frozen: plug-in LogsSpecs fill one in step by step.

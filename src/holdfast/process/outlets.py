@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from holdfast.process import pump, terminal
 from holdfast.process.logs import LogsDest
@@ -65,7 +66,7 @@ class Outlets:
     def open_stdout(self, rank: int) -> int:
         path = self._destinations.stdouts.get(rank, "")
         if path and rank in self._destinations.tee_stdouts:
-            return self._open_tee("stdout", rank, path, 1, None)
+            return self._open_tee("stdout", rank, path, _console(1), None)
         is_heard = path != os.devnull
         if self._watch is not None and not (path and is_heard):
             return self._open_passage("stdout", rank, 1 if is_heard else None, None)
@@ -84,7 +85,7 @@ class Outlets:
             path = os.devnull  # Its last lines are still evidence.
         tail = self._tails[rank] = pump.Tail()
         if path and is_teed:
-            return self._open_tee("stderr", rank, path, 2, tail)
+            return self._open_tee("stderr", rank, path, _console(2), tail)
         return self._open_passage("stderr", rank, None if path == os.devnull else 2, tail)
 
     def _open_redirected(self, rank: int, path: str) -> int | None:
@@ -112,7 +113,7 @@ class Outlets:
     def _watch_of(self, rank: int) -> StreamWatch | None:
         return None if self._watch is None else self._watch.stream(rank)
 
-    def _open_tee(self, stream: str, rank: int, path: str, console_fd: int, tail: pump.Tail | None) -> int:
+    def _open_tee(self, stream: str, rank: int, path: str, console: int | TextIO, tail: pump.Tail | None) -> int:
         filters = self._filters[stream]
         filtered_fd = self._filtered_fd(stream) if filters else None
         file_fd = self._open_log(path)
@@ -120,7 +121,7 @@ class Outlets:
         prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:").encode(errors="surrogateescape")
         label = f"rank {rank} {stream}"
         watch = self._watch_of(rank)
-        self._pump.add(pump.Stream(read_fd, label, file_fd, console_fd, prefix, tail, filters, filtered_fd, watch))
+        self._pump.add(pump.Stream(read_fd, label, file_fd, console, prefix, tail, filters, filtered_fd, watch))
         return write_fd
 
     def _filtered_fd(self, stream: str) -> int | None:
@@ -155,6 +156,13 @@ class Outlets:
 def _tell_that_filters_are_useless(stream: str, directory: str) -> None:
     """Once for all lives of a group: they share a directory."""
     logger.warning("duplicate_%s_filters has no effect: %s of no worker is tee'd", stream, stream)
+
+
+def _console(fd: int) -> int | TextIO:
+    """Where teed lines are shown: whatever has taken the place of `sys.stdout` or `sys.stderr` in this process (a
+    notebook, a program that captures its output), else the descriptor."""
+    usual, now = (sys.__stdout__, sys.stdout) if fd == 1 else (sys.__stderr__, sys.stderr)
+    return fd if now is usual or now is None else now
 
 
 def dup_or_null(fd: int) -> int:

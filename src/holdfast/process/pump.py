@@ -35,7 +35,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from holdfast.errors import HostError, InternalError
 from holdfast.process import terminal
@@ -83,7 +83,7 @@ class Stream:
     read_fd: int  # The pump owns it and closes it.
     label: str  # Names the stream in warnings: "rank 3 stdout".
     file_fd: int | None  # Already open; the pump owns it and closes it.
-    console_fd: int | None  # Never closed.
+    console_fd: int | TextIO | None  # Never closed. An object that has taken the place of sys.stdout has no descriptor.
     prefix: bytes | None  # None: the console gets the bytes as they come.
     tail: Tail | None
     filters: tuple[bytes, ...] = ()
@@ -140,9 +140,9 @@ class Pump:
         # Touched only by whoever has the turn.
         self._turn = threading.Lock()
         self._lanes: dict[int, _Lane] = {}
-        self._dead_outlets: set[int] = set()
+        self._dead_outlets: set[int | TextIO] = set()
         self._held_bytes = 0
-        self._busy_with: int | None = None
+        self._busy_with: int | TextIO | None = None
         self._last_complaint = ""
 
         # Shared with callers, under the condition's lock.
@@ -422,7 +422,7 @@ class Pump:
             self._dead_outlets.add(lane.filtered_fd)
             self._complain(f"the filtered log file {_path_of(lane.filtered_fd)} ends here: {error.strerror}")
 
-    def _write_console(self, fd: int, data: bytes) -> None:
+    def _write_console(self, fd: int | TextIO, data: bytes) -> None:
         view, start = memoryview(data), 0
         try:
             while start < len(data) and fd not in self._dead_outlets:
@@ -446,7 +446,7 @@ class Pump:
         except BaseException:
             self._dead_outlets.add(_WARNINGS)
 
-    def _step_aside(self, outlet: int, action: Callable[[], T]) -> T:
+    def _step_aside(self, outlet: int | TextIO, action: Callable[[], T]) -> T:
         """Do something that may block for ever, without the turn; see this module's opening."""
         self._busy_with = outlet
         self._turn.release()
@@ -466,8 +466,12 @@ def _end_of_piece(data: bytes, start: int) -> int:
     return data.rfind(b"\n", start, limit) + 1 or limit
 
 
-def _write_some(fd: int, data: memoryview) -> int:
+def _write_some(fd: int | TextIO, data: memoryview) -> int:
     """One write, as soon as it is possible. Somebody else may have made the descriptor non-blocking."""
+    if not isinstance(fd, int):
+        fd.write(bytes(data).decode(errors="backslashreplace"))
+        fd.flush()
+        return len(data)
     while True:
         try:
             return os.write(fd, data)
@@ -483,7 +487,9 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[_write_some(fd, view) :]
 
 
-def _path_of(fd: int) -> str:
+def _path_of(fd: int | TextIO) -> str:
+    if not isinstance(fd, int):
+        return repr(fd)
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from holdfast.testing.etcd_server import EtcdCluster, EtcdServer, find_etcd_binary
+from holdfast.testing.etcd_server import EtcdCluster, EtcdServer, find_etcd_binary, find_free_port, stop_etcd
 
-__all__ = ["EtcdCluster", "EtcdServer", "find_etcd_binary"]
+__all__ = ["EtcdCluster", "EtcdServer", "find_etcd_binary", "find_free_port", "stop_etcd"]

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import UserError
-from holdfast.rendezvous.api import RendezvousParameters
+from holdfast.rendezvous.api import DefaultTimeout, RendezvousParameters
 from holdfast.rendezvous.membership.model import Admit, Settings
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
 logger = logging.getLogger(__name__)
-
-_LAUNCHER_DEFAULT_TIMEOUT_S = 900  # What `LaunchConfig` supplies when the user says nothing.
 
 # What each key of --rdzv-conf sets. The names on the right are older spellings that mean the same.
 Keys = dict[str, tuple[str, ...]]
@@ -139,8 +137,7 @@ def attempts(config: dict[str, Any]) -> int:
 
 
 def _join_timeout_s(config: dict[str, Any]) -> float:
-    # The launcher's own default is a number, what a user writes on the command line is text.
-    is_launchers_default = config.get("timeout") == _LAUNCHER_DEFAULT_TIMEOUT_S and "join_timeout" not in config
+    is_launchers_default = isinstance(config.get("timeout"), DefaultTimeout) and "join_timeout" not in config
     return 600.0 if is_launchers_default else seconds(config, "join_timeout", 600.0)
 
 

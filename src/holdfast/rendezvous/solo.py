@@ -84,10 +84,11 @@ class SoloCoordination(Coordination):
             self._verdict = f"no restart: {decision.reason}"
             return
         self._delay_s = decision.delay_s
-        self._verdict = "a restart that is not counted"
+        what = "a restart that is not counted"
         if decision.is_charged:
             self._budget.charge(now)
-            self._verdict = f"restart {self._budget.used} of {self._policy.max_restarts}"
+            what = f"restart {self._budget.used} of {self._policy.max_restarts}"
+        self._verdict = f"{what}, in {decision.delay_s:g} s" if decision.delay_s else what
 
     @property
     def verdict(self) -> str | None:

@@ -72,6 +72,25 @@ def _packaged_binary() -> str | None:
     return os.path.join(os.path.dirname(found.origin), "etcdbin", "etcd")
 
 
+def find_free_port() -> socket.socket:
+    """A socket that holds a free port of this host; close it before the port is used."""
+    return bind_port()
+
+
+def stop_etcd(process: subprocess.Popen[Any], data_dir: str | None = None) -> None:
+    """End an etcd that the caller has started itself, and remove its data if a directory is given. One that does not
+    end when asked to is killed."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if data_dir is not None:
+        shutil.rmtree(data_dir, ignore_errors=True)
+
+
 class _Process:
     """One etcd and its keeper. `stop` may be called any number of times, and is called when the object goes. It removes
     the directory `temporary`, unless that is empty."""

@@ -20,6 +20,14 @@ _INTEL_VENDOR = "0x8086"
 _INTEL_DRIVERS = frozenset({"i915", "xe"})
 
 
+def worker_count(text: str) -> int:
+    """How many workers a number or the name of a kind of device stands for on this machine."""
+    try:
+        return int(text)
+    except ValueError:
+        return count(text)
+
+
 def count(kind: str, *, root: str = "/", environ: Mapping[str, str] | None = None) -> int:
     """The number of devices of a kind; an unknown kind, or one that is not there, is a `UserError`."""
     environ = os.environ if environ is None else environ
