@@ -133,7 +133,6 @@ class Gateway:
         self._preferred = 0
         self._credentials = None if user is None else msgspec.json.encode({"name": user, "password": password})
         self._token = ""
-        self._authenticating = threading.Lock()
         self._closing = threading.Event()
 
     def __enter__(self) -> Gateway:
@@ -209,7 +208,7 @@ class Gateway:
             member = self._members[number]
             share_by = time.monotonic() + max(min(self._share_s, deadline - time.monotonic()), _LEAST_ATTEMPT_S)
             try:
-                answer = self._ask(member, path, body, share_by, share_by if is_repeatable else max(share_by, deadline))
+                return self._ask(member, path, body, share_by, share_by if is_repeatable else max(share_by, deadline))
             except _Failed as failure:
                 failures[number] = failure
                 if self._preferred == number:
@@ -219,9 +218,6 @@ class Gateway:
                     break
                 if len(failures) == len(self._members) and all(each.is_lasting for each in failures.values()):
                     raise Refused(f"etcd: {self._listed(failures)}") from None
-            else:
-                self._preferred = number
-                return answer
         reason = "the client is closed" if self._closing.is_set() else self._listed(failures)
         raise Unavailable(f"etcd has not answered within {self.request_timeout_s:g} s: {reason}", is_unknown)
 
@@ -244,26 +240,22 @@ class Gateway:
         """Ask one member, with a token if etcd wants one; a request without a body needs none."""
         token = ""
         if self._credentials is not None and body is not None:
-            token = self._token or self._authenticate(member, "", share_by)
+            token = self._token or self._authenticate(member, share_by)
         try:
             return member.ask(path, body, token, share_by, answer_by)
         except _StaleToken:
             if not token:
                 raise
-            token = self._authenticate(member, token, share_by)
-            return member.ask(path, body, token, share_by, answer_by)
+            return member.ask(path, body, self._authenticate(member, share_by), share_by, answer_by)
 
-    def _authenticate(self, member: _Member, stale: str, deadline: float) -> str:
-        """A token that is not the stale one. Of several threads that need one, one asks."""
-        with self._authenticating:
-            if self._token == stale:
-                try:
-                    answer = member.ask("/v3/auth/authenticate", self._credentials, "", deadline, deadline)
-                except _Failed as failure:
-                    failure.may_have_happened = False  # The caller's request was not sent.
-                    raise
-                self._token = answer.token
-            return self._token
+    def _authenticate(self, member: _Member, deadline: float) -> str:
+        """A new token. Threads that ask at the same time get different ones, all of them good."""
+        try:
+            self._token = member.ask("/v3/auth/authenticate", self._credentials, "", deadline, deadline).token
+        except _Failed as failure:
+            failure.may_have_happened = False  # The caller's request was not sent.
+            raise
+        return self._token
 
 
 # One member.
