@@ -31,7 +31,7 @@ from holdfast.rendezvous.etcd_client import (
     is_missing,
     is_unchanged,
 )
-from holdfast.rendezvous.etcd_server import EtcdCluster, EtcdServer
+from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
 from tests import support
 from tests.certificates import Certificates, make_certificates
 from tests.coordinators import Caller, Proxy, listener

@@ -19,7 +19,7 @@ from holdfast.errors import UserError
 from holdfast.rendezvous.etcd_client import EtcdClient, Put, Refused, is_missing
 from holdfast.rendezvous.etcd_connections import Answer, Connections, Tls, Trouble
 from holdfast.rendezvous.etcd_http import Gateway
-from holdfast.rendezvous.etcd_server import EtcdServer
+from holdfast.testing.etcd_server import EtcdServer
 from tests import support
 from tests.certificates import make_certificates, openssl
 from tests.coordinators import Caller, Proxy

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from holdfast.errors import HostError, UserError
-from holdfast.rendezvous import etcd_server
 from holdfast.rendezvous.etcd_client import EtcdClient, Refused
-from holdfast.rendezvous.etcd_server import EtcdCluster, EtcdServer, find_etcd_binary
+from holdfast.testing import etcd_server
+from holdfast.testing.etcd_server import EtcdCluster, EtcdServer, find_etcd_binary
 from tests import support
 
 
@@ -56,6 +56,12 @@ def test_a_server_from_start_to_stop(private_tmp: Path, no_descriptor_leak: None
     server.stop()
 
 
+def test_the_name_that_users_of_torchelastic_know() -> None:
+    from holdfast.rendezvous import etcd_server as known
+
+    assert (known.EtcdServer, known.EtcdCluster) == (EtcdServer, EtcdCluster)
+
+
 def test_data_in_a_given_directory_is_kept(tmp_path: Path) -> None:
     with EtcdServer(str(tmp_path / "mine")) as first, first.get_client() as client:
         client.put(b"k", b"kept")
@@ -65,7 +71,7 @@ def test_data_in_a_given_directory_is_kept(tmp_path: Path) -> None:
 
 SERVE = """
     import os, signal, sys, threading
-    from holdfast.rendezvous.etcd_server import EtcdCluster, EtcdServer
+    from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
 
     def serve():
         global server

@@ -14,9 +14,9 @@ import pytest
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousConnectionError
 from holdfast.rendezvous.etcd_client import EtcdClient, Unavailable
-from holdfast.rendezvous.etcd_server import EtcdServer
 from holdfast.rendezvous.etcd_store import EtcdStore
 from holdfast.rendezvous.store import StoreTimeoutError
+from holdfast.testing.etcd_server import EtcdServer
 from tests.coordinators import Caller
 from tests.support import halt
 

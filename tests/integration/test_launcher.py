@@ -22,8 +22,8 @@ from holdfast.launcher import LaunchConfig, elastic_launch, launch_agent
 from holdfast.process import DefaultLogsSpecs, SignalException
 from holdfast.process.errors import ChildFailedError, ProcessFailure
 from holdfast.rendezvous import registry
-from holdfast.rendezvous.etcd_server import EtcdServer
 from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.testing.etcd_server import EtcdServer
 from tests import entrypoints, support
 
 BACKENDS = ("static", "standalone", "tcp", "etcd")

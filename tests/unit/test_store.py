@@ -13,7 +13,6 @@ import pytest
 
 from holdfast.errors import HoldfastError, UserError
 from holdfast.rendezvous.endpoints import bind_port
-from holdfast.rendezvous.etcd_server import EtcdServer
 from holdfast.rendezvous.etcd_store import EtcdStore
 from holdfast.rendezvous.store import (
     InProcessStore,
@@ -25,6 +24,7 @@ from holdfast.rendezvous.store import (
     store_timeout,
     synchronize,
 )
+from holdfast.testing.etcd_server import EtcdServer
 
 SHORT = timedelta(seconds=0.05)
 LONG_S = 60.0

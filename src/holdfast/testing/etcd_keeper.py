@@ -1,10 +1,10 @@
-"""A small program that runs one etcd and sees to it that etcd does not outlive the process that wanted it.
+"""A small program that runs one etcd and ends it when the process that started it ends.
 
-    python etcd_keeper.py OWNER_PID SCRAP COMMAND...
+    python etcd_keeper.py OWNER_PID TEMPORARY COMMAND...
 
-It starts the command, writes its pid to stdout, and waits. When stdin ends, or the owner does, it kills the command
-and removes the directory SCRAP (nothing, if that is empty); a `k` on stdin says that SCRAP is to be kept. If the keeper
-itself is killed, the kernel kills the command: the keeper has one thread, so a parent-death signal cannot misfire.
+It starts the command, writes its pid to stdout, and waits. When stdin or the owner ends, it kills the command and
+removes the directory TEMPORARY (nothing, if that is empty); a `k` on stdin keeps the directory. If the keeper itself
+is killed, the kernel kills the command: the keeper has one thread, so a parent-death signal cannot misfire.
 
 The command is not reaped before it is to be killed, so its pid stays its own; the owner sees its end through a pidfd.
 This file stands alone and is run by its path.
@@ -31,7 +31,7 @@ def _start(command: list[str]) -> int:
     try:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == keeper:
-            # What the keeper says, and hears, is not the command's business.
+            # Stdin and stdout of the keeper are not for the command.
             os.dup2(os.open(os.devnull, os.O_RDWR), 0)
             os.dup2(2, 1)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -42,7 +42,7 @@ def _start(command: list[str]) -> int:
 
 
 def _wait(owner: int) -> bool:
-    """Until the command is to end; whether the scrap is to be kept."""
+    """Wait until the command has to end; returns whether the directory is kept."""
     try:
         owner_ends = os.pidfd_open(owner)
     except ProcessLookupError:
@@ -51,7 +51,7 @@ def _wait(owner: int) -> bool:
     return 0 in ready and os.read(0, 1) == b"k"
 
 
-def main(owner: str, scrap: str, *command: str) -> None:
+def main(owner: str, temporary: str, *command: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     pid = _start(list(command))
@@ -61,12 +61,12 @@ def main(owner: str, scrap: str, *command: str) -> None:
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    if scrap and not is_kept:
-        shutil.rmtree(scrap, ignore_errors=True)
+    if temporary and not is_kept:
+        shutil.rmtree(temporary, ignore_errors=True)
         try:
-            os.rmdir(os.path.dirname(scrap))
+            os.rmdir(os.path.dirname(temporary))
         except OSError:
-            pass  # Others of a cluster have theirs in it.
+            pass  # It holds the directories of other members.
 
 
 if __name__ == "__main__":
