@@ -43,25 +43,9 @@ class TcpOptions(options.Options):
 
     @classmethod
     def from_parameters(cls, params: RendezvousParameters) -> TcpOptions:
-        config = params.config
-        options.check_known(config, KEYS)
-        _check_compatible(params.backend, config)
-        session = _session(config)
-        drop_timeout_s = options.seconds(config, "drop_timeout", max(2.0, 1.2 * _own_side_s(session)))
-        _check_fencing(session, drop_timeout_s)
-        token_file = options.text(config, KEYS, "token_file")
-        tls_cert, tls_key, tls_ca = options.tls_files(config, KEYS)
-        return cls(
-            **options.shared(params),
-            session=session,
-            drop_timeout_s=drop_timeout_s,
-            is_host=params.get_as_bool("is_host"),
-            token=read_token(token_file),
-            token_file=token_file,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            tls_ca=tls_ca,
-        )
+        options.check_known(params.config, KEYS)
+        _check_compatible(params.backend, params.config)
+        return cls(**agent_fields(params))
 
     @property
     def speaks_tls(self) -> bool:
@@ -83,6 +67,29 @@ class TcpOptions(options.Options):
             "--tls-ca": self.tls_ca,
         }
         return [part for flag, value in flags.items() if value for part in (flag, value)]
+
+
+def agent_fields(
+    params: RendezvousParameters, usual_lease_s: float = 5.0, usual_outage_s: float = 0.0
+) -> dict[str, Any]:
+    """The fields of `TcpOptions`: everything about the connection between an agent and a coordinator."""
+    config = params.config
+    session = _session(config, usual_lease_s)
+    drop_timeout_s = options.seconds(config, "drop_timeout", max(2.0, 1.2 * _own_side_s(session)))
+    _check_fencing(session, drop_timeout_s)
+    token_file = options.text(config, KEYS, "token_file")
+    tls_cert, tls_key, tls_ca = options.tls_files(config, KEYS)
+    return {
+        **options.shared(params, usual_outage_s),
+        "session": session,
+        "drop_timeout_s": drop_timeout_s,
+        "is_host": params.get_as_bool("is_host"),
+        "token": read_token(token_file),
+        "token_file": token_file,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
+        "tls_ca": tls_ca,
+    }
 
 
 def server_tls(cert: str, key: str, ca: str) -> ssl.SSLContext | None:
@@ -113,14 +120,14 @@ def _check_compatible(backend: str, config: dict[str, Any]) -> None:
         raise UserError(f"coordinator_port is for static runs; the backend {backend!r} meets at the endpoint itself")
 
 
-def _session(config: dict[str, Any]) -> SessionSettings:
+def _session(config: dict[str, Any], usual_lease_s: float) -> SessionSettings:
     """Where one of heartbeat and lease is given, the other follows from it."""
     has_lease = "lease" in config
-    lease_s = options.seconds(config, "lease", 5.0)
+    lease_s = options.seconds(config, "lease", usual_lease_s)
     heartbeat_s = options.seconds(config, "heartbeat", min(1.0, lease_s / 4) if has_lease else 1.0)
     if not has_lease:
         has_attempts = "keep_alive_max_attempt" in config
-        lease_s = options.attempts(config) * heartbeat_s if has_attempts else max(5.0, 3 * heartbeat_s)
+        lease_s = options.attempts(config) * heartbeat_s if has_attempts else max(usual_lease_s, 3 * heartbeat_s)
     return SessionSettings(
         heartbeat_s=heartbeat_s,
         lease_s=lease_s,
