@@ -165,11 +165,14 @@ class Place:
 
     def shape_of_each(self) -> list[tuple[str, int]]:
         """The role and the local world size of each member, in rank order. Raises ValueError if they make no sense."""
-        if not self.pattern:
+        if not self.pattern and len(self.shapes) < 2:
             return [*self.shapes] * self.node_count
         import zlib  # Not in a standalone run.
 
-        numbers = zlib.decompressobj().decompress(self.pattern, 2 * self.node_count + 1)
+        try:
+            numbers = zlib.decompressobj().decompress(self.pattern, 2 * self.node_count + 1)
+        except zlib.error as error:
+            raise ValueError(f"a world whose pattern cannot be read: {error}") from None
         if len(numbers) != 2 * self.node_count:
             raise ValueError(f"a world of {self.node_count} nodes describes another number of nodes")
         try:
