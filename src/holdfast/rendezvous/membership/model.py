@@ -100,6 +100,8 @@ def _plain(value: object) -> str:
         return ",".join(sorted(map(str, value))) or "none"
     if isinstance(value, float):
         return f"{value:g}"
+    if value is None:
+        return "none"
     return str(value.value) if isinstance(value, StrEnum) else str(value)
 
 
