@@ -113,7 +113,8 @@ class _Lane:
         self.held = HeldLine() if has_lines or has_filter else None
         self.held_bytes = 0  # As the pump has counted it.
         self.is_split = False
-        self.terminal = terminal.Follower(stream.read_fd, stream.console_fd)
+        console_fd = stream.console_fd if isinstance(stream.console_fd, int) else None
+        self.terminal = terminal.Follower(stream.read_fd, console_fd)
         self._strikes = 0
 
     def give_up_something(self) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from holdfast.records import record
 from holdfast.rendezvous.api import RendezvousInfo
-from holdfast.rendezvous.membership.model import Ended, PlaceLost, Refused, Sealed, Stop
+from holdfast.rendezvous.membership.model import Ended, Outcome, PlaceLost, Refused, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 
 
@@ -50,6 +50,11 @@ class Coordination(abc.ABC):
     @property
     def verdict(self) -> str | None:
         """What follows from the failure that was just reported, in words; None if others have yet to decide."""
+        return None
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How the run ended, if this node knows already."""
         return None
 
     @abc.abstractmethod

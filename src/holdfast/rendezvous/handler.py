@@ -197,6 +197,10 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
     def report_failure(self, round: int, failure: Failure) -> None:
         self._post(node.FailureReported(round, protocol.clipped(failure)))
 
+    @property
+    def outcome(self) -> Outcome | None:
+        return self._outcome
+
     def report_success(self, round: int, timeout_s: float) -> None:
         self._post(node.SuccessReported(round))
 

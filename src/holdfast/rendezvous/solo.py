@@ -94,6 +94,10 @@ class SoloCoordination(Coordination):
     def verdict(self) -> str | None:
         return self._verdict
 
+    @property
+    def outcome(self) -> Outcome | None:
+        return self._outcome
+
     def report_success(self, round: int, timeout_s: float) -> None:
         is_alone = self.has_fixed_world or self._found is None or self._found.world_size == 1
         if is_alone:

@@ -100,6 +100,8 @@ def _plain(value: object) -> str:
         return ",".join(sorted(map(str, value))) or "none"
     if isinstance(value, float):
         return f"{value:g}"
+    if value is None:
+        return "none"
     return str(value.value) if isinstance(value, StrEnum) else str(value)
 
 
@@ -165,11 +167,14 @@ class Place:
 
     def shape_of_each(self) -> list[tuple[str, int]]:
         """The role and the local world size of each member, in rank order. Raises ValueError if they make no sense."""
-        if not self.pattern:
+        if not self.pattern and len(self.shapes) < 2:
             return [*self.shapes] * self.node_count
         import zlib  # Not in a standalone run.
 
-        numbers = zlib.decompressobj().decompress(self.pattern, 2 * self.node_count + 1)
+        try:
+            numbers = zlib.decompressobj().decompress(self.pattern, 2 * self.node_count + 1)
+        except zlib.error as error:
+            raise ValueError(f"a world whose pattern cannot be read: {error}") from None
         if len(numbers) != 2 * self.node_count:
             raise ValueError(f"a world of {self.node_count} nodes describes another number of nodes")
         try:
@@ -267,6 +272,7 @@ class Memory:
 
     `term` is that of the coordinator that wrote it, `round_term` of the one that sealed the last round. `last_round` is
     0 if no round was ever sealed; `members` are the keys of its members, or empty if they are too many to write down.
+    `is_over`: all of them had stopped, and the round was judged; `members` are those that were still there.
     `restart_ages_s` says how long ago the charged restarts happened that the policy's window may still count, as no
     clock crosses hosts. `settings` are those that the first node fixed.
     """
@@ -275,6 +281,7 @@ class Memory:
     round_term: int = 0
     last_round: int = 0
     members: tuple[str, ...] = ()
+    is_over: bool = False
     restarts_used: int = 0
     restart_ages_s: tuple[float, ...] = ()
     settings: Settings | None = None

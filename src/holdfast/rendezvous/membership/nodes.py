@@ -119,7 +119,10 @@ class NodeTable:
         if node is None:
             return
         if node.facts.requested_rank is not None:
-            self._claims[node.facts.requested_rank].discard(key)
+            claims = self._claims[node.facts.requested_rank]
+            claims.discard(key)
+            if not claims:
+                del self._claims[node.facts.requested_rank]
         self.waiting.discard(key)
         self._dropping.discard(key)
         self._by_silence.pop(key, None)

@@ -263,7 +263,7 @@ def problem_of(message: object) -> str:
         case Return(_, settings, place):
             return _settings_problem(settings) or _place_problem(place)
         case model.Sealed(_, place):
-            return _place_problem(place)
+            return _place_problem(place) or _pattern_problem(place)
     return ""
 
 
@@ -277,6 +277,15 @@ def _settings_problem(settings: Settings) -> str:
 
 def _place_problem(place: Place) -> str:
     return "" if place.rank < place.node_count else f"rank {place.rank} of {place.node_count} nodes"
+
+
+def _pattern_problem(place: Place) -> str:
+    """Not of the places that nodes send: the coordinator only passes their patterns on."""
+    try:
+        place.shape_of_each()
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def clipped(failure: Failure) -> Failure:

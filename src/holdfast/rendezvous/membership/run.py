@@ -140,6 +140,7 @@ class Membership:
         self._budget = Budget(now, past.restarts_used, past.restart_ages_s)
         self._last_order = (past.round_term, past.last_round)
         self._last_members = past.members
+        self._is_last_over = past.is_over
         # What may still run of a round that this coordinator did not seal: members that are not back, by node id.
         self._awaited = {key.rpartition("/")[0] for key in past.members}
         # Too many to be written down, or what was written cannot be read.
@@ -318,11 +319,14 @@ class Membership:
         knows_more = heard_round > self.round or (last is not None and last.order > self._last_order)
         if self._has_seen_no_round and knows_more:
             self._is_past_unknown = True
-        is_newest = last is not None and last.order >= self._last_order and last.round >= self.round
+        is_newest = last is not None and last.round >= self.round and self._may_adopt(last)
         self.round = max(self.round, heard_round, last.round if last is not None else 0)
         if last is not None and self._has_seen_no_round and is_newest and last.round == self.round:
             return self._adopt(last, now)
         return []
+
+    def _may_adopt(self, place: Place) -> bool:
+        return place.order > self._last_order or (place.order == self._last_order and not self._is_last_over)
 
     def _adopt(self, place: Place, now: float) -> list[Command]:
         """Go on with a round that another coordinator sealed. Its members are unknown until they come back, which they
@@ -497,7 +501,7 @@ class Membership:
         self._enter(Phase.RUNNING)
         self._has_seen_no_round = False
         self.world, self.round = world, world.round
-        self._last_order, self._last_members = world.order, world.keys
+        self._last_order, self._last_members, self._is_last_over = world.order, world.keys, False
         self._owing, self._unfinished = set(world.keys), set(world.keys)
         self._failures, self._departed = {}, {}
         self._formation.reset()
@@ -566,6 +570,8 @@ class Membership:
         assert self.settings is not None
         assert self.world is not None
         commands: list[Command] = []
+        self._is_last_over = True
+        self._last_members = tuple(key for key in self.world.keys if key in self._nodes)
         if self._failures and self._departed:
             excuse = restart_policy.excuse([*self._departed.values()], self.round)
             commands.append(Tell(self._nodes.open_keys(), Notice(excuse)))
@@ -580,7 +586,7 @@ class Membership:
                 commands.append(Remember(self._memory(now)))
             if text := restart_policy.announcement(decision):
                 commands.append(Tell(self._nodes.open_keys(), Notice(text)))
-        self._previous, self._last_members = self.world.ranks, self.world.keys
+        self._previous = self.world.ranks
         self.world = self._stop_by = None
         self._enter(Phase.FORMING)
         return commands
@@ -673,6 +679,7 @@ class Membership:
             round_term=self._last_order[0],
             last_round=self.round,
             members=members,
+            is_over=self._is_last_over,
             restarts_used=self.restarts_used,
             restart_ages_s=self._budget.ages_s(window_s, now),
             settings=self.settings,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.rendezvous.outcome import Failure
-from holdfast.rendezvous.restart import (
+from holdfast.rendezvous.membership.restart_policy import (
     FATAL_EXCEPTIONS,
+    Budget,
     Decision,
+    Failure,
     GiveUp,
     Restart,
     RestartPolicy,
     announcement,
     decide,
+    excuse,
     objection_to,
     root_cause,
 )
@@ -77,7 +79,33 @@ DECISIONS: dict[str, tuple[RestartPolicy, list[float], Failure, Decision]] = {
 @pytest.mark.parametrize("case", DECISIONS)
 def test_decide(case: str) -> None:
     policy, charged_at, failure, expected = DECISIONS[case]
-    assert decide(policy, charged_at, failure, NOW) == expected
+    budget = Budget(0.0)
+    for at in charged_at:
+        budget.charge(at)
+    assert decide(policy, budget, failure, NOW) == expected
+    again = Budget(7.0, budget.used, budget.ages_s(policy.window_s, NOW))
+    assert decide(policy, again, failure, 7.0) == expected, "whoever goes on with it decides the same"
+
+
+def test_a_budget_remembers_how_long_ago_restarts_were() -> None:
+    budget = Budget(100.0, used=7, ages_s=(50.0, 1.0))
+    assert [budget.within(window_s, 100.0) for window_s in (None, 60.0, 50.0, 1.0)] == [7, 2, 1, 0]
+    budget.charge(110.0)
+    assert (budget.used, budget.ages_s(20.0, 115.0), budget.ages_s(None, 115.0)) == (8, (16.0, 5.0), ())
+    assert budget.within(20.0, 118.0) == 2
+
+
+def test_a_number_of_restarts_sizes_nothing() -> None:
+    """A count that a node sends says nothing of when they were, so no window counts them."""
+    budget = Budget(0.0, used=50_000_000)
+    assert (budget.within(600.0, 1.0), budget.within(None, 1.0), budget.ages_s(600.0, 1.0)) == (0, 50_000_000, ())
+
+
+def test_no_more_restarts_are_remembered_than_one_can_write_down() -> None:
+    budget = Budget(0.0)
+    for _ in range(20_000):
+        budget.charge(0.0)
+    assert (budget.used, budget.within(None, 1.0), len(budget.ages_s(9.0, 1.0))) == (20_000, 20_000, 10_000)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +123,9 @@ def test_what_is_told_of_a_restart_before_it(delay_s: float, is_charged: bool, w
 
 @pytest.mark.parametrize("name", sorted(FATAL_EXCEPTIONS))
 def test_errors_in_the_program_are_fatal_by_default(name: str) -> None:
-    assert decide(RestartPolicy(9), [], error(name), NOW) == GiveUp(f"{name} is fatal, a restart would not cure it")
+    assert decide(RestartPolicy(9), Budget(0.0), error(name), NOW) == GiveUp(
+        f"{name} is fatal, a restart would not cure it"
+    )
 
 
 FIRST, SECOND = Failure("a", 0, text="first"), Failure("b", 1, text="second")
@@ -132,3 +162,10 @@ def test_policies_that_make_no_sense(policy: RestartPolicy, words: str) -> None:
     problem = objection_to(policy)
     assert problem.startswith(words)
     assert bool(problem) == bool(words)
+
+
+def test_an_excuse_names_the_first_of_many() -> None:
+    gone = [f"n{number} left" for number in range(10)]
+    rest = "(the failures of round 3 are put down to that, and not charged)"
+    assert excuse(gone[:1], 3) == f"n0 left {rest}"
+    assert excuse(gone, 3) == f"{'; '.join(gone[:8])}; and 2 more {rest}"

@@ -7,17 +7,19 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.rendezvous.world import NodeFacts, World, arrange
+from holdfast.rendezvous.membership.formation import arrange
+from holdfast.rendezvous.membership.model import NodeFacts, World
 
 NAMES = st.lists(st.sampled_from("abcdefgh"), unique=True)
 MAX_NODES = st.integers(1, 8)
+Round = tuple[dict[str, int], list[NodeFacts], int]
 
 
 @st.composite
-def rounds(draw: st.DrawFn, with_requests: bool = True) -> tuple[list[str], list[NodeFacts], int]:
-    """The keys of the round before, those who are there now, and how many may be. Nobody shares a requested rank."""
+def rounds(draw: st.DrawFn, with_requests: bool = True) -> Round:
+    """The ranks of the round before, those who are there now, and how many may be. Nobody shares a requested rank."""
     max_nodes = draw(MAX_NODES)
-    previous = [NodeFacts(name).key for name in draw(NAMES)][:max_nodes]
+    previous = {NodeFacts(name).key: rank for rank, name in enumerate(draw(NAMES)[:max_nodes])}
     nodes = [NodeFacts(name, draw(st.integers(0, 1))) for name in draw(NAMES)]
     ranks: list[int | None] = [None] * len(nodes)
     if with_requests:
@@ -27,7 +29,7 @@ def rounds(draw: st.DrawFn, with_requests: bool = True) -> tuple[list[str], list
 
 
 @given(rounds())
-def test_members_are_unique_candidates_and_as_many_as_may_be(case: tuple[list[str], list[NodeFacts], int]) -> None:
+def test_members_are_unique_candidates_and_as_many_as_may_be(case: Round) -> None:
     previous, candidates, max_nodes = case
     members = arrange(previous, candidates, max_nodes)
     assert len(members) == min(max_nodes, len(candidates))
@@ -37,7 +39,7 @@ def test_members_are_unique_candidates_and_as_many_as_may_be(case: tuple[list[st
 
 
 @given(rounds())
-def test_no_survivor_makes_room_for_a_newcomer(case: tuple[list[str], list[NodeFacts], int]) -> None:
+def test_no_survivor_makes_room_for_a_newcomer(case: Round) -> None:
     previous, candidates, max_nodes = case
     members = arrange(previous, candidates, max_nodes)
     left_out = [node for node in candidates if node not in members]
@@ -48,7 +50,7 @@ def test_no_survivor_makes_room_for_a_newcomer(case: tuple[list[str], list[NodeF
 
 
 @given(rounds(with_requests=False))
-def test_survivors_keep_their_order_and_newcomers_theirs(case: tuple[list[str], list[NodeFacts], int]) -> None:
+def test_survivors_keep_their_order_and_newcomers_theirs(case: Round) -> None:
     previous, candidates, max_nodes = case
     keys = [member.key for member in arrange(previous, candidates, max_nodes)]
     survivors = [key for key in keys if key in previous]
@@ -56,13 +58,13 @@ def test_survivors_keep_their_order_and_newcomers_theirs(case: tuple[list[str], 
     newcomers = [key for key in keys if key not in previous]
     assert newcomers == [node.key for node in candidates if node.key in newcomers]
     if len(keys) >= len(previous):
-        assert [keys.index(key) for key in survivors] == [previous.index(key) for key in survivors], (
+        assert [keys.index(key) for key in survivors] == [previous[key] for key in survivors], (
             "when every hole is filled nobody changes its rank"
         )
 
 
 @given(rounds())
-def test_requested_ranks_are_honoured(case: tuple[list[str], list[NodeFacts], int]) -> None:
+def test_requested_ranks_are_honoured(case: Round) -> None:
     members = arrange(*case)
     for rank, member in enumerate(members):
         asked = member.requested_rank
@@ -75,7 +77,7 @@ def test_requested_ranks_are_honoured(case: tuple[list[str], list[NodeFacts], in
 @given(st.lists(st.tuples(st.sampled_from("rs"), st.integers(1, 3)), min_size=1, max_size=8))
 def test_a_place_tells_the_shape_of_every_member(shapes: list[tuple[str, int]]) -> None:
     members = [NodeFacts(str(at), role=role, local_world_size=size) for at, (role, size) in enumerate(shapes)]
-    places = World(1, tuple(members)).places()
-    assert [place.rank for place in places] == list(range(len(shapes)))
-    assert all(place.shapes() == shapes for place in places)
-    assert all(one != other for one, other in zip(places[0].runs, places[0].runs[1:], strict=False))
+    world = World.of(1, 1, members)
+    for rank, member in enumerate(members):
+        place = world.place_of(member.key)
+        assert (place.rank, place.shape_of_each()) == (rank, shapes)

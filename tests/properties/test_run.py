@@ -1,6 +1,6 @@
 """Whatever honest nodes do, whenever they do it: the run's machine keeps its promises.
 
-The nodes of this test do as `session` and `participant` do, but without delay: a command reaches a node at once if
+The nodes of this test do as `node` and `node_lease` do, but without delay: a command reaches a node at once if
 it is connected, and never if it is not. What delays, lost messages and clocks can do is the simulator's part.
 """
 
@@ -12,34 +12,40 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from holdfast.rendezvous.legacy_membership import Membership, Phase
-from holdfast.rendezvous.outcome import Failure, Outcome
-from holdfast.rendezvous.restart import RestartPolicy
-from holdfast.rendezvous.vocabulary import (
+from holdfast.rendezvous.membership.model import (
     Admit,
-    CloseRequested,
+    Ended,
+    Memory,
+    NodeFacts,
+    Outcome,
+    Place,
+    Refused,
+    Sealed,
+    Settings,
+    Stage,
+    Stop,
+)
+from holdfast.rendezvous.membership.protocol import (
+    Close,
     Command,
     ConnectionClosed,
     Expel,
+    Failed,
     ForgetRun,
-    Memory,
-    NodeHeard,
-    NodeJoined,
-    NodeLeaving,
-    NodeLeft,
-    NodeReturned,
-    Refuse,
+    From,
+    FromNode,
+    Heartbeat,
+    Join,
+    Leaving,
+    Left,
     Remember,
-    SealWorld,
-    Settings,
-    Stage,
-    StopRound,
-    TellOutcome,
+    Return,
+    Succeeded,
+    Tell,
     TimePassed,
-    WorkersFailed,
-    WorkersSucceeded,
 )
-from holdfast.rendezvous.world import NodeFacts, Place
+from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+from holdfast.rendezvous.membership.run import Membership, Phase
 
 NAMES = "abcde"
 WHO = st.sampled_from(NAMES)
@@ -51,11 +57,11 @@ class Agent:
     def __init__(self, name: str) -> None:
         self.name = name
         self.incarnation = 0
-        self.replaces = ""
-        self.last_round = 0
+        self.last_place: Place | None = None
+        self.has_lost_place = False
         self.is_connected = False
         self.is_waiting = False
-        self.is_told_to_stop = False
+        self.stop: Stop | None = None
         self.is_leaving = False
         self.stage = Stage.RUNNING
         self.failure: Failure | None = None
@@ -73,25 +79,26 @@ class Agent:
     @property
     def has_work(self) -> bool:
         """Its workers run, as far as it knows, and nobody has told it to stop them."""
-        return self.place is not None and not self.is_told_to_stop and not self.failure
+        return self.place is not None and not self.stop and not self.failure
 
     def take_place(self, place: Place) -> None:
         assert self.is_waiting, "only who waits is sealed into a world"
-        assert place.round > self.last_round
-        self.is_waiting = self.is_told_to_stop = False
-        self.place, self.last_round = place, place.round
-        self.stage, self.replaces, self.failure = Stage.RUNNING, "", None
+        assert self.last_place is None or place.round > self.last_place.round
+        self.is_waiting = self.has_lost_place = False
+        self.place = self.last_place = place
+        self.stage, self.stop, self.failure = Stage.RUNNING, None, None
 
     def lose_place(self) -> None:
-        self.replaces = self.key
         self.incarnation += 1
-        self.place = self.failure = None
-        self.is_waiting = self.is_told_to_stop = False
+        self.has_lost_place = self.has_lost_place or self.place is not None
+        self.place = self.failure = self.stop = None
+        self.is_waiting = False
 
-    def joins(self, settings: Settings) -> NodeJoined:
+    def joins(self, settings: Settings) -> Join:
         self.place = None
         self.is_connected = self.is_waiting = True
-        return NodeJoined(self.facts, settings, self.last_round, self.replaces, self.failure)
+        heard_round = self.last_place.round if self.last_place else 0
+        return Join(self.facts, settings, self.last_place, heard_round, self.has_lost_place, self.failure, self.stop)
 
 
 class Run(RuleBasedStateMachine):
@@ -109,12 +116,16 @@ class Run(RuleBasedStateMachine):
         self.agents = {name: Agent(name) for name in NAMES}
         self.memory = Memory()
         self.rounds: list[int] = []
+        self.last_order = (0, 0)
         self.is_forgotten = False
         self.may_start_at = 0.0
         for agent in [*self.agents.values()][: self.settings.min_nodes]:
-            self.step(agent.joins(self.settings))
+            self.say(agent, agent.joins(self.settings))
 
     # The shell.
+
+    def say(self, agent: Agent, message: FromNode) -> None:
+        self.step(From(agent.key, message))
 
     def step(self, event: Any) -> None:
         if self.is_forgotten:
@@ -133,30 +144,39 @@ class Run(RuleBasedStateMachine):
                 assert memory.last_round >= self.memory.last_round
                 assert memory.restarts_used >= self.memory.restarts_used
                 self.memory = memory
-            case SealWorld(world):
-                self.check_world(world.round, world.keys)
-                for key, place in zip(world.keys, world.places(), strict=True):
-                    by_key[key].take_place(place)
-            case StopRound(keys, round):
+            case Tell(keys, message):
                 for agent in [by_key[key] for key in keys if key in by_key]:
-                    if agent.place is not None:  # Else it has joined again, and with that said what it failed of.
-                        assert agent.place.round == round
-                        agent.is_told_to_stop = True
+                    self.tell(agent, message)
             case Expel(key) if key in by_key:
                 by_key[key].lose_place()
-            case TellOutcome(keys, outcome):
-                for agent in [by_key[key] for key in keys]:
-                    assert agent.outcome in (None, outcome), "the same to everybody, for ever"
-                    agent.outcome, agent.place, agent.is_waiting = outcome, None, False
-            case Refuse():
-                raise AssertionError(f"all nodes are alike, but {command}")
             case ForgetRun():
                 self.is_forgotten = True
 
-    def check_world(self, round: int, keys: tuple[str, ...]) -> None:
+    def tell(self, agent: Agent, message: Any) -> None:
+        match message:
+            case Sealed(key, place):
+                assert self.run.world is not None
+                if place.rank == 0:
+                    self.check_world(place, self.run.world.keys)
+                assert (agent.key, place.round) == (key, self.rounds[-1])
+                agent.take_place(place)
+            case Stop(round) if agent.place is not None:  # Else it has joined again, and said what it failed of.
+                assert agent.place.round == round
+                agent.stop = message
+            case Ended(outcome):
+                assert agent.outcome in (None, outcome), "the same to everybody, for ever"
+                agent.outcome, agent.place, agent.is_waiting = outcome, None, False
+            case Refused():
+                raise AssertionError(f"all nodes are alike, but {message}")
+
+    def check_world(self, place: Place, keys: tuple[str, ...]) -> None:
+        round = place.round
         assert self.run.phase is Phase.RUNNING
         assert self.memory.last_round == round, "written down before it is told"
-        assert self.now >= self.may_start_at, "after a crash nothing is sealed for a lease"
+        others = [agent for agent in self.agents.values() if agent.key not in keys and agent.place is not None]
+        may_run = [agent for agent in others if agent.place is not None and agent.place.order >= self.last_order]
+        assert self.now >= self.may_start_at or not may_run, "after a crash, members of the last round may run"
+        self.last_order = place.order
         assert not self.rounds or round > self.rounds[-1], "rounds only rise"
         self.rounds.append(round)
         assert self.settings.min_nodes <= len(keys) <= self.settings.max_nodes
@@ -169,13 +189,13 @@ class Run(RuleBasedStateMachine):
         """One that is new, or has stopped its workers, or was lost; or joins again because its connection is new."""
         agent = self.agents[name]
         if agent.outcome is None and not agent.has_work and not agent.is_leaving:
-            self.step(agent.joins(self.settings))
+            self.say(agent, agent.joins(self.settings))
 
     @rule()
     def all_told_to_stop_join(self) -> None:
         for agent in self.agents.values():
-            if agent.place is not None and agent.is_told_to_stop and agent.is_connected and not agent.is_leaving:
-                self.step(agent.joins(self.settings))
+            if agent.place is not None and agent.stop and agent.is_connected and not agent.is_leaving:
+                self.say(agent, agent.joins(self.settings))
 
     @rule(missing=st.sets(WHO, max_size=1))
     def all_come_back(self, missing: set[str]) -> None:
@@ -197,9 +217,9 @@ class Run(RuleBasedStateMachine):
         if agent.place is not None and not agent.is_connected and agent.outcome is None:
             agent.is_connected = True
             place = agent.place
-            self.step(NodeReturned(agent.facts, self.settings, place, agent.stage))
+            self.say(agent, Return(agent.facts, self.settings, place, agent.stage))
             if agent.place is place and agent.failure is not None:
-                self.step(WorkersFailed(agent.key, place.round, agent.failure))
+                self.say(agent, Failed(place.round, agent.failure))
 
     @rule(name=WHO, is_consequence=st.booleans())
     def fail(self, name: str, is_consequence: bool) -> None:
@@ -208,7 +228,7 @@ class Run(RuleBasedStateMachine):
             assert agent.place is not None
             agent.failure = Failure(name, 0, text="broke", is_consequence=is_consequence)
             if agent.is_connected:
-                self.step(WorkersFailed(agent.key, agent.place.round, agent.failure))
+                self.say(agent, Failed(agent.place.round, agent.failure))
 
     @rule(names=st.sets(WHO, min_size=1))
     def succeed(self, names: set[str]) -> None:
@@ -217,28 +237,28 @@ class Run(RuleBasedStateMachine):
                 assert agent.place is not None
                 agent.stage = Stage.FINISHED
                 if agent.is_connected:
-                    self.step(WorkersSucceeded(agent.key, agent.place.round))
+                    self.say(agent, Succeeded(agent.place.round))
 
     @rule(name=WHO)
     def leave(self, name: str) -> None:
         agent = self.agents[name]
         if agent.is_connected and agent.place is not None and agent.outcome is None:
             agent.is_leaving = True
-            self.step(NodeLeaving(agent.key))
+            self.say(agent, Leaving())
 
     @rule(name=WHO)
     def gone(self, name: str) -> None:
         """It has left, or confirms the end; a node of its name may come again."""
         agent = self.agents[name]
         if agent.is_connected and (agent.is_leaving or agent.is_waiting or agent.outcome is not None):
-            self.step(NodeLeft(agent.key))
+            self.say(agent, Left())
             again = self.agents[name] = Agent(name)
             again.incarnation = agent.incarnation + 1
 
     @rule(throw=st.integers(1, 20))
     def user_closes_the_run(self, throw: int) -> None:
         if throw == 20:
-            self.step(CloseRequested("enough"))
+            self.step(From("a/0", Close("enough")))
 
     # What time and fate do.
 
@@ -255,7 +275,7 @@ class Run(RuleBasedStateMachine):
     def pass_time(self, until: float, silent: set[str]) -> None:
         self.now = until
         for agent in [agent for name, agent in self.agents.items() if name not in silent and agent.is_connected]:
-            self.step(NodeHeard(agent.key))
+            self.say(agent, Heartbeat(1))
         self.step(TimePassed())
 
     @rule(throw=st.integers(1, 3))
