@@ -465,7 +465,10 @@ def test_a_visitor_is_no_run(tmp_path: Path) -> None:
         process.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+ENDINGS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+
+
+@ENDINGS
 def test_it_ends_when_it_is_told_to(tmp_path: Path, number: signal.Signals) -> None:
     process = CoordinatorProcess(tmp_path)
     with Peer(process.port) as peer:
@@ -474,6 +477,29 @@ def test_it_ends_when_it_is_told_to(tmp_path: Path, number: signal.Signals) -> N
         process.process.send_signal(number)
         assert process.process.wait(30) == 0
         assert peer.is_hung_up()
+
+
+@ENDINGS
+def test_it_ends_when_it_is_told_to_while_it_starts(tmp_path: Path, number: signal.Signals) -> None:
+    """It reads its token from a pipe, and cannot be ready before that."""
+    gate = tmp_path / "token"
+    os.mkfifo(gate)
+    script = support.write_script(tmp_path / "start.py", "from holdfast.__main__ import run\nrun()\n")
+    with support.python(script, "coordinator", "--listen=127.0.0.1:0", f"--token-file={gate}") as process:
+        token = support.wait_until(lambda: writer_of(gate), "it waits for the token")
+        process.send_signal(number)
+        support.await_delivery(process.pid)
+        os.write(token, b"secret")
+        os.close(token)
+        assert process.wait(30) == 0
+
+
+def writer_of(pipe: Path) -> int | None:
+    """The other end of a pipe that somebody reads; None as long as nobody does."""
+    try:
+        return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
 
 
 # The command.

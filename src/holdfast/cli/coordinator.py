@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from holdfast.cli import console, values
 from holdfast.cli.plain import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
+from holdfast.process import signals
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.coordinator.server import Coordinator, Keeper
@@ -72,10 +73,19 @@ async def _serve_by_hand(args: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO, format="holdfast coordinator: %(message)s")
     sock = _bind(args.listen)
     coordinator = _coordinator(args, sock, args.idle_timeout)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, coordinator.stop)
+    _stop_on_signals(coordinator)
     shown = endpoints.endpoint_text(*sock.getsockname()[:2])
     await coordinator.serve(lambda: logging.getLogger("holdfast").info("listening at %s", shown))
+
+
+def _stop_on_signals(coordinator: Coordinator) -> None:
+    """Until now the command has only noted signals, so one that came during the start is acted on here. Under nohup
+    SIGHUP stays ignored."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, coordinator.stop)
+    if signals.inbox().has_pending:
+        coordinator.stop()
 
 
 async def _serve_for_a_run(args: argparse.Namespace) -> None:
