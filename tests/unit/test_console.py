@@ -182,7 +182,7 @@ def test_a_broken_pipe_costs_only_the_text() -> None:
 
 
 def test_a_long_text_is_whole_on_a_non_blocking_pipe() -> None:
-    code = "from holdfast.cli import console; console.write('x' * 200_000 + ' the cause'); console.print_out('end')"
+    code = "from holdfast.cli import console; console.write('x' * 200_000 + ' the cause\\n'); console.print_out('end')"
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=writer) as process:
@@ -191,7 +191,7 @@ def test_a_long_text_is_whole_on_a_non_blocking_pipe() -> None:
         os.close(writer)
         with open(reader, "rb") as pipe:
             heard = pipe.read()
-    assert heard == b"x" * 200_000 + b" the causeend"
+    assert heard == b"x" * 200_000 + b" the cause\nend"
 
 
 @pytest.mark.parametrize("redirection", [">&- 2>&-", "2>/dev/full >/dev/full"])
