@@ -429,7 +429,8 @@ class Pump:
             while start < len(data) and fd not in self._dead_outlets:
                 piece = view[start : _end_of_piece(data, start)]
                 written = self._step_aside(fd, partial(_write_some, fd, piece))
-                terminal.note_written(fd, piece[:written])
+                if isinstance(fd, int):
+                    terminal.note_written(fd, piece[:written])
                 start += written
                 self._moved_at = time.monotonic()
         except OSError as error:

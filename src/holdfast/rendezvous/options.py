@@ -44,6 +44,7 @@ class Options:
     last_call_s: float = 5.0
     drop_timeout_s: float = 2.0
     close_linger_s: float = 10.0
+    leader_lease_s: int = 0
     read_timeout_s: float = 60.0
     admit: Admit = Admit.NOW
     lease: LeaseSettings = field(default_factory=LeaseSettings)
@@ -62,6 +63,7 @@ class Options:
             lease_s=self.lease.lease_s,
             drop_timeout_s=self.drop_timeout_s,
             close_linger_s=self.close_linger_s,
+            leader_lease_s=self.leader_lease_s,
             admit=self.admit,
             policy=policy,
         )

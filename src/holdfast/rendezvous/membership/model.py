@@ -68,6 +68,7 @@ class Settings:
     lease_s: float = 5.0
     drop_timeout_s: float = 2.0
     close_linger_s: float = 10.0
+    leader_lease_s: float = 0.0  # On etcd: for how long a coordinator may stay in office without a renewal.
     admit: Admit = Admit.NOW
     policy: RestartPolicy = field(default_factory=RestartPolicy)
 

@@ -47,6 +47,8 @@ NodeCount = Annotated[int, Meta(ge=1, le=MAX_NODES)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_NODES)]
 LocalSize = Annotated[int, Meta(ge=1, le=1 << 20)]
 Key = Annotated[str, Meta(max_length=MAX_NAME + 20)]
+ExitCodes = Annotated[frozenset[AnyInt], Meta(max_length=256)]
+Names = Annotated[frozenset[Name], Meta(max_length=256)]
 Bytes = Annotated[bytes, Meta(max_length=MAX_NAME)]
 
 # The limits of plain records when they cross the wire, by the names of their fields.
@@ -70,12 +72,15 @@ _LIMITS: dict[type, dict[str, Any]] = {
         "lease_s": Annotated[float, Meta(ge=0.1, le=3600.0)],
         "drop_timeout_s": Annotated[float, Meta(ge=0.01, le=3600.0)],
         "close_linger_s": Annotated[float, Meta(ge=0.0, le=86400.0)],
+        "leader_lease_s": Annotated[float, Meta(ge=0.0, le=3600.0)],
     },
     RestartPolicy: {
         "max_restarts": Count,
         "window_s": Seconds | None,
         "backoff_s": Seconds,
         "backoff_cap_s": Seconds,
+        **dict.fromkeys(("fatal_exit_codes", "uncounted_exit_codes"), ExitCodes),
+        **dict.fromkeys(("fatal_exceptions", "uncounted_exceptions"), Names),
     },
     Failure: {"node": Name, "rank": AnyInt, "exitcode": AnyInt, "exception": Name, "text": Text},
     model.Outcome: {"reason": Text},

@@ -616,7 +616,7 @@ class Membership:
         assert self.settings is not None
         if not self._awaited and not self._is_past_unknown:
             return now
-        return self._started_at + self.settings.lease_s + self._extra_wait_s
+        return self._started_at + self.settings.lease_s + max(self._extra_wait_s, self.settings.leader_lease_s)
 
     def _ready(self, now: float) -> list[NodeFacts]:
         """The nodes that can be sealed into a world, in order of arrival."""
