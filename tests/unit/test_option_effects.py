@@ -24,8 +24,8 @@ from holdfast.cli.options import OPTIONS, Option
 from holdfast.diagnosis.hang import HangPolicy, Signal
 from holdfast.process.logs import Std
 from holdfast.process.numa import AffinityMode, NumaOptions
-from holdfast.rendezvous.restart import RestartPolicy
-from holdfast.rendezvous.vocabulary import Admit, Settings
+from holdfast.rendezvous.membership.model import Admit, Settings
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests import support
 from tests.unit.test_cli_run import RECORDER, install_logs_specs
 
@@ -86,7 +86,7 @@ EFFECTS = {
     ),
     "standalone": Effect(None, lambda a: handler(a).get_backend(), "standalone", "--rdzv-endpoint=h:7"),
     "rdzv_backend": Effect("tcp", lambda a: handler(a).get_backend(), "tcp", "--rdzv-endpoint=h:7"),
-    "rdzv_endpoint": Effect("host9:77", lambda a: (handler(a)._host, handler(a)._port), ("host9", 77), TCP),
+    "rdzv_endpoint": Effect("host9:77", lambda a: handler(a)._addresses, [("host9", 77)], TCP),
     "rdzv_id": Effect("job7", lambda a: handler(a).get_run_id(), "job7"),
     "rdzv_conf": Effect("read_timeout=7", lambda a: meeting(a).read_timeout_s, 7.0, TCP),
     "node_rank": Effect("2", lambda a: meeting(a).requested_rank, 2, TCP),
