@@ -170,14 +170,15 @@ class OneWorldAtOnce(Checker):
 
 
 class SurvivorsKeepOrder(Checker):
-    """Who is in two rounds that follow each other keeps its place relative to the others who are."""
+    """A node that is in two rounds that follow each other keeps its place relative to the others that are, also if
+    another coordinator seals the second one. Without its memory it may not know all of them."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._keys: tuple[str, ...] = ()
 
-    def coordinator_started(self) -> None:
-        self._keys = ()  # A new coordinator does not know the order, unless it adopts the round.
+    def data_lost(self) -> None:
+        self._keys = ()
 
     def world_sealed(self, world: World) -> None:
         before, self._keys = self._keys, world.keys

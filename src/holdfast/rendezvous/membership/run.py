@@ -139,7 +139,6 @@ class Membership:
         self.round = past.last_round
         self._budget = Budget(now, past.restarts_used, past.restart_ages_s)
         self._last_order = (past.round_term, past.last_round)
-        self._last_members = past.members
         # What may still run of a round that this coordinator did not seal: members that are not back, by node id.
         self._awaited = {key.rpartition("/")[0] for key in past.members}
         self._is_past_unknown = past.last_round > 0 and not past.members
@@ -154,7 +153,7 @@ class Membership:
         self._is_stopped_for_failure = False
         self._failures: dict[str, Failure] = {}  # In the order in which they were reported, one for each node.
         self._departed: dict[str, str] = {}  # Members that went away, and how.
-        self._previous: tuple[str, ...] = ()
+        self._previous = past.members  # Of the last round that is over, in rank order.
         self._formation = Formation(now)
         self._refusal_told_at = -_REFUSALS_TOLD_EVERY_S + now
         self._forget_at: float | None = None
@@ -484,7 +483,7 @@ class Membership:
         self._enter(Phase.RUNNING)
         self._has_seen_no_round = False
         self.world, self.round = world, world.round
-        self._last_order, self._last_members = world.order, world.keys
+        self._last_order = world.order
         self._owing, self._unfinished = set(world.keys), set(world.keys)
         self._failures, self._departed = {}, {}
         self._formation.reset()
@@ -552,6 +551,7 @@ class Membership:
         """All members of the stopped round are accounted for: what was it, and does the run go on?"""
         assert self.settings is not None
         assert self.world is not None
+        self._previous = self.world.keys
         commands: list[Command] = []
         if self._failures and self._departed:
             excuse = restart_policy.excuse([*self._departed.values()], self.round)
@@ -567,7 +567,6 @@ class Membership:
                 commands.append(Remember(self._memory(now)))
             if text := restart_policy.announcement(decision):
                 commands.append(Tell(self._nodes.open_keys(), Notice(text)))
-        self._previous, self._last_members = self.world.keys, self.world.keys
         self.world = self._stop_by = None
         self._enter(Phase.FORMING)
         return commands
@@ -638,7 +637,7 @@ class Membership:
 
     def _is_below_max(self) -> bool:
         """Whether a node may yet come that was meant for this run: its last round had room for it."""
-        size = self.world.size if self.world is not None else len(self._last_members)
+        size = self.world.size if self.world is not None else len(self._previous)
         return self.settings is not None and 0 < size < self.settings.max_nodes
 
     def _maybe_forget(self, now: float) -> list[Command]:
@@ -652,13 +651,13 @@ class Membership:
         return [ForgetRun()] if (have_all_heard and not may_more_come) or now >= self._forget_at else []
 
     def _memory(self, now: float) -> Memory:
-        members = self._last_members if len(self._last_members) <= _MEMBERS_WRITTEN_DOWN else ()
+        members = self._previous if self.world is None else self.world.keys
         window_s = self.settings.policy.window_s if self.settings else None
         return Memory(
             term=self.term,
             round_term=self._last_order[0],
             last_round=self.round,
-            members=members,
+            members=members if len(members) <= _MEMBERS_WRITTEN_DOWN else (),
             restarts_used=self.restarts_used,
             restart_ages_s=self._budget.ages_s(window_s, now),
             settings=self.settings,
