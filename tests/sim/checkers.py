@@ -395,6 +395,7 @@ class RestartsWithinBudget(Checker):
         self._used = 0
         self._most_lost = 0
         self._charged_at: list[float] = []
+        self._charged_round = 0
         self._written_at = 0.0
 
     def coordinator_started(self) -> None:
@@ -413,11 +414,15 @@ class RestartsWithinBudget(Checker):
         self._written_at = self.now()
         if memory.outcome is not None:
             self._end(memory.outcome)
-        self._used = max(self._used, min(memory.restarts_used, self._most_lost))
+        before = self._used
+        self._used = max(before, min(memory.restarts_used, self._most_lost))
         if memory.restarts_used == self._used:
             return
         if memory.restarts_used != self._used + 1:
             self.object(f"{self._used} restarts became {memory.restarts_used}")
+        if memory.last_round == self._charged_round and before == self._used:
+            self.object(f"round {memory.last_round} was charged twice")
+        self._charged_round = memory.last_round
         self._used = memory.restarts_used
         self._charged_at.append(self.now())
         if self._counted() > self.settings.policy.max_restarts:

@@ -265,8 +265,9 @@ def _pattern(members: Sequence[NodeFacts], shapes: Sequence[tuple[str, int]]) ->
 class Memory:
     """What must survive the coordinator process: written down before anything that it backs is told.
 
-    `term` is that of the coordinator that wrote it, `round_term` of the one that sealed the last round. `last_round` is 0 if no round was ever sealed; `members` are the keys of its members, or empty if they are too many
-    to write down. `restart_ages_s` says how long ago the charged restarts happened that the policy's window may still
+    `term` is that of the coordinator that wrote it, `round_term` of the one that sealed the last round. `last_round` is
+    0 if no round was ever sealed; `members` are the keys of its members, or empty if they are too many to write down.
+    `is_round_over`: it was stopped and judged, and its restart is among those that are charged. `restart_ages_s` says how long ago the charged restarts happened that the policy's window may still
     count, as no clock crosses hosts. `settings` are those that the first node fixed.
     """
 
@@ -274,6 +275,7 @@ class Memory:
     round_term: int = 0
     last_round: int = 0
     members: tuple[str, ...] = ()
+    is_round_over: bool = False
     restarts_used: int = 0
     restart_ages_s: tuple[float, ...] = ()
     settings: Settings | None = None

@@ -139,6 +139,7 @@ class Membership:
         self.round = past.last_round
         self._budget = Budget(now, past.restarts_used, past.restart_ages_s)
         self._last_order = (past.round_term, past.last_round)
+        self._is_last_over = past.is_round_over
         # What may still run of a round that this coordinator did not seal: members that are not back, by node id.
         self._awaited = {key.rpartition("/")[0] for key in past.members}
         self._is_past_unknown = past.last_round > 0 and not past.members
@@ -306,11 +307,11 @@ class Membership:
         knows_more = heard_round > self.round or (last is not None and last.order > self._last_order)
         if self._has_seen_no_round and knows_more:
             self._is_past_unknown = True
-        is_newest = last is not None and last.order >= self._last_order and last.round >= self.round
         self.round = max(self.round, heard_round, last.round if last is not None else 0)
-        if last is not None and self._has_seen_no_round and is_newest and last.round == self.round:
-            return self._adopt(last, now)
-        return []
+        if last is None or not self._has_seen_no_round or last.round < self.round:
+            return []
+        is_over = last.order < self._last_order or (last.order == self._last_order and self._is_last_over)
+        return [] if is_over else self._adopt(last, now)
 
     def _adopt(self, place: Place, now: float) -> list[Command]:
         """Go on with a round that another coordinator sealed. Its members are unknown until they come back, which they
@@ -483,7 +484,7 @@ class Membership:
         self._enter(Phase.RUNNING)
         self._has_seen_no_round = False
         self.world, self.round = world, world.round
-        self._last_order = world.order
+        self._last_order, self._is_last_over = world.order, False
         self._owing, self._unfinished = set(world.keys), set(world.keys)
         self._failures, self._departed = {}, {}
         self._formation.reset()
@@ -551,7 +552,7 @@ class Membership:
         """All members of the stopped round are accounted for: what was it, and does the run go on?"""
         assert self.settings is not None
         assert self.world is not None
-        self._previous = self.world.keys
+        self._previous, self._is_last_over = self.world.keys, True
         commands: list[Command] = []
         if self._failures and self._departed:
             excuse = restart_policy.excuse([*self._departed.values()], self.round)
@@ -658,6 +659,7 @@ class Membership:
             round_term=self._last_order[0],
             last_round=self.round,
             members=members if len(members) <= _MEMBERS_WRITTEN_DOWN else (),
+            is_round_over=self._is_last_over,
             restarts_used=self.restarts_used,
             restart_ages_s=self._budget.ages_s(window_s, now),
             settings=self.settings,
