@@ -96,8 +96,8 @@ class RanksAgree(Checker):
 
 
 class RoundsRise(Checker):
-    """Never two worlds with the same number; numbers only rise, for the run and for each node. Where the memory was lost
-    they rise for each node, and for the run from the highest that any of the nodes that are there has seen."""
+    """Never two worlds with the same number; numbers only rise, for the run and for each node. Where the memory was
+    lost they rise for each node, and for the run from the highest that any of the nodes that are there has seen."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -171,17 +171,26 @@ class OneWorldAtOnce(Checker):
 
 class SurvivorsKeepOrder(Checker):
     """A node that is in two rounds that follow each other keeps its place relative to the others that are, also if
-    another coordinator seals the second one. Without its memory it may not know all of them."""
+    another coordinator seals the second one, as far as the nodes knew of their places."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._keys: tuple[str, ...] = ()
+        self._unheard: set[str] = set()
 
     def data_lost(self) -> None:
         self._keys = ()
 
+    def coordinator_started(self) -> None:
+        self._unheard = set(self._keys)
+
+    def message_received(self, key: str, message: protocol.FromNode) -> None:
+        if isinstance(message, (protocol.Join, protocol.Return)) and message.place is not None:
+            self._unheard.discard(key)
+
     def world_sealed(self, world: World) -> None:
-        before, self._keys = self._keys, world.keys
+        before = [key for key in self._keys if key not in self._unheard]
+        self._keys, self._unheard = world.keys, set()
         if any(member.requested_rank is not None for member in world.members.values()):
             return
         stayed = [key for key in before if key in world.keys]

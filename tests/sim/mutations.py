@@ -361,7 +361,7 @@ MUTATIONS = [
     ),
     mutation_of("the last failure is the cause", restart_policy, "root_cause", _last_failure, "root_cause"),
     mutation_of("one success is everybody's", Membership, "_finish", _succeed_with_the_first, "success_is_unanimous"),
-    mutation_of("a stop has no end", Membership, "_expel_stuck", _let_them, "stopping_is_bounded"),
+    mutation_of("a stop has no end", Membership, "_expel_stuck", _let_them, scenario="a_stuck_agent_is_expelled"),
     mutation_of(
         "a stop is not told again",
         Membership,
@@ -391,6 +391,7 @@ MUTATIONS = [
         "__init__",
         _memory_without(is_round_over=False),
         "restarts_within_budget",
+        first_seed=500,
     ),
     mutation_of(
         "a lease is waited for although all are back",
@@ -424,7 +425,11 @@ MUTATIONS = [
     ),
     # The end, and getting there.
     mutation_of(
-        "the end is forgotten", Membership, "__init__", _memory_without(outcome=None), "ended_run_stays_ended",
+        "the end is forgotten",
+        Membership,
+        "__init__",
+        _memory_without(outcome=None),
+        "ended_run_stays_ended",
         "one_outcome",
     ),
     mutation_of("the outcome changes", Membership, "_take_after_end", _two_outcomes, "one_outcome"),
