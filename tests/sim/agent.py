@@ -183,9 +183,9 @@ class Agent:
                 self.link = None
             case node_lease.SetLease(until):
                 self.host.set_lease(until)
-            case model.Sealed(key, place):
+            case model.Sealed(_, place):
                 self.place = place
-                self.checks.place_received(self, key, place)
+                self.checks.place_received(self, self.participant.facts.key, place)
                 self._post(lifecycle.WorldSealed(place.round))
             case model.Stop(round):
                 self._post(lifecycle.RoundStopped(round))

@@ -96,8 +96,8 @@ class RanksAgree(Checker):
 
 
 class RoundsRise(Checker):
-    """Never two worlds with the same number; numbers only rise, for the run and for each node. Where the memory was lost
-    they rise for each node, and for the run from the highest that any of the nodes that are there has seen."""
+    """Never two worlds with the same number; numbers only rise, for the run and for each node. Where the memory was
+    lost they rise for each node, and for the run from the highest that any of the nodes that are there has seen."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -170,17 +170,27 @@ class OneWorldAtOnce(Checker):
 
 
 class SurvivorsKeepOrder(Checker):
-    """Who is in two rounds that follow each other keeps its place relative to the others who are."""
+    """A node that is in two rounds that follow each other keeps its place relative to the others that are, also if
+    another coordinator seals the second one, as far as the nodes knew of their places."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._keys: tuple[str, ...] = ()
+        self._unheard: set[str] = set()
+
+    def data_lost(self) -> None:
+        self._keys = ()
 
     def coordinator_started(self) -> None:
-        self._keys = ()  # A new coordinator does not know the order, unless it adopts the round.
+        self._unheard = set(self._keys)
+
+    def message_received(self, key: str, message: protocol.FromNode) -> None:
+        if isinstance(message, (protocol.Join, protocol.Return)) and message.place is not None:
+            self._unheard.discard(key)
 
     def world_sealed(self, world: World) -> None:
-        before, self._keys = self._keys, world.keys
+        before = [key for key in self._keys if key not in self._unheard]
+        self._keys, self._unheard = world.keys, set()
         if any(member.requested_rank is not None for member in world.members.values()):
             return
         stayed = [key for key in before if key in world.keys]
@@ -394,6 +404,7 @@ class RestartsWithinBudget(Checker):
         self._used = 0
         self._most_lost = 0
         self._charged_at: list[float] = []
+        self._charged_round = 0
         self._written_at = 0.0
 
     def coordinator_started(self) -> None:
@@ -412,11 +423,15 @@ class RestartsWithinBudget(Checker):
         self._written_at = self.now()
         if memory.outcome is not None:
             self._end(memory.outcome)
-        self._used = max(self._used, min(memory.restarts_used, self._most_lost))
+        before = self._used
+        self._used = max(before, min(memory.restarts_used, self._most_lost))
         if memory.restarts_used == self._used:
             return
         if memory.restarts_used != self._used + 1:
             self.object(f"{self._used} restarts became {memory.restarts_used}")
+        if memory.last_round == self._charged_round and before == self._used:
+            self.object(f"round {memory.last_round} was charged twice")
+        self._charged_round = memory.last_round
         self._used = memory.restarts_used
         self._charged_at.append(self.now())
         if self._counted() > self.settings.policy.max_restarts:

@@ -93,6 +93,16 @@ def a_newcomer_is_let_in() -> str:
 
 
 @scenario
+def a_failure_crosses_a_planned_stop() -> str:
+    """The stop for a newcomer is on its way when the workers fail. That is not charged: no restart is allowed."""
+    script = Script(min_nodes=1, max_nodes=2, last_call_s=0.1)
+    script.node("a")
+    script.work("a", 1, failing(1.0))
+    script.node("b", at=1.115)
+    return script.tell(until=3.0)
+
+
+@scenario
 def a_newcomer_waits_for_a_restart() -> str:
     """With `admit=on-restart` it stands by until the round ends of something else."""
     script = Script(min_nodes=1, max_nodes=3, admit=Admit.ON_RESTART, policy=RestartPolicy(max_restarts=1))
@@ -371,6 +381,54 @@ def old_restarts_stay_old() -> str:
     script.work("a", 3, failing(3.0))
     script.work("a", 4, failing(3.0))
     return script.tell(until=30.0)
+
+
+@scenario
+def a_standby_meets_a_coordinator_without_memory() -> str:
+    """It was told of the round that it has no place in. So it is not given one beside the two members that still run,
+    out of the new coordinator's reach."""
+    script = Script(min_nodes=1, max_nodes=2)
+    script.nodes("abc")
+    script.kill_coordinator(at=3.0, for_s=0.5, with_its_memory=True)
+    script.cut("a", at=3.45, for_s=8.0)
+    script.cut("b", at=3.45, for_s=8.0)
+    return script.tell(until=10.0)
+
+
+@scenario
+def a_newcomer_meets_a_coordinator_without_memory() -> str:
+    """The same with a node that the coordinator had welcomed, and no more, when it died."""
+    script = Script(min_nodes=1, max_nodes=2, admit=Admit.ON_RESTART)
+    script.nodes("ab")
+    script.node("c", at=2.975)
+    script.kill_coordinator(at=3.0, for_s=0.5, with_its_memory=True)
+    script.cut("a", at=3.45, for_s=8.0)
+    script.cut("b", at=3.45, for_s=8.0)
+    return script.tell(until=10.0)
+
+
+@scenario
+def all_are_back() -> str:
+    """The coordinator dies between two rounds, after it has charged the first. The next one finds written down who its
+    members were. When all of them have joined, nothing of the round can be alive, so it waits for nothing else; and it
+    does not charge the failure again, of which the join tells once more."""
+    script = Script(min_nodes=2, max_nodes=2, policy=RestartPolicy(max_restarts=2, backoff_s=1.0))
+    script.nodes("ab")
+    script.work("a", 1, failing(3.0))
+    script.kill_coordinator(at=3.5, for_s=0.2)
+    return script.tell(until=5.0)
+
+
+@scenario
+def the_coordinator_dies_while_it_stops_a_round() -> str:
+    """The one whose worker did not fail is back first, and says that it was told of a failure. So the failure that the
+    other one tells of is no consequence of a node that went away, and is paid for."""
+    script = Script(min_nodes=2, max_nodes=2, policy=RestartPolicy(max_restarts=1))
+    script.nodes("ab")
+    script.work("a", 1, failing(3.0))
+    script.kill_coordinator(at=3.165, for_s=0.2)
+    script.cut("a", at=3.16, for_s=1.0)
+    return script.tell(until=6.0)
 
 
 # Nodes that do not come back.

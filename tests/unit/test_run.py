@@ -888,7 +888,7 @@ def test_a_failure_that_was_judged_before_is_not_charged_again() -> None:
     of = settings(2, 2, policy=RestartPolicy(1, backoff_s=8.0))
     run = after([*formed(of), (1.0, failed("b"), broke("b")), (2.0, joined("a", of, 1), [])])
     memory = memory_of(run.step(joined("b", of, place(1, 1)), 3.0))
-    assert (memory.restarts_used, memory.members, memory.is_over) == (1, keys("a b"), True)
+    assert (memory.restarts_used, memory.members, memory.is_round_over) == (1, keys("a b"), True)
     run = Membership(0.0, memory)
     play(run, [(0.0, returned("x", of, place(1, 1)), [Expel("x/0", GIVEN_AWAY.format(1))])])
     play(run, [(1.0, joined("b", of, place(1, 1), failure=failure("b")), [])])

@@ -140,7 +140,7 @@ class Membership:
         self._budget = Budget(now, past.restarts_used, past.restart_ages_s)
         self._last_order = (past.round_term, past.last_round)
         self._last_members = past.members
-        self._is_last_over = past.is_over
+        self._is_last_over = past.is_round_over
         # What may still run of a round that this coordinator did not seal: members that are not back, by node id.
         self._awaited = {key.rpartition("/")[0] for key in past.members}
         # Too many to be written down, or what was written cannot be read.
@@ -157,7 +157,7 @@ class Membership:
         self._is_stopped_for_failure = False
         self._failures: dict[str, Failure] = {}  # In the order in which they were reported, one for each node.
         self._departed: dict[str, str] = {}  # Members that went away, and how.
-        self._previous: dict[str, int] = {}  # The ranks of the last round.
+        self._previous = {key: rank for rank, key in enumerate(past.members)}  # The ranks of the last round.
         self._formation = Formation(now)
         self._refusal_told_at = -_REFUSALS_TOLD_EVERY_S + now
         self._forget_at: float | None = None
@@ -319,14 +319,11 @@ class Membership:
         knows_more = heard_round > self.round or (last is not None and last.order > self._last_order)
         if self._has_seen_no_round and knows_more:
             self._is_past_unknown = True
-        is_newest = last is not None and last.round >= self.round and self._may_adopt(last)
         self.round = max(self.round, heard_round, last.round if last is not None else 0)
-        if last is not None and self._has_seen_no_round and is_newest and last.round == self.round:
-            return self._adopt(last, now)
-        return []
-
-    def _may_adopt(self, place: Place) -> bool:
-        return place.order > self._last_order or (place.order == self._last_order and not self._is_last_over)
+        if last is None or not self._has_seen_no_round or last.round < self.round:
+            return []
+        is_over = last.order < self._last_order or (last.order == self._last_order and self._is_last_over)
+        return [] if is_over else self._adopt(last, now)
 
     def _adopt(self, place: Place, now: float) -> list[Command]:
         """Go on with a round that another coordinator sealed. Its members are unknown until they come back, which they
@@ -657,7 +654,7 @@ class Membership:
 
     def _is_below_max(self) -> bool:
         """Whether a node may yet come that was meant for this run: its last round had room for it."""
-        size = self.world.size if self.world is not None else len(self._last_members)
+        size = self.world.size if self.world is not None else len(self._previous)
         return self.settings is not None and 0 < size < self.settings.max_nodes
 
     def _maybe_forget(self, now: float) -> list[Command]:
@@ -672,14 +669,14 @@ class Membership:
         return [ForgetRun()] if (have_all_heard and not may_more_come) or now >= self._forget_at else []
 
     def _memory(self, now: float) -> Memory:
-        members = self._last_members if len(self._last_members) <= _MEMBERS_WRITTEN_DOWN else ()
+        members = self._previous if self.world is None else self.world.keys
         window_s = self.settings.policy.window_s if self.settings else None
         return Memory(
             term=self.term,
             round_term=self._last_order[0],
             last_round=self.round,
             members=members,
-            is_over=self._is_last_over,
+            is_round_over=self._is_last_over,
             restarts_used=self.restarts_used,
             restart_ages_s=self._budget.ages_s(window_s, now),
             settings=self.settings,
