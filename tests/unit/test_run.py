@@ -892,7 +892,7 @@ def test_a_failure_that_was_judged_before_is_not_charged_again() -> None:
     run = Membership(0.0, memory)
     play(run, [(0.0, returned("x", of, place(1, 1)), [Expel("x/0", GIVEN_AWAY.format(1))])])
     play(run, [(1.0, joined("b", of, place(1, 1), failure=failure("b")), [])])
-    play(run, [(2.0, joined("a", of, place(1, 0)), sealed(2, "b a", 1, 2))])
+    play(run, [(2.0, joined("a", of, place(1, 0)), sealed(2, "a b", 1, 2))])
 
 
 def test_members_that_an_adopted_round_has_got_to_know_are_written_down() -> None:

@@ -669,7 +669,7 @@ class Membership:
         return [ForgetRun()] if (have_all_heard and not may_more_come) or now >= self._forget_at else []
 
     def _memory(self, now: float) -> Memory:
-        members = self._previous if self.world is None else self.world.keys
+        members = self._last_members if len(self._last_members) <= _MEMBERS_WRITTEN_DOWN else ()
         window_s = self.settings.policy.window_s if self.settings else None
         return Memory(
             term=self.term,
