@@ -12,6 +12,7 @@ import tracemalloc
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from holdfast.errors import InternalError
@@ -871,6 +872,23 @@ def test_the_members_of_a_large_world_are_not_written_down() -> None:
         for number in range(count):
             commands = run.step(joined(f"n{number}", of), 0.0)
         assert len(memory_of(commands).members) == expected
+
+
+def test_the_memory_fits_into_a_value_of_etcd() -> None:
+    """1.5 MB by default. Whatever the nodes are called, and however many restarts and classes of failures there are."""
+    long, names = "\U0001f600", frozenset(f"{number:03}" + "\U0001f600" * 253 for number in range(256))
+    policy = RestartPolicy(10**6, 600.0, 0.0, 0.0, frozenset(range(1024)), names, frozenset(range(1024)), names)
+    cause = Failure(long * 1024, 0, 1, long * 1024, long * 16_384)
+    for length, are_written in ((25, True), (1000, False)):
+        run, of = (
+            Membership(0.0, Memory(restarts_used=10**5, restart_ages_s=(1 / 3,) * 20_000)),
+            settings(4096, 4096, policy=policy),
+        )
+        for number in range(4096):
+            commands = run.step(joined(f"{number}{long * length}", of), 0.0)
+        assert bool(memory_of(commands).members) == are_written
+        memory = replace(memory_of(commands), outcome=Outcome(End.FAILED, long * 16_384, cause))
+        assert len(msgspec.msgpack.encode(memory)) < 1_500_000
 
 
 def test_rounds_of_a_coordinator_are_later_than_those_of_any_other_that_a_node_knows() -> None:

@@ -96,6 +96,7 @@ _STORY_LENGTH = 40
 _SILENT_HEARTBEATS = 2.5  # A node that sent none for so long is not sealed into a world.
 _STOP_MARGIN_S = 15.0  # What a node may need to stop beyond its grace: stacks, the sweep, a busy machine.
 _MEMBERS_WRITTEN_DOWN = 4096
+_MEMBERS_WRITTEN_DOWN_BYTES = 1 << 19  # So that the memory fits into a value of etcd, whatever the nodes are called.
 _REFUSALS_TOLD_EVERY_S = 1.0
 
 
@@ -670,6 +671,8 @@ class Membership:
 
     def _memory(self, now: float) -> Memory:
         members = self._last_members if len(self._last_members) <= _MEMBERS_WRITTEN_DOWN else ()
+        if sum(len(key.encode()) for key in members) > _MEMBERS_WRITTEN_DOWN_BYTES:
+            members = ()
         window_s = self.settings.policy.window_s if self.settings else None
         return Memory(
             term=self.term,

@@ -7,29 +7,30 @@ from typing import Any
 
 import pytest
 
-from holdfast.rendezvous.session import (
+from holdfast.rendezvous.membership.node_lease import (
     Connect,
     Connected,
     ConnectFailed,
+    CoordinatorResigned,
     Disconnected,
     HangUp,
     HeartbeatAnswered,
+    LeaderMoved,
+    LeaseSettings,
     Line,
+    Locate,
     LosePlace,
+    NodeLease,
     PlaceGivenUp,
     PlaceRevoked,
     PlaceTaken,
     SendHeartbeat,
-    Session,
-    SessionSettings,
     SetLease,
     TimePassed,
 )
 
 # The lease, as the agent counts it, is 9 s.
-SETTINGS = SessionSettings(
-    heartbeat_s=2.0, lease_s=10.0, reconnect_grace_s=1.0, backoff_first_s=0.25, backoff_cap_s=1.0
-)
+SETTINGS = LeaseSettings(heartbeat_s=2.0, lease_s=10.0, reconnect_grace_s=1.0, backoff_first_s=0.25, backoff_cap_s=1.0)
 TIME = TimePassed()
 REFUSED = ConnectFailed(was_refused=True)
 UNREACHABLE = ConnectFailed(was_refused=False)
@@ -198,63 +199,146 @@ SCRIPTS: dict[str, Script] = {
 }  # fmt: skip
 
 
-def play(session: Session, script: Script) -> None:
+def play(lease: NodeLease, script: Script) -> None:
     for at, event, expected in script:
-        assert session.step(event, at) == expected, f"{event} at {at}; before:\n{session.story()}"
+        assert lease.step(event, at) == expected, f"{event} at {at}; before:\n{lease.story()}"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts(name: str) -> None:
-    play(Session(SETTINGS), SCRIPTS[name])
+    play(NodeLease(SETTINGS), SCRIPTS[name])
 
 
-def test_where_a_join_renews_nothing_the_grant_of_the_lease_does() -> None:
-    """It counts from when it was asked for, also after a lease that was lost."""
-    session = Session(replace(SETTINGS, does_join_renew=False))
-    granted: Script = [(100.0, TIME, [Connect()]), (104.0, Connected(), [SendHeartbeat(1)])]
-    play(session, [*granted, (105.0, PlaceTaken(104.5), [SetLease(109.0)]), (106.0, PlaceGivenUp(), [SetLease(None)])])
-    again: Script = [(107.0, Disconnected(), []), (108.0, TIME, [Connect()]), (109.0, Connected(), [SendHeartbeat(2)])]
-    play(session, [*again, (110.0, PlaceTaken(109.5), [SetLease(117.0)])])
+# Where coordinators may move, as with etcd: a refusal renews nothing, and a silence of 3 s makes the node look.
+MOVING = replace(SETTINGS, does_refusal_renew=False, locate_after_s=3.0)
+CUT_OFF_THERE: Script = [*MEMBER, (102.0, Disconnected(), [Locate(), SetLease(103.0)])]
+RESIGNED: Script = [*MEMBER, (101.0, CoordinatorResigned(), [])]
+MOVES: dict[str, Script] = {
+    "a closed connection makes it look, at most twice a second": [
+        *CUT_OFF_THERE,
+        (102.25, TIME, [Connect()]),
+        (102.375, UNREACHABLE, []),
+        (102.625, TIME, [Connect()]),
+        (102.75, UNREACHABLE, [Locate()]),
+    ],
+    "so does a silence, without hanging up, again and again": [
+        *FRESH,
+        (102.0, TIME, [SendHeartbeat(2)]),
+        (102.9, TIME, []),
+        (103.0, TIME, [Locate()]),
+        (103.4, TIME, []),
+        (103.5, TIME, [Locate()]),
+        (103.6, HeartbeatAnswered(1), []),
+        (104.0, TIME, [SendHeartbeat(3)]),
+        (104.9, TIME, []),
+        (105.0, TIME, [Locate()]),
+    ],
+    "who answers is not looked for": [*CONNECTED, (102.0, TIME, [SendHeartbeat(2)]), (104.9, TIME, [SendHeartbeat(3)])],
+    "refused: it was not closed to give the place away, and the lease goes on as it was": [
+        *CUT_OFF_THERE,
+        (102.25, TIME, [Connect()]),
+        (102.5, REFUSED, [Locate(), SetLease(110.0)]),
+        (109.0, TIME, [Connect()]),
+        (109.0, REFUSED, [Locate()]),
+        (110.0, TIME, [Connect(), LosePlace()]),
+    ],
+    "refused when it is too late": [*CUT_OFF_THERE, (103.5, REFUSED, [Locate(), LosePlace()])],
+    "one that resigns does not close to give the place away": [
+        *RESIGNED,
+        (102.0, Disconnected(), [Locate()]),
+        (109.0, TIME, [Connect()]),
+        (109.5, UNREACHABLE, [Locate()]),
+        (110.0, TIME, [Connect(), LosePlace()]),
+    ],
+    "the next one's closed connection counts again": [
+        *RESIGNED,
+        (102.0, Disconnected(), [Locate()]),
+        (102.5, TIME, [Connect()]),
+        (102.5, Connected(), [SendHeartbeat(2)]),
+        (102.75, Disconnected(), [Locate(), SetLease(103.75)]),
+    ],
+    "to another leader at once, if the present one is silent": [
+        *MEMBER,
+        (104.0, TIME, [SendHeartbeat(2)]),
+        (107.0, LeaderMoved(), [HangUp(), Locate(), SetLease(108.0)]),
+        (107.0, TIME, [Connect()]),
+        (107.25, Connected(), [SendHeartbeat(3)]),
+        (107.5, HeartbeatAnswered(3), [SetLease(116.25)]),
+    ],
+    "to another leader at once, if the connection is closed": [
+        *CUT_OFF_THERE,
+        (102.0, LeaderMoved(), []),
+        (102.0, TIME, [Connect()]),
+        (102.0, LeaderMoved(), []),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_where_coordinators_may_move(name: str) -> None:
+    play(NodeLease(MOVING), MOVES[name])
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, MOVING, replace(MOVING, lease_s=2.0, locate_after_s=0.01)], ids=repr)
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_deadline_that_was_kept_is_not_named_again(settings: LeaseSettings, is_answered: bool) -> None:
+    """Else a loop that waits for it would turn without end while the clock stands still."""
+    lease, now = NodeLease(settings), 100.0
+    lease.step(TIME, now)
+    lease.step(Connected(), now)
+    lease.step(PlaceTaken(now), now)
+    while now < 130.0:
+        for _ in range(4):
+            commands = lease.step(TIME, now)
+            for command in commands:
+                if isinstance(command, Connect):
+                    lease.step(Connected() if is_answered else UNREACHABLE, now)
+                if isinstance(command, SendHeartbeat) and is_answered:
+                    lease.step(HeartbeatAnswered(command.number), now)
+        due_at = lease.next_deadline()
+        assert due_at is not None
+        assert due_at > now, lease.story()
+        now = due_at
 
 
 def test_those_who_prefer_running_on_never_lose_their_place() -> None:
-    session = Session(SETTINGS, may_outlive_lease=True)
-    play(session, [*CONNECTED, (101.0, PlaceTaken(101.0), []), (102.0, Disconnected(), [])])
-    assert session.workers_may_live_until() is None
-    play(session, [(500.0, TIME, [Connect()]), (501.0, UNREACHABLE, []), (900.0, TIME, [Connect()])])
-    assert session.has_place
-    assert not session.has_lapsed(1000.0)
+    lease = NodeLease(SETTINGS, may_outlive_lease=True)
+    play(lease, [*CONNECTED, (101.0, PlaceTaken(101.0), []), (102.0, Disconnected(), [])])
+    assert lease.workers_may_live_until() is None
+    play(lease, [(500.0, TIME, [Connect()]), (501.0, UNREACHABLE, []), (900.0, TIME, [Connect()])])
+    assert lease.has_place
+    assert not lease.has_lapsed(1000.0)
 
 
 @pytest.mark.parametrize(("jitter", "share"), [(0.0, 0.5), (0.5, 0.75), (1.0, 1.0)])
 @pytest.mark.parametrize("event", [UNREACHABLE, REFUSED], ids=repr)
 def test_attempts_come_less_and_less_often(event: ConnectFailed, jitter: float, share: float) -> None:
-    session, now, waits_s = Session(SETTINGS), 100.0, []
+    lease, now, waits_s = NodeLease(SETTINGS), 100.0, []
     for _ in range(5):
-        play(session, [(now, TIME, [Connect()]), (now, ConnectFailed(event.was_refused, jitter), [])])
-        assert session.line is Line.CLOSED
-        due_at = session.next_deadline()
+        play(lease, [(now, TIME, [Connect()]), (now, ConnectFailed(event.was_refused, jitter), [])])
+        assert lease.line is Line.CLOSED
+        due_at = lease.next_deadline()
         assert due_at is not None
-        play(session, [(due_at - 0.01, TIME, [])])
+        play(lease, [(due_at - 0.01, TIME, [])])
         waits_s.append(due_at - now)
         now = due_at
     assert waits_s == [share * wait_s for wait_s in (0.25, 0.5, 1.0, 1.0, 1.0)]
 
 
 def test_a_connection_that_was_made_forgets_the_failures_before() -> None:
-    session = Session(SETTINGS)
+    lease = NodeLease(SETTINGS)
     for now in (100.0, 101.0, 102.0):
-        play(session, [(now, TIME, [Connect()]), (now, UNREACHABLE, [])])
-    play(session, [(103.0, TIME, [Connect()]), (103.0, Connected(), [SendHeartbeat(1)])])
-    play(session, [(104.0, Disconnected(jitter=1.0), [])])
-    assert session.next_deadline() == 104.25
+        play(lease, [(now, TIME, [Connect()]), (now, UNREACHABLE, [])])
+    play(lease, [(103.0, TIME, [Connect()]), (103.0, Connected(), [SendHeartbeat(1)])])
+    play(lease, [(104.0, Disconnected(jitter=1.0), [])])
+    assert lease.next_deadline() == 104.25
 
 
 def test_very_many_failures_do_no_harm() -> None:
-    session = Session(SETTINGS)
+    lease = NodeLease(SETTINGS)
     for now in range(100, 2100):
-        play(session, [(float(now), TIME, [Connect()]), (float(now), UNREACHABLE, [])])
-    assert session.next_deadline() == 2099.5
+        play(lease, [(float(now), TIME, [Connect()]), (float(now), UNREACHABLE, [])])
+    assert lease.next_deadline() == 2099.5
 
 
 DEADLINES: dict[str, tuple[Script, float | None, Line]] = {
@@ -275,17 +359,17 @@ DEADLINES: dict[str, tuple[Script, float | None, Line]] = {
 @pytest.mark.parametrize("name", DEADLINES)
 def test_deadlines(name: str) -> None:
     script, deadline, line = DEADLINES[name]
-    session = Session(SETTINGS)
-    play(session, script)
-    assert (session.next_deadline(), session.line) == (deadline, line)
+    lease = NodeLease(SETTINGS)
+    play(lease, script)
+    assert (lease.next_deadline(), lease.line) == (deadline, line)
 
 
 def test_it_tells_when_it_has_lapsed() -> None:
-    session = Session(SETTINGS)
-    play(session, MEMBER)
-    assert not session.has_lapsed(109.99)
-    assert session.has_lapsed(110.0)
-    play(session, [(110.0, TIME, [SendHeartbeat(2), LosePlace()])])
-    assert not session.has_lapsed(111.0), "it has been said"
-    assert session.workers_may_live_until() == 110.0
-    assert "110.000 TimePassed() -> [SendHeartbeat(number=2), LosePlace()]" in session.story()
+    lease = NodeLease(SETTINGS)
+    play(lease, MEMBER)
+    assert not lease.has_lapsed(109.99)
+    assert lease.has_lapsed(110.0)
+    play(lease, [(110.0, TIME, [SendHeartbeat(2), LosePlace()])])
+    assert not lease.has_lapsed(111.0), "it has been said"
+    assert lease.workers_may_live_until() == 110.0
+    assert "110.000 TimePassed() -> [SendHeartbeat(number=2), LosePlace()]" in lease.story()

@@ -1,0 +1,269 @@
+"""One coordinator's time in office on etcd: when it renews, what it writes, and when it steps down.
+
+A script is a list of (time, event, commands). The lease is 5 s, taken at 100: it serves until 104.5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.rendezvous.etcd.election import (
+    Acknowledge,
+    Leader,
+    MemoryChanged,
+    Office,
+    Renew,
+    RenewalAnswered,
+    RenewalFailed,
+    Resign,
+    TermHeard,
+    TimePassed,
+    Write,
+    WriteAnswered,
+    WriteFailed,
+    is_newer,
+)
+from holdfast.rendezvous.membership.model import Memory
+
+Script = list[tuple[float, Any, list[Any]]]
+TIME = TimePassed()
+L0 = Leader("10.0.0.1", 4711, "token", 7, boot_id="boot")
+L1, L2, L3 = (replace(L0, turn=turn) for turn in (1, 2, 3))
+TEN = replace(L2, term=10)
+OTHER = Leader("10.0.0.2", 4712, "another", 8)
+FIRST, SECOND = Memory(last_round=1), Memory(last_round=2)
+
+
+def write(before: Leader, after: Leader, memory: Memory | None = None) -> Write:
+    return Write(before, after, replace(memory, term=after.term) if memory else None)
+
+
+LOST = Resign("etcd has lost its key")
+LATE = Resign("etcd did not renew its lease in time")
+W1 = write(L0, L1, FIRST)
+WRITING: Script = [(100.0, MemoryChanged(1, FIRST), [W1])]
+RENEWED: Script = [(101.0, TIME, [Renew()]), (101.5, RenewalAnswered(101.0, True), [])]
+
+SCRIPTS: dict[str, Script] = {
+    "it renews in time, and serves from when it asked": [
+        (100.9, TIME, []),
+        *RENEWED,
+        (101.9, TIME, []),
+        (102.0, TIME, [Renew()]),
+        (105.4, TIME, []),
+        (105.5, TIME, [LATE]),
+    ],
+    "one renewal at a time": [(101.0, TIME, [Renew()]), (102.0, TIME, []), (104.0, TIME, [])],
+    "a renewal without an answer is tried again": [
+        (101.0, TIME, [Renew()]),
+        (102.0, RenewalFailed(), []),
+        (102.2, TIME, []),
+        (102.3, TIME, [Renew()]),
+        (102.5, RenewalAnswered(102.3, True), []),
+        (106.7, TIME, [Renew()]),
+    ],
+    "an answer that took long proves only that it was asked for": [
+        (101.0, TIME, [Renew()]),
+        (104.4, RenewalAnswered(101.0, True), []),
+        (104.4, TIME, [Renew()]),
+        (105.5, RenewalAnswered(104.4, True), [LATE]),
+    ],
+    "the lease is checked before anything": [(104.5, MemoryChanged(1, FIRST), [LATE]), (104.6, TIME, [])],
+    "a lease that is unknown has ended": [
+        (101.0, TIME, [Renew()]),
+        (101.1, RenewalAnswered(101.0, False), [Resign("etcd has ended its lease")]),
+        (101.2, MemoryChanged(1, FIRST), []),
+        (101.3, RenewalAnswered(101.0, True), []),
+    ],
+    "what is written is acknowledged": [*WRITING, (100.1, WriteAnswered(L1), [Acknowledge(1)])],
+    "one write at a time, in order": [
+        *WRITING,
+        (100.1, MemoryChanged(2, SECOND), []),
+        (100.1, TermHeard(3, 7), []),
+        (100.2, WriteAnswered(L1), [Acknowledge(1), write(L1, L2, SECOND)]),
+        (100.3, WriteAnswered(L2), [Acknowledge(2), write(L2, replace(L3, term=8))]),
+        (100.4, WriteAnswered(replace(L3, term=8)), [Acknowledge(3)]),
+    ],
+    "a write without an answer is sent again; its own result is success": [
+        *WRITING,
+        (100.1, WriteFailed(), []),
+        (100.3, MemoryChanged(2, SECOND), []),
+        (100.4, TIME, [W1]),
+        (100.5, WriteAnswered(L1), [Acknowledge(1), write(L1, L2, SECOND)]),
+    ],
+    "again and again, while it serves": [
+        *WRITING,
+        (100.1, WriteFailed(), []),
+        (100.4, TIME, [W1]),
+        (100.5, WriteFailed(), []),
+        (100.8, TIME, [W1]),
+        (104.5, WriteAnswered(L1), [LATE]),
+    ],
+    "a late answer to an earlier attempt is no answer to the next write": [
+        *WRITING,
+        (100.1, MemoryChanged(2, SECOND), []),
+        (100.2, WriteAnswered(L1), [Acknowledge(1), write(L1, L2, SECOND)]),
+        (100.3, WriteAnswered(L1), []),
+        (100.4, WriteAnswered(L2), [Acknowledge(2)]),
+        (100.5, WriteAnswered(L2), []),
+    ],
+    "another one is in office": [
+        *WRITING,
+        (100.1, WriteAnswered(OTHER), [Resign("another one, of term 8, is in office")]),
+        (100.2, WriteAnswered(L1), []),
+    ],
+    "etcd has lost the key": [*WRITING, (100.1, WriteAnswered(None), [LOST])],
+    "the token decides, not the term": [
+        *WRITING,
+        (100.1, WriteAnswered(replace(L1, token="x")), [Resign("another one, of term 7, is in office")]),
+    ],
+    "it raises its term before anything that follows": [
+        (100.0, TermHeard(1, 9), [write(L0, replace(L1, term=10))]),
+        (100.1, MemoryChanged(2, FIRST), []),
+        (100.2, WriteAnswered(replace(L1, term=10)), [Acknowledge(1), write(replace(L1, term=10), TEN, FIRST)]),
+    ],
+    "it never lowers it": [(100.0, TermHeard(1, 3), [write(L0, L1)])],
+    "renewals go on while it writes": [
+        *WRITING,
+        (101.0, TIME, [Renew()]),
+        (101.1, WriteAnswered(L1), [Acknowledge(1)]),
+    ],
+}  # fmt: skip
+
+
+def play(office: Office, script: Script) -> None:
+    for at, event, expected in script:
+        assert office.step(event, at) == expected, f"{event} at {at}"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts(name: str) -> None:
+    play(Office(L0, 5.0, 100.0), SCRIPTS[name])
+
+
+def test_it_serves_for_less_than_its_lease() -> None:
+    """A coordinator that was frozen asks before it says its next word."""
+    office = Office(L0, 5.0, 100.0)
+    assert [office.may_serve(at) for at in (100.0, 104.49, 104.5)] == [True, True, False]
+    play(office, RENEWED)
+    assert [office.may_serve(at) for at in (104.5, 105.49, 105.5)] == [True, True, False]
+    play(office, [(101.6, MemoryChanged(1, FIRST), [W1]), (102.0, WriteAnswered(None), [LOST])])
+    assert not office.may_serve(102.0)
+    assert office.next_deadline() is None
+
+
+@pytest.mark.parametrize(
+    ("script", "deadline"),
+    [
+        ([], 101.0),
+        ([(101.0, TIME, [Renew()])], 104.5),
+        (RENEWED, 102.0),
+        ([*WRITING, (100.1, WriteFailed(), [])], 100.1 + 0.3),
+        ([(104.5, TIME, [LATE])], None),
+    ],
+    ids=["the renewal", "the end of the lease", "the next renewal", "the write", "resigned"],
+)
+def test_deadlines(script: Script, deadline: float | None) -> None:
+    office = Office(L0, 5.0, 100.0)
+    play(office, script)
+    assert office.next_deadline() == deadline
+
+
+def test_a_deadline_that_was_kept_is_not_named_again() -> None:
+    """Else a loop that waits for it would turn without end while the clock stands still."""
+    office = Office(L0, 5.0, 100.0)
+    play(office, [*WRITING, (100.1, WriteFailed(), [])])
+    for _ in range(50):
+        due_at = office.next_deadline()
+        if due_at is None:
+            return
+        for command in office.step(TIME, due_at):
+            office.step(RenewalFailed() if isinstance(command, Renew) else WriteFailed(), due_at)
+        assert office.next_deadline() != due_at
+    raise AssertionError("it never resigned")
+
+
+def test_who_is_newer() -> None:
+    assert [is_newer(found, 7) for found in (None, replace(L0, term=6), L0, OTHER)] == [False, False, False, True]
+
+
+@dataclass
+class Keys:
+    """What etcd holds, and the writes that were sent and may still be carried out."""
+
+    leader: Leader | None = L0
+    memory: Memory | None = None
+    pending: list[Write] = field(default_factory=list)
+
+    def carry_out(self, write: Write) -> Leader | None:
+        if self.leader == write.before:
+            self.leader = write.after
+            self.memory = write.memory or self.memory
+        return self.leader
+
+
+@given(
+    st.lists(
+        st.sampled_from(["change", "raise", "answer", "answer lost", "request lost", "late", "other"]), max_size=60
+    )
+)
+def test_what_is_acknowledged_is_written_and_stays(moves: list[str]) -> None:
+    """Whatever gets lost or comes late, until another one is in office; from then on nothing is written."""
+    office, keys, now, number, acknowledged = Office(L0, 1000.0, 0.0), Keys(), 1.0, 0, 0
+    in_flight: Write | None = None
+    changes: set[int] = set()
+    written = 0
+
+    def react(commands: list[Any]) -> None:
+        nonlocal in_flight, acknowledged, written
+        for command in commands:
+            match command:
+                case Write():
+                    assert in_flight is None, "one at a time"
+                    in_flight = command
+                case Acknowledge(done):
+                    assert done == acknowledged + 1, "in order"
+                    acknowledged = done
+                    assert keys.leader == office.leader
+                    if done in changes:
+                        written = done
+                        assert keys.memory == Memory(term=office.term, last_round=done)
+                case Resign():
+                    assert keys.leader == OTHER
+
+    for move in moves:
+        now += 0.4
+        if in_flight is None:
+            react(office.step(TIME, now))
+        attempt = in_flight
+        match move:
+            case "change" | "raise":
+                number += 1
+                changes |= {number} if move == "change" else set()
+                heard = MemoryChanged(number, Memory(last_round=number))
+                react(office.step(heard if move == "change" else TermHeard(number, office.term + 1), now))
+            case "answer" if attempt is not None:
+                in_flight = None
+                react(office.step(WriteAnswered(keys.carry_out(attempt)), now))
+            case "answer lost" if attempt is not None:
+                in_flight = None
+                keys.carry_out(attempt)
+                react(office.step(WriteFailed(), now))
+            case "request lost" if attempt is not None:
+                in_flight = None
+                keys.pending.append(attempt)
+                react(office.step(WriteFailed(), now))
+            case "late" if keys.pending:
+                before = keys.leader
+                late = keys.pending.pop(0)
+                keys.carry_out(late)
+                assert keys.leader in (before, late.after)
+            case "other":
+                keys.leader, keys.memory = OTHER, Memory(last_round=10**6)
+        assert (keys.memory or Memory()).last_round >= written, "a late write changes nothing"
+        assert keys.leader != OTHER or keys.memory == Memory(last_round=10**6)

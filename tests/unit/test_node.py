@@ -1,0 +1,299 @@
+"""What a node says to its coordinators, and what it makes of messages that come when its lease has run out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from holdfast.errors import InternalError
+from holdfast.rendezvous.membership import node_lease
+from holdfast.rendezvous.membership.model import (
+    End,
+    Ended,
+    Expelled,
+    NodeFacts,
+    Notice,
+    Outcome,
+    Place,
+    PlaceLost,
+    Progress,
+    Refused,
+    Resigned,
+    Sealed,
+    Settings,
+    Stage,
+    StandBy,
+    Stop,
+)
+from holdfast.rendezvous.membership.node import (
+    STANDING_CHANGES,
+    CloseRequested,
+    FailureReported,
+    JoinRequested,
+    LeaveCompleted,
+    LeaveRequested,
+    Participant,
+    Received,
+    Send,
+    Standing,
+    SuccessReported,
+    Welcomed,
+)
+from holdfast.rendezvous.membership.node_lease import HangUp, LeaseSettings, Locate, NodeLease, SetLease
+from holdfast.rendezvous.membership.protocol import (
+    Close,
+    Failed,
+    Heartbeat,
+    HeartbeatAnswer,
+    Join,
+    Leaving,
+    Left,
+    Return,
+    Succeeded,
+)
+from holdfast.rendezvous.membership.restart_policy import Failure
+
+LEASE_S = 2.0
+JOINED_AT = 10.0
+IN_TIME = JOINED_AT + 0.89 * LEASE_S
+TOO_LATE = JOINED_AT + 0.91 * LEASE_S
+SETTINGS = Settings()
+PLACE = Place(1, 1, 0, 1, (("default", 1),), b"", "host", 1)
+FAILURE = Failure("n", 0, -9)
+STOP = Stop(1, "why", is_failure=True, is_hang=True)
+LOST = "the coordinator was out of reach for too long"
+SUCCESS = Ended(Outcome(End.SUCCEEDED, "all workers have succeeded"))
+
+
+def outside(term: int = 1, last_round: int = 0, **settings: Any) -> Participant:
+    """A node that is connected, and whose first heartbeat was answered."""
+    node = Participant(NodeFacts("n"), SETTINGS, NodeLease(LeaseSettings(0.5, LEASE_S, **settings)))
+    node.step(node_lease.TimePassed(), JOINED_AT - 1.0)
+    node.step(Welcomed(term, last_round), JOINED_AT - 1.0)
+    node.step(Received(HeartbeatAnswer(1)), JOINED_AT - 1.0)
+    return node
+
+
+def waiting(**settings: Any) -> Participant:
+    node = outside(**settings)
+    node.step(JoinRequested(1), JOINED_AT)
+    return node
+
+
+def member(**settings: Any) -> Participant:
+    """A node that has joined at `JOINED_AT`, was sealed at once, and whose second heartbeat is on its way."""
+    node = waiting(**settings)
+    node.step(Received(Sealed("n/0", PLACE)), JOINED_AT)
+    node.step(node_lease.TimePassed(), JOINED_AT + 0.6)
+    return node
+
+
+def said(commands: list[Any]) -> list[Any]:
+    """The messages, but for heartbeats."""
+    messages = [command.message for command in commands if isinstance(command, Send)]
+    return [message for message in messages if not isinstance(message, Heartbeat)]
+
+
+def told(commands: list[Any]) -> list[Any]:
+    """What the agent is told."""
+    kinds = Sealed | StandBy | Stop | PlaceLost | Ended | Refused | Progress | Notice
+    return [command for command in commands if isinstance(command, kinds)]
+
+
+def reconnect(node: Participant, at: float = JOINED_AT + 0.7, term: int = 1, last_round: int = 0) -> list[Any]:
+    """What it says on its next connection."""
+    node.step(node_lease.Disconnected(), at)
+    node.step(node_lease.TimePassed(), at + 0.06)
+    return said(node.step(Welcomed(term, last_round), at + 0.06))
+
+
+# What it says.
+
+
+def test_a_round_from_join_to_join() -> None:
+    node = outside(last_round=4)
+    first, again = NodeFacts("n", port=7), NodeFacts("n", port=8)
+    assert said(node.step(JoinRequested(7), JOINED_AT)) == [Join(first, SETTINGS, None, 4)]
+    place = replace(PLACE, round=5)
+    assert node.step(Received(Sealed("n/0", place)), JOINED_AT) == [SetLease(JOINED_AT + 1.8), Sealed("n/0", place)]
+    assert said(node.step(FailureReported(4, FAILURE), JOINED_AT)) == [], "of another round"
+    assert said(node.step(FailureReported(5, FAILURE), JOINED_AT)) == [Failed(5, FAILURE)]
+    stop = replace(STOP, round=5)
+    assert node.step(Received(STOP), JOINED_AT) == [], "of another round"
+    assert node.step(Received(stop), JOINED_AT) == [stop]
+    commands = node.step(JoinRequested(8), JOINED_AT)
+    assert commands == [SetLease(None), Send(Join(again, SETTINGS, place, 5, False, FAILURE, stop))]
+    node.step(Received(Sealed("n/0", replace(PLACE, round=6))), JOINED_AT)
+    assert said(node.step(JoinRequested(9), JOINED_AT))[0].failure is None, "it was of the round before"
+
+
+def test_success_is_said_once_and_again_on_the_next_connection() -> None:
+    node = member()
+    assert said(node.step(SuccessReported(1), JOINED_AT + 0.7)) == [Succeeded(1)]
+    assert reconnect(node) == [Return(node.facts, SETTINGS, PLACE, Stage.FINISHED)]
+
+
+@pytest.mark.parametrize(
+    ("begin", "events", "expected"),
+    [
+        (outside, [], []),
+        (waiting, [], [Join(NodeFacts("n", port=1), SETTINGS)]),
+        (member, [], [Return(NodeFacts("n", port=1), SETTINGS, PLACE, Stage.RUNNING)]),
+        (
+            member,
+            [FailureReported(1, FAILURE)],
+            [Return(NodeFacts("n", port=1), SETTINGS, PLACE, Stage.RUNNING), Failed(1, FAILURE)],
+        ),
+        (
+            member,
+            [LeaveRequested()],
+            [Return(NodeFacts("n", port=1), SETTINGS, PLACE, Stage.RUNNING), Leaving()],
+        ),
+        (waiting, [LeaveRequested()], [Leaving()]),
+        (waiting, [LeaveRequested(), LeaveCompleted()], [Left()]),
+        (outside, [CloseRequested("enough")], [Close("enough")]),
+        (waiting, [Received(SUCCESS)], [Left()]),
+    ],
+)
+def test_what_may_have_got_lost_is_said_again(begin: Any, events: list[Any], expected: list[Any]) -> None:
+    node = begin()
+    for event in events:
+        node.step(event, JOINED_AT + 0.1)
+    assert reconnect(node, JOINED_AT + 0.2) == expected
+
+
+def test_every_node_tells_the_last_round_that_it_has_heard_of() -> None:
+    """From its own place, from what it was told when it stood by, and from the coordinator's first message."""
+    for node, expected in ((member(), 1), (waiting(), 0), (outside(last_round=9), 9)):
+        node.step(JoinRequested(1), JOINED_AT + 0.6)
+        assert [join.heard_round for join in reconnect(node)] == [expected]
+    node = waiting()
+    assert told(node.step(Received(StandBy(5, "round 5 runs")), JOINED_AT)) == [StandBy(5, "round 5 runs")]
+    [join] = reconnect(node, last_round=3)
+    assert join.heard_round == 5
+
+
+def test_leaving_and_the_end() -> None:
+    node = member()
+    assert said(node.step(LeaveRequested(), IN_TIME)) == [Leaving()]
+    assert said(node.step(LeaveCompleted(), IN_TIME)) == [Left()]
+    node = member()
+    assert node.step(Received(SUCCESS), IN_TIME) == [Send(Left()), SetLease(None), SUCCESS]
+    assert (node.standing, node.next_deadline()) == (Standing.DONE, None)
+    assert node.step(JoinRequested(2), IN_TIME) == [SUCCESS]
+    assert node.step(LeaveRequested(), IN_TIME) == []
+    node = waiting()
+    assert node.step(Received(Refused("no")), IN_TIME) == [Refused("no")]
+    assert node.step(JoinRequested(2), IN_TIME) == [Refused("no")]
+
+
+def test_what_the_agent_hears_while_it_waits() -> None:
+    progress, notice = Progress(1, 2, 2, 9.0), Notice("node b was turned away: --nnodes 3, this run has --nnodes 2")
+    for node, expected in ((waiting(), [progress, notice]), (member(), [notice])):
+        heard = [each for message in (progress, notice) for each in told(node.step(Received(message), IN_TIME))]
+        assert heard == expected
+
+
+@pytest.mark.parametrize(
+    "late",
+    [Sealed("n/1", replace(PLACE, round=2)), Sealed("n/0", PLACE)],
+    ids=["for another incarnation", "of a round that is over"],
+)
+def test_a_place_that_is_not_for_this_join_is_not_taken(late: Sealed) -> None:
+    node = member()
+    node.step(JoinRequested(2), IN_TIME)
+    assert node.step(Received(late), IN_TIME) == []
+    assert node.standing is Standing.WAITING
+
+
+def test_a_place_that_comes_after_its_lease_is_lost_at_once() -> None:
+    node = waiting()
+    commands = node.step(Received(Sealed("n/0", PLACE)), TOO_LATE)
+    assert told(commands) == []
+    assert [join.facts.key for join in said(commands)] == ["n/1"]
+
+
+# Losing its place.
+
+
+def test_one_that_is_expelled_kills_its_workers_and_comes_back_as_a_stranger() -> None:
+    node = member()
+    assert node.step(Received(Expelled("it was silent")), IN_TIME) == [SetLease(IN_TIME), PlaceLost(1, "it was silent")]
+    assert node.standing is Standing.OUTSIDE
+    [join] = said(node.step(JoinRequested(2), IN_TIME))
+    assert (join.facts.key, join.place, join.has_lost_place, join.failure) == ("n/1", PLACE, True, None)
+
+
+def test_one_that_is_expelled_while_it_waits_joins_again_by_itself() -> None:
+    [join] = said(waiting().step(Received(Expelled("a newer incarnation")), IN_TIME))
+    assert (join.facts.key, join.has_lost_place) == ("n/1", False)
+
+
+def test_one_that_leaves_has_nothing_to_lose_but_its_workers() -> None:
+    node = member()
+    node.step(LeaveRequested(), JOINED_AT)
+    assert node.step(Received(Expelled("it was silent")), IN_TIME) == [SetLease(IN_TIME)]
+    assert node.standing is Standing.LEAVING
+
+
+LATE = [
+    FailureReported(1, FAILURE),
+    SuccessReported(1),
+    Received(HeartbeatAnswer(2)),
+    node_lease.Disconnected(),
+    node_lease.ConnectFailed(was_refused=True),
+]
+
+
+@pytest.mark.parametrize("event", LATE, ids=lambda event: type(event).__name__)
+def test_after_the_lease_nothing_brings_the_place_back(event: Any) -> None:
+    node = member()
+    commands = node.step(event, TOO_LATE)
+    assert told(commands) == [PlaceLost(1, LOST)]
+    assert said(commands) == []
+    assert (node.standing, node.facts.incarnation) == (Standing.OUTSIDE, 1)
+
+
+@pytest.mark.parametrize("event", LATE, ids=lambda event: type(event).__name__)
+def test_within_the_lease_they_count(event: Any) -> None:
+    node = member()
+    assert told(node.step(event, IN_TIME)) == []
+    assert node.standing is Standing.MEMBER
+
+
+def test_a_join_after_the_lease_is_a_strangers() -> None:
+    [join] = said(member().step(JoinRequested(2), TOO_LATE))
+    assert (join.facts.key, join.has_lost_place) == ("n/1", True)
+
+
+# Coordinators that are replaced.
+
+
+def test_a_coordinator_that_was_replaced_is_never_accepted_again() -> None:
+    node = member(does_refusal_renew=False, locate_after_s=0.5)
+    assert reconnect(node, JOINED_AT + 0.7, term=3)
+    node.step(node_lease.Disconnected(), JOINED_AT + 0.8)
+    node.step(node_lease.TimePassed(), JOINED_AT + 0.9)
+    commands = node.step(Welcomed(2, 9), JOINED_AT + 0.9)
+    assert commands[0] == HangUp()
+    assert (said(commands), node.is_connected, node.term) == ([], False, 3)
+    node.step(node_lease.TimePassed(), JOINED_AT + 1.0)
+    assert said(node.step(Welcomed(3, 1), JOINED_AT + 1.0)) == [Return(node.facts, SETTINGS, PLACE, Stage.RUNNING)]
+
+
+def test_one_that_resigns_leaves_the_node_its_lease() -> None:
+    node = member(does_refusal_renew=False, locate_after_s=0.5)
+    assert node.step(Received(Resigned()), JOINED_AT + 0.7) == []
+    assert node.step(node_lease.Disconnected(), JOINED_AT + 0.7) == [Locate()]
+    assert node.step(node_lease.ConnectFailed(was_refused=False), JOINED_AT + 1.0) == []
+    assert told(node.step(node_lease.TimePassed(), IN_TIME)) == []
+    assert told(node.step(node_lease.TimePassed(), TOO_LATE)) == [PlaceLost(1, LOST)]
+
+
+def test_a_standing_changes_only_as_the_picture_says() -> None:
+    node = outside()
+    with pytest.raises(InternalError, match="node n/0 cannot go from OUTSIDE to MEMBER"):
+        node._stand(Standing.MEMBER)
+    assert {standing for each in STANDING_CHANGES for standing in (each[0], each[2])} == set(Standing)

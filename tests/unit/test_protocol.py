@@ -1,0 +1,491 @@
+"""What crosses the wire: every kind survives the journey, and nothing else is let in."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.rendezvous.membership import frames, model, protocol
+from holdfast.rendezvous.membership.frames import (
+    DOWNWARD,
+    HANDSHAKE,
+    MAX_HANDSHAKE_BYTES,
+    MAX_MESSAGE_BYTES,
+    UPWARD,
+    Frames,
+    Malformed,
+    encode,
+)
+from holdfast.rendezvous.membership.model import (
+    Admit,
+    End,
+    Memory,
+    NodeFacts,
+    Outcome,
+    Place,
+    Settings,
+    Stage,
+    Stop,
+    World,
+)
+from holdfast.rendezvous.membership.protocol import Join, Return
+from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+
+FACTS = NodeFacts("node-a", 3, "10.0.0.1", 4711, "trainer", 8, 2, 12.5)
+POLICY = RestartPolicy(3, 600.0, 1.0, 30.0, frozenset({13}), frozenset({"SyntaxError"}), frozenset({143}))
+SETTINGS = Settings(2, 4, 600.0, 5.0, 1.0, 5.0, 2.0, 10.0, Admit.ON_RESTART, POLICY)
+MEMBERS = [
+    replace(FACTS, node_id=name, role=role) for name, role in zip("abc", ("trainer", "trainer", "reader"), strict=True)
+]
+PLACE = World.of(4, 7, MEMBERS, 2).place_of("b/3")
+FAILURE = Failure("node-a", 5, -9, "RuntimeError", "rank 5 died of SIGKILL", True)
+NONCE = bytes(range(32))
+
+FROM_STRANGERS: list[Any] = [
+    protocol.Challenge(2, NONCE, True, 1),
+    protocol.Hello(2, "run/1", NONCE, b"proof", 1, 5),
+    protocol.Welcome(b"proof", 5, 7),
+    protocol.Denied("no"),
+]
+FROM_NODES: list[Any] = [
+    protocol.StoreRequest(b"client", 9, "compare_set", ("key",), (b"\x00\xff", b""), -4, 2.5),
+    Join(FACTS, SETTINGS, PLACE, 8, True, FAILURE, Stop(7, "why", True, True)),
+    Join(FACTS, SETTINGS),
+    Return(FACTS, SETTINGS, PLACE, Stage.FINISHED),
+    protocol.Heartbeat(12),
+    protocol.Failed(7, FAILURE),
+    protocol.Succeeded(7),
+    protocol.Leaving(),
+    protocol.Left(),
+    protocol.Close("by the user"),
+]
+FROM_COORDINATORS: list[Any] = [
+    protocol.StoreAnswer(9, (b"\x00\xff",), 2**63 - 1, "timeout"),
+    protocol.HeartbeatAnswer(12),
+    model.Sealed("node-a/3", PLACE),
+    model.StandBy(7, "round 7 runs with 3 nodes, this node stands by"),
+    Stop(7, "node-b leaves"),
+    Stop(7, "rank 2 hung", is_failure=True, is_hang=True),
+    model.Refused("rank 2 is taken"),
+    model.Expelled("it was silent for 5 s"),
+    model.Ended(Outcome(End.FAILED, "no restarts are left", FAILURE)),
+    model.Progress(6, 8, 10, 540.5),
+    model.Notice("standing by"),
+    model.Resigned(),
+]
+DECODERS = {HANDSHAKE: FROM_STRANGERS, UPWARD: FROM_NODES, DOWNWARD: FROM_COORDINATORS}
+EXAMPLES = [(decoder, message) for decoder, messages in DECODERS.items() for message in messages]
+each_example = pytest.mark.parametrize(
+    ("decoder", "message"), EXAMPLES, ids=[type(message).__name__ for _, message in EXAMPLES]
+)
+
+
+def reader(decoder: Any) -> Frames:
+    found = Frames()
+    found.expect(decoder)
+    return found
+
+
+def received(data: bytes, decoder: Any) -> list[object]:
+    stream = reader(decoder)
+    stream.feed(data)
+    found = []
+    while (message := stream.next()) is not None:
+        found.append(message)
+    return found
+
+
+def frame(body: bytes) -> bytes:
+    return struct.pack("!I", len(body)) + body
+
+
+def raw(kind: str, **fields: object) -> bytes:
+    return frame(msgspec.msgpack.encode({"type": kind, **fields}))
+
+
+def refused(data: bytes, decoder: Any = UPWARD) -> str:
+    with pytest.raises(Malformed) as caught:
+        received(data, decoder)
+    return str(caught.value)
+
+
+# Honest messages.
+
+
+def test_there_is_an_example_of_every_kind() -> None:
+    kinds = {*get_args(protocol.Handshake), *get_args(protocol.ToCoordinator), *get_args(protocol.FromCoordinator)}
+    assert {type(message) for _, message in EXAMPLES} == {*kinds, protocol.StoreAnswer}
+
+
+@each_example
+def test_a_message_that_comes_in_pieces_is_put_together(decoder: Any, message: Any) -> None:
+    stream = reader(decoder)
+    *pieces, last = (bytes([each]) for each in encode(message))
+    for piece in pieces:
+        stream.feed(piece)
+        assert stream.next() is None
+    stream.feed(last)
+    assert stream.next() == message
+    assert stream.next() is None
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_messages_that_come_together_are_taken_apart(decoder: Any) -> None:
+    assert received(b"".join(map(encode, DECODERS[decoder])), decoder) == DECODERS[decoder]
+
+
+def test_other_kinds_are_expected_after_the_handshake() -> None:
+    stream = Frames()
+    stream.feed(encode(protocol.Welcome()) + encode(Stop(1, "x")))
+    assert stream.next() == protocol.Welcome()
+    stream.expect(DOWNWARD)
+    assert stream.next() == Stop(1, "x")
+
+
+def test_fields_that_a_newer_peer_adds_do_no_harm() -> None:
+    assert received(raw("Heartbeat", number=3, mood="fine"), UPWARD) == [protocol.Heartbeat(3)]
+    assert received(raw("Notice", text="x", mood="fine"), DOWNWARD) == [model.Notice("x")]
+    hello = raw("Hello", version=2, minor=9, run_id="r", nonce=NONCE, compress="zstd")
+    assert received(hello, HANDSHAKE) == [protocol.Hello(2, "r", NONCE, minor=9)]
+
+
+@pytest.mark.parametrize("version", [1, 3, 99])
+def test_what_another_major_version_sends_can_be_told_from_junk(version: int) -> None:
+    """So that it can be refused by name: its nonces and what else it says are its own business."""
+    for message in (protocol.Hello(version, "run", b"short"), protocol.Challenge(version, b"", True)):
+        assert received(encode(message), HANDSHAKE) == [message]
+    assert received(raw("Hello", version=version, run_id="r", nonce=b"", mood=7), HANDSHAKE)
+
+
+NAMES = st.text(min_size=1, max_size=20)
+TIMES = st.floats(0, 1e10)
+COUNTS = st.integers(0, 2**53)
+
+
+@st.composite
+def some_facts(draw: st.DrawFn) -> NodeFacts:
+    rank = draw(st.none() | st.integers(-5, 5000))
+    port, workers = draw(st.integers(0, 65535)), draw(st.integers(1, 1000))
+    return NodeFacts(draw(NAMES), draw(COUNTS), draw(NAMES), port, draw(NAMES), workers, rank, draw(TIMES))
+
+
+@st.composite
+def some_settings(draw: st.DrawFn) -> Settings:
+    low = draw(st.integers(1, 5000))
+    heartbeat_s = draw(st.floats(0.1, 10.0))
+    times = [draw(TIMES), draw(TIMES), heartbeat_s, heartbeat_s * draw(st.floats(2.0, 10.0)), draw(st.floats(0.1, 9.0))]
+    codes, words = st.frozensets(st.integers(-64, 255), max_size=4), st.frozensets(NAMES, max_size=4)
+    window_s = draw(st.none() | TIMES)
+    policy = RestartPolicy(
+        draw(COUNTS), window_s, draw(TIMES), draw(TIMES), draw(codes), draw(words), draw(codes), draw(words)
+    )
+    high = low + draw(st.integers(0, 5000))
+    return Settings(low, high, *times, draw(st.floats(0, 86400)), draw(st.sampled_from(Admit)), policy)
+
+
+@st.composite
+def some_place(draw: st.DrawFn) -> Place:
+    members = draw(st.lists(some_facts(), min_size=1, max_size=9, unique_by=lambda each: each.key))
+    world = World.of(draw(COUNTS), draw(st.integers(1, 2**53)), members, draw(COUNTS))
+    return world.place_of(draw(st.sampled_from(world.keys)))
+
+
+SOME_FAILURE = st.builds(Failure, NAMES, st.integers(-1, 9999), st.integers(-64, 255), NAMES, st.text(), st.booleans())
+SOME_STOP = st.builds(Stop, COUNTS, st.text(), st.booleans(), st.booleans())
+SOME_OUTCOME = st.builds(Outcome, st.sampled_from(End), st.text(), st.none() | SOME_FAILURE)
+SOME_REQUEST = st.builds(
+    protocol.StoreRequest,
+    st.binary(max_size=32),
+    COUNTS,
+    NAMES,
+    st.lists(st.text()).map(tuple),
+    st.lists(st.binary()).map(tuple),
+    st.integers(-(2**63), 2**63 - 1),
+    TIMES,
+)
+SOME_JOIN = st.builds(
+    Join, some_facts(), some_settings(), st.none() | some_place(), COUNTS, st.booleans(), st.none() | SOME_FAILURE
+)
+SOME_UPWARD = st.one_of(
+    SOME_JOIN,
+    st.builds(Return, some_facts(), some_settings(), some_place(), st.sampled_from(Stage)),
+    st.builds(protocol.Failed, COUNTS, SOME_FAILURE),
+    SOME_REQUEST,
+)
+SOME_DOWNWARD = st.one_of(SOME_STOP, st.builds(model.Sealed, NAMES, some_place()), st.builds(model.Ended, SOME_OUTCOME))
+
+
+@given(
+    st.tuples(st.just(UPWARD), st.lists(SOME_UPWARD, max_size=5))
+    | st.tuples(st.just(DOWNWARD), st.lists(SOME_DOWNWARD, max_size=5)),
+    st.randoms(use_true_random=False),
+)
+def test_any_messages_survive_any_cut(sent: tuple[Any, list[Any]], random: Any) -> None:
+    decoder, messages = sent
+    stream, data = reader(decoder), b"".join(map(encode, messages))
+    found: list[object] = []
+    while data:
+        size = random.randint(1, max(1, len(data)))
+        stream.feed(data[:size])
+        data = data[size:]
+        while (message := stream.next()) is not None:
+            found.append(message)
+    assert found == messages
+
+
+# Everything else.
+
+
+@given(st.sampled_from(list(DECODERS)), st.binary(max_size=300))
+def test_junk_is_refused_or_awaited_and_nothing_else(decoder: Any, data: bytes) -> None:
+    try:
+        received(data, decoder)
+        received(frame(data), decoder)
+    except Malformed:
+        pass
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_a_message_with_changed_bytes_is_refused_or_is_another_message(example: Any, data: st.DataObject) -> None:
+    decoder, message = example
+    changed = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        changed[data.draw(st.integers(4, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        for found in received(bytes(changed), decoder):
+            assert type(found) in {type(each) for each in DECODERS[decoder]}
+    except Malformed:
+        pass
+
+
+@each_example
+def test_a_message_that_is_cut_short_is_refused(decoder: Any, message: Any) -> None:
+    body = encode(message)[4:]
+    for end in range(len(body)):
+        assert "not a message" in refused(frame(body[:end]), decoder)
+
+
+def test_a_message_with_more_behind_it_is_refused() -> None:
+    assert "trailing" in refused(frame(encode(protocol.Left())[4:] + b"\x00"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        b"\xc0",
+        b"\x90",
+        b"\x80",
+        b"\x81\xa4type\x01",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x82\xa4type\xa9Heartbeat\xa6number" + b"\xc7\x10\x05",
+        b"\x83\xa4type\xa9Heartbeat\xa6number\x01\xa1x" + b"\x91" * 100_000,
+        b"\x82\xa4type\xa5Close\xa6reason\xa2\xff\xff",
+        b"\x82\xa4type\xa5Close\xa6reason\xdb\xff\xff\xff\xff",
+        b"\x84\xa4type\xacStoreRequest\xa6sender\xc4\x00\xa6number\x01\xa4keys\xdd\xff\xff\xff\xff",
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_bodies_that_are_no_messages(body: bytes) -> None:
+    assert "not a message" in refused(frame(body))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "words"),
+    [
+        ("Nonsense", {}, "Invalid value 'Nonsense'"),
+        ("Heartbeat", {}, "missing required field `number`"),
+        ("Heartbeat", {"number": "1"}, "Expected `int`, got `str`"),
+        ("Heartbeat", {"number": 1.0}, "Expected `int`, got `float`"),
+        ("Heartbeat", {"number": True}, "Expected `int`, got `bool`"),
+        ("Heartbeat", {"number": None}, "Expected `int`, got `None`"),
+        ("Close", {"reason": b"x"}, "Expected `str`, got `bytes`"),
+        ("Failed", {"round": 1, "failure": []}, "Expected `object`, got `array`"),
+        ("Join", {"facts": {"node_id": 1}, "settings": {}}, "Expected `str`, got `int` - at `$.facts.node_id`"),
+        ("Join", {"facts": {"node_id": "a"}, "settings": {"admit": "never"}}, "Invalid enum value 'never'"),
+        ("StoreRequest", {"sender": b"", "number": 1, "operation": "get", "keys": "k"}, "Expected `array`, got `str`"),
+    ],
+)
+def test_wrong_types(kind: str, fields: dict[str, object], words: str) -> None:
+    assert words in refused(raw(kind, **fields))
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        (HANDSHAKE, Join(FACTS, SETTINGS)),
+        (UPWARD, protocol.Hello(2, "run", NONCE)),
+        (UPWARD, Stop(1, "x")),
+        (DOWNWARD, protocol.Close("x")),
+    ],
+)
+def test_a_kind_at_the_wrong_time_is_refused(decoder: Any, message: Any) -> None:
+    assert "Invalid value" in refused(encode(message), decoder)
+
+
+def wrong_settings(**changes: Any) -> Join:
+    return Join(FACTS, replace(SETTINGS, **changes))
+
+
+def wrong_policy(**changes: Any) -> Join:
+    return wrong_settings(policy=replace(POLICY, **changes))
+
+
+def wrong_facts(**changes: Any) -> Join:
+    return Join(replace(FACTS, **changes), SETTINGS)
+
+
+def wrong_place(**changes: Any) -> Return:
+    return Return(FACTS, SETTINGS, replace(PLACE, **changes), Stage.RUNNING)
+
+
+def wrong_failure(**changes: Any) -> protocol.Failed:
+    return protocol.Failed(1, replace(FAILURE, **changes))
+
+
+NAN, INF = float("nan"), float("inf")
+TOO_LONG = "x" * 20_000
+SENSELESS: list[tuple[Any, str]] = [
+    (wrong_settings(min_nodes=0), "$.settings.min_nodes"),
+    (wrong_settings(min_nodes=5), "Join makes no sense: a run of 5 to 4 nodes"),
+    (wrong_settings(max_nodes=10**9), "$.settings.max_nodes"),
+    *((wrong_settings(lease_s=value), "$.settings.lease_s") for value in (NAN, INF, -1.0, 0.0, 1e300)),
+    (wrong_settings(heartbeat_s=0.0), "$.settings.heartbeat_s"),
+    (wrong_settings(heartbeat_s=3.0), "a lease of 5 s with a heartbeat every 3 s"),
+    (wrong_settings(drop_timeout_s=0.0), "$.settings.drop_timeout_s"),
+    *((wrong_settings(close_linger_s=value), "$.settings.close_linger_s") for value in (NAN, 1e6)),
+    (wrong_policy(max_restarts=-1), "$.settings.policy.max_restarts"),
+    (wrong_policy(window_s=NAN), "$.settings.policy.window_s"),
+    (wrong_policy(backoff_s=-INF), "$.settings.policy.backoff_s"),
+    (wrong_policy(fatal_exceptions=frozenset(map(str, range(2000)))), "$.settings.policy.fatal_exceptions"),
+    (wrong_policy(uncounted_exceptions=frozenset({"x" * 1025})), "$.settings.policy.uncounted_exceptions"),
+    (wrong_policy(fatal_exit_codes=frozenset(range(2000))), "$.settings.policy.fatal_exit_codes"),
+    (wrong_facts(node_id=""), "length >= 1 - at `$.facts.node_id`"),
+    (wrong_facts(node_id="x" * 1025), "length <= 1024 - at `$.facts.node_id`"),
+    (wrong_facts(role="x" * 1025), "$.facts.role"),
+    (wrong_facts(incarnation=-1), "$.facts.incarnation"),
+    (wrong_facts(port=65536), "$.facts.port"),
+    (wrong_facts(local_world_size=0), "$.facts.local_world_size"),
+    (wrong_facts(local_world_size=2**40), "$.facts.local_world_size"),
+    *((wrong_facts(grace_s=value), "$.facts.grace_s") for value in (NAN, INF, -1.0, 1e11)),
+    (Join(FACTS, SETTINGS, heard_round=-1), "$.heard_round"),
+    (Join(FACTS, SETTINGS, replace(PLACE, rank=3)), "Join makes no sense: rank 3 of 3 nodes"),
+    (Join(FACTS, SETTINGS, stop=Stop(1, TOO_LONG)), "$.stop.reason"),
+    (wrong_place(round=0), "$.place.round"),
+    (wrong_place(term=-1), "$.place.term"),
+    (wrong_place(rank=3), "Return makes no sense: rank 3 of 3 nodes"),
+    (wrong_place(rank=-1), "$.place.rank"),
+    (wrong_place(node_count=10**9), "$.place.node_count"),
+    (wrong_place(shapes=(("a", 0),)), "$.place.shapes[0][1]"),
+    (wrong_place(shapes=(("a", 1),) * 1025), "length <= 1024 - at `$.place.shapes`"),
+    (wrong_place(pattern=bytes(600_000)), "$.place.pattern"),
+    (wrong_place(restarts_used=-1), "$.place.restarts_used"),
+    (wrong_place(restarts_used=2**54), "$.place.restarts_used"),
+    (wrong_place(master_port=-1), "$.place.master_port"),
+    (wrong_failure(text=TOO_LONG), "$.failure.text"),
+    (wrong_failure(node="x" * 2000), "$.failure.node"),
+    (wrong_failure(exitcode=2**60), "$.failure.exitcode"),
+    (protocol.Close(TOO_LONG), "$.reason"),
+    (protocol.StoreRequest(b"", 1, "get", ("k",), timeout_s=NAN), "$.timeout_s"),
+    (protocol.StoreRequest(b"", 1, "get", ("k",), timeout_s=INF), "$.timeout_s"),
+    (protocol.StoreRequest(b"", 1, "get", ("k",), timeout_s=-1.0), "$.timeout_s"),
+    (protocol.StoreRequest(b"x" * 33, 1, "get", ("k",)), "$.sender"),
+    (model.Sealed("a/0", replace(PLACE, node_count=4)), "Sealed makes no sense: a world of 4 nodes describes another"),
+    (model.Sealed("a/0", replace(PLACE, pattern=b"junk")), "Sealed makes no sense: a world whose pattern"),
+    (model.Ended(Outcome(End.FAILED, TOO_LONG)), "$.outcome.reason"),
+    (model.Notice(TOO_LONG), "$.text"),
+    (model.Progress(1, 1, 1, NAN), "$.seconds_left"),
+    (protocol.Hello(2, "run", b"short"), "Hello makes no sense: a nonce of 5 bytes"),
+    (protocol.Challenge(2, b"", True), "Challenge makes no sense: a nonce of 0 bytes"),
+    (protocol.Hello(2, "run", NONCE, bytes(2000)), "$.proof"),
+    (protocol.Hello(2, "run", NONCE, term=-1), "$.term"),
+]
+
+
+@pytest.mark.parametrize(("message", "words"), SENSELESS)
+def test_values_that_make_no_sense(message: Any, words: str) -> None:
+    [decoder] = [each for each, kinds in DECODERS.items() if type(message) in map(type, kinds)]
+    assert words in refused(encode(message), decoder)
+
+
+def test_a_failure_can_be_cut_to_what_may_be_sent() -> None:
+    long = Failure("n" * 5000, 1, 1, "e" * 5000, "x" * 10**6)
+    cut = protocol.clipped(long)
+    assert received(encode(protocol.Failed(1, cut)), UPWARD) == [protocol.Failed(1, cut)]
+    assert cut.text.endswith("x ...")
+    assert protocol.clipped(FAILURE) == FAILURE
+
+
+# Memory, which is written down and read back by the same rules.
+
+
+def test_memory_is_read_back_as_it_was_written() -> None:
+    memory = Memory(5, 4, 7, ("a/0", "b/1"), True, 3, (1.5, 0.0), SETTINGS, Outcome(End.FAILED, "why", FAILURE))
+    for codec in (msgspec.msgpack, msgspec.json):
+        assert codec.decode(codec.encode(memory), type=Memory) == memory
+        with pytest.raises(msgspec.ValidationError):
+            codec.decode(codec.encode(replace(memory, last_round=-1)), type=Memory)
+
+
+# Sizes.
+
+
+def test_a_long_message_is_refused_by_its_length_alone() -> None:
+    assert "longer than the 1048576" in refused(struct.pack("!I", MAX_MESSAGE_BYTES + 1))
+
+
+def test_the_largest_message_passes_and_one_byte_more_is_not_sent() -> None:
+    def request(size: int) -> protocol.StoreRequest:
+        return protocol.StoreRequest(b"", 1, "set", ("k",), (bytes(size),))
+
+    room = MAX_MESSAGE_BYTES - len(encode(request(MAX_MESSAGE_BYTES // 2))) + 4 + MAX_MESSAGE_BYTES // 2
+    largest = request(room)
+    assert len(encode(largest)) == 4 + MAX_MESSAGE_BYTES
+    assert received(encode(largest), UPWARD) == [largest]
+    with pytest.raises(ValueError, match="StoreRequest has 1048577 bytes, at most 1048576 can be sent"):
+        encode(request(room + 1))
+
+
+def test_strangers_may_send_less() -> None:
+    stream = Frames(MAX_HANDSHAKE_BYTES)
+    stream.feed(struct.pack("!I", MAX_HANDSHAKE_BYTES + 1))
+    with pytest.raises(Malformed, match="longer than the 16384"):
+        stream.next()
+    stream = Frames(MAX_HANDSHAKE_BYTES)
+    stream.expect(UPWARD)
+    stream.feed(encode(protocol.Close("x" * MAX_HANDSHAKE_BYTES)))
+    assert stream.next(), "the limit is that of strangers"
+
+
+def test_the_longest_run_id_fits_into_a_handshake() -> None:
+    hello = protocol.Hello(2, "\U0001f600" * 1024, NONCE, bytes(32))
+    stream = Frames(MAX_HANDSHAKE_BYTES)
+    stream.feed(encode(hello))
+    assert stream.next() == hello
+
+
+# Proofs.
+
+
+def test_a_proof_is_for_one_token_side_run_and_pair_of_nonces() -> None:
+    args = (b"token", b"agent", "run", b"challenge", b"nonce")
+    others = [
+        (b"Token", *args[1:]),
+        (args[0], b"coordinator", *args[2:]),
+        (*args[:2], "other", *args[3:]),
+        (*args[:3], b"another", args[4]),
+        (*args[:4], b"another"),
+        # The same bytes, cut elsewhere.
+        (*args[:2], "runc", b"hallenge", args[4]),
+    ]
+    proof = frames.prove(*args)
+    assert frames.is_proof(frames.prove(*args), proof)
+    assert not any(frames.is_proof(frames.prove(*other), proof) for other in others)
+    assert not frames.is_proof(b"", proof)
