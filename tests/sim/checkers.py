@@ -187,7 +187,7 @@ class OneWorldAtOnce(Checker):
 
 class SurvivorsKeepOrder(Checker):
     """A node that is in two rounds that follow each other keeps its place relative to the others that are, also if
-    another coordinator seals the second one, as far as the nodes knew of their places."""
+    another coordinator seals the second one, as far as the nodes knew of their places and came back in time."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -199,9 +199,11 @@ class SurvivorsKeepOrder(Checker):
 
     def coordinator_started(self) -> None:
         self._unheard = set(self._keys)
+        self._started_at = self.now()
 
     def message_received(self, key: str, message: protocol.FromNode) -> None:
-        if isinstance(message, (protocol.Join, protocol.Return)) and message.place is not None:
+        is_late = bool(self._unheard) and self.now() - self._started_at >= self.settings.lease_s
+        if isinstance(message, (protocol.Join, protocol.Return)) and message.place is not None and not is_late:
             self._unheard.discard(key)
 
     def world_sealed(self, world: World) -> None:

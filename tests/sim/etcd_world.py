@@ -96,13 +96,11 @@ class EtcdWorld(FakeWorld):
 
     def _rest(self) -> None:
         """At rest only the coordinator talks to etcd."""
-        world, asked = self.running_world(), self.gateway.asked_by_agents
-        if world is None:
-            return
         self.engine.run_until(self.engine.now + 2.0)  # What is on its way arrives.
-        asked = self.gateway.asked_by_agents
+        world, agents, asked = self.running_world(), len(self.agents), self.gateway.asked_by_agents
         self.engine.run_until(self.engine.now + _REST_S)
-        if self.running_world() is world and self.gateway.asked_by_agents > asked:
+        is_at_rest = world is not None and self.running_world() is world and len(self.agents) == agents
+        if is_at_rest and self.gateway.asked_by_agents > asked:
             raise Violation("agents_leave_etcd_alone", f"{self.gateway.asked_by_agents - asked} requests at rest")
 
 
