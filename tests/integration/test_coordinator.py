@@ -23,7 +23,7 @@ from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from holdfast.rendezvous.client import handshake, reachability
 from holdfast.rendezvous.handler import CoordinatorHandler
-from holdfast.rendezvous.membership import frames, model, protocol
+from holdfast.rendezvous.membership import model, protocol
 from holdfast.rendezvous.membership.model import Settings, Stop
 from tests import support
 from tests.coordinators import Caller, CoordinatorProcess, Peer, coordinator, form, listener, node
@@ -193,25 +193,6 @@ def test_somebody_who_hangs_up_at_the_port() -> None:
 def test_something_else_that_speaks_first(says: bytes) -> None:
     with listener(says) as port, node(port) as a:
         assert refusal(a) == f"127.0.0.1:{port} answers, but it is not a holdfast coordinator"
-
-
-def test_a_coordinator_of_another_version() -> None:
-    challenge = frames.encode(protocol.Challenge(99, b"its own kind of nonce", False))
-    with listener(challenge) as port, node(port) as a:
-        assert (
-            refusal(a) == f"the coordinator at 127.0.0.1:{port} speaks version 99 of the protocol, this agent speaks 2"
-        )
-
-
-def test_an_agent_of_another_version(server: CoordinatorProcess) -> None:
-    with Peer(server.port) as peer:
-        peer.await_kind(protocol.Challenge)
-        peer.send(protocol.Hello(99, "run", b"its own kind of nonce"))
-        denied = peer.await_kind(protocol.Denied)
-        assert denied.reason == "it speaks version 99 of the protocol, this coordinator speaks 2"
-        assert peer.is_hung_up()
-    server.await_line("is turned away: it speaks version 99")
-    assert len(server.lines("turned away")) == 1
 
 
 @pytest.mark.parametrize("run_id", ["", "x" * 1025])
