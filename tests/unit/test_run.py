@@ -885,7 +885,7 @@ def test_the_memory_fits_into_a_value_of_etcd() -> None:
             settings(4096, 4096, policy=policy),
         )
         for number in range(4096):
-            commands = run.step(joined(f"{number}{long * length}", of), 0.0)
+            commands = run.step(joined(f"{number}{long * length}", of), 60.0)  # After the wait.
         assert bool(memory_of(commands).members) == are_written
         memory = replace(memory_of(commands), outcome=Outcome(End.FAILED, long * 16_384, cause))
         assert len(msgspec.msgpack.encode(memory)) < 1_500_000
