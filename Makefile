@@ -6,14 +6,17 @@ BIN    := $(VENV)/bin
 TESTS  ?= tests
 SEEDS  ?= 10000
 JOBS   ?= 2
+PYTEST ?= $(BIN)/pytest
 
-.PHONY: demo test sim frost check docs bench clean
+.PHONY: demo test test-all sim frost check docs bench clean
 
 demo: $(VENV)/.runtime
 	@$(BIN)/holdfast run --standalone --nproc-per-node 4 --max-restarts 2 --tee 3 examples/demo/train.py
 
 test: $(VENV)/.test
-	$(BIN)/pytest -n 2 --dist worksteal $(TESTS)
+	$(PYTEST) -n 2 --dist worksteal $(TESTS)
+
+test-all: test
 
 # Runs that never were, with faults drawn from a seed; a seed that fails says how to see it again.
 sim: $(VENV)/.test

@@ -43,8 +43,8 @@ from memory import held_by
 from one_node import _tell
 
 from holdfast.rendezvous.etcd_client import EtcdClient
-from holdfast.rendezvous.etcd_server import find_etcd_binary
 from holdfast.rendezvous.keyspace import Keyspace
+from holdfast.testing.etcd_server import find_etcd_binary
 
 SIZES = (2, 16, 64, 256)
 REST_SIZES = (16, 64)

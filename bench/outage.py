@@ -20,7 +20,7 @@ from launchers import BenchmarkError
 from many_nodes import NS_PER_S, Scene, _cpu_s, _scene
 from one_node import _machine, _tell
 
-from holdfast.rendezvous.etcd_server import EtcdCluster
+from holdfast.testing.etcd_server import EtcdCluster
 
 NODES = 3
 LOST = (0, 1)

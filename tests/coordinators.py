@@ -38,10 +38,17 @@ def default_run_id() -> str:
 class CoordinatorProcess:
     """`holdfast coordinator` at a port of its own. What it says is in `log`, what it writes down in `home`."""
 
-    def __init__(self, home: Path, *options: str, port: int = 0, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        home: Path,
+        *options: str,
+        port: int = 0,
+        address: str = "127.0.0.1",
+        env: dict[str, str] | None = None,
+    ) -> None:
         self._said = home / f"coordinator-{time.monotonic_ns()}.err"
         self._page = 0
-        command = [sys.executable, "-m", "holdfast", "coordinator", "--listen", f"127.0.0.1:{port}", *options]
+        command = [sys.executable, "-m", "holdfast", "coordinator", "--listen", f"{address}:{port}", *options]
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(home), **(env or {})}
         with self._said.open("wb") as said:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=said, env=environment)

@@ -22,3 +22,15 @@ class HostError(HoldfastError, RuntimeError):
 
 class InternalError(HoldfastError, RuntimeError):
     """holdfast itself is wrong; the text carries the recent story."""
+
+
+_FROM_RUN = "_holdfast_is_from_run"
+
+
+def mark_as_from_run(error: Exception) -> None:
+    """Note that the run had begun when this was raised: it is not about a value that the user gave."""
+    error.__dict__[_FROM_RUN] = True
+
+
+def is_from_run(error: BaseException) -> bool:
+    return _FROM_RUN in error.__dict__

@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any
 from holdfast.agent import health
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import RunResult, WorkerSpec
-from holdfast.errors import UserError
-from holdfast.process import entry
+from holdfast.errors import UserError, mark_as_from_run
+from holdfast.process import devices, entry
 from holdfast.process.errors import ChildFailedError
 from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, SignalException, parse_signals
-from holdfast.rendezvous import registry, restart
-from holdfast.rendezvous.api import RendezvousHandler, RendezvousParameters
+from holdfast.rendezvous import registry
+from holdfast.rendezvous.api import DefaultTimeout, RendezvousHandler, RendezvousParameters
 from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
-from holdfast.rendezvous.restart import RestartPolicy
-from holdfast.telemetry import events, metrics
+from holdfast.rendezvous.membership import restart_policy
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from holdfast.telemetry import events, fallback_log, metrics
 
 if TYPE_CHECKING:
     from holdfast.diagnosis.hang import HangPolicy
@@ -36,13 +37,14 @@ logger = logging.getLogger(__name__)
 
 _SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _EXIT_BARRIER_TIMEOUT_VARIABLE = "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT"
-_DEFAULT_RDZV_TIMEOUT_S = 900
+_DEFAULT_RDZV_TIMEOUT_S = DefaultTimeout(900)
 
 
 @dataclass
 class LaunchConfig:
     """Everything about a run but what its workers execute.
 
+    `nproc_per_node` may also be a text that `--nproc-per-node` takes, such as "auto"; it is turned into a number.
     `rdzv_timeout` is the older spelling of `rdzv_configs["timeout"]` and wins over it. `shutdown_timeout` is the
     grace in seconds between the first signal to a worker and SIGKILL; `exit_barrier_timeout` is for how many seconds a
     node whose workers have finished waits for the other nodes. `restart_policy` says more about restarts than
@@ -53,7 +55,7 @@ class LaunchConfig:
 
     min_nodes: int
     max_nodes: int
-    nproc_per_node: int
+    nproc_per_node: int | str
     logs_specs: LogsSpecs | None = None
     run_id: str = ""
     role: str = "default_role"
@@ -80,6 +82,8 @@ class LaunchConfig:
     exit_barrier_timeout: float | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.nproc_per_node, str):
+            self.nproc_per_node = devices.worker_count(self.nproc_per_node)
         # A copy: the caller's dictionary is the caller's.
         self.rdzv_configs = {"timeout": _DEFAULT_RDZV_TIMEOUT_S, **self.rdzv_configs}
         if self.rdzv_timeout != -1:
@@ -90,7 +94,7 @@ class LaunchConfig:
         self.exit_barrier_timeout = _time_s(
             "exit_barrier_timeout", self.exit_barrier_timeout, _EXIT_BARRIER_TIMEOUT_VARIABLE, 300
         )
-        problem = restart.objection_to(self.restart_policy or RestartPolicy(self.max_restarts))
+        problem = restart_policy.objection_to(self.restart_policy or RestartPolicy(self.max_restarts))
         if problem:
             raise UserError(problem)
         if self.health_port is None:
@@ -114,8 +118,9 @@ def _time_s(name: str, given: float | None, variable: str, default: int) -> floa
 class elastic_launch:  # noqa: N801  (the name that users know)
     """`elastic_launch(config, entrypoint)(*args)` runs the entry point on this node and returns the results.
 
-    The entry point is a function, or a program to execute. The result maps each global rank of this node to what
-    its function returned (None for a program). Workers that failed for good raise `ChildFailedError`.
+    The entry point is a function, also with keyword arguments, or a program to execute. The result maps each global
+    rank of this node to what its function returned (None for a program). Workers that failed for good raise
+    `ChildFailedError`.
     """
 
     def __init__(
@@ -128,8 +133,13 @@ class elastic_launch:  # noqa: N801  (the name that users know)
         self._entrypoint = entrypoint
         self._health_check_server = health_check_server
 
-    def __call__(self, *args: Any) -> dict[int, Any]:
-        return launch_agent(self._config, self._entrypoint, list(args), self._health_check_server)
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
+        entrypoint = self._entrypoint
+        if kwargs and not callable(entrypoint):
+            raise TypeError(f"a program has no keyword arguments, but got {', '.join(sorted(kwargs))}")
+        if kwargs and callable(entrypoint):
+            entrypoint = functools.partial(entrypoint, **kwargs)
+        return launch_agent(self._config, entrypoint, list(args), self._health_check_server)
 
 
 def launch_agent(
@@ -139,6 +149,7 @@ def launch_agent(
     health_check_server: Any = None,
 ) -> dict[int, Any]:
     """Run one agent to its end. See `elastic_launch`."""
+    fallback_log.install()
     if health_check_server is None:
         health_check_server = health.server_at(config.health_port)
     # From before the rendezvous is reached until after it is left, either of which may take its time.
@@ -167,7 +178,7 @@ def _launch(
     os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
     spec = WorkerSpec(
         role=config.role,
-        local_world_size=config.nproc_per_node,
+        local_world_size=int(config.nproc_per_node),
         entrypoint=entrypoint,
         args=tuple(args),
         rdzv_handler=registry.get_rendezvous_handler(parameters),
@@ -208,7 +219,7 @@ def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None,
     event_log_handler = config.event_log_handler
     try:
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
-        result = agent.run()
+        result = _run(agent)
         events.record(agent.get_event_succeeded(), event_log_handler)
         return result
     except SignalException:
@@ -221,6 +232,14 @@ def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None,
     finally:
         if not is_leaving and handler is not None:
             _shut_down(handler)
+
+
+def _run(agent: LocalElasticAgent) -> RunResult:
+    try:
+        return agent.run()
+    except Exception as error:
+        mark_as_from_run(error)
+        raise
 
 
 def _shut_down(handler: RendezvousHandler) -> None:

@@ -313,6 +313,22 @@ def test_a_disk_that_is_full_from_the_start(holdfast: Holdfast, small_disk: Path
     assert ended.last.startswith("Cause: rank 0 failed: ValueError: boom")
 
 
+def test_a_log_dir_that_becomes_a_file_costs_the_logs_only(holdfast: Holdfast, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    script = holdfast.script(f"""
+        import os, pathlib, shutil
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            shutil.rmtree("{logs}")
+            pathlib.Path("{logs}").write_text("now a file")
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] != "2":
+            raise ValueError("boom")
+        print("fine")
+    """)
+    ended = holdfast.run(f"--log-dir={logs}", "-t3", "--max-restarts=2", script)
+    assert (ended.code, ended.out) == (0, "[default0]:fine\n"), str(ended)
+    assert len([line for line in ended.own if "run without logs" in line]) == 1
+
+
 # --- values that cannot be sent -------------------------------------------------------------------------------
 
 LAUNCH = """

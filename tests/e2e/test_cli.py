@@ -149,6 +149,22 @@ def test_every_restart_is_told_with_its_cause(holdfast: Holdfast) -> None:
     assert ended.last.startswith("Cause: rank 0 exited with code 9")
 
 
+def test_a_restart_that_is_not_counted_is_told_with_its_cause(holdfast: Holdfast) -> None:
+    """Also if no other restart is allowed: a run that restarts for ever must say why."""
+    script = holdfast.script("import os, sys; sys.exit(5 if os.environ['HOLDFAST_ROUND'] == '1' else 9)")
+    ended = holdfast.run("--uncounted-exit-codes=5", "--restart-backoff=0.1s", script)
+    told = [line for line in ended.own if "exited with code" in line]
+    assert [line.rpartition("; ")[2] for line in told] == ["a restart that is not counted, in 0.1 s"]
+    assert ended.last.startswith("Cause: rank 0 exited with code 9")
+
+
+def test_the_wait_before_a_restart_is_told(holdfast: Holdfast) -> None:
+    script = holdfast.script("import os, sys; sys.exit(9)")
+    ended = holdfast.run("--max-restarts=2", "--restart-backoff=0.1s", script)
+    told = [line.rpartition("; ")[2] for line in ended.own if "exited with code" in line]
+    assert told == ["restart 1 of 2, in 0.1 s", "restart 2 of 2, in 0.2 s", EXHAUSTED]
+
+
 # --- what is executed -----------------------------------------------------------------------------------------
 
 

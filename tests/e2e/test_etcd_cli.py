@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.rendezvous.etcd_server import EtcdCluster, EtcdServer
+from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
 from tests import support
 from tests.certificates import make_certificates
 from tests.e2e.command import Holdfast

@@ -53,6 +53,17 @@ def test_quiet_failure_says_only_the_report(holdfast: Holdfast) -> None:
     assert ended.last.startswith("Cause: rank 0 exited with code 3")
 
 
+@pytest.mark.parametrize("options", [(), ("--tee=3",)])
+def test_holdfasts_own_lines_begin_a_new_line(holdfast: Holdfast, options: tuple[str, ...]) -> None:
+    """A worker may have left one unfinished."""
+    script = holdfast.script("import sys; sys.stderr.write('half a line'); sys.exit(3)")
+    ended = holdfast.run("--max-restarts=1", *options, script)
+    assert ended.code == 1
+    lines = [line.removeprefix("[default0]:") for line in ended.err.splitlines()]
+    assert lines.count("half a line") == 2, str(ended)
+    assert [line for line in lines if "holdfast:" in line and not line.startswith("holdfast:")] == []
+
+
 def test_quiet_does_not_swallow_a_usage_error(holdfast: Holdfast) -> None:
     ended = holdfast.run("-q", "nothing.py")
     assert (ended.code, ended.err) == (2, "holdfast run: error: script 'nothing.py' does not exist\n")

@@ -63,7 +63,8 @@ def test_a_signal_reaches_the_workers_and_tells_its_number(
     assert mailbox.take(2) == [f"got {number.name}"] * 2
     assert ended.code == 128 + number
     assert ended.own[-2:] == [
-        f"holdfast: got {number.name}, stopping the workers",
+        f"holdfast: got {number.name}, stopping the workers "
+        f"(up to 30 s{'; Ctrl-C again kills them' if number == signal.SIGINT else ''})",
         f"holdfast: stopped by {number.name}",
     ]
     assert "Traceback" not in ended.err
@@ -111,14 +112,21 @@ def test_a_hangup_that_is_ignored_stays_ignored(holdfast: Holdfast, mailbox: Mai
 def test_the_grace_period_is_the_users(holdfast: Holdfast, mailbox: Mailbox) -> None:
     running = started(holdfast, mailbox, "--shutdown-timeout", "3", manner=STUBBORN)
     running.send(signal.SIGTERM)
-    assert running.wait(deadline_s=20).code == 128 + signal.SIGTERM
+    ended = running.wait(deadline_s=20)
+    assert ended.code == 128 + signal.SIGTERM
+    assert ended.own[-2:] == [
+        "holdfast: got SIGTERM, stopping the workers (up to 3 s)",
+        "holdfast: stopped by SIGTERM; ranks 0, 1 had to be killed",
+    ]
     assert mailbox.rest() == ["got SIGTERM"] * 2
 
 
 def test_no_grace_at_all(holdfast: Holdfast, mailbox: Mailbox) -> None:
     running = started(holdfast, mailbox, "--shutdown-timeout", "0", manner=STUBBORN)
     running.send(signal.SIGTERM)
-    assert running.wait(deadline_s=20).code == 128 + signal.SIGTERM
+    ended = running.wait(deadline_s=20)
+    assert ended.code == 128 + signal.SIGTERM
+    assert "holdfast: got SIGTERM, killing the workers" in ended.own
 
 
 def test_a_second_interrupt_kills_at_once(holdfast: Holdfast, mailbox: Mailbox) -> None:
@@ -129,7 +137,8 @@ def test_a_second_interrupt_kills_at_once(holdfast: Holdfast, mailbox: Mailbox) 
     assert running.process.poll() is None
     running.send(signal.SIGINT)
     ended = running.wait(deadline_s=30)
-    assert (ended.code, ended.last) == (130, "holdfast: stopped by SIGINT")
+    killed = "ranks 0, 1 had to be killed"
+    assert (ended.code, ended.last) == (130, f"holdfast: stopped by SIGINT; {killed}")
 
 
 def test_more_termination_signals_do_not_take_the_grace_away(holdfast: Holdfast, mailbox: Mailbox) -> None:

@@ -34,8 +34,9 @@ from holdfast.rendezvous import (
     RendezvousInfo,
     RendezvousStoreInfo,
 )
-from holdfast.rendezvous.coordination import Round, RoundStopped, RunOver, SoloCoordination
-from holdfast.rendezvous.outcome import End, Failure, Outcome
+from holdfast.rendezvous.membership.model import End, Ended, Outcome, PlaceLost, Stop
+from holdfast.rendezvous.membership.restart_policy import Failure
+from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.rendezvous.static import StandaloneRendezvous, StaticTCPRendezvous
 from holdfast.rendezvous.store import InProcessStore
 from holdfast.telemetry import events, metrics
@@ -276,6 +277,13 @@ def test_the_evidence_is_complete_when_the_run_is_over() -> None:
     assert failure.evidence.stderr_tail.strip().endswith("line 2000")
 
 
+def test_an_unreadable_error_file_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    code = 'echo junk > "$TORCHELASTIC_ERROR_FILE"; exit 3'
+    agent = make_agent("bash", "-c", code, local_world_size=1, logs_specs=DefaultLogsSpecs(str(tmp_path)))
+    assert agent.run().failures[0].exitcode == 3
+    assert len([line for line in caplog.messages if "is unreadable" in line]) == 1
+
+
 # Nodes that meet through the handler of somebody else.
 
 
@@ -390,7 +398,7 @@ def test_a_barrier_that_fails_does_not_fail_the_run(trouble: str, caplog: pytest
     agent = make_agent("true", handler=Alone(Meeting(), "0"), exit_barrier_timeout=0.1)
     agent._assign_worker_ranks = lambda *args: agent.get_worker_group().workers  # type: ignore[method-assign]
     assert agent.run().state is WorkerState.SUCCEEDED
-    assert caplog.text.count("did not hear of the end of every other node") == 1
+    assert caplog.text.count("other nodes to finish") == 1
 
 
 def test_a_handler_that_cannot_be_asked_does_not_end_healthy_workers(
@@ -581,16 +589,36 @@ class Overtaken(SoloCoordination, StandaloneRendezvous):
         SoloCoordination.__init__(self, StandaloneRendezvous("x"), 0.01)
         StandaloneRendezvous.__init__(self, "x")
 
-    def next_round(self) -> Round:
+    def join(self) -> None:
         if self._round:
-            raise RunOver(Outcome(End.SUCCEEDED, "all workers have succeeded"))
-        return super().next_round()
+            self._mailbox.put(Ended(Outcome(End.SUCCEEDED, "all workers have succeeded")))
+        else:
+            super().join()
 
     def report_failure(self, round: int, failure: Failure) -> None:
         pass
 
     def report_success(self, round: int, timeout_s: float) -> None:
-        self._mailbox.put(RoundStopped(round, "a worker elsewhere has failed"))
+        self._mailbox.put(Stop(round, "a worker elsewhere has failed"))
+
+
+class Interrupted(Overtaken):
+    """Two pushes are there at once: the round is stopped, and the place is lost."""
+
+    def take(self) -> list[Any]:
+        pushes = super().take()
+        if pushes or self._is_interrupted or not self._round:
+            return pushes
+        self._is_interrupted = True
+        return [Stop(1, "a worker elsewhere has failed"), PlaceLost(1, "out of reach")]
+
+    _is_interrupted = False
+
+
+def test_two_pushes_at_once_stop_the_workers_once() -> None:
+    agent = Scripted(WorkerSpec("r", 1, Interrupted(), entrypoint="-", monitor_interval=0.01), [S.HEALTHY] * 9)
+    assert agent.run().state is S.SUCCEEDED
+    assert agent.calls.count("stop") == 1
 
 
 class Valued(Scripted):
@@ -688,6 +716,17 @@ AGENT_KEYS = {
     "run_id", "global_rank", "group_rank", "worker_id", "role", "hostname", "state", "total_run_time", "rdzv_backend",
     "raw_error", "metadata", "agent_restarts", "duration_ms",
 }  # fmt: skip
+
+
+def test_how_long_a_block_took_is_recorded(recorded: list[events.Event]) -> None:
+    agent = make_agent("true", event_log_handler="test")
+    with agent.record_duration("WARMUP"):
+        pass
+    with pytest.raises(KeyError), agent.record_duration("WARMUP"):
+        raise KeyError("x")
+    assert [event.name for event in recorded] == ["torchelastic.worker.status.WARMUP"] * 2
+    assert [event.metadata["raw_error"] for event in recorded] == [None, "KeyError: 'x'"]
+    assert all(isinstance(event.metadata["duration_ms"], int) for event in recorded)
 
 
 def test_events_of_a_run_that_fails(mailbox: support.Mailbox, recorded: list[events.Event]) -> None:

@@ -465,7 +465,10 @@ def test_a_visitor_is_no_run(tmp_path: Path) -> None:
         process.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+ENDINGS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+
+
+@ENDINGS
 def test_it_ends_when_it_is_told_to(tmp_path: Path, number: signal.Signals) -> None:
     process = CoordinatorProcess(tmp_path)
     with Peer(process.port) as peer:
@@ -474,6 +477,29 @@ def test_it_ends_when_it_is_told_to(tmp_path: Path, number: signal.Signals) -> N
         process.process.send_signal(number)
         assert process.process.wait(30) == 0
         assert peer.is_hung_up()
+
+
+@ENDINGS
+def test_it_ends_when_it_is_told_to_while_it_starts(tmp_path: Path, number: signal.Signals) -> None:
+    """It reads its token from a pipe, and cannot be ready before that."""
+    gate = tmp_path / "token"
+    os.mkfifo(gate)
+    script = support.write_script(tmp_path / "start.py", "from holdfast.__main__ import run\nrun()\n")
+    with support.python(script, "coordinator", "--listen=127.0.0.1:0", f"--token-file={gate}") as process:
+        token = support.wait_until(lambda: writer_of(gate), "it waits for the token")
+        process.send_signal(number)
+        support.await_delivery(process.pid)
+        os.write(token, b"secret")
+        os.close(token)
+        assert process.wait(30) == 0
+
+
+def writer_of(pipe: Path) -> int | None:
+    """The other end of a pipe that somebody reads; None as long as nobody does."""
+    try:
+        return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
 
 
 # The command.
@@ -526,10 +552,20 @@ def test_a_port_that_is_taken(server: CoordinatorProcess) -> None:
     )
 
 
+def test_two_of_one_port_at_different_addresses_do_not_share_their_memory(tmp_path: Path) -> None:
+    """The second one would wait for the members of the first one's round."""
+    port = support.free_port()
+    with coordinator(tmp_path, port=port) as first, coordinator(tmp_path, port=port, address="127.0.0.2") as second:
+        for host, process in (("127.0.0.1", first), ("127.0.0.2", second)):
+            with Peer(process.port, host) as peer:
+                peer.enter().join("a", Settings(1, 1))
+                assert peer.await_kind(messages.Sealed).place.round == 1
+
+
 def test_state_is_kept_when_it_is_stopped_in_the_middle_of_a_run(tmp_path: Path) -> None:
     process = CoordinatorProcess(tmp_path)
     with Peer(process.port) as peer:
         peer.enter().join("a", Settings(1, 1))
         peer.await_kind(messages.Sealed)
         process.close()
-    assert len(list(tmp_path.glob(f"holdfast-{os.getuid()}/{process.port}-*.json"))) == 1
+    assert len(list(tmp_path.glob(f"holdfast-{os.getuid()}/127.0.0.1-{process.port}-*.json"))) == 1

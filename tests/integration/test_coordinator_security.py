@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from tests.coordinators import (
     Caller,
     CoordinatorProcess,
     Peer,
+    Proxy,
     coordinator,
     coordinator_thread,
     form,
@@ -267,6 +270,30 @@ def test_a_key_that_does_not_belong_to_the_certificate(certificates: Certificate
     expected = pytest.raises(UserError, match=r"the TLS certificate .*client.pem with .*server.key cannot be used: ")
     with node(1, tls_cert=certificates.client_pem, tls_key=certificates.server_key) as a, expected:
         a.next_round()
+
+
+def test_renewed_certificates_are_used(tmp_path: Path, certificates: Certificates) -> None:
+    """Both sides get others, of another authority, while a node is in a round; then its connection is cut."""
+    old = (certificates.server_pem, certificates.server_key, certificates.ca_pem)
+    new = (certificates.stranger_pem, certificates.stranger_key, certificates.other_pem)
+    mine = [str(tmp_path / f"mine.{name}") for name in ("pem", "key", "ca")]
+
+    def renew(files: tuple[str, ...]) -> None:
+        for source, target in zip(files, mine, strict=True):
+            shutil.copy(source, target)
+
+    renew(old)
+    options = [part for pair in zip(("--tls-cert", "--tls-key", "--tls-ca"), mine, strict=True) for part in pair]
+    files = dict(zip(("tls_cert", "tls_key", "tls_ca"), mine, strict=True))
+    with coordinator(tmp_path, *options) as process, contextlib.closing(Proxy(process.port)) as proxy:
+        with node(proxy.port, **files) as a:
+            store = form(a)[0].found.store
+            store.set("before", "")
+            renew(new)
+            proxy.cut()
+            store.set("after", "")
+        with node(process.port, run_id="old ones", tls_ca=old[2], tls_cert=old[0], tls_key=old[1]) as b:
+            assert "is not accepted" in refusal(b)
 
 
 def test_an_agent_starts_a_coordinator_that_speaks_tls(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from holdfast.errors import UserError
 from holdfast.rendezvous import store as stores
 from holdfast.rendezvous.api import RendezvousConnectionError
-from holdfast.rendezvous.store import Store, StoreTimeoutError
+from holdfast.rendezvous.store import Store, StoreLostError, StoreTimeoutError
 from tests import support
 from tests.coordinators import Caller, CoordinatorProcess, Proxy, coordinator, form, node
 
@@ -171,6 +173,28 @@ def test_synchronize(clients: list[Store]) -> None:
     assert [each.result() for each in callers] == [everybodys] * 3
 
 
+def test_more_keys_and_values_than_fit_into_a_message(clients: list[Store]) -> None:
+    a, b, _ = clients
+    keys = [f"{'long' * 50}{number}" for number in range(9000)]
+    waiting = Caller(b.wait, keys)
+    for begin in range(0, len(keys), 1000):
+        some = keys[begin : begin + 1000]
+        assert not a.check(keys)
+        a.multi_set(some, [key[-4:] * 60 for key in some])
+    waiting.result()
+    assert a.check(keys)
+    assert b.multi_get(keys) == [key[-4:].encode() * 60 for key in keys]
+    with pytest.raises(StoreTimeoutError, match=r"timed out after 0.1 s waiting for 'round/1/no', 'round/1/never'$"):
+        a.wait([*keys, "no", "never"], SHORT)
+
+
+def test_synchronize_two_hundred_ranks_with_much_data(clients: list[Store]) -> None:
+    """Over three connections; what one rank reads is more than fits into a message."""
+    data = [bytes([rank]) * 6000 for rank in range(200)]
+    callers = [Caller(stores.synchronize, clients[rank % 3], data[rank], rank, 200, "much/") for rank in range(200)]
+    assert all(each.result() == data for each in callers)
+
+
 # Connections that break.
 
 
@@ -198,6 +222,7 @@ def test_what_was_carried_out_before_the_answer_got_lost_is_not_carried_out_agai
 ) -> None:
     with node(proxy.port, "2") as a, node(server.port, "2") as b:
         first, second = form(a, b)
+        first.found.store.set("the store is known", "")
         for turn in range(1, 4):
             proxy.is_deaf = True
             adding = Caller(first.found.store.add, "sum", 1)
@@ -219,6 +244,26 @@ def test_while_nobody_answers_time_runs_out(server: CoordinatorProcess, proxy: P
         store.set_timeout(SHORT)
         with pytest.raises(StoreTimeoutError, match="waiting for 'round/1/key'; the coordinator is out of reach"):
             store.get("key")
+
+
+def test_a_store_that_was_lost_with_its_coordinator(tmp_path: Path) -> None:
+    """Whoever waits, or counts, is told; a store that is opened afterwards works."""
+    process = CoordinatorProcess(tmp_path)
+    with contextlib.closing(process), node(process.port) as handler:
+        store = form(handler)[0].found.store
+        assert store.add("count", 1) == 1
+        waiting = Caller(store.get, "never")
+        process.kill()
+        with coordinator(tmp_path, port=process.port):
+            with pytest.raises(StoreLostError, match="the coordinator was replaced, and what this round had stored"):
+                waiting.result()
+            with pytest.raises(StoreLostError):
+                store.add("count", 1)
+            with pytest.raises(StoreLostError):
+                stores.barrier(store, 2, "barrier", 0.1, 0)
+            after = handler._open_store()
+            assert after.add("count", 1) == 1
+            assert after.add("count", 1) == 2
 
 
 def test_whoever_waits_when_the_node_leaves_is_told(server: CoordinatorProcess) -> None:

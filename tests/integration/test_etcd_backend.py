@@ -23,11 +23,11 @@ from holdfast.rendezvous.api import (
     RendezvousTimeoutError,
 )
 from holdfast.rendezvous.etcd_client import EtcdClient
-from holdfast.rendezvous.etcd_server import EtcdServer
 from holdfast.rendezvous.keyspace import Keyspace, Page, Tellings
 from holdfast.rendezvous.legacy_etcd import EtcdRendezvousHandler, create_handler
 from holdfast.rendezvous.outcome import End, Failure
-from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from holdfast.testing.etcd_server import EtcdServer
 from tests import support
 from tests.certificates import Certificates, make_certificates
 from tests.coordinators import Caller, default_run_id, listener

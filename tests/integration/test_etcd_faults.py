@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.rendezvous.etcd_server import EtcdCluster
+from holdfast.testing.etcd_server import EtcdCluster
 from tests import nodes, support
 from tests.nodes import SHORT_S, Life, Node, Scene
 

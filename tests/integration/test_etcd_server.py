@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from holdfast.errors import HostError, UserError
-from holdfast.rendezvous import etcd_server
 from holdfast.rendezvous.etcd_client import EtcdClient, Refused
-from holdfast.rendezvous.etcd_server import EtcdCluster, EtcdServer, find_etcd_binary
+from holdfast.testing import etcd_server
+from holdfast.testing.etcd_server import EtcdCluster, EtcdServer, find_etcd_binary
 from tests import support
 
 
@@ -56,6 +56,31 @@ def test_a_server_from_start_to_stop(private_tmp: Path, no_descriptor_leak: None
     server.stop()
 
 
+def test_the_name_that_users_of_torchelastic_know() -> None:
+    from holdfast.rendezvous import etcd_server as known
+
+    assert (known.EtcdServer, known.EtcdCluster) == (EtcdServer, EtcdCluster)
+
+
+def test_what_others_need_to_run_an_etcd_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with etcd_server.find_free_port() as held:
+        port = held.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+    monkeypatch.setattr(etcd_server, "_STOP_S", 0.5)
+    for first, end in (("", signal.SIGTERM), ("trap '' TERM; ", signal.SIGKILL)):
+        data = tmp_path / "data"
+        data.mkdir()
+        command = ["sh", "-c", f"{first}echo ready; read line"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            etcd_server.stop_etcd(process, str(data))
+        assert process.returncode == -end
+        assert not data.exists()
+        etcd_server.stop_etcd(process)
+
+
 def test_data_in_a_given_directory_is_kept(tmp_path: Path) -> None:
     with EtcdServer(str(tmp_path / "mine")) as first, first.get_client() as client:
         client.put(b"k", b"kept")
@@ -65,7 +90,7 @@ def test_data_in_a_given_directory_is_kept(tmp_path: Path) -> None:
 
 SERVE = """
     import os, signal, sys, threading
-    from holdfast.rendezvous.etcd_server import EtcdCluster, EtcdServer
+    from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
 
     def serve():
         global server

@@ -22,8 +22,8 @@ from holdfast.launcher import LaunchConfig, elastic_launch, launch_agent
 from holdfast.process import DefaultLogsSpecs, SignalException
 from holdfast.process.errors import ChildFailedError, ProcessFailure
 from holdfast.rendezvous import registry
-from holdfast.rendezvous.etcd_server import EtcdServer
-from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from holdfast.testing.etcd_server import EtcdServer
 from tests import entrypoints, support
 
 BACKENDS = ("static", "standalone", "tcp", "etcd")
@@ -131,6 +131,18 @@ def ten_and(rank_name: str) -> int:
 def test_a_function(backend: dict[str, Any], method: str) -> None:
     results = elastic_launch(config(**backend, start_method=method), ten_and)("RANK")
     assert results == {0: 10, 1: 11, 2: 12, 3: 13}
+
+
+def both(first: int, *, second: int) -> tuple[int, int]:
+    return first, second
+
+
+def test_a_function_with_keyword_arguments() -> None:
+    assert elastic_launch(config(1), both)(1, second=2) == {0: (1, 2)}
+    with pytest.raises(ChildFailedError, match="both FAILED"):
+        elastic_launch(config(1), both)(1, third=3)
+    with pytest.raises(TypeError, match="a program has no keyword arguments, but got second"):
+        elastic_launch(config(1), "true")(second=2)
 
 
 def sum_of_ranks() -> int:
@@ -417,6 +429,14 @@ def test_a_program_that_is_not_there() -> None:
 # LaunchConfig.
 
 
+def test_workers_by_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert [LaunchConfig(1, 1, text).nproc_per_node for text in ("auto", "gpu", "2")] == [3, 3, 2]
+    assert LaunchConfig(1, 1, "cpu").nproc_per_node == len(os.sched_getaffinity(0))
+    with pytest.raises(UserError, match="'many' is neither a number nor a kind of device"):
+        LaunchConfig(1, 1, "many")
+
+
 def test_the_time_out_of_the_rendezvous() -> None:
     given: dict[str, Any] = {"timeout": 7, "other": 1}
     assert LaunchConfig(1, 1, 1).rdzv_configs == {"timeout": 900}
@@ -512,3 +532,31 @@ def test_a_health_check_server_is_started_and_stopped() -> None:
     assert elastic_launch(config(1), "true", health_check_server=server)() == {0: None}
     server.start.assert_called_once_with()
     server.stop.assert_called_once_with()
+
+
+SPEAKING = """
+import logging, sys
+from holdfast import LaunchConfig, elastic_launch
+exec(sys.argv[1])
+config = LaunchConfig(1, 1, 1, rdzv_backend="standalone", max_restarts=1)
+try:
+    elastic_launch(config, "false")()
+except Exception:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "starts"),
+    [
+        ("", ["holdfast: rank 0 exited"]),
+        ("logging.basicConfig(format='own %(name)s: %(message)s')", ["own holdfast.agent.base: rank 0 exited"]),
+        ("logging.getLogger('holdfast').addHandler(logging.NullHandler())", []),
+    ],
+)
+def test_warnings_say_who_speaks(before: str, starts: list[str], tmp_path: Path) -> None:
+    """Unless the program has decided about logging itself."""
+    script = support.write_script(tmp_path / "speaking.py", SPEAKING)
+    with support.python(script, before) as process:
+        lines = process.communicate(timeout=100)[1].splitlines()
+    assert [line.partition(" with code 1")[0] for line in lines if line.endswith("; restart 1 of 1")] == starts

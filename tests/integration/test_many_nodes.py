@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.rendezvous.etcd_server import EtcdServer
+from holdfast.testing.etcd_server import EtcdServer
 from tests import nodes, support
 from tests.nodes import SHORT_S, Relay, Scene
 

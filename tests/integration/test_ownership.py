@@ -179,6 +179,58 @@ def test_orphans_of_functions_go_with_the_agent(launch: Any, mailbox: support.Ma
     assert support.survivors(pids, PROMPTLY_S) == []
 
 
+def test_the_spawner_gets_its_socket_at_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before glibc 2.29 a spawn action that dups a number onto itself leaves close-on-exec set."""
+    seen: list[tuple[int, ...]] = []
+    spawn = os.posix_spawn
+
+    def spawn_and_note(*args: Any, file_actions: Any, **options: Any) -> int:
+        seen.extend(file_actions)
+        return spawn(*args, file_actions=file_actions, **options)
+
+    monkeypatch.setattr(os, "posix_spawn", spawn_and_note)
+    link = SpawnerLink.launch()
+    link.close()
+    assert len(seen) == 1
+    assert seen[0][1] != seen[0][2]
+
+
+START_FROM = """
+import sys, __future__
+sys.path.insert(0, sys.argv[1])
+import holdfast
+del sys.path[0]
+import socket
+from holdfast.process.link import SpawnerLink
+from holdfast.rendezvous import hosting
+for with_site_packages in (False, True):
+    link = SpawnerLink.launch(with_site_packages=with_site_packages)
+    link.kill_all()
+    print(*map(str, link.reports(None)))
+    link.close()
+with socket.socket() as guard:
+    hosting.start_coordinator(hosting.bind("127.0.0.1", 0), guard, [])
+print(holdfast.__file__)
+"""
+
+
+def test_no_stray_module_is_taken_for_one_of_the_standard_library(tmp_path: Path) -> None:
+    """Neither one beside the holdfast package, as in site-packages, nor one in the working directory."""
+    import holdfast
+
+    (tmp_path / "holdfast").symlink_to(Path(holdfast.__file__).parent)
+    for name in ("__future__", "asyncio", "ctypes", "enum", "errno", "json", "math", "select", "signal", "typing"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stray module')")
+    command = [sys.executable, "-P", "-c", START_FROM, str(tmp_path)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    for coordinator in support.marked(os.environ[support.TEST_MARK]):
+        os.kill(coordinator, signal.SIGKILL)
+    assert ended.returncode == 0, ended.stderr
+    *reports, used = ended.stdout.splitlines()
+    assert ["Swept" in report for report in reports] == [True, True], ended.stderr
+    assert Path(used).parent == tmp_path / "holdfast"
+
+
 def test_the_spawner_is_killed_before_all_workers_are_started(
     mailbox: support.Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

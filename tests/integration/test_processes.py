@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +19,9 @@ from typing import Any
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.process import DefaultLogsSpecs, PContext, RunProcsResult, Std, start_processes
+from holdfast.process import DefaultLogsSpecs, LogsDest, PContext, RunProcsResult, Std, signals, start_processes
 from holdfast.process.errors import ProcessFailure
+from holdfast.process.lease import Lease
 from holdfast.process.outlets import Outlets
 from tests import entrypoints, support
 
@@ -462,6 +465,17 @@ def test_no_foreign_descriptors(starter: Starter, method: str) -> None:
         assert own == [2]
 
 
+@pytest.mark.parametrize("method", START_METHODS)
+def test_a_function_holds_no_pipe_of_holdfast(starter: Starter, method: str) -> None:
+    """Neither the lease's, which it could read empty, nor the one that says whether it was started."""
+    signals.inbox()  # The caller's own, made when first asked for.
+    before = set(support.open_descriptors().values())
+    result = starter.run(entrypoints.descriptors, ranks=2, start_method=method, lease=Lease())
+    for found in result.return_values.values():
+        foreign = {what for number, what in found.items() if number > 2} - before
+        assert [what for what in foreign if what.startswith("pipe:")] == []
+
+
 STDIN_SCRIPT = """
 from holdfast.process import DefaultLogsSpecs, start_processes
 context = start_processes("t", "cat", {0: ()}, {0: {}}, DefaultLogsSpecs("/dev/null"))
@@ -582,6 +596,26 @@ def test_closing_with_a_signal(starter: Starter, mailbox: support.Mailbox, numbe
     context.close(number, timeout=60)
     assert mailbox.rest() == ["got"]
     assert context.stopped() == {0: number.name}
+
+
+def test_a_worker_that_may_not_be_signalled_keeps_no_signal_from_others(
+    starter: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that has changed its user, which the user of these tests may not be able to."""
+    context = starter.start("sleep", "600", ranks=2)
+    send = signal.pidfd_send_signal
+    refused: list[int] = []
+
+    def refuse_the_first(pidfd: int, number: int) -> None:
+        refused.append(pidfd)
+        if pidfd == refused[0]:
+            raise PermissionError(1, "Operation not permitted")
+        send(pidfd, number)
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", refuse_the_first)
+    context.close(timeout=1)
+    assert context.stopped() == {0: "SIGKILL, 1 s after SIGTERM", 1: "SIGTERM"}
+    assert support.survivors(context.pids().values()) == []
 
 
 def test_a_failure_of_its_own_while_it_is_stopped(starter: Starter, mailbox: support.Mailbox) -> None:
@@ -750,11 +784,51 @@ def test_redirected_output(starter: Starter, capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr() == ("out\n" * 2, "err\n" * 2)
 
 
+@pytest.mark.parametrize("choice", [{"redirects": Std.ALL}, {"tee": Std.ALL}])
+def test_log_files_that_cannot_be_opened_cost_the_logs_only(
+    starter: Starter, choice: dict[str, Std], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk may be full. It is said once, the console has what it would have, and so has the report."""
+
+    class Vanishing(DefaultLogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            dest = super().reify(envs)
+            shutil.rmtree(self.root_log_dir)
+            return dest
+
+    logs = Vanishing(str(starter.tmp_path / "logs"), **choice)  # type: ignore[arg-type]  # names of choices
+    code = "echo out; echo error >&2; exit 3"
+    assert starter.failure("bash", "-c", code, logs=logs, duplicate_stderr_filters=["error"]).message == "error"
+    teed = ("[test0]:out\n", "[test0]:error\n")
+    assert capfd.readouterr() == (teed if "tee" in choice else ("", ""))
+    (said,) = [message for message in caplog.messages if "cannot be opened" in message]
+    assert said.endswith("cannot be opened: No such file or directory; the workers run without them")
+
+
 def test_the_last_lines_of_a_redirected_stderr_are_evidence(starter: Starter) -> None:
     logs = DefaultLogsSpecs(str(starter.tmp_path), redirects=Std.ALL)
     failure = starter.failure("sh", "-c", "echo because >&2; exit 3", logs=logs)
     assert failure.evidence is not None
     assert failure.evidence.stderr_tail.strip() == "because"
+
+
+def test_teed_lines_go_to_what_has_replaced_the_standard_streams(
+    starter: Starter, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it says that it has the descriptor of the stream that it has replaced."""
+
+    class Captured(io.StringIO):
+        def fileno(self) -> int:
+            return 1
+
+    out, err = Captured(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    logs = DefaultLogsSpecs(str(starter.tmp_path), tee=Std.ALL)
+    result = starter.run(entrypoints.say, "out \u00e9", "err", logs=logs)
+    assert (out.getvalue(), err.getvalue()) == ("[test0]:out \u00e9\n", "[test0]:err\n")
+    assert Path(result.stdouts[0]).read_text() == "out \u00e9\n"
+    assert capfd.readouterr() == ("", "")
 
 
 def test_tee(starter: Starter, capfd: pytest.CaptureFixture[str]) -> None:

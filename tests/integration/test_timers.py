@@ -337,8 +337,8 @@ def test_pids_of_zero_and_less_do_no_harm(watch: Watch, patched: str, monkeypatc
     expired, valid = -(2**30), -(2**30) - 1
     watch.write(past(expired, "a"), future(expired), future(valid))
     watch.server.run_once()
-    assert sent == ([(expired, signal.SIGKILL)] if patched == "os.kill" else [])
-    assert watch.server._timers.pids() == ([] if patched == "nothing" else [valid])
+    assert sent == []
+    assert watch.server._timers.pids() == ([valid] if patched == "is_process_running" else [])
 
 
 def test_a_kill_that_fails_is_tried_again_until_it_works(
@@ -737,8 +737,21 @@ def test_a_server_that_goes_away_does_not_take_the_work_with_it(
             return "done"
 
     assert work() == "done"
-    (warning,) = warnings(caplog, "could not release")
+    (warning,) = warnings(caplog, "timers are not watched")
     assert running.path in warning
+
+
+def test_work_goes_on_without_a_server_and_that_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    client = FileTimerClient(str(tmp_path / "gone"))
+    steps = 0
+    for _ in range(5):
+        with expires(after=60, scope="step", client=client):
+            steps += 1
+    assert steps == 5
+    (warning,) = warnings(caplog, "timers are not watched")
+    assert str(tmp_path / "gone") in warning
+    with pytest.raises(KeyError, match="mine"), expires(after=60, scope="step", client=client):
+        raise KeyError("mine")
 
 
 # The local timer
@@ -820,19 +833,15 @@ def test_local_requests_that_are_none_are_skipped(local: LocalTimerServer) -> No
     assert len(local._timers) == 0
 
 
-@pytest.mark.parametrize("is_patched", [True, False])
-def test_local_pids_of_zero_and_less_do_no_harm(
-    local: LocalTimerServer, is_patched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_pids_of_zero_and_less_do_no_harm(local: LocalTimerServer, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, int]] = []
-    if is_patched:
-        monkeypatch.setattr(os, "kill", lambda pid, signal: sent.append((pid, signal)))
+    monkeypatch.setattr(os, "kill", lambda pid, signal: sent.append((pid, signal)))
     expired, valid = -(2**30), -(2**30) - 1
     local.register_timers([local_request(expired, "a", -1), local_request(expired, "b", 60)])
     local.register_timers([local_request(valid, "a", 60), local_request(os.getpid(), "own", -1)])
     local._run_watchdog()
-    assert sent == ([(expired, signal.SIGKILL)] if is_patched else [])
-    assert local._timers.pids() == ([valid] if is_patched else [])
+    assert sent == []
+    assert local._timers.pids() == []
 
 
 def test_a_count_that_promises_too_much_holds_nothing_back(

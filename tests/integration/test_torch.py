@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from holdfast.launcher import LaunchConfig, elastic_launch
-from holdfast.process import DefaultLogsSpecs
+from holdfast.process import DefaultLogsSpecs, Std, to_map
 from holdfast.process.errors import ChildFailedError
 from tests import support
+from tests.unit.test_cli_run import install_logs_specs
 
 SCRIPT = """
 import json, os, sys
@@ -64,6 +67,36 @@ def test_what_torchs_record_writes_is_found(tmp_path: Path, script: str) -> None
     assert 'raise ValueError("the loss is not a number")' in failure.traceback_text()
     assert Path(failure.error_file).is_file()
     assert "the loss is not a number" in str(caught.value).splitlines()[-1]
+
+
+TORCH_LOGS = """
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
+
+class Specs(DefaultLogsSpecs):
+    def __init__(self, log_dir, redirects, tee, local_ranks_filter):
+        assert isinstance(redirects, Std) and tee == {0: Std.OUT} and isinstance(tee[0], Std)
+        super().__init__(log_dir, redirects, tee, local_ranks_filter)
+"""
+
+
+def test_a_logs_plugin_that_was_written_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_logs_specs(tmp_path, monkeypatch, "torchrun.logs_specs", TORCH_LOGS)
+    script = support.write_script(tmp_path / "hello.py", "import sys; print('out'); print('err', file=sys.stderr)\n")
+    command = [sys.executable, "-m", "holdfast", "run", "-q", "--logs-specs=mine", f"--log-dir={tmp_path / 'logs'}"]
+    command += ["-r", "2", "-t", "0:1", script]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "[default0]:out\n"), ended.stderr
+    written = {path.name: path.read_text() for path in (tmp_path / "logs").rglob("std*.log")}
+    assert written == {"stdout.log": "out\n", "stderr.log": "err\n"}
+
+
+def test_streams_of_torch_count_by_their_values() -> None:
+    from torch.distributed.elastic.multiprocessing.api import Std as TorchStd
+
+    assert to_map(TorchStd.ERR, 2) == {0: Std.ERR, 1: Std.ERR}
+    assert to_map({1: TorchStd.ALL}, 2) == {0: Std.NONE, 1: Std.ALL}
+    assert {type(each) for each in to_map(TorchStd.ERR, 2).values()} == {Std}
 
 
 def test_twenty_restarts_in_a_row(tmp_path: Path) -> None:

@@ -62,16 +62,29 @@ def test_the_report_names_the_timer(tmp_path: Path) -> None:
     assert list(caught.value.failures) == [1]
 
 
-def test_a_path_that_cannot_be_used_costs_the_watchdog_and_not_the_run(
+def test_a_path_that_cannot_be_used_is_replaced_by_a_private_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     taken = tmp_path / "taken"
     taken.write_text("somebody's file")
     monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, "1")
     monkeypatch.setenv(TORCHELASTIC_TIMER_FILE, str(taken))
-    assert elastic_launch(config(tmp_path, 0), len)("four") == {0: 4, 1: 4}
-    assert "no watchdog, workers run without" in caplog.text
+    assert elastic_launch(config(tmp_path, 1), overrun)(True) == {0: "1", 1: "1"}
+    assert (
+        f"the timer file {taken} exists and is not a named pipe; it is left alone; a private pipe is used"
+        in caplog.text
+    )
     assert taken.read_text() == "somebody's file"
+
+
+def test_without_any_place_for_a_pipe_workers_run_without_a_watchdog(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "missing"))
+    monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, "1")
+    monkeypatch.setenv(TORCHELASTIC_TIMER_FILE, str(tmp_path))
+    assert Watchdog("run", lambda name, details: None).start() is None
+    assert caplog.messages[-1].endswith("; workers run without a watchdog")
 
 
 @pytest.mark.parametrize(("wish", "is_said"), [("", False), ("0", False), ("true", True)])

@@ -60,6 +60,10 @@ class StoreAgainstModel(RuleBasedStateMachine):
         values = tuple(self.values[key] for key in keys) if operation == "get" else ()
         return StoreAnswer(number, values)
 
+    def too_late(self, number: int, keys: tuple[str, ...]) -> StoreAnswer:
+        missing = tuple(key.encode() for key in keys if key not in self.values)
+        return StoreAnswer(number, missing, problem="timeout")
+
     @rule(client=CLIENTS, keys=SOME_KEYS, value=VALUES)
     def set(self, client: str, keys: tuple[str, ...], value: bytes) -> None:
         values = tuple(value + bytes([at]) for at in range(len(keys)))
@@ -100,7 +104,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         if all(key in self.values for key in keys):
             self.check(client, request, self.found(request.number, operation, keys))
         elif timeout_s == 0:
-            self.check(client, request, StoreAnswer(request.number, problem="timeout"))
+            self.check(client, request, self.too_late(request.number, keys))
         else:
             self.check(client, request, None)
             self.waiting.append(Waiting(client, request.number, operation, keys, self.now + timeout_s))
@@ -127,7 +131,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.now += seconds
         late = [each for each in self.waiting if each.deadline <= self.now]
         self.waiting = [each for each in self.waiting if each not in late]
-        expected = {(each.client, StoreAnswer(each.number, problem="timeout")) for each in late}
+        expected = {(each.client, self.too_late(each.number, each.keys)) for each in late}
         answers = self.store.expire(self.now)
         assert len(answers) == len(expected)
         assert set(answers) == expected

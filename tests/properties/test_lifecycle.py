@@ -15,13 +15,9 @@ from holdfast.agent.lifecycle import (
     InvalidTransition,
     Join,
     Lifecycle,
-    Outcome,
     Phase,
-    PlaceLost,
     ReportFailure,
     ReportSuccess,
-    RoundStopped,
-    RunEnded,
     RunRequested,
     StartWorkers,
     StopWorkers,
@@ -30,15 +26,32 @@ from holdfast.agent.lifecycle import (
     WorkersStarted,
     WorkersStopped,
     WorkersSucceeded,
-    WorldSealed,
 )
+from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
+
+
+def sealed(round: int) -> Sealed:
+    return Sealed("a/0", Place(1, round, 0, 1))
+
+
+def stopped(round: int) -> Stop:
+    return Stop(round, "a failure elsewhere")
+
+
+def lost(round: int) -> PlaceLost:
+    return PlaceLost(round, "out of reach")
+
+
+def ended(end: End) -> Ended:
+    return Ended(Outcome(end, "it is over"))
+
 
 IN_A_ROUND: list[Any] = [
-    WorldSealed, WorkersStarted, WorkersSucceeded, WorkersFailed, WorkersStopped, RoundStopped, PlaceLost, TimePassed,
+    sealed, WorkersStarted, WorkersSucceeded, WorkersFailed, WorkersStopped, stopped, lost, TimePassed,
 ]  # fmt: skip
 PEERS_TIMEOUT_S = 10.0
 AGES = st.integers(1, 5)
-OUTCOMES = st.sampled_from(Outcome)
+ENDS = st.sampled_from(End)
 UNKILLABLE = st.sampled_from([(), (), (), (7,)])
 
 
@@ -63,7 +76,7 @@ class AgentLife(RuleBasedStateMachine):
         self.is_stopping = False
         self.is_over = False
         self.workers: int | None = None  # The round whose workers may be alive.
-        self.told: Outcome | None = None
+        self.told: End | None = None
         self.unkillable: tuple[int, ...] = ()
         self.take(RunRequested())
 
@@ -91,9 +104,9 @@ class AgentLife(RuleBasedStateMachine):
                 assert round == self.machine.round == self.workers
             case ReportSuccess(round):
                 assert round == self.machine.round
-            case EndRun(outcome):
+            case EndRun(end):
                 assert self.workers is None or self.unkillable
-                assert outcome is self.machine.outcome
+                assert end is self.machine.end
                 self.is_over, self.is_joining = True, False
             case _:
                 raise AssertionError(command)
@@ -102,7 +115,7 @@ class AgentLife(RuleBasedStateMachine):
     @rule(by=AGES)
     def seal(self, by: int) -> None:
         self.is_joining = False
-        self.take(WorldSealed(self.machine.round + by))
+        self.take(sealed(self.machine.round + by))
 
     @when(is_starting=True)
     @rule()
@@ -132,22 +145,22 @@ class AgentLife(RuleBasedStateMachine):
         self.take(WorkersStopped(self.machine.round, unkillable))
 
     @when(is_over=False)
-    @rule(kind=st.sampled_from([RoundStopped, PlaceLost]))
+    @rule(kind=st.sampled_from([stopped, lost]))
     def pushed(self, kind: Any) -> None:
         self.take(kind(self.machine.round))
         assert self.machine.phase in (Phase.STOPPING, Phase.JOINING)
 
     @when(told=None, is_over=False)
-    @rule(outcome=OUTCOMES)
-    def told_of_the_end(self, outcome: Outcome) -> None:
-        self.told = outcome
-        self.take(RunEnded(outcome))
+    @rule(end=ENDS)
+    def told_of_the_end(self, end: End) -> None:
+        self.told = end
+        self.take(ended(end))
 
     @when(is_over=True)
-    @rule(kind=st.sampled_from(IN_A_ROUND), ahead=st.integers(-1, 2), outcome=OUTCOMES)
-    def after_the_end(self, kind: Any, ahead: int, outcome: Outcome) -> None:
+    @rule(kind=st.sampled_from(IN_A_ROUND), ahead=st.integers(-1, 2), end=ENDS)
+    def after_the_end(self, kind: Any, ahead: int, end: End) -> None:
         before = snapshot(self.machine)
-        for event in (kind(self.machine.round + ahead), RunEnded(outcome), RunRequested()):
+        for event in (kind(self.machine.round + ahead), ended(end), RunRequested()):
             assert self.machine.step(event, self.now) == []
         assert snapshot(self.machine) == before
 
@@ -156,7 +169,7 @@ class AgentLife(RuleBasedStateMachine):
     def waited_long_enough(self) -> None:
         self.now += PEERS_TIMEOUT_S
         self.take(TimePassed(self.machine.round))
-        assert self.machine.outcome is Outcome.SUCCEEDED
+        assert self.machine.end is End.SUCCEEDED
 
     @precondition(lambda self: self.machine.round > 0)
     @rule(kind=st.sampled_from(IN_A_ROUND), age=AGES)
@@ -166,13 +179,14 @@ class AgentLife(RuleBasedStateMachine):
         assert snapshot(self.machine) == before
 
     @when(is_over=False)
-    @rule(kind=st.sampled_from([kind for kind in IN_A_ROUND if kind is not WorldSealed]), ahead=st.integers(0, 2))
+    @rule(kind=st.sampled_from([kind for kind in IN_A_ROUND if kind is not sealed]), ahead=st.integers(0, 2))
     def impossible(self, kind: Any, ahead: int) -> None:
-        if not ahead and (self.machine.phase, kind) in TRANSITIONS:
+        event = kind(self.machine.round + ahead)
+        if not ahead and (self.machine.phase, type(event)) in TRANSITIONS:
             return
         before = snapshot(self.machine)
         with pytest.raises(InvalidTransition):
-            self.machine.step(kind(self.machine.round + ahead), self.now)
+            self.machine.step(event, self.now)
         assert snapshot(self.machine) == before
 
     @invariant()
@@ -182,9 +196,9 @@ class AgentLife(RuleBasedStateMachine):
         assert (machine.phase is Phase.ENDED) == self.is_over, "ended stays ended, and is said once"
         assert self.is_joining <= (machine.phase is Phase.JOINING)
         if machine.phase is Phase.ENDED and self.unkillable:
-            assert machine.outcome is Outcome.FAILED
+            assert machine.end is End.FAILED
         elif machine.phase is Phase.ENDED and self.told:
-            assert machine.outcome is self.told
+            assert machine.end is self.told
         if machine.phase in (Phase.STARTING, Phase.RUNNING):
             assert self.told is None, "nothing runs after the end"
 

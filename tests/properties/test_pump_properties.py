@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.process.lines import LineAssembler, LineFilter
-from holdfast.process.pump import Pump, Stream, Tail, open_channel
+from holdfast.process.lines import HeldLine, LineFilter, LinePrefixer
+from holdfast.process.pump import Pump, Stream, Tail
+from holdfast.process.terminal import open_channel
 
 # Line ends and needles are rare in random bytes, so most texts are made of interesting pieces.
 TEXTS = st.one_of(
@@ -37,22 +37,26 @@ def expected_lines(text: bytes, prefix: bytes) -> bytes:
     return b"".join(prefix + line for line in lines) + newline
 
 
-def run(feed: Callable[[bytes], bytes], flush: Callable[[], bytes], pieces: list[bytes]) -> list[bytes]:
-    return [*map(feed, pieces), flush()]
+def prefixed(pieces: list[bytes], prefix: bytes, max_held_bytes: int = 1 << 30) -> list[bytes]:
+    held, prefixer = HeldLine(), LinePrefixer(prefix)
+    found = []
+    for piece in pieces:
+        found.append(prefixer.add(held.take(piece)))
+        if len(held) > max_held_bytes:
+            found.append(prefixer.add(held.release()))
+    return [*found, prefixer.end(held.flush())]
 
 
 @given(cut_texts(), PREFIXES)
 def test_every_line_has_the_prefix_once(cut: tuple[bytes, list[bytes]], prefix: bytes) -> None:
     text, pieces = cut
-    assembler = LineAssembler(prefix)
-    assert b"".join(run(assembler.feed, assembler.flush, pieces)) == expected_lines(text, prefix)
+    assert b"".join(prefixed(pieces, prefix)) == expected_lines(text, prefix)
 
 
 @given(cut_texts())
 def test_whole_lines_only(cut: tuple[bytes, list[bytes]]) -> None:
     _, pieces = cut
-    assembler = LineAssembler(b">")
-    for out in run(assembler.feed, assembler.flush, pieces):
+    for out in prefixed(pieces, b">"):
         assert out == b"" or (out.startswith(b">") and out.endswith((b"\n", b"\r")))
 
 
@@ -61,16 +65,15 @@ def test_a_bound_on_held_bytes_changes_nothing_in_sum(
     cut: tuple[bytes, list[bytes]], prefix: bytes, max_held_bytes: int
 ) -> None:
     text, pieces = cut
-    assembler = LineAssembler(prefix, max_held_bytes)
-    assert b"".join(run(assembler.feed, assembler.flush, pieces)) == expected_lines(text, prefix)
+    assert b"".join(prefixed(pieces, prefix, max_held_bytes)) == expected_lines(text, prefix)
 
 
 @given(cut_texts(), st.lists(st.sampled_from([b"a", b"bc", b"\xff"]), min_size=1).map(tuple))
 def test_filter_picks_the_lines_that_match(cut: tuple[bytes, list[bytes]], needles: tuple[bytes, ...]) -> None:
     text, pieces = cut
     matching = [line for line in text.splitlines() if any(needle in line for needle in needles)]
-    line_filter = LineFilter(needles, b"")
-    found = b"".join(run(line_filter.feed, line_filter.flush, pieces))
+    held, line_filter = HeldLine(), LineFilter(needles, b"")
+    found = b"".join(map(line_filter.pick, [*map(held.take, pieces), held.flush()]))
     assert found.replace(b"\r\n", b"\n") == b"".join(line + b"\n" for line in matching)
 
 

@@ -1,42 +1,33 @@
-"""Live through seeds: `python -m tests.sim 17 --verbose` for one, `python -m tests.sim --seeds 10000` for many. With
-`--etcd` the agents meet at etcd, otherwise at a coordinator."""
+"""Live through seeds: `python -m tests.sim 17 --verbose` for one, `python -m tests.sim --seeds 10000` for many."""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from itertools import chain, islice
 
 from tests.sim.engine import Violation
-from tests.sim.etcd_world import EtcdWorld
-from tests.sim.tcp_world import TcpWorld
-from tests.sim.world import FakeWorld, live
+from tests.sim.world import FakeWorld, simulate
 
 _CHUNK = 50
 _SHOWN = 60
 
 
-def make_world(seed: int, *, with_etcd: bool) -> FakeWorld:
-    return EtcdWorld(seed) if with_etcd else TcpWorld(seed)
-
-
-def failure_of(seed: int, *, with_etcd: bool = False) -> str:
+def failure_of(seed: int) -> str:
     """What went wrong with a seed, with the last of its story and how to see it again; empty if nothing did."""
     try:
-        live(make_world(seed, with_etcd=with_etcd))
+        simulate(seed)
     except Violation as violation:
-        world: FakeWorld = violation.world  # type: ignore[attr-defined]  # `live` has put it there
+        world: FakeWorld = violation.world  # type: ignore[attr-defined]  # `simulate` has put it there
         story = world.engine.transcript.text(last=_SHOWN)
-        option = "--etcd " if with_etcd else ""
-        return f"seed {seed}\n{story}\n{violation}\nreplay: python -m tests.sim {option}{seed} --verbose"
+        return f"seed {seed}\n{story}\n{violation}\nreplay: python -m tests.sim {seed} --verbose"
     return ""
 
 
-def _failures_among(seeds: range, *, with_etcd: bool) -> list[str]:
-    return [failure for seed in seeds if (failure := failure_of(seed, with_etcd=with_etcd))]
+def _failures_among(seeds: range) -> list[str]:
+    return [failure for seed in seeds if (failure := failure_of(seed))]
 
 
 def show(world: FakeWorld, *, verbose: bool, with_routine: bool) -> int:
@@ -50,14 +41,13 @@ def show(world: FakeWorld, *, verbose: bool, with_routine: bool) -> int:
     return int(verdict != "nothing went wrong")
 
 
-def search(first: int, count: int, jobs: int, most: int, *, with_etcd: bool) -> int:
+def search(first: int, count: int, jobs: int, most: int) -> int:
     """Look for seeds that fail, and tell each as it is found, up to so many."""
     began = time.monotonic()
     chunks = [range(at, min(at + _CHUNK, first + count)) for at in range(first, first + count, _CHUNK)]
     failed = 0
     with ProcessPoolExecutor(jobs) as pool:
-        found = pool.map(functools.partial(_failures_among, with_etcd=with_etcd), chunks)
-        for failure in islice(chain.from_iterable(found), most):
+        for failure in islice(chain.from_iterable(pool.map(_failures_among, chunks)), most):
             failed += 1
             print(failure, end="\n\n", flush=True)
         pool.shutdown(cancel_futures=True)
@@ -68,7 +58,6 @@ def search(first: int, count: int, jobs: int, most: int, *, with_etcd: bool) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("seed", type=int, nargs="?", help="live through this one and tell its story")
-    parser.add_argument("--etcd", action="store_true", help="with etcd instead of a coordinator")
     parser.add_argument("--verbose", action="store_true", help="the whole story, not its end")
     parser.add_argument("--heartbeats", action="store_true", help="with the lines of routine")
     parser.add_argument("--seeds", type=int, default=300, help="how many")
@@ -77,9 +66,8 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=3, help="stop after this many failures")
     options = parser.parse_args()
     if options.seed is not None:
-        world = make_world(options.seed, with_etcd=options.etcd)
-        return show(world, verbose=options.verbose, with_routine=options.heartbeats)
-    return search(options.first, options.seeds, options.jobs, options.most, with_etcd=options.etcd)
+        return show(FakeWorld(options.seed), verbose=options.verbose, with_routine=options.heartbeats)
+    return search(options.first, options.seeds, options.jobs, options.most)
 
 
 if __name__ == "__main__":

@@ -1,57 +1,76 @@
 """The agent's shell: `Participant` and `Lifecycle` between what is fake of the world outside and the fake workers.
 
 As in production there are two sides that do not wait for each other: the connection (`tell`), which hears and answers
-at once, and the loop that decides (`_turn`), which may be late, or busy stopping workers, while the connection goes
-on. What the connection delivers goes through a mailbox. A frozen agent does neither; everything that reaches it
-meanwhile is there when it goes on.
+at once, and the loop that decides (`_turn`), which may be late while the connection goes on. What the connection
+delivers goes through a mailbox. A frozen agent does neither; everything that reaches it meanwhile is there when it goes
+on.
 
-What the connection is, a kind of agent says: a line to a coordinator (`tcp_agent`), or etcd (`etcd_agent`).
+Where the coordinator is, a `Locator` says: always at the same address, or wherever etcd says (`candidate`).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, assert_never
+from collections.abc import Callable
+from typing import Any, Protocol, assert_never
 
 from holdfast.agent import lifecycle
 from holdfast.agent.lifecycle import Lifecycle
-from holdfast.rendezvous import participant, session
-from holdfast.rendezvous.outcome import End, Failure, Outcome
-from holdfast.rendezvous.participant import Participant
-from holdfast.rendezvous.session import Session, SessionSettings
-from holdfast.rendezvous.vocabulary import Settings
-from holdfast.rendezvous.world import NodeFacts, Place
+from holdfast.rendezvous.membership import model, node, node_lease, protocol
+from holdfast.rendezvous.membership.model import End, NodeFacts, Outcome, Place, Settings
+from holdfast.rendezvous.membership.node import Participant
+from holdfast.rendezvous.membership.node_lease import LeaseSettings, NodeLease
+from holdfast.rendezvous.membership.restart_policy import Failure
 from tests.sim.checkers import Checks
 from tests.sim.engine import Alarm, Engine, Violation
 from tests.sim.host import Group, Host
+from tests.sim.network import Address, Link, Network
 
 
-class Agent(ABC):
+class Locator(Protocol):
+    address: Address | None
+
+    def locate(self, agent: Agent) -> None:
+        """Find out where the coordinator is."""
+
+
+class Fixed:
+    def __init__(self, address: Address) -> None:
+        self.address = address
+
+    def locate(self, agent: Agent) -> None:
+        pass
+
+
+class Agent:
     """One agent process."""
 
     def __init__(
         self,
         engine: Engine,
+        network: Network,
         checks: Checks,
         host: Host,
         facts: NodeFacts,
         settings: Settings,
-        link: SessionSettings,
+        lease: LeaseSettings,
+        locator: Locator,
         *,
-        does_loop_block: bool = False,
-        is_even: bool = False,
         peers_timeout_s: float = 3600.0,
     ) -> None:
-        """`is_even`: nothing is left to chance, for transcripts."""
         self.engine = engine
+        self.network = network
         self.checks = checks
         self.host = host
         self.name = facts.node_id
-        self.does_loop_block = does_loop_block
-        self.is_even = is_even
-        self.participant = Participant(facts, settings, Session(link))
+        self.locator = locator
+        self.link: Link | None = None
+        self.dial: object = None
+        """The present attempt to connect, and the connection that may come of it."""
+        self.dialled: Link | None = None
+        self.last_address: Address | None = None
+        """That of the coordinator that the node was last connected to."""
+        self.participant = Participant(facts, settings, NodeLease(lease))
         self.machine = Lifecycle(peers_timeout_s)
         self.place: Place | None = None
         self.group: Group | None = None
@@ -63,7 +82,6 @@ class Agent(ABC):
         self._is_stopping = False
         self._pending: deque[lifecycle.Event] = deque()
         self._mailbox: deque[lifecycle.Event] = deque()
-        self._arrivals: deque[lifecycle.Event] = deque()
         self._is_turn_due = False
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._alarm = Alarm(engine, host.clock, self._ring)
@@ -72,6 +90,7 @@ class Agent(ABC):
     def start(self) -> None:
         self.engine.note(self.name, "starts on", self.host.name)
         self.host.agent = self
+        self.host.is_gone = False
         self._post(lifecycle.RunRequested())
         self._arm()
 
@@ -98,15 +117,15 @@ class Agent(ABC):
             self.hear(call, *arguments)
 
     def _ring(self) -> None:
-        self.hear(self.tell, session.TimePassed())
+        self.hear(self.tell, node_lease.TimePassed())
 
     # The connection.
 
-    def tell(self, event: Any) -> None:
+    def tell(self, event: node.Event) -> None:
         if not self.is_alive:
             return
         try:
-            commands = self._step(event)
+            commands = self.participant.step(event, self.host.local_now)
         except Exception as error:
             self.engine.note(self.name, event)
             raise Violation("machines_never_raise", f"{self.name}: {type(error).__name__}: {error}") from error
@@ -116,39 +135,68 @@ class Agent(ABC):
         self._arm()
 
     def _arm(self) -> None:
-        self._alarm.set(self._next_deadline())
+        self._alarm.set(self.participant.next_deadline())
 
-    @abstractmethod
-    def _step(self, event: Any) -> Sequence[Any]: ...
+    def connect_failed(self, attempt: object, was_refused: bool) -> None:
+        if self.dial is attempt:
+            link, self.dial, self.dialled = self.dialled, None, None
+            if link is not None and link.agent_open:
+                self.network.close_by_agent(link)
+            is_of_last = self.locator.address is self.last_address
+            self.tell(node_lease.ConnectFailed(was_refused and is_of_last, self.engine.random.random()))
 
-    @abstractmethod
-    def _next_deadline(self) -> float | None: ...
+    def disconnected(self, link: Link) -> None:
+        if self.dialled is link:
+            self.connect_failed(self.dial, False)
+        if self.link is link:
+            self.link = None
+            self.tell(node_lease.Disconnected(self.engine.random.random()))
 
-    @abstractmethod
-    def _carry_out(self, command: Any) -> None: ...
+    def receive(self, link: Link, message: protocol.FromCoordinator | protocol.Welcome) -> None:
+        if isinstance(message, protocol.Welcome):
+            if self.dialled is link:
+                self.dial = self.dialled = None
+                self.link, self.last_address = link, link.coordinator.address
+                self.tell(node.Welcomed(message.term, message.last_round))
+        elif self.link is link:
+            self.tell(node.Received(message))
 
-    @abstractmethod
-    def _cut_off(self, *, with_a_word: bool) -> None:
-        """The process is gone. Unless its host is gone, too, its system closes what it has left open."""
+    def connect(self) -> None:
+        """As soon as there is an address."""
+        if self.locator.address is not None:
+            self.network.connect(self, self.locator.address)
+        else:
+            self.locator.locate(self)
 
-    def _deliver(self, command: participant.Delivery | session.SetLease) -> None:
+    def _carry_out(self, command: node.Command) -> None:
         match command:
-            case session.SetLease(until):
+            case node.Send(message):
+                assert self.link is not None, "it spoke without a connection"
+                self.network.send_up(self.link, message)
+            case node_lease.Connect():
+                self.connect()
+            case node_lease.Locate():
+                self.locator.locate(self)
+            case node_lease.HangUp():
+                assert self.link is not None, "it hung up without a connection"
+                self.network.close_by_agent(self.link)
+                self.link = None
+            case node_lease.SetLease(until):
                 self.host.set_lease(until)
-            case participant.WorldSealed(place):
+            case model.Sealed(_, place):
                 self.place = place
                 self.checks.place_received(self, self.participant.facts.key, place)
                 self._post(lifecycle.WorldSealed(place.round))
-            case participant.RoundStopped(round):
+            case model.Stop(round):
                 self._post(lifecycle.RoundStopped(round))
-            case participant.PlaceLost(round):
+            case model.PlaceLost(round):
                 self._post(lifecycle.PlaceLost(round))
-            case participant.RunEnded(outcome):
+            case model.Ended(outcome):
                 self._learn(outcome)
-            case participant.JoinRefused(reason):
+            case model.Refused(reason):
                 self.checks.refused(self, reason)
                 self.exit()
-            case participant.ProgressSeen() | participant.NoticeSeen():
+            case model.StandBy() | model.Progress() | model.Notice():
                 pass
             case _:
                 assert_never(command)
@@ -162,18 +210,13 @@ class Agent(ABC):
     # The loop.
 
     def _post(self, event: lifecycle.Event) -> None:
-        """A loop that blocks until it is in a round waits for that alone, and looks at the rest later."""
-        is_arrival = isinstance(event, (lifecycle.WorldSealed, lifecycle.RunEnded))
-        if self.does_loop_block and is_arrival:
-            self._arrivals.append(event)
-        if not self.does_loop_block or not isinstance(event, lifecycle.WorldSealed):
-            self._mailbox.append(event)
+        self._mailbox.append(event)
         self._wake_loop()
 
     def _wake_loop(self) -> None:
         if not self._is_turn_due:
             self._is_turn_due = True
-            lag_s = 0.0 if self.is_even else self.engine.random.random() ** 4 * 0.02
+            lag_s = 0.0 if self.network.is_even else self.engine.random.random() ** 4 * 0.02
             self.engine.at(max(self.engine.now + lag_s, self.loop_paused_until), self.hear, self._turn)
 
     def pause_loop(self, for_s: float) -> None:
@@ -181,12 +224,16 @@ class Agent(ABC):
         self.engine.note(self.name, "does not get to decide anything for", for_s, "s")
         self.loop_paused_until = self.engine.now + for_s
 
+    def resume_loop(self) -> None:
+        self.loop_paused_until = 0.0
+        self.engine.after(0.0, self.hear, self._turn)
+
     def _turn(self) -> None:
         self._is_turn_due = False
         if self.engine.now < self.loop_paused_until:
             self._wake_loop()
             return
-        while self.is_alive and not self.is_leaving and not self._is_busy():
+        while self.is_alive and not self.is_leaving:
             event = self._next_event()
             if event is None:
                 break
@@ -202,12 +249,7 @@ class Agent(ABC):
         if self.machine.phase is lifecycle.Phase.RUNNING and group is not None and not group.is_alive:
             kind = lifecycle.WorkersSucceeded if group.has_succeeded else lifecycle.WorkersFailed
             return kind(group.round)
-        is_joining = self.machine.phase is lifecycle.Phase.JOINING
-        box = self._arrivals if is_joining and self.does_loop_block else self._mailbox
-        return box.popleft() if box else None
-
-    def _is_busy(self) -> bool:
-        return self.does_loop_block and self._is_stopping
+        return self._mailbox.popleft() if self._mailbox else None
 
     def _loop_ring(self) -> None:
         self._post(lifecycle.TimePassed(self.machine.round))
@@ -229,7 +271,7 @@ class Agent(ABC):
         match command:
             case lifecycle.Join():
                 self._port += 1
-                self.tell(participant.JoinRequested(self._port))
+                self.tell(node.JoinRequested(self._port))
             case lifecycle.StartWorkers(round):
                 self._start_workers(round)
             case lifecycle.StopWorkers(round, at_once):
@@ -237,11 +279,11 @@ class Agent(ABC):
             case lifecycle.ReportFailure(round):
                 assert self.group is not None
                 assert self.group.failure is not None
-                if self.participant.standing is participant.Standing.MEMBER:
+                if self.participant.standing is node.Standing.MEMBER:
                     self.checks.failure_reported(self.participant.facts.key, round)
-                self.tell(participant.FailureReported(round, self._named(self.group.failure)))
+                self.tell(node.FailureReported(round, self._named(self.group.failure)))
             case lifecycle.ReportSuccess(round):
-                self.tell(participant.SuccessReported(round))
+                self.tell(node.SuccessReported(round))
             case lifecycle.EndRun():
                 self.exit()
             case _:
@@ -249,9 +291,9 @@ class Agent(ABC):
 
     def _named(self, failure: Failure) -> Failure:
         assert self.group is not None
-        node, rank, round = self.name, self.group.rank, self.group.round
-        text = failure.text if failure.node else f"rank {rank} on {node} in round {round}: {failure.text}"
-        return Failure(node, rank, failure.exitcode, failure.exception, text, failure.is_consequence)
+        rank, round = self.group.rank, self.group.round
+        text = failure.text if failure.node else f"rank {rank} on {self.name} in round {round}: {failure.text}"
+        return Failure(self.name, rank, failure.exitcode, failure.exception, text, failure.is_consequence)
 
     # Workers.
 
@@ -273,10 +315,9 @@ class Agent(ABC):
         self._is_stopping = True
         if not self.group.is_alive:
             self._stopped(self.group)
-        elif at_once and not self.does_loop_block:
+        elif at_once:
             self.host.kill(self.group, "its place is lost")
         else:
-            # A loop that blocks cannot hurry; whoever has lost its place has its workers killed by the spawner.
             self.host.terminate(self.group)
 
     def _stopped(self, group: Group) -> None:
@@ -296,7 +337,7 @@ class Agent(ABC):
             return
         self.engine.note(self.name, "gets SIGTERM")
         self.is_leaving = True
-        self.tell(participant.LeaveRequested())
+        self.tell(node.LeaveRequested())
         if self.group is not None and self.group.is_alive:
             self._is_stopping = True
             self.host.terminate(self.group)
@@ -304,7 +345,7 @@ class Agent(ABC):
             self._complete_leave()
 
     def _complete_leave(self) -> None:
-        self.tell(participant.LeaveCompleted())
+        self.tell(node.LeaveCompleted())
         self.exit()
 
     def exit(self) -> None:
@@ -319,6 +360,7 @@ class Agent(ABC):
         """With the whole host, without a word."""
         self.engine.note(self.name, "is gone with its host")
         self.is_alive = False
+        self.host.is_gone = True
         self._cut_off(with_a_word=False)
         if self.host.group is not None:
             self.host.kill(self.host.group, "the host is gone")
@@ -330,3 +372,13 @@ class Agent(ABC):
         self._loop_alarm.set(None)
         self._cut_off(with_a_word=True)
         self.host.agent_died()
+
+    def _cut_off(self, *, with_a_word: bool) -> None:
+        """The process is gone. Unless its host is gone, too, its system closes what it has left open."""
+        for link in (self.link, self.dialled):
+            if link is not None and link.agent_open:
+                if with_a_word:
+                    self.network.close_by_agent(link)
+                else:
+                    link.agent_open = False
+        self.link = self.dialled = self.dial = None

@@ -10,16 +10,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from holdfast.rendezvous import messages
-from holdfast.rendezvous.outcome import End, Failure, Outcome
-from holdfast.rendezvous.vocabulary import Memory, Settings, Stage
-from holdfast.rendezvous.world import Place, World
+from holdfast.rendezvous.membership import protocol
+from holdfast.rendezvous.membership.model import End, Memory, Outcome, Place, Settings, Stage, Stop, World
+from holdfast.rendezvous.membership.restart_policy import Failure
 from tests.sim.engine import Violation
 
 if TYPE_CHECKING:
     from tests.sim.agent import Agent
     from tests.sim.host import Group
-    from tests.sim.network import Link
 
 HOOKS = (
     "coordinator_started",
@@ -37,12 +35,8 @@ HOOKS = (
     "outcome_learned",
     "end_taken_in",
     "refused",
-    "leader_changed",
-    "lease_expired",
-    "leader_wrote",
-    "told",
-    "statement_written",
-    "run_forgotten",
+    "coordinator_thawed",
+    "stepped",
     "data_lost",
 )
 
@@ -79,10 +73,10 @@ class RanksAgree(Checker):
             self._shared.pop(world.round, None)
             self._holders = {at: key for at, key in self._holders.items() if at[0] != world.round}
         self._worlds[world.round] = world
-        nodes = [member.node_id for member in world.members]
+        nodes = [member.node_id for member in world.members.values()]
         if len(set(nodes)) != len(nodes):
             self.object(f"a node is in round {world.round} twice: {nodes}")
-        if [place.rank for place in world.places()] != list(range(len(nodes))):
+        if [world.place_of(key).rank for key in world.keys] != list(range(world.size)):
             self.object(f"ranks of round {world.round} are not dense")
 
     def place_received(self, agent: Agent, key: str, place: Place) -> None:
@@ -91,19 +85,19 @@ class RanksAgree(Checker):
             self.object(f"{key} was given rank {place.rank} of round {place.round}, which is not its own")
         if self._holders.setdefault((place.round, place.rank), key) != key:
             self.object(f"two nodes have rank {place.rank} of round {place.round}")
-        shared = (place.node_count, place.runs, place.master_address, place.master_port, place.restarts_used)
+        shared = (place.shapes, place.pattern, place.master_address, place.master_port, place.restarts_used)
         if self._shared.setdefault(place.round, shared) != shared:
             self.object(f"members of round {place.round} were told different things")
         master = world.members[0]
         if (place.master_address, place.master_port) != (master.address, master.port):
             self.object(f"the master of round {place.round} is not its first member")
-        if len(place.shapes()) != place.node_count != len(world.members):
-            self.object(f"round {place.round} has another size than its members were told")
+        if place.shape_of_each() != [member.shape for _, member in sorted(world.members.items())]:
+            self.object(f"round {place.round} has other members than its members were told")
 
 
 class RoundsRise(Checker):
-    """Never two worlds with the same number; numbers only rise, for the run and for each node. Where etcd has lost its
-    data they rise for each node, and for the run from the highest that any of those who are there has seen."""
+    """Never two worlds with the same number; numbers only rise, for the run and for each node. Where the memory was
+    lost they rise for each node, and for the run from the highest that any of the nodes that are there has seen."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -176,18 +170,28 @@ class OneWorldAtOnce(Checker):
 
 
 class SurvivorsKeepOrder(Checker):
-    """Who is in two rounds that follow each other keeps its place relative to the others who are."""
+    """A node that is in two rounds that follow each other keeps its place relative to the others that are, also if
+    another coordinator seals the second one, as far as the nodes knew of their places."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._keys: tuple[str, ...] = ()
+        self._unheard: set[str] = set()
+
+    def data_lost(self) -> None:
+        self._keys = ()
 
     def coordinator_started(self) -> None:
-        self._keys = ()  # A new coordinator does not know the order, unless it adopts the round.
+        self._unheard = set(self._keys)
+
+    def message_received(self, key: str, message: protocol.FromNode) -> None:
+        if isinstance(message, (protocol.Join, protocol.Return)) and message.place is not None:
+            self._unheard.discard(key)
 
     def world_sealed(self, world: World) -> None:
-        before, self._keys = self._keys, world.keys
-        if any(member.requested_rank is not None for member in world.members):
+        before = [key for key in self._keys if key not in self._unheard]
+        self._keys, self._unheard = world.keys, set()
+        if any(member.requested_rank is not None for member in world.members.values()):
             return
         stayed = [key for key in before if key in world.keys]
         if stayed != [key for key in world.keys if key in before]:
@@ -200,56 +204,67 @@ class _Ledger(Checker):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.world: World | None = None
+        self._started_at = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        """A new round; or a new coordinator, which knows only what it is told again."""
         self.rejoined: set[str] = set()
         self.finished: set[str] = set()
         self.leaving: set[str] = set()
         self.lost: set[str] = set()
         self.was_away: set[str] = set()
         """Members that came back so late that they may have been given up meanwhile."""
+        self.back: set[str] = set()
+        """Members that the coordinator has heard of, in time if it was restarted."""
         self.closed_at: dict[str, float] = {}
         self.failures: list[Failure] = []
+        self.is_failure_known = False
+        self.was_stopped_otherwise = False
+        """By an earlier coordinator, for another reason than a failure."""
         self.was_stopped_for_failure: bool | None = None
-        self.was_coordinator_restarted = False
-        self.was_leader_changed = False
 
     def coordinator_started(self) -> None:
-        self.was_coordinator_restarted = True
-
-    def data_lost(self) -> None:
-        self.was_coordinator_restarted = True
-
-    def leader_changed(self) -> None:
-        self.was_leader_changed = True
-
-    def lease_expired(self, key: str) -> None:
-        """A new leader does not know that a member was accounted for, if it is not there any more."""
-        if self.was_leader_changed:
-            self.was_away.add(key)
+        self._begin()
+        self._started_at = self.now()
 
     def connection_closed(self, key: str) -> None:
         self.closed_at[key] = self.now()
 
-    def message_received(self, link: Link, message: messages.ToCoordinator) -> None:
+    def message_received(self, key: str, message: protocol.FromNode) -> None:
         world = self.world
-        key = message.facts.key if isinstance(message, (messages.Join, messages.Return)) else link.key
         if self.now() - self.closed_at.pop(key, self.now()) >= self.settings.drop_timeout_s:
             self.was_away.add(key)
         if world is None:
             return
+        if isinstance(message, (protocol.Join, protocol.Return)) and self._is_in_time():
+            self.back.add(key)
         match message:
-            case messages.Join(facts, last_round=last_round) if last_round >= world.round:
+            case protocol.Join(facts, place=Place() as place) if place.order >= world.order:
                 if message.failure is not None:
-                    self._fail(facts.key, message.last_round, message.failure)
+                    self._fail(facts.key, place.round, message.failure)
+                self.is_failure_known |= message.stop is not None and message.stop.is_failure
+                self.was_stopped_otherwise |= message.stop is not None and not message.stop.is_failure
                 self.rejoined.add(facts.key)
-            case messages.Return(facts, _, place, Stage.FINISHED) if place.round == world.round:
+                if message.has_lost_place:
+                    self._lose_earlier_self(facts.node_id)
+            case protocol.Return(facts, _, place, Stage.FINISHED) if place.order == world.order:
                 self.finished.add(facts.key)
-            case messages.Succeeded(round) if round == world.round:
-                self.finished.add(link.key)
-            case messages.Leaving() | messages.Left():
-                if link.key not in self.rejoined and link.key not in self.finished:
-                    self.leaving.add(link.key)
-            case messages.Failed(round, failure):
-                self._fail(link.key, round, failure)
+            case protocol.Succeeded(round) if round == world.round:
+                self.finished.add(key)
+            case protocol.Leaving() | protocol.Left():
+                if key not in self.rejoined and key not in self.finished:
+                    self.leaving.add(key)
+            case protocol.Failed(round, failure):
+                self._fail(key, round, failure)
+
+    def _is_in_time(self) -> bool:
+        return self.now() - self._started_at < self.settings.lease_s
+
+    def _lose_earlier_self(self, node_id: str) -> None:
+        assert self.world is not None
+        known = self.rejoined | self.finished
+        self.lost |= {key for key in self.world.keys if key.startswith(f"{node_id}/") and key not in known}
 
     def _fail(self, key: str, round: int, failure: Failure) -> None:
         assert self.world is not None
@@ -260,9 +275,9 @@ class _Ledger(Checker):
         if key not in self.rejoined and key not in self.finished:
             self.lost.add(key)
 
-    def stop_ordered(self, round: int) -> None:
-        if self.world is not None and round == self.world.round and self.was_stopped_for_failure is None:
-            self.was_stopped_for_failure = bool(self.failures)
+    def stop_ordered(self, stop: Stop) -> None:
+        if self.world is not None and stop.round == self.world.round and self.was_stopped_for_failure is None:
+            self.was_stopped_for_failure = bool(self.failures) or self.is_failure_known
 
     def missing(self) -> list[str]:
         """Members that were lost or have left."""
@@ -272,23 +287,20 @@ class _Ledger(Checker):
 
     def world_sealed(self, world: World) -> None:
         self.world = world
-        self.rejoined, self.finished, self.leaving, self.lost, self.was_away = set(), set(), set(), set(), set()
-        self.failures = []
-        self.was_stopped_for_failure = None
-        self.was_coordinator_restarted = self.was_leader_changed = False
+        self._begin()
+        self.back.update(world.keys)
 
 
 class MembershipIsFree(_Ledger):
     """A change of membership is never charged and never ends the run; only a failure does, of a round that nobody
-    was lost from or has left, and that was not stopped for another reason before. Where etcd has lost its data,
-    somebody may come who knows of restarts that the others have not heard of."""
+    was lost from or has left, and that was not stopped for another reason before. Where the memory was lost, a node may
+    come that knows of restarts that the others have not heard of."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._most_lost = 0
 
     def data_lost(self) -> None:
-        super().data_lost()
         self._most_lost = max(self._most_lost, self.world.restarts_used if self.world is not None else 0)
 
     def world_sealed(self, world: World) -> None:
@@ -306,12 +318,12 @@ class MembershipIsFree(_Ledger):
             self.object(f"{what} although nothing had failed")
         if self.missing():
             self.object(f"{what} although {', '.join(self.missing())} was lost or has left")
-        if self.was_stopped_for_failure is False:
+        if self.was_stopped_for_failure is False or self.was_stopped_otherwise:
             self.object(f"{what} although the round had been stopped before anything failed")
 
 
 class FailuresAreCharged(_Ledger):
-    """A failure that counts, with everybody present, is paid for."""
+    """A failure that counts, with all members present, is paid for; also if the coordinator died meanwhile."""
 
     def world_sealed(self, world: World) -> None:
         before = self.world
@@ -320,9 +332,10 @@ class FailuresAreCharged(_Ledger):
         super().world_sealed(world)
 
     def _is_chargeable(self) -> bool:
-        if self.was_coordinator_restarted or not self.was_stopped_for_failure or self.missing():
+        members = set(self.world.keys if self.world else ())
+        if not self.was_stopped_for_failure or self.was_stopped_otherwise or self.missing() or self.was_away & members:
             return False
-        if self.was_away & set(self.world.keys if self.world else ()):
+        if not self.failures or not members <= self.back:
             return False
         return not any(failure.exitcode in self.settings.policy.uncounted_exit_codes for failure in self.failures)
 
@@ -337,13 +350,13 @@ class NoFailureIsForgotten(_Ledger):
     def failure_reported(self, key: str, round: int) -> None:
         self._reported[key] = round
 
-    def stop_ordered(self, round: int) -> None:
-        super().stop_ordered(round)
-        if self.world is None or round != self.world.round or self.failures or self.was_coordinator_restarted:
+    def stop_ordered(self, stop: Stop) -> None:
+        super().stop_ordered(stop)
+        if self.world is None or stop.round != self.world.round or self.failures:
             return
         for key in self.rejoined & set(self.world.keys):
-            if self._reported.get(key) == round:
-                self.object(f"{key} has joined again, and nobody knows that it failed in round {round}")
+            if self._reported.get(key) == stop.round:
+                self.object(f"{key} has joined again, and nobody knows that it failed in round {stop.round}")
 
 
 class RootCause(_Ledger):
@@ -377,19 +390,26 @@ class SuccessIsUnanimous(_Ledger):
     def remembered(self, memory: Memory) -> None:
         if memory.outcome is None or memory.outcome.end is not End.SUCCEEDED:
             return
-        if self.world is None or len(self._succeeded[self.world.round]) != len(self.world.members):
+        if self.world is None or len(self._succeeded[self.world.round]) != self.world.size:
             self.object("the run has succeeded, but not all of its workers have")
 
 
 class RestartsWithinBudget(Checker):
-    """No more restarts are charged than the policy allows, within its window if it has one; nothing is refunded. Where
-    etcd has lost its data, a restart counts if anybody who is there was told of it."""
+    """No more restarts are charged than the policy allows, within its window if it has one, and no fewer; nothing is
+    refunded. A coordinator that was restarted knows how old each was when that was written down. Where the memory was
+    lost, a restart counts if any node that is there was told of it."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._used = 0
         self._most_lost = 0
         self._charged_at: list[float] = []
+        self._charged_round = 0
+        self._written_at = 0.0
+
+    def coordinator_started(self) -> None:
+        gap_s = self.now() - self._written_at
+        self._charged_at = [at + gap_s for at in self._charged_at]
 
     def data_lost(self) -> None:
         self._most_lost = max(self._used, self._most_lost)
@@ -400,19 +420,31 @@ class RestartsWithinBudget(Checker):
             self.object(f"{world.restarts_used} restarts in round {world.round}, written down are {self._used}")
 
     def remembered(self, memory: Memory) -> None:
+        self._written_at = self.now()
+        if memory.outcome is not None:
+            self._end(memory.outcome)
+        before = self._used
+        self._used = max(before, min(memory.restarts_used, self._most_lost))
         if memory.restarts_used == self._used:
-            return
-        if self._used < memory.restarts_used <= self._most_lost:
-            self._used = memory.restarts_used
             return
         if memory.restarts_used != self._used + 1:
             self.object(f"{self._used} restarts became {memory.restarts_used}")
+        if memory.last_round == self._charged_round and before == self._used:
+            self.object(f"round {memory.last_round} was charged twice")
+        self._charged_round = memory.last_round
         self._used = memory.restarts_used
         self._charged_at.append(self.now())
-        window_s, allowed = self.settings.policy.window_s, self.settings.policy.max_restarts
-        counted = [at for at in self._charged_at if window_s is None or self.now() - at < window_s]
-        if len(counted) > allowed:
-            self.object(f"{len(counted)} restarts, allowed are {allowed}")
+        if self._counted() > self.settings.policy.max_restarts:
+            self.object(f"{self._counted()} restarts, allowed are {self.settings.policy.max_restarts}")
+
+    def _counted(self) -> int:
+        window_s = self.settings.policy.window_s
+        return sum(1 for at in self._charged_at if window_s is None or self.now() - at < window_s)
+
+    def _end(self, outcome: Outcome) -> None:
+        is_exhausted = outcome.cause is not None and "used up" in outcome.reason
+        if is_exhausted and not self._most_lost and self._counted() < self.settings.policy.max_restarts:
+            self.object(f"the run was ended after {self._counted()} restarts: {outcome.reason}")
 
 
 class OneOutcome(Checker):
@@ -472,9 +504,38 @@ class OnlyMisfitsAreRefused(Checker):
     one may ask for a rank whose last owner is not known to be gone yet."""
 
     def refused(self, agent: Agent, reason: str) -> None:
-        is_about_rank = agent.participant.facts.requested_rank is not None and reason.startswith("rank")
+        is_about_rank = agent.participant.facts.requested_rank is not None and "rank" in reason
         if agent.participant.settings == self.settings and (self.is_calm or not is_about_rank):
             self.object(f"{agent.name} was refused: {reason}")
+
+
+class StoppingIsBounded(Checker):
+    """A round that is stopped is judged within the grace, a margin and a lease, whatever its members do. Each time that
+    one of them comes back on another connection there may be a lease more."""
+
+    margin_s = 16.0
+    grace_s = 8.0
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._until: float | None = None
+
+    def coordinator_started(self) -> None:
+        self._until = None
+
+    coordinator_thawed = coordinator_started
+
+    def stepped(self, is_stopping: bool) -> None:
+        if not is_stopping:
+            self._until = None
+        elif self._until is None:
+            self._until = self.now() + self.grace_s + self.margin_s + self.settings.lease_s
+        elif self.now() > self._until:
+            self.object("a round that was stopped is not judged")
+
+    def message_received(self, key: str, message: protocol.FromNode) -> None:
+        if self._until is not None and isinstance(message, protocol.Return):
+            self._until = max(self._until, self.now() + 2 * self.settings.lease_s)
 
 
 RULES: tuple[type[Checker], ...] = (
@@ -494,6 +555,7 @@ RULES: tuple[type[Checker], ...] = (
     EndedRunStaysEnded,
     NobodyLostWithoutReason,
     OnlyMisfitsAreRefused,
+    StoppingIsBounded,
 )
 
 

@@ -1,79 +1,124 @@
-"""The coordinator's shell: messages become events of `Membership`, its commands become messages.
+"""The coordinator's shell: messages go into `Membership`, and what it wants done becomes messages.
 
-What a production shell must get right is here too: a newer connection of the same node replaces the older one, whose
-late words are dropped; whoever is expelled or refused is told so and its connection is closed; what is to be
-remembered is written down before anything that follows is carried out.
+What a production shell must get right is here too. A newer connection of the same node replaces the older one, whose
+late words are dropped. A node that is expelled or refused is told so, and its connection is closed. What is to be
+remembered is written down before anything that follows from it is told; heartbeats are answered all the same.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, assert_never
 
-from holdfast.rendezvous import messages
-from holdfast.rendezvous import vocabulary as words
-from holdfast.rendezvous.legacy_membership import Membership
-from holdfast.rendezvous.vocabulary import Memory
-from holdfast.rendezvous.world import NodeFacts, World
+from holdfast.records import record
+from holdfast.rendezvous.membership import model, protocol
+from holdfast.rendezvous.membership.model import Memory, NodeFacts, World
+from holdfast.rendezvous.membership.protocol import Command, Expel, ForgetRun, From, Remember, Tell
+from holdfast.rendezvous.membership.run import Membership, Phase
 from tests.sim.checkers import Checks
 from tests.sim.engine import Alarm, Clock, Engine, Violation
-from tests.sim.network import Link, Network
+from tests.sim.network import Address, Link, Network
+
+
+@record
+class RaiseTerm:
+    """A node has heard of this term: the coordinator's own must be higher before it goes on."""
+
+    heard: int
+
+
+@record
+class Greet:
+    link: Link
+
+
+Item = Command | World | RaiseTerm | Greet
+
+
+class Disk:
+    """What the coordinators at one address write down, one after the other."""
+
+    def __init__(self) -> None:
+        self.memory: Memory | None = None
 
 
 class Coordinator:
-    """One coordinator process after the other on one host, with one disk."""
+    """One coordinator process, with its memory on a disk."""
 
-    def __init__(self, engine: Engine, network: Network, clock: Clock, checks: Checks) -> None:
+    def __init__(self, engine: Engine, network: Network, checks: Checks, clock: Clock, address: Address) -> None:
         self.engine = engine
         self.network = network
         self.clock = clock
         self.checks = checks
-        self.disk: Memory | None = None
-        self.is_up = False
+        self.address = address
+        self.name = address.name
+        self.is_up = True
         self.is_frozen = False
         self.does_hang_up = True
-        """Whether the connection of somebody who was expelled or refused is closed at once, or left to its agent."""
+        """Whether the connection of a node that was expelled or refused is closed at once, or left to its agent."""
         self.machine: Membership | None = None
-        self._life = 0
+        self.last_memory: Memory | None = None
+        self._outbox: deque[Item] = deque()  # What is to be told, in order.
         self._links: dict[str, Link] = {}
         self._newest: dict[str, int] = {}
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._alarm = Alarm(engine, clock, self._ring)
-        network.coordinator = self
 
     # Life and death.
 
-    def start(self) -> None:
-        self.is_up, self.is_frozen = True, False
-        self._life += 1
-        self.machine = Membership(self._local_now(), self.disk)
+    def start(self, disk: Disk) -> None:
+        self.disk = disk
+        memory = disk.memory
+        self.engine.note(self.name, "starts", "with" if memory else "with no memory", memory or "")
+        self._open(memory)
+
+    def _open(self, memory: Memory | None, **how: Any) -> None:
+        self.last_memory = memory
+        self.machine = Membership(self.local_now, memory, **how)
+        self.address.listener = self
         self.checks.coordinator_started()
-        self.engine.note("coordinator", "starts", "with" if self.disk else "with no memory", self.disk or "")
 
     def crash(self) -> None:
-        self.engine.note("coordinator", "crashes")
+        self.engine.note(self.name, "crashes")
+        self._die()
+        for link in self._open_links():
+            if self.engine.random.random() < 0.5:
+                link.down.queue.clear()
+            self.network.close_by_coordinator(link)
+
+    def vanish(self) -> None:
+        """With the whole host, without a word."""
+        self._die()
+        for link in self._open_links():
+            link.coordinator_open = False
+            link.down.queue.clear()
+
+    def _die(self) -> None:
         self.is_up = self.is_frozen = False
+        if self.address.listener is self:
+            self.address.listener = None
         self.machine = None
-        self._links.clear()
-        self._newest.clear()
+        self._outbox.clear()
         self._backlog.clear()
         self._alarm.set(None)
-        for link in list(self.network.links):
-            if link.coordinator_open:
-                if self.engine.random.random() < 0.5:
-                    link.down.queue.clear()
-                self.network.close_by_coordinator(link)
+
+    def _open_links(self) -> list[Link]:
+        return [link for link in self.network.links if link.coordinator is self and link.coordinator_open]
 
     def freeze(self) -> None:
-        self.engine.note("coordinator", "is frozen")
+        self.engine.note(self.name, "is frozen")
         self.is_frozen = True
 
     def thaw(self) -> None:
-        self.engine.note("coordinator", "goes on")
+        if not self.is_frozen:
+            return
+        self.engine.note(self.name, "goes on")
         self.is_frozen = False
+        self.checks.coordinator_thawed()
         backlog, self._backlog = self._backlog, []
         for call, arguments in backlog:
-            call(*arguments)
+            self.hear(call, *arguments)
 
     def hear(self, call: Callable[..., None], *arguments: Any) -> None:
         """Everything that comes from outside; a process that is frozen finds it when it goes on."""
@@ -83,47 +128,36 @@ class Coordinator:
             call(*arguments)
 
     def _ring(self) -> None:
-        self.hear(self._step, words.TimePassed())
+        self.hear(self._step, protocol.TimePassed())
 
-    def _local_now(self) -> float:
+    @property
+    def local_now(self) -> float:
         return self.clock.local(self.engine.now)
 
-    # Messages to events.
+    # What nodes say.
 
-    def receive(self, link: Link, message: messages.ToCoordinator) -> None:
+    def greet(self, link: Link, term: int) -> None:
+        machine = self._machine()
+        if machine.raise_term(term):
+            self._outbox.append(RaiseTerm(term))
+        self._outbox.append(Greet(link))
+        self._flush()
+
+    def receive(self, link: Link, message: protocol.FromNode) -> None:
         if self.engine.random.random() < 0.02:
-            self._step(words.TimePassed())  # A timer may be too early; it will look again.
+            self._step(protocol.TimePassed())  # A timer may be too early; it will look again.
         if link.is_dismissed:
             return
-        if isinstance(message, messages.Heartbeat):
+        if isinstance(message, protocol.Heartbeat):
             if link.key:
-                self._step(words.NodeHeard(link.key))
-            self.network.send_down(link, messages.HeartbeatAnswer(message.number))
+                self._step(From(link.key, message))
+            self._send(link, protocol.HeartbeatAnswer(message.number))
             return
-        self.checks.message_received(link, message)
-        match message:
-            case messages.Join(facts, settings, last_round, replaces, failure, used):
-                if self._bind(link, facts):
-                    self._step(words.NodeJoined(facts, settings, last_round, replaces, failure, used))
-            case messages.Return(facts, settings, place, stage):
-                if self._bind(link, facts):
-                    self._step(words.NodeReturned(facts, settings, place, stage))
-            case messages.Close(reason):
-                self._step(words.CloseRequested(reason))
-            case _ if link.key:
-                self._step(self._of_a_node(link.key, message))
-
-    def _of_a_node(self, key: str, message: messages.ToCoordinator) -> words.Event:
-        match message:
-            case messages.Failed(round, failure):
-                return words.WorkersFailed(key, round, failure)
-            case messages.Succeeded(round):
-                return words.WorkersSucceeded(key, round)
-            case messages.Leaving():
-                return words.NodeLeaving(key)
-            case messages.Left():
-                return words.NodeLeft(key)
-        raise AssertionError(message)
+        if isinstance(message, (protocol.Join, protocol.Return)) and not self._bind(link, message.facts):
+            return
+        self.checks.message_received(link.key, message)
+        if link.key or isinstance(message, protocol.Close):
+            self._step(From(link.key, message))
 
     def _bind(self, link: Link, facts: NodeFacts) -> bool:
         """False for what a node had said before it spoke on a newer connection."""
@@ -145,75 +179,84 @@ class Coordinator:
         if link.key and self._links.get(link.key) is link:
             del self._links[link.key]
             self.checks.connection_closed(link.key)
-            self._step(words.ConnectionClosed(link.key))
+            self._step(protocol.ConnectionClosed(link.key))
 
-    # Commands to messages.
+    # What the machine wants done.
 
-    def _step(self, event: words.Event) -> None:
-        now = self._local_now()
-        machine = self.machine or Membership(now, self.disk)
-        self.machine = machine
+    def _machine(self) -> Membership:
+        if self.machine is None:
+            self.machine = Membership(self.local_now, self.last_memory)
+        return self.machine
+
+    def _step(self, event: protocol.Event) -> None:
+        now, machine = self.local_now, self._machine()
+        before = machine.world
         try:
             commands = machine.step(event, now)
             machine.check()
         except Exception as error:
-            self.engine.note("coordinator", event)
+            self.engine.note(self.name, event)
             raise Violation("machines_never_raise", f"coordinator: {type(error).__name__}: {error}") from error
-        self.engine.note("coordinator", event, tuple(commands))
+        self.engine.note(self.name, event, tuple(commands))
+        self.checks.stepped(machine.phase is Phase.STOPPING)
         for command in commands:
-            self._carry_out(command)
+            if machine.world is not before and _is_seal(command):
+                before = machine.world
+                self._outbox.append(machine.world)
+            self._outbox.append(command)
+        self._flush()
         self._alarm.set(self.machine.next_deadline() if self.machine else None)
 
-    def _carry_out(self, command: words.Command) -> None:
-        match command:
-            case words.Remember(memory):
-                self.disk = memory
-                self.checks.remembered(memory)
-            case words.SealWorld(world):
-                self.checks.world_sealed(world)
-                self._seal(world)
-            case words.TellPlace(key, place):
-                self._tell((key,), messages.Sealed(key, place))
-            case words.StopRound(keys, round, reason, is_hang):
-                self.checks.stop_ordered(round)
-                self._tell(keys, messages.Stop(round, reason, is_hang))
-            case words.Refuse(key, reason):
-                self._dismiss(key, messages.Refused(reason))
-            case words.Expel(key, reason):
+    def _flush(self) -> None:
+        while self._outbox and self._is_kept(self._outbox[0]):
+            self._carry_out(self._outbox.popleft())
+
+    def _is_kept(self, item: Item) -> bool:
+        """Whether nothing has to be written down before this is carried out, or it has been."""
+        if isinstance(item, Remember):
+            self.disk.memory = self.last_memory = item.memory
+            self.checks.remembered(item.memory)
+        return True
+
+    def _carry_out(self, item: Item) -> None:
+        match item:
+            case Remember() | RaiseTerm():
+                pass
+            case World():
+                self.checks.world_sealed(item)
+            case Greet(link):
+                machine = self._machine()
+                self._send(link, protocol.Welcome(b"", machine.term, machine.round))
+            case Tell((key,), model.Refused() as message):
+                self._dismiss(key, message)
+            case Tell(keys, message):
+                if isinstance(message, model.Stop):
+                    self.checks.stop_ordered(message)
+                for key in keys:
+                    if key in self._links:
+                        self._send(self._links[key], message)
+            case Expel(key, reason):
                 self.checks.expelled(key)
-                self._dismiss(key, messages.Expelled(reason))
-            case words.TellOutcome(keys, outcome):
-                self._tell(keys, messages.Ended(outcome))
-            case words.ShowProgress(keys, joined, wanted, max_nodes, seconds_left):
-                self._tell(keys, messages.Progress(joined, wanted, max_nodes, seconds_left))
-            case words.Announce(keys, text):
-                self._tell(keys, messages.Notice(text))
-            case words.ForgetRun():
+                self._dismiss(key, model.Expelled(reason))
+            case ForgetRun():
                 self._forget()
             case _:
-                assert_never(command)
+                assert_never(item)
+
+    def _send(self, link: Link, message: Any) -> None:
+        self.network.send_down(link, message)
 
     def _forget(self) -> None:
-        """Nobody is needed any more. Whoever asks again is answered from the disk."""
+        """No node is needed any more. One that asks again is answered from the disk."""
         self.machine = None
         for link in list(self._links.values()):
             self._hang_up(link)
         self._links.clear()
 
-    def _seal(self, world: World) -> None:
-        for member, place in zip(world.members, world.places(), strict=True):
-            self._tell((member.key,), messages.Sealed(member.key, place))
-
-    def _tell(self, keys: tuple[str, ...], message: messages.FromCoordinator) -> None:
-        for key in keys:
-            link = self._links.get(key)
-            if link is not None:
-                self.network.send_down(link, message)
-
-    def _dismiss(self, key: str, message: messages.FromCoordinator) -> None:
+    def _dismiss(self, key: str, message: Any) -> None:
         link = self._links.get(key)
         if link is not None:
-            self.network.send_down(link, message)
+            self._send(link, message)
             if self.does_hang_up:
                 del self._links[key]
                 self._hang_up(link)
@@ -222,3 +265,7 @@ class Coordinator:
         link.key, link.is_dismissed = "", True
         if link.coordinator_open:
             self.network.close_by_coordinator(link)
+
+
+def _is_seal(command: Command) -> bool:
+    return isinstance(command, Tell) and isinstance(command.message, model.Sealed)

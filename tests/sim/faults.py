@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from holdfast.rendezvous.outcome import Failure
-from holdfast.rendezvous.restart import RestartPolicy
-from holdfast.rendezvous.vocabulary import Admit, Settings
+from holdfast.rendezvous.membership.model import Admit, Settings
+from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 from tests.sim.engine import Clock
 from tests.sim.host import Host, Plan
 
@@ -35,51 +34,17 @@ KINDS = (
     "lose_host",
     "freeze_agent",
     "pause_loop",
+    "stick_loop",
     "crash_coordinator",
+    "lose_memory",
     "freeze_coordinator",
     "leave",
     "join_late",
     "join_misfit",
     "close_run",
 )
-ETCD_KINDS = (
-    "partition",
-    "partition_one_way",
-    "crash_agent",
-    "lose_host",
-    "freeze_agent",
-    "crash_leader",
-    "crash_leader_between_rounds",
-    "freeze_leader",
-    "cut_leader",
-    "flap",
-    "pause_loop",
-    "leave",
-    "join_late",
-    "join_misfit",
-    "close_run",
-    "lose_quorum",
-    "lose_requests",
-    "break_watch",
-    "compact",
-    "change_etcd_leader",
-    "lose_data",
-)
-# With these alone no node is ever out of reach. A coordinator or a leader that is down is no reason to lose others.
-CALM = frozenset(
-    {
-        "pause_loop",
-        "crash_coordinator",
-        "crash_leader",
-        "leave",
-        "join_late",
-        "join_misfit",
-        "close_run",
-        "break_watch",
-        "compact",
-        "change_etcd_leader",
-    }
-)
+# With these alone no node is ever out of reach. A coordinator that is down is no reason to lose others.
+CALM = frozenset({"pause_loop", "crash_coordinator", "leave", "join_late", "join_misfit", "close_run"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +57,6 @@ class Profile:
     host_count: int
     late_hosts: int
     do_hosts_request_ranks: bool
-    does_loop_block: bool
     does_coordinator_hang_up: bool
     max_delay_s: float
     kinds: tuple[str, ...]
@@ -140,7 +104,6 @@ def draw_profile(random: Random, kinds_there_are: tuple[str, ...] = KINDS) -> Pr
         host_count=host_count,
         late_hosts=random.randint(0, 3),
         do_hosts_request_ranks=requests_ranks,
-        does_loop_block=random.random() < 0.5,
         does_coordinator_hang_up=random.random() < 0.5,
         max_delay_s=random.choice((0.002, 0.02, 0.1)),
         kinds=kinds,
@@ -248,7 +211,29 @@ class Misfortune:
 
     def _is_touchable(self, host: Host) -> bool:
         """Whether it may be cut off or frozen now."""
-        return True
+        return not self._world.network.is_discovery_pending(host)
+
+    def _lose_connection(self) -> None:
+        host, network = self._host(), self._world.network
+        is_reachable = host not in network.blocked_up and host not in network.blocked_down
+        if host.agent is None or host.is_frozen or not is_reachable:
+            return
+        link = host.agent.link
+        if link is not None and link.agent_open and link.coordinator_open and not link.is_lost:
+            self._engine.note("network", "loses the connection of", host.name)
+            network.lose(link)
+
+    def _lose_connection_for_good(self) -> None:
+        """When the agent has found out, it cannot connect again for a while."""
+        self._lose_connection()
+        assert self._victim is not None
+        self._cut_when_discovered(self._victim)
+
+    def _cut_when_discovered(self, host: Host) -> None:
+        if self._is_touchable(host):
+            self._cut(host, up=True, down=True)
+        elif not self._is_over:
+            self._engine.after(0.02, self._cut_when_discovered, host)
 
     def _partition(self, *, up: bool = True, down: bool = True) -> None:
         host = self._host()
@@ -292,6 +277,32 @@ class Misfortune:
         host = self._host()
         if host.agent is not None:
             host.agent.pause_loop(self._how_long_s())
+
+    def _stick_loop(self) -> None:
+        """It never decides anything again, and its connection goes on as if nothing were wrong."""
+        host = self._host()
+        if host.agent is not None and self._random.random() < 0.3:
+            host.agent.pause_loop(1e9)
+
+    def _crash_coordinator(self) -> None:
+        coordinator = self._world.coordinator
+        if coordinator is not None:
+            coordinator.crash()
+            down_for_s = self._random.random() ** 2 * 15
+            self._engine.after(down_for_s, self._world.start_coordinator)
+            if self._random.random() < 0.5:
+                self._engine.after(self._random.random() * down_for_s, self._join_late)
+
+    def _lose_memory(self) -> None:
+        if self._random.random() < 0.3 and self._world.may_lose_memory():
+            self._crash_coordinator()
+            self._world.lose_memory()
+
+    def _freeze_coordinator(self) -> None:
+        coordinator = self._world.coordinator
+        if coordinator is not None and not coordinator.is_frozen:
+            coordinator.freeze()
+            self._engine.after(self._how_long_s(), coordinator.thaw)
 
     def _leave(self) -> None:
         host = self._host()

@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast.rendezvous.outcome import Failure
+from holdfast.rendezvous.membership.restart_policy import Failure
 from tests.sim.checkers import Checks
 from tests.sim.engine import Alarm, Clock, Engine
 
@@ -122,6 +122,8 @@ class Host:
         self.agent: Agent | None = None
         self.agents_started = 0
         self.is_frozen = False
+        self.is_gone = False
+        """The power is off."""
         self.group: Group | None = None
         self.grace_s = 5.0
         self._lease_until: float | None = None

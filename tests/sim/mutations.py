@@ -12,36 +12,48 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+from msgspec.structs import replace as replace_in_message
+
 from holdfast.agent.lifecycle import Lifecycle
-from holdfast.rendezvous import legacy_membership as membership
-from holdfast.rendezvous import participant, restart, session, world
-from holdfast.rendezvous import vocabulary as words
-from holdfast.rendezvous.legacy_membership import Membership
-from holdfast.rendezvous.participant import Participant
-from holdfast.rendezvous.session import Session
+from holdfast.rendezvous.membership import node_lease, protocol, restart_policy, run
+from holdfast.rendezvous.membership.formation import Formation
+from holdfast.rendezvous.membership.model import Memory, Sealed, Stage, World
+from holdfast.rendezvous.membership.node import Participant
+from holdfast.rendezvous.membership.node_lease import NodeLease
+from holdfast.rendezvous.membership.protocol import Remember
+from holdfast.rendezvous.membership.restart_policy import Budget
+from holdfast.rendezvous.membership.run import Membership
 from tests.sim.host import Host
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """`change` makes of what it was what it is to be. `rules` are those that may be the first to object."""
+    """`change` makes of what it was what it is to be. `rules` are those that may be the first to object. Where chance
+    seldom gets there, `scenario` names one that goes another way, or breaks a rule."""
 
     name: str
     owner: Any
     attribute: str
     change: Callable[[Any], Any]
-    rules: tuple[str, ...]
+    rules: tuple[str, ...] = ()
     first_seed: int = 0
     """The search begins here."""
+    scenario: str = ""
 
     def apply(self) -> AbstractContextManager[Any]:
         return patch.object(self.owner, self.attribute, self.change(getattr(self.owner, self.attribute)))
 
 
 def mutation_of(
-    name: str, owner: Any, attribute: str, change: Callable[[Any], Any], *rules: str, first_seed: int = 0
+    name: str,
+    owner: Any,
+    attribute: str,
+    change: Callable[[Any], Any],
+    *rules: str,
+    first_seed: int = 0,
+    scenario: str = "",
 ) -> Mutation:
-    return Mutation(name, owner, attribute, change, rules, first_seed)
+    return Mutation(name, owner, attribute, change, rules, first_seed, scenario)
 
 
 # How things are changed.
@@ -53,9 +65,9 @@ def _lease_of_half_the_length(original: Any) -> Any:
 
 def _drop_at_once(original: Any) -> Any:
     def closed(self: Membership, key: str, now: float) -> None:
-        node = self._roster.get(key)
+        node = self._nodes.get(key)
         if node is not None and node.is_open:
-            self._roster.drop(node, now + 0.1)
+            self._nodes.drop(node, now + 0.1)
 
     return closed
 
@@ -90,47 +102,45 @@ def _blame_stopped(original: Any) -> Any:
 def _adopt_without_waiting(original: Any) -> Any:
     def adopt(self: Membership, place: Any, now: float) -> Any:
         commands = original(self, place, now)
-        for node in self._roster:
-            if not node.is_open:
-                self._roster.drop(node, now + 0.2)
+        self._returns_until = now + 0.2
         return commands
 
     return adopt
 
 
-def _without_outcome(original: Any) -> Any:
-    def init(self: Membership, now: float, memory: words.Memory | None = None) -> None:
-        original(self, now, replace(memory, outcome=None) if memory else None)
+def _memory_without(**fields: Any) -> Any:
+    def change(original: Any) -> Any:
+        def init(self: Membership, now: float, memory: Memory | None = None, **named: Any) -> None:
+            original(self, now, replace(memory, **fields) if memory else None, **named)
 
-    return init
+        return init
+
+    return change
 
 
 def _without_restarts(original: Any) -> Any:
-    def init(self: Membership, now: float, memory: words.Memory | None = None) -> None:
-        original(self, now, replace(memory, restarts_used=0) if memory else None)
+    def init(self: Membership, now: float, memory: Memory | None = None, **named: Any) -> None:
+        original(self, now, replace(memory, restarts_used=0) if memory else None, **named)
         learn = self._learn_the_past
-        self._learn_the_past = lambda last_round, _, was_here, now: learn(last_round, 0, was_here, now)
 
-    return init
+        def forget(last: Any, heard_round: int, now: float) -> Any:
+            return learn(replace(last, restarts_used=0) if last else None, heard_round, now)
 
-
-def _without_settings(original: Any) -> Any:
-    def init(self: Membership, now: float, memory: words.Memory | None = None) -> None:
-        original(self, now, replace(memory, settings=None) if memory else None)
+        self._learn_the_past = forget
 
     return init
 
 
 def _same_round(original: Any) -> Any:
-    def seal(self: Membership, ready: Any) -> Any:
+    def seal(self: Membership, ready: Any, now: float) -> Any:
         self.round = max(0, self.round - 1)
-        return original(self, ready)
+        return original(self, ready, now)
 
     return seal
 
 
 def _unremembered(original: Any) -> Any:
-    return lambda self, ready: [c for c in original(self, ready) if not isinstance(c, words.Remember)]
+    return lambda self, ready, now: [c for c in original(self, ready, now) if not isinstance(c, Remember)]
 
 
 def _one_too_many(original: Any) -> Any:
@@ -142,24 +152,23 @@ def _newest_first(original: Any) -> Any:
 
 
 def _own_master(original: Any) -> Any:
-    def places(self: world.World) -> list[world.Place]:
-        pairs = zip(original(self), self.members, strict=True)
-        return [replace(place, master_address=member.address) for place, member in pairs]
+    def place_of(self: World, key: str) -> Any:
+        return replace(original(self, key), master_address=key.partition("/")[0])
 
-    return places
+    return place_of
 
 
 def _admit_at_the_join_only(original: Any) -> Any:
     def admit(self: Membership, now: float) -> Any:
-        newest = max(self._roster, key=lambda node: node.arrival)
-        has_just_joined = newest.stage is words.Stage.WAITING and newest.heard_at == now
+        newest = max(self._nodes, key=lambda node: node.arrival)
+        has_just_joined = newest.stage is Stage.WAITING and newest.heard_at == now
         return original(self, now) if has_just_joined else []
 
     return admit
 
 
 def _lift_the_lease(original: Any) -> Any:
-    def lose(self: Session, now: float) -> Any:
+    def lose(self: NodeLease, now: float) -> Any:
         commands = original(self, now)
         if commands:
             self.has_place, self._lost_at = False, None
@@ -173,28 +182,26 @@ def _call_it_refused(original: Any) -> Any:
 
 
 def _say_it_once(original: Any) -> Any:
-    return lambda self: _struct_replace(original(self), failure=None)
+    return lambda self: replace_in_message(original(self), failure=None)
 
 
-def _struct_replace(struct: Any, **changes: Any) -> Any:
-    from msgspec.structs import replace as replace_in
+def _say_nothing_of_the_stop(original: Any) -> Any:
+    return lambda self: replace_in_message(original(self), stop=None)
 
-    return replace_in(struct, **changes)
+
+def _say_nothing_of_rounds(original: Any) -> Any:
+    return lambda self: replace_in_message(original(self), heard_round=0)
 
 
 def _tell_those_present(original: Any) -> Any:
-    def after_end(self: Membership, event: Any, now: float) -> Any:
-        original(self, event, now)
-        return []
-
-    return after_end
+    return lambda self, key, message, now: original(self, key, message, now) and []
 
 
 def _start_whatever_is_late(original: Any) -> Any:
-    def sealed(self: Participant, key: str, place: Any, now: float) -> Any:
-        commands = original(self, key, place, now)
-        if commands and not any(isinstance(each, participant.WorldSealed) for each in commands):
-            commands.append(participant.WorldSealed(place))
+    def sealed(self: Participant, message: Sealed, now: float) -> Any:
+        commands = original(self, message, now)
+        if commands and not any(isinstance(each, Sealed) for each in commands):
+            commands.append(message)
         return commands
 
     return sealed
@@ -221,12 +228,52 @@ def _last_failure(original: Any) -> Any:
 
 
 def _two_outcomes(original: Any) -> Any:
-    def after_end(self: Membership, event: Any, now: float) -> Any:
-        if self.outcome is not None and isinstance(event, (words.NodeJoined, words.NodeReturned)):
+    def after_end(self: Membership, key: str, message: Any, now: float) -> Any:
+        if self.outcome is not None and isinstance(message, (protocol.Join, protocol.Return)):
             self.outcome = replace(self.outcome, reason="it was something else")
-        return original(self, event, now)
+        return original(self, key, message, now)
 
     return after_end
+
+
+def _all_count_as_now(original: Any) -> Any:
+    def init(self: Budget, now: float, used: int = 0, ages_s: Any = ()) -> None:
+        original(self, now, used, (0.0,) * used)
+
+    return init
+
+
+def _whatever_is_known(original: Any) -> Any:
+    def learn(self: Membership, last: Any, heard_round: int, now: float) -> Any:
+        was_unknown = self._is_past_unknown
+        commands = original(self, last, heard_round, now)
+        self._is_past_unknown = was_unknown
+        return commands
+
+    return learn
+
+
+def _await_nobody(original: Any) -> Any:
+    def init(self: Membership, now: float, memory: Memory | None = None, **named: Any) -> None:
+        original(self, now, memory, **named)
+        self._awaited = set(list(self._awaited)[1:])
+
+    return init
+
+
+def _as_it_was(original: Any) -> Any:
+    """A node that returns is not told again that its round is being stopped."""
+    return lambda self, node: []
+
+
+def _only_the_first_round(original: Any) -> Any:
+    def may_seal(self: Formation, ready: int, is_everyone: bool, settings: Any, now: float) -> bool:
+        is_first = not is_everyone and self.not_before == 0.0
+        return original(self, ready, is_everyone, settings, now if is_first else -math.inf) or (
+            is_everyone and original(self, ready, is_everyone, settings, now)
+        )
+
+    return may_seal
 
 
 def _never(original: Any) -> Any:
@@ -234,74 +281,162 @@ def _never(original: Any) -> Any:
 
 
 def _do_not_mind(original: Any) -> Any:
-    return lambda self, jitter, now: self._retreat(jitter, now) or []
+    return lambda self, jitter, now: self._retreat(jitter, now) or self._locate(now)
 
 
 def _do_nothing(original: Any) -> Any:
     return lambda self, *arguments: None
 
 
-def _nothing_is_stale(original: Any) -> Any:
-    return lambda self, event: False
-
-
 def _join_at_once(original: Any) -> Any:
     return lambda self, *, at_once: [*original(self, at_once=at_once), *self._join()]
 
 
+def _empty(original: Any) -> Any:
+    return lambda self, *arguments: []
+
+
+def _let_them(original: Any) -> Any:
+    def expel(self: Membership, now: float) -> Any:
+        self._stop_by = None
+        return []
+
+    return expel
+
+
+def _hear_nothing(original: Any) -> Any:
+    return lambda self, term, last_round, now: original(self, term, 0, now)
+
+
+def _wait_in_any_case(original: Any) -> Any:
+    return lambda self, now: max(original(self, now), self._started_at + self.settings.lease_s)
+
+
 _FENCING = "one_world_at_once"
 _RAISE = "machines_never_raise"
+_FREE = "membership_is_free"
 
 MUTATIONS = [
     # Fencing: workers outlive the place of their node, or the place is given away before they are gone.
-    mutation_of("the agent uses its whole lease", session, "_LEASE_SHARE", lambda original: 1.0, _FENCING),
+    mutation_of("the agent uses its whole lease", node_lease, "_LEASE_SHARE", lambda original: 1.0, _FENCING),
     mutation_of(
         "the coordinator waits for half a lease", Membership, "_lease_ends", _lease_of_half_the_length, _FENCING
     ),
     mutation_of("a closed connection is given up at once", Membership, "_closed", _drop_at_once, _FENCING),
-    mutation_of("an agent does not mind a closed connection", Session, "_disconnected", _do_not_mind, _FENCING),
+    mutation_of("an agent does not mind a closed connection", NodeLease, "_disconnected", _do_not_mind, _FENCING),
     mutation_of(
-        "an agent takes a silent network for a refusal", Session, "_connect_failed", _call_it_refused, _FENCING
+        "an agent takes a silent network for a refusal", NodeLease, "_connect_failed", _call_it_refused, _FENCING
     ),
-    mutation_of("the lease is lifted when the place is lost", Session, "_lose_place_if_due", _lift_the_lease, _FENCING),
+    mutation_of(
+        "the lease is lifted when the place is lost", NodeLease, "_lose_place_if_due", _lift_the_lease, _FENCING
+    ),
     mutation_of("the spawner ignores the lease", Host, "set_lease", _do_nothing, _FENCING),
     mutation_of("a place that comes too late is taken", Participant, "_sealed", _start_whatever_is_late, "ranks_agree"),
-    mutation_of("a restarted coordinator does not wait", Membership, "_keep_quiet", _do_nothing, _FENCING),
+    mutation_of(
+        "a restarted coordinator does not wait",
+        Membership,
+        "_others_may_run_until",
+        lambda original: lambda self, now: now,
+        _FENCING,
+    ),
     mutation_of("an agent joins before its workers are gone", Lifecycle, "_stop", _join_at_once, _RAISE, _FENCING),
     # Judging.
+    mutation_of("a stopped round is judged at once", Membership, "_stop", _judge_at_once, _FENCING, _FREE),
+    mutation_of("a lost node is charged to the budget", Membership, "_judge", _blame_departed, _FREE),
     mutation_of(
-        "a stopped round is judged at once", Membership, "_stop", _judge_at_once, _FENCING, "membership_is_free"
+        "failures of a planned stop are charged",
+        Membership,
+        "_failed",
+        _blame_stopped,
+        scenario="a_failure_crosses_a_planned_stop",
     ),
-    mutation_of("a lost node is charged to the budget", Membership, "_judge", _blame_departed, "membership_is_free"),
-    mutation_of("failures of a planned stop are charged", Membership, "_failed", _blame_stopped, "membership_is_free"),
     mutation_of("failures cost nothing", Membership, "_judge", _forgive_failures, "failures_are_charged"),
     mutation_of("a failure is reported once", Participant, "_join_message", _say_it_once, "no_failure_is_forgotten"),
-    mutation_of("the last failure is the cause", restart, "root_cause", _last_failure, "root_cause"),
-    mutation_of("an agent does not know stale rounds", Lifecycle, "_is_stale", _nothing_is_stale, _RAISE),
-    mutation_of("one success is everybody's", Membership, "_finish", _succeed_with_the_first, "success_is_unanimous"),
-    # Worlds.
     mutation_of(
-        "a world larger than max is sealed", membership, "arrange", _one_too_many, "size_within_bounds", _RAISE
+        "a join does not say why its node stopped",
+        Participant,
+        "_join_message",
+        _say_nothing_of_the_stop,
+        scenario="the_coordinator_dies_while_it_stops_a_round",
     ),
-    mutation_of("survivors change places", membership, "arrange", _newest_first, "survivors_keep_order"),
-    mutation_of("every node is its own master", world.World, "places", _own_master, "ranks_agree"),
+    mutation_of("the last failure is the cause", restart_policy, "root_cause", _last_failure, "root_cause"),
+    mutation_of("one success is everybody's", Membership, "_finish", _succeed_with_the_first, "success_is_unanimous"),
+    mutation_of("a stop has no end", Membership, "_expel_stuck", _let_them, scenario="a_stuck_agent_is_expelled"),
+    mutation_of(
+        "a stop is not told again",
+        Membership,
+        "_stop_again",
+        _as_it_was,
+        scenario="a_failure_at_the_coordinators_death",
+    ),
+    # Worlds.
+    mutation_of("a world larger than max is sealed", run, "arrange", _one_too_many, "size_within_bounds", _RAISE),
+    mutation_of("survivors change places", run, "arrange", _newest_first, "survivors_keep_order"),
+    mutation_of("every node is its own master", World, "place_of", _own_master, "ranks_agree"),
     mutation_of("the round is not counted on", Membership, "_seal", _same_round, "rounds_rise"),
+    mutation_of(
+        "later rounds have no last call",
+        Formation,
+        "may_seal",
+        _only_the_first_round,
+        scenario="a_later_round_has_a_last_call",
+    ),
     # A coordinator that is restarted.
     mutation_of("a sealed round is not written down", Membership, "_seal", _unremembered, "rounds_rise", _FENCING),
-    mutation_of("nobody knows of the restarts", Membership, "__init__", _without_restarts, "restarts_within_budget"),
-    mutation_of("the settings are forgotten", Membership, "__init__", _without_settings, "only_misfits_are_refused"),
+    mutation_of("the restarts are forgotten", Membership, "__init__", _without_restarts, "restarts_within_budget"),
+    mutation_of("restarts do not age", Budget, "__init__", _all_count_as_now, scenario="old_restarts_stay_old"),
+    mutation_of(
+        "it is forgotten that a round was charged",
+        Membership,
+        "__init__",
+        _memory_without(is_round_over=False),
+        "restarts_within_budget",
+        first_seed=500,
+    ),
+    mutation_of(
+        "a lease is waited for although all are back",
+        Membership,
+        "_others_may_run_until",
+        _wait_in_any_case,
+        scenario="all_are_back",
+    ),
+    mutation_of(
+        "the settings are forgotten", Membership, "__init__", _memory_without(settings=None), "only_misfits_are_refused"
+    ),
+    mutation_of("not all members are waited for", Membership, "__init__", _await_nobody, _FENCING),
     mutation_of(
         "an adopted round does not wait", Membership, "_adopt", _adopt_without_waiting, "nobody_lost_without_reason"
     ),
+    # A coordinator that has lost its memory.
+    mutation_of("what nodes know of rounds is nothing", Membership, "_learn_the_past", _whatever_is_known, _FENCING),
+    mutation_of(
+        "a node without a place knows of no round",
+        Participant,
+        "_join_message",
+        _say_nothing_of_rounds,
+        scenario="a_standby_meets_a_coordinator_without_memory",
+    ),
+    mutation_of(
+        "a welcome tells nothing of rounds",
+        Participant,
+        "_welcomed",
+        _hear_nothing,
+        scenario="a_newcomer_meets_a_coordinator_without_memory",
+    ),
     # The end, and getting there.
     mutation_of(
-        "the end is forgotten", Membership, "__init__", _without_outcome, "ended_run_stays_ended", "one_outcome"
-    ),
-    mutation_of("the outcome changes", Membership, "_react_after_end", _two_outcomes, "one_outcome"),
-    mutation_of(
-        "whoever comes after the end is told nothing",
+        "the end is forgotten",
         Membership,
-        "_react_after_end",
+        "__init__",
+        _memory_without(outcome=None),
+        "ended_run_stays_ended",
+        "one_outcome",
+    ),
+    mutation_of("the outcome changes", Membership, "_take_after_end", _two_outcomes, "one_outcome"),
+    mutation_of(
+        "a node that comes after the end is told nothing",
+        Membership,
+        "_take_after_end",
         _tell_those_present,
         "settles",
         "ends_and_everybody_knows",

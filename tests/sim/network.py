@@ -6,32 +6,50 @@ what is on its way waits until the network heals. A connection that is lost take
 end finds out at a time of its own: at once, or when it next sends something, and no later than that. That is what
 the agent's rule about a closed connection counts on: it notices with its next heartbeat at the latest. So the faults
 leave a host alone that has such a discovery still before it.
+
+A connection begins with the agent's hello, which goes along with the attempt to connect. It is there for the agent
+when the coordinator's welcome arrives.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from holdfast.rendezvous import messages
 from tests.sim.engine import Engine
 
 if TYPE_CHECKING:
+    from tests.sim.agent import Agent
     from tests.sim.coordinator import Coordinator
     from tests.sim.host import Host
-    from tests.sim.tcp_agent import TcpAgent
 
-Message = messages.ToCoordinator | messages.FromCoordinator
+Message = Any
+
+
+class Address:
+    """Where a coordinator may listen. Without a host it is on one of its own, which every other can reach."""
+
+    def __init__(self, name: str = "coordinator", host: Host | None = None) -> None:
+        self.name = name
+        self.host = host
+        self.listener: Coordinator | None = None
+
+    @property
+    def is_dark(self) -> bool:
+        """No system is left there that could refuse a connection."""
+        return self.host is not None and self.host.is_gone
 
 
 class Pipe:
     """One direction of a connection. None in the queue is its end."""
 
-    __slots__ = ("last_at", "link", "queue", "stalled", "upward")
+    __slots__ = ("last_at", "link", "queue", "receiver", "sender", "stalled", "upward")
 
-    def __init__(self, link: Link, upward: bool) -> None:
+    def __init__(self, link: Link, sender: Host | None, receiver: Host | None, upward: bool) -> None:
         self.link = link
+        self.sender = sender
+        self.receiver = receiver
         self.upward = upward
         self.queue: deque[Message | None] = deque()
         self.last_at = 0.0
@@ -39,18 +57,21 @@ class Pipe:
 
 
 class Link:
-    """One connection of an agent with the coordinator. `key` is who said hello on it, as the coordinator heard it."""
+    """One connection of an agent with a coordinator. `key` is the node that spoke on it, as the coordinator heard."""
 
     __slots__ = (
-        "agent", "agent_open", "coordinator_open", "down", "host", "is_dismissed", "is_lost", "key", "number", "up"
+        "agent", "agent_open", "coordinator", "coordinator_open", "down", "host", "is_dismissed", "is_lost", "key",
+        "number", "up",
     )  # fmt: skip
 
-    def __init__(self, agent: TcpAgent, number: int) -> None:
+    def __init__(self, agent: Agent, coordinator: Coordinator, number: int) -> None:
         self.agent = agent
+        self.coordinator = coordinator
         self.number = number
         self.host = agent.host
         self.key = ""
-        self.up, self.down = Pipe(self, upward=True), Pipe(self, upward=False)
+        there = coordinator.address.host
+        self.up, self.down = Pipe(self, self.host, there, upward=True), Pipe(self, there, self.host, upward=False)
         self.agent_open = self.coordinator_open = True
         self.is_lost = False
         self.is_dismissed = False
@@ -65,8 +86,9 @@ class Network:
     connect_timeout_s: float = 1.5
     links: list[Link] = field(default_factory=list)
     blocked_up: set[Host] = field(default_factory=set)
+    """What these hosts send is held up."""
     blocked_down: set[Host] = field(default_factory=set)
-    coordinator: Coordinator = field(init=False)
+    """What is sent to these hosts is held up."""
     _dialled: int = 0
 
     def delay_s(self) -> float:
@@ -74,57 +96,55 @@ class Network:
             return self.max_delay_s
         return 0.0005 + self.max_delay_s * self.engine.random.random() ** 3
 
+    def _is_cut(self, sender: Host | None, receiver: Host | None) -> bool:
+        return sender is not receiver and (sender in self.blocked_up or receiver in self.blocked_down)
+
     # Connecting.
 
-    def connect(self, agent: TcpAgent) -> None:
-        began = self.engine.now
-        if agent.host in self.blocked_up:
-            self._time_out(agent, began)
-        else:
-            self.engine.after(self.delay_s(), self._knock, agent, began)
+    def connect(self, agent: Agent, address: Address) -> None:
+        """The agent is told of the welcome, or of a refusal, or that nothing answers; the first of these counts."""
+        agent.dial = attempt = object()
+        if self._is_cut(agent.host, address.host) or address.is_dark:
+            self._give_up_later(agent, attempt, is_told=self._is_told())
+            return
+        self._give_up_later(agent, attempt, is_told=False)
+        self.engine.after(self.delay_s(), self._knock, agent, agent.participant.term, attempt, address)
 
-    def _knock(self, agent: TcpAgent, began: float) -> None:
+    def _knock(self, agent: Agent, term: int, attempt: object, address: Address) -> None:
+        coordinator = address.listener
+        if coordinator is None:
+            if not self._is_cut(address.host, agent.host) and not address.is_dark:
+                self.engine.after(self.delay_s(), agent.hear, agent.connect_failed, attempt, True)
+            return
+        if agent.dial is not attempt or not agent.is_alive:
+            return
         self._dialled += 1
-        link = Link(agent, self._dialled) if self.coordinator.is_up else None
-        if link:
-            self.links.append(link)
-        self.engine.after(self.delay_s(), self._answer, agent, began, link)
+        link = Link(agent, coordinator, self._dialled)
+        self.links.append(link)
+        agent.dialled = link
+        coordinator.hear(coordinator.greet, link, term)
 
-    def _answer(self, agent: TcpAgent, began: float, link: Link | None) -> None:
-        if agent.host in self.blocked_down or self.coordinator.is_frozen:
-            if link:
-                self._forget(link)
-            self._time_out(agent, began)
-        elif link is None:
-            agent.hear(agent.connect_failed, True)
-        elif link.is_lost or not link.coordinator_open:
-            self._forget(link)
-            agent.hear(agent.connect_failed, False)
-        else:
-            agent.hear(agent.connected, link)
-
-    def _time_out(self, agent: TcpAgent, began: float) -> None:
-        """Nobody answers; or a router says at once that there is no way."""
-        is_told = not self.is_even and self.engine.random.random() < 0.5
+    def _give_up_later(self, agent: Agent, attempt: object, *, is_told: bool) -> None:
+        """Nothing answers; or a router says at once that there is no way."""
         after_s = 0.05 if is_told else self.connect_timeout_s
-        self.engine.at(began + after_s, agent.hear, agent.connect_failed, False)
+        self.engine.after(after_s, agent.hear, agent.connect_failed, attempt, False)
+
+    def _is_told(self) -> bool:
+        return not self.is_even and self.engine.random.random() < 0.5
 
     # Sending.
 
-    def send_up(self, link: Link, message: messages.ToCoordinator) -> None:
+    def send_up(self, link: Link, message: Message) -> None:
         if link.is_lost:
-            self._discover_by_sending(link)
+            self.engine.after(2 * self.delay_s(), self._notice_at_agent, link)
         elif link.agent_open:
             self._push(link.up, message)
 
-    def send_down(self, link: Link, message: messages.FromCoordinator) -> None:
+    def send_down(self, link: Link, message: Message) -> None:
         if link.coordinator_open and not link.is_lost:
             self._push(link.down, message)
         elif link.coordinator_open:
             self.engine.after(2 * self.delay_s(), self._notice_at_coordinator, link)
-
-    def _discover_by_sending(self, link: Link) -> None:
-        self.engine.after(2 * self.delay_s(), self._notice_at_agent, link)
 
     def _push(self, pipe: Pipe, message: Message | None) -> None:
         when = self.engine.now + self.delay_s()
@@ -135,8 +155,7 @@ class Network:
     def _arrive(self, pipe: Pipe) -> None:
         if not pipe.queue:
             return
-        blocked = self.blocked_up if pipe.upward else self.blocked_down
-        if pipe.link.host in blocked:
+        if self._is_cut(pipe.sender, pipe.receiver):
             pipe.stalled += 1
             return
         self._deliver(pipe, pipe.queue.popleft())
@@ -147,7 +166,7 @@ class Network:
             if message is None:
                 self._notice_at_coordinator(link)
             elif link.coordinator_open:
-                self.coordinator.hear(self.coordinator.receive, link, message)
+                link.coordinator.hear(link.coordinator.receive, link, message)
         elif message is None:
             self._notice_at_agent(link)
         elif link.agent_open:
@@ -200,7 +219,7 @@ class Network:
     def _notice_at_coordinator(self, link: Link) -> None:
         if link.coordinator_open:
             link.coordinator_open = False
-            self.coordinator.hear(self.coordinator.closed, link)
+            link.coordinator.hear(link.coordinator.closed, link)
         self._forget_if_over(link)
 
     def _forget_if_over(self, link: Link) -> None:
@@ -226,9 +245,10 @@ class Network:
     def heal(self, host: Host) -> None:
         self.blocked_up.discard(host)
         self.blocked_down.discard(host)
-        for link in [link for link in self.links if link.host is host]:
-            self._release(link.up)
-            self._release(link.down)
+        for link in self.links:
+            for pipe in (link.up, link.down):
+                if not self._is_cut(pipe.sender, pipe.receiver):
+                    self._release(pipe)
 
     def _release(self, pipe: Pipe) -> None:
         stalled, pipe.stalled = pipe.stalled, 0

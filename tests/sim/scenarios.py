@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.rendezvous.restart import RestartPolicy
-from holdfast.rendezvous.vocabulary import Admit
+from holdfast.rendezvous.membership.model import Admit
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests.sim.engine import Clock
 from tests.sim.host import Plan
-from tests.sim.script import EtcdScript, Script, failing, succeeding
+from tests.sim.script import Script, failing, succeeding
 
 Scenario = Callable[[], str]
 SCENARIOS: dict[str, Scenario] = {}
@@ -90,6 +90,16 @@ def a_newcomer_is_let_in() -> str:
     script.slow_down("b", at=8.0, for_s=2.0)
     script.node("c", at=8.0)
     return script.tell(until=11.0)
+
+
+@scenario
+def a_failure_crosses_a_planned_stop() -> str:
+    """The stop for a newcomer is on its way when the workers fail. That is not charged: no restart is allowed."""
+    script = Script(min_nodes=1, max_nodes=2, last_call_s=0.1)
+    script.node("a")
+    script.work("a", 1, failing(1.0))
+    script.node("b", at=1.115)
+    return script.tell(until=3.0)
 
 
 @scenario
@@ -335,47 +345,124 @@ def a_newcomer_meets_a_coordinator_that_was_restarted() -> str:
     return script.tell(until=14.0)
 
 
-# The leader, on etcd.
-
-
 @scenario
-def a_leader_is_killed_while_it_tells_the_world() -> str:
-    """It has sealed the round and told one of the three. The next leader finds what was sealed, and who does not know
-    of it; the dead one is a member, so the round is stopped when all of them are told."""
-    script = EtcdScript(min_nodes=2, max_nodes=3)
-    script.nodes("abc")
-    script.kill("a", at=0.255)
-    return script.tell(until=8.0)
-
-
-@scenario
-def etcd_is_without_a_quorum() -> str:
-    """For a moment, and nobody's workers notice; then for longer than the lease. No lease ends on etcd's side, but
-    nobody can know, so the workers are killed, and everybody comes back as a stranger, at once."""
-    script = EtcdScript(min_nodes=2, max_nodes=2)
+def the_coordinator_loses_its_memory() -> str:
+    """It comes back at once with an empty disk. One member is out of reach and still runs, as it was refused a moment
+    ago. The other has joined and knows of a round that the memory does not, so nothing is sealed for a lease."""
+    script = Script(min_nodes=1, max_nodes=2, policy=RestartPolicy(max_restarts=1))
     script.nodes("ab")
-    script.lose_quorum(at=3.0, for_s=3.0)
-    script.lose_quorum(at=10.0, for_s=8.0)
-    return script.tell(until=25.0)
-
-
-@scenario
-def a_frozen_leader_returns() -> str:
-    """SIGSTOP for longer than the lease. Another leads when it goes on; nothing of what it still wants to write is
-    carried out."""
-    script = EtcdScript(min_nodes=1, max_nodes=3)
-    script.nodes("abc")
-    script.freeze("a", at=3.0, for_s=9.0)
-    return script.tell(until=15.0)
-
-
-@scenario
-def etcd_loses_its_data() -> str:
-    """It is empty, and counts its revisions from the beginning. With their next renewals the nodes find that their
-    leases are gone, and kill their workers. They elect a leader, which waits for a lease, as somebody may not have
-    noticed; the round is the next, and the restart that was used is not forgotten."""
-    script = EtcdScript(min_nodes=2, max_nodes=2, policy=RestartPolicy(max_restarts=1))
-    script.nodes("ab")
-    script.work("b", 1, failing(1.0))
-    script.lose_data(at=5.5)
+    script.work("a", 1, failing(3.0))
+    script.kill_coordinator(at=3.0, for_s=0.5, with_its_memory=True)
+    script.cut("b", at=3.45, for_s=8.0)
     return script.tell(until=13.0)
+
+
+@scenario
+def a_failure_at_the_coordinators_death() -> str:
+    """A worker fails a moment after the coordinator died. Its node joins the next one first, then the other member
+    returns. The failure is known and paid for."""
+    script = Script(min_nodes=2, max_nodes=2, policy=RestartPolicy(max_restarts=1))
+    script.nodes("ab")
+    script.work("a", 1, failing(3.0))
+    script.kill_coordinator(at=3.1, for_s=0.5)
+    script.slow_down("a", at=3.0, for_s=0.15)
+    return script.tell(until=5.0)
+
+
+@scenario
+def old_restarts_stay_old() -> str:
+    """Two restarts in 10 s are allowed. A coordinator is started after the second, which came long after the first. It
+    knows how old they were, so a third failure soon after is within the budget, and a fourth is not."""
+    script = Script(min_nodes=1, max_nodes=1, policy=RestartPolicy(max_restarts=2, window_s=10.0))
+    script.nodes("a")
+    script.work("a", 1, failing(1.0))
+    script.work("a", 2, failing(12.0))
+    script.kill_coordinator(at=15.0, for_s=0.1)
+    script.work("a", 3, failing(3.0))
+    script.work("a", 4, failing(3.0))
+    return script.tell(until=30.0)
+
+
+@scenario
+def a_standby_meets_a_coordinator_without_memory() -> str:
+    """It was told of the round that it has no place in. So it is not given one beside the two members that still run,
+    out of the new coordinator's reach."""
+    script = Script(min_nodes=1, max_nodes=2)
+    script.nodes("abc")
+    script.kill_coordinator(at=3.0, for_s=0.5, with_its_memory=True)
+    script.cut("a", at=3.45, for_s=8.0)
+    script.cut("b", at=3.45, for_s=8.0)
+    return script.tell(until=10.0)
+
+
+@scenario
+def a_newcomer_meets_a_coordinator_without_memory() -> str:
+    """The same with a node that the coordinator had welcomed, and no more, when it died."""
+    script = Script(min_nodes=1, max_nodes=2, admit=Admit.ON_RESTART)
+    script.nodes("ab")
+    script.node("c", at=2.975)
+    script.kill_coordinator(at=3.0, for_s=0.5, with_its_memory=True)
+    script.cut("a", at=3.45, for_s=8.0)
+    script.cut("b", at=3.45, for_s=8.0)
+    return script.tell(until=10.0)
+
+
+@scenario
+def all_are_back() -> str:
+    """The coordinator dies between two rounds, after it has charged the first. The next one finds written down who its
+    members were. When all of them have joined, nothing of the round can be alive, so it waits for nothing else; and it
+    does not charge the failure again, of which the join tells once more."""
+    script = Script(min_nodes=2, max_nodes=2, policy=RestartPolicy(max_restarts=2, backoff_s=1.0))
+    script.nodes("ab")
+    script.work("a", 1, failing(3.0))
+    script.kill_coordinator(at=3.5, for_s=0.2)
+    return script.tell(until=5.0)
+
+
+@scenario
+def the_coordinator_dies_while_it_stops_a_round() -> str:
+    """The one whose worker did not fail is back first, and says that it was told of a failure. So the failure that the
+    other one tells of is no consequence of a node that went away, and is paid for."""
+    script = Script(min_nodes=2, max_nodes=2, policy=RestartPolicy(max_restarts=1))
+    script.nodes("ab")
+    script.work("a", 1, failing(3.0))
+    script.kill_coordinator(at=3.165, for_s=0.2)
+    script.cut("a", at=3.16, for_s=1.0)
+    return script.tell(until=6.0)
+
+
+# Nodes that do not come back.
+
+
+@scenario
+def a_stuck_agent_is_expelled() -> str:
+    """Its loop decides nothing any more, but it keeps its lease. The round is stopped; the grace and a margin later the
+    node is expelled, whose spawner kills its workers then; a lease later the others go on."""
+    script = Script(grace_s=1.0, min_nodes=1, max_nodes=2, policy=RestartPolicy(max_restarts=1))
+    script.nodes("ab")
+    script.slow_down("b", at=1.0, for_s=100.0)
+    script.work("a", 1, failing(2.0))
+    return script.tell(until=30.0)
+
+
+@scenario
+def a_stuck_agent_is_away_when_its_time_is_over() -> str:
+    """The same, and its connection is being replaced when it is to be expelled. It is expelled a lease later."""
+    script = Script(grace_s=1.0, min_nodes=1, max_nodes=2, policy=RestartPolicy(max_restarts=1))
+    script.nodes("ab")
+    script.slow_down("b", at=1.0, for_s=100.0)
+    script.work("a", 1, failing(2.0))
+    script.reset("b", at=18.13)
+    return script.tell(until=35.0)
+
+
+@scenario
+def a_later_round_has_a_last_call() -> str:
+    """The workers of one node have succeeded, and its loop is stuck when another node fails. The others wait for it for
+    as long as the last call, and go on without it."""
+    script = Script(min_nodes=2, max_nodes=3, policy=RestartPolicy(max_restarts=1))
+    script.nodes("abc")
+    script.work("a", 1, succeeding(1.0))
+    script.slow_down("a", at=2.0, for_s=100.0)
+    script.work("b", 1, failing(3.0))
+    return script.tell(until=9.0)

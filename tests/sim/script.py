@@ -9,21 +9,16 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from holdfast.rendezvous import participant
-from holdfast.rendezvous.outcome import Failure
-from holdfast.rendezvous.vocabulary import Settings
-from holdfast.rendezvous.world import NodeFacts
-from tests.sim.agent import Agent
+from holdfast.rendezvous.membership import node
+from holdfast.rendezvous.membership.model import NodeFacts, Settings
+from holdfast.rendezvous.membership.node_lease import LeaseSettings
+from holdfast.rendezvous.membership.restart_policy import Failure
+from tests.sim.agent import Agent, Fixed
 from tests.sim.checkers import RULES, Checks, OnlyMisfitsAreRefused
-from tests.sim.coordinator import Coordinator
+from tests.sim.coordinator import Coordinator, Disk
 from tests.sim.engine import Clock, Engine
-from tests.sim.etcd import Etcd
-from tests.sim.etcd_agent import EtcdAgent, Truth
-from tests.sim.etcd_checkers import ETCD_RULES
 from tests.sim.host import Host, Plan, Society
-from tests.sim.network import Network
-from tests.sim.tcp_agent import TcpAgent
-from tests.sim.wire import Wire
+from tests.sim.network import Address, Network
 
 DELAY_S = 0.01
 FOR_EVER = Plan(None)
@@ -56,11 +51,16 @@ class Script:
 
     def _open(self) -> None:
         self.network = Network(self.engine, DELAY_S, is_even=True)
-        self.coordinator = Coordinator(self.engine, self.network, Clock(), self.checks)
-        self.engine.at(0.0, self.coordinator.start)
+        self.address, self.disk = Address(), Disk()
+        self.engine.at(0.0, self._start_coordinator)
+
+    def _start_coordinator(self) -> None:
+        Coordinator(self.engine, self.network, self.checks, Clock(), self.address).start(self.disk)
 
     def _make_agent(self, host: Host, facts: NodeFacts) -> Agent:
-        return TcpAgent(self.engine, self.network, self.checks, host, facts, self.settings, 0.5)
+        lease = LeaseSettings(self.settings.heartbeat_s, self.settings.lease_s)
+        where = Fixed(self.address)
+        return Agent(self.engine, self.network, self.checks, host, facts, self.settings, lease, where)
 
     def plan(self, host: Host, round: int, restarts_used: int) -> Plan:
         return self._plans.get((host.name, round), FOR_EVER)
@@ -85,7 +85,8 @@ class Script:
             host = self.hosts[name] = Host(self.engine, name, clock, self.society, self)
             host.grace_s = self._grace_s
         host.agents_started += 1
-        facts = NodeFacts(name + "'" * (host.agents_started - 1), address=name, requested_rank=rank)
+        node_id = name + "'" * (host.agents_started - 1)
+        facts = NodeFacts(node_id, address=name, requested_rank=rank, grace_s=self._grace_s)
         self._make_agent(host, facts).start()
 
     def kill(self, name: str, at: float) -> None:
@@ -114,7 +115,7 @@ class Script:
         self.hosts[name].kill(group, "by the kernel")
 
     def close(self, name: str, at: float) -> None:
-        self.engine.at(at, lambda: self._agent(name).tell(participant.CloseWanted("closed by the user")))
+        self.engine.at(at, lambda: self._agent(name).tell(node.CloseRequested("closed by the user")))
 
     def cut(self, name: str, at: float, for_s: float) -> None:
         """The network does not reach the host."""
@@ -138,9 +139,16 @@ class Script:
         self.engine.note("network", "loses the connection of", name)
         self.network.break_off(link)
 
-    def kill_coordinator(self, at: float, for_s: float) -> None:
-        self.engine.at(at, self.coordinator.crash)
-        self.engine.at(at + for_s, self.coordinator.start)
+    def kill_coordinator(self, at: float, for_s: float, *, with_its_memory: bool = False) -> None:
+        self.engine.at(at, self._kill_coordinator, with_its_memory)
+        self.engine.at(at + for_s, self._start_coordinator)
+
+    def _kill_coordinator(self, with_its_memory: bool) -> None:
+        assert self.address.listener is not None
+        self.address.listener.crash()
+        if with_its_memory:
+            self.disk.memory = None
+            self.checks.data_lost()
 
     def _agent(self, name: str) -> Agent:
         agent = self.hosts[name].agent
@@ -152,27 +160,3 @@ class Script:
     def tell(self, until: float) -> str:
         self.engine.run_until(until)
         return self.engine.transcript.story()
-
-
-class EtcdScript(Script):
-    """The same with etcd. Nodes are told one after the other, each in a transaction of its own."""
-
-    def _make_checks(self) -> Checks:
-        self.truth = Truth(self.engine)
-        self.truth.checks = Checks(self.settings, lambda: self.engine.now, ETCD_RULES)
-        return self.truth.checks
-
-    def _open(self) -> None:
-        self.etcd = Etcd(self.engine, Clock())
-        self.wire = Wire(self.engine, self.etcd, DELAY_S, is_even=True)
-
-    def _make_agent(self, host: Host, facts: NodeFacts) -> Agent:
-        return EtcdAgent(self.engine, self.wire, self.truth, host, facts, self.settings)
-
-    def lose_quorum(self, at: float, for_s: float) -> None:
-        self.engine.at(at, self.etcd.lose_quorum)
-        self.engine.at(at + for_s, self.etcd.regain_quorum)
-
-    def lose_data(self, at: float) -> None:
-        self.engine.at(at, self.etcd.lose_data)
-        self.engine.at(at, self.truth.lose)

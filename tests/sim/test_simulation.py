@@ -10,12 +10,10 @@ import pytest
 
 from tests.sim.__main__ import failure_of
 from tests.sim.engine import Violation
-from tests.sim.etcd_world import simulate as simulate_etcd
 from tests.sim.mutations import MUTATIONS
-from tests.sim.tcp_world import simulate
+from tests.sim.world import simulate
 
 CHUNKS = 20
-ETCD_CHUNKS = 6
 SEEDS_IN_A_CHUNK = 50
 
 
@@ -25,19 +23,6 @@ def test_seeds(chunk: int) -> None:
         failure = failure_of(seed)
         if failure:
             pytest.fail(failure, pytrace=False)
-
-
-@pytest.mark.parametrize("chunk", range(ETCD_CHUNKS))
-def test_seeds_with_etcd(chunk: int) -> None:
-    for seed in range(chunk * SEEDS_IN_A_CHUNK, (chunk + 1) * SEEDS_IN_A_CHUNK):
-        failure = failure_of(seed, with_etcd=True)
-        if failure:
-            pytest.fail(failure, pytrace=False)
-
-
-def test_a_seed_with_etcd_says_all_that_there_is_to_say() -> None:
-    first, second = simulate_etcd(5), simulate_etcd(5)
-    assert first.engine.transcript.text(with_routine=True) == second.engine.transcript.text(with_routine=True)
 
 
 def test_a_seed_says_all_that_there_is_to_say() -> None:
@@ -54,7 +39,7 @@ def test_a_seed_that_fails_tells_its_story_and_how_to_see_it_again() -> None:
     seed = int(text.split()[1])
     assert "ranks_agree:" in text
     assert f"python -m tests.sim {seed} --verbose" in text
-    assert "SealWorld" in text
+    assert "Sealed(" in text
 
 
 def test_a_seed_can_be_seen_from_the_command_line() -> None:

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 from enum import Enum
 
-from holdfast.rendezvous import keyspace
-from holdfast.rendezvous.keyspace import Epitaph, Page, Statement, Tellings
-from holdfast.rendezvous.outcome import Failure, Outcome
-from holdfast.rendezvous.vocabulary import Memory, Settings, Snapshot
-from holdfast.rendezvous.world import NodeFacts, Place, World
+from holdfast.rendezvous.membership.model import Memory, NodeFacts, Outcome, Place, Settings
+from holdfast.rendezvous.membership.restart_policy import Failure
 
 _WHO_WIDTH = 12
 _ROUTINE = (
     "Heartbeat",
     "HeartbeatAnswer",
-    "NodeHeard",
-    "SendHeartbeat",
-    "HeartbeatAnswered",
     "SetLease",
     "Connect",
     "ConnectFailed",
-    "KeepLease",
-    "LeaseKept",
+    "Locate",
+    "Renew",
+    "RenewalAnswered",
+    "TimePassed",
 )
 
 
-# How an agent does what it does; who tells a story leaves it out.
-_MEANS = ("Send", "SetLease", "Connect", "HangUp", "GrantLease", "KeepLease", "RevokeLease", "Follow", "Say")
-_HEARD = ("MessageCame", "ToldSeen", "Followed")
+# How an agent does what it does; a story leaves it out.
+_MEANS = ("Send", "SetLease", "Connect", "HangUp", "Locate")
+_HEARD = ("Received", "Welcomed")
 
 Line = tuple[float, str, tuple[object, ...]]
 
@@ -56,20 +52,15 @@ class Transcript:
 def _is_routine(what: tuple[object, ...]) -> bool:
     if len(what) != 2 or not isinstance(what[1], tuple):
         return False
-    event, commands = what[0], what[1]
-    if type(event).__name__ == "TimePassed" and not commands:
-        return True
-    said = [getattr(command, "message", command) for command in commands]
-    is_quiet = all(type(each).__name__ in _ROUTINE for each in said)
-    subject = getattr(event, "message", event)
-    return is_quiet and type(subject).__name__ in (*_ROUTINE, "TimePassed")
+    said = [getattr(each, "message", each) for each in (what[0], *what[1])]
+    return all(type(each).__name__ in _ROUTINE for each in said)
 
 
 def _abridged(line: Line) -> Line | None:
     at, who, what = line
     if _is_routine(what):
         return None
-    if who == "coordinator" or not isinstance(what[-1], tuple):
+    if who.startswith("coordinator") or not isinstance(what[-1], tuple):
         return line
     done = tuple(command for command in what[-1] if type(command).__name__ not in _MEANS)
     said = ("hears",) if type(what[0]).__name__ in _HEARD else what[:-1]
@@ -102,8 +93,6 @@ def _words(thing: object) -> str:
         case Place():
             place = f"round {thing.round} rank {thing.rank} of {thing.node_count}"
             return f"{place}, master {thing.master_address}:{thing.master_port}, restarts {thing.restarts_used}"
-        case World():
-            return f"round {thing.round} {_words(thing.members)} restarts {thing.restarts_used}"
         case Failure():
             kind = " (a consequence)" if thing.is_consequence else ""
             return f"{thing.text!r}{kind}"
@@ -112,34 +101,8 @@ def _words(thing: object) -> str:
             return f"{thing.end.value} {thing.reason!r}{cause}"
         case Memory():
             outcome = f" {_words(thing.outcome)}" if thing.outcome else ""
-            return f"round {thing.last_round} restarts {thing.restarts_used}{outcome}"
-        case bytes():
-            return _value(thing)
-        case Snapshot():
-            world = f", {_words(thing.world)}" if thing.world else ""
-            stopping = " stopping" if thing.is_stopping else ""
-            known = "".join(f", {_words(each)}" for each in (*thing.failures, *thing.departed))
-            return f"{_words(thing.memory)}{world}{stopping}{known}"
-        case Statement():
-            return " + ".join(map(_words, thing.said))
-        case Tellings():
-            told = (f"{each.term}.{each.number} {each.key} {_words(each.message)}" for each in thing.items)
-            return ", ".join(told)
-        case Page():
-            return _words(thing.snapshot)
-        case Epitaph():
-            return _words(thing.outcome)
+            return f"round {thing.last_round} {_words(thing.members)} restarts {thing.restarts_used}{outcome}"
     return _call(thing) if _is_record(thing) else str(thing)
-
-
-def _value(value: bytes) -> str:
-    """What is in a key of etcd."""
-    for kind in (Statement, Tellings, Page, Epitaph):
-        try:
-            return _words(keyspace.decode(kind, value))
-        except keyspace.Junk:
-            continue
-    return value.decode(errors="replace")
 
 
 def _is_record(thing: object) -> bool:
@@ -150,7 +113,7 @@ def _call(thing: object) -> str:
     said = []
     for name in type(thing).__match_args__:  # type: ignore[attr-defined]  # the caller has made sure of it
         value = getattr(thing, name)
-        is_noise = name == "jitter" or (name in ("is_hang", "restarts_used") and not value)
+        is_noise = name == "jitter" or value is False or (name in ("restarts_used", "heard_round") and not value)
         if value in ("", None, ()) or isinstance(value, Settings) or is_noise:
             continue
         is_plain = _is_record(value) or isinstance(value, (str, bytes, tuple, Enum))

@@ -3,80 +3,99 @@
 Phase one: faults strike, and the rules (`checkers`) hold at every step. Phase two: the faults stop and everything
 heals. Now progress is demanded, within a bound of virtual time: the run ends, or every node that is alive runs in
 one round; then its workers are given an end, and the run must end, and everybody must hear of it.
-
-What the agents meet at is left open here: a coordinator (`tcp_world`), or etcd (`etcd_world`).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from random import Random
 
 from holdfast.agent import lifecycle
-from holdfast.rendezvous import participant
-from holdfast.rendezvous import world as rounds
-from holdfast.rendezvous.vocabulary import Admit, Settings
-from holdfast.rendezvous.world import NodeFacts
-from tests.sim.agent import Agent
+from holdfast.rendezvous.membership import node
+from holdfast.rendezvous.membership.model import Admit, Memory, NodeFacts, Settings, World
+from holdfast.rendezvous.membership.node_lease import LeaseSettings
+from holdfast.rendezvous.membership.run import Membership, Phase
+from tests.sim.agent import Agent, Fixed
 from tests.sim.checkers import Checks
+from tests.sim.coordinator import Coordinator, Disk
 from tests.sim.engine import Engine, Violation
-from tests.sim.faults import Misfortune, Profile, Workload, draw_clock
+from tests.sim.faults import SLOWEST, Misfortune, Workload, draw_clock, draw_profile
 from tests.sim.host import Host, Society
+from tests.sim.network import Address, Network
 
 
-class FakeWorld(ABC):
+class FakeWorld:
     """Everything that there is for one run."""
 
-    misfortune: Misfortune
-
-    def __init__(self, seed: int, profile: Profile, engine: Engine, checks: Checks) -> None:
+    def __init__(self, seed: int) -> None:
+        random = Random(seed)
         self.seed = seed
-        self.profile = profile
-        self.engine = engine
-        self.checks = checks
-        if self.is_calm():
-            checks.be_calm()
-        self.society = Society(engine, checks)
-        self.workload = Workload(engine.random, profile)
+        self.profile = draw_profile(random)
+        self.engine = Engine(random)
+        self.clock = draw_clock(random, is_coordinator=True)
+        self.checks = Checks(self.profile.settings, lambda: self.clock.local(self.engine.now))
+        if self.profile.is_calm:
+            self.checks.be_calm()
+        self.network = Network(self.engine, self.profile.max_delay_s)
+        self.society = Society(self.engine, self.checks)
+        self.workload = Workload(random, self.profile)
+        self.misfortune = Misfortune(self, self.profile)
         self.hosts: list[Host] = []
         self.agents: list[Agent] = []
+        self.address = Address()
+        self.disk = Disk()
+        self._was_memory_lost = False
+        self._quiet_until = 0.0
 
-    def is_calm(self) -> bool:
-        """Whether nobody is ever out of reach."""
-        return self.profile.is_calm
-
-    # What the agents meet at.
-
-    @abstractmethod
-    def make_agent(self, host: Host, facts: NodeFacts, settings: Settings) -> Agent: ...
-
-    @abstractmethod
-    def open(self) -> None:
-        """Whatever the agents meet at is started."""
-
-    @abstractmethod
-    def recover(self) -> None:
-        """Whatever is wrong with it is over."""
-
-    @abstractmethod
-    def cut(self, host: Host, *, up: bool, down: bool) -> None:
-        """What goes up from the host, or down to it, does not get through."""
-
-    @abstractmethod
-    def heal_network(self, host: Host) -> None: ...
-
-    @abstractmethod
-    def running_world(self) -> rounds.World | None:
-        """That of the round that runs and is not being stopped."""
-
-    @abstractmethod
-    def standing(self) -> str:
-        """What became of the run, for whoever wonders why it goes no further."""
+    # The coordinator.
 
     @property
-    @abstractmethod
+    def coordinator(self) -> Coordinator | None:
+        return self.address.listener
+
+    @property
+    def machine(self) -> Membership | None:
+        return self.coordinator.machine if self.coordinator else None
+
+    @property
+    def memory(self) -> Memory | None:
+        """What is written down."""
+        return self.disk.memory
+
+    def start_coordinator(self) -> None:
+        if self.coordinator is not None:
+            return
+        coordinator = Coordinator(self.engine, self.network, self.checks, self.clock, self.address)
+        coordinator.does_hang_up = self.profile.does_coordinator_hang_up
+        coordinator.start(self.disk)
+        if self._was_memory_lost and self.memory is None:
+            self._quiet_until = self.engine.now + self.profile.settings.lease_s / SLOWEST
+
+    def may_lose_memory(self) -> bool:
+        """Not when the run is over: a node that has not heard of its end by then would begin anew."""
+        memory = self.memory
+        return memory is not None and memory.last_round > 0 and memory.outcome is None
+
+    def lose_memory(self) -> None:
+        """The nodes go on with what they know. Those that know nothing are as good as newcomers, who would begin anew
+        beside workers that nobody has told them of: for so long they stay away. The documentation says so."""
+        self.engine.note("coordinator", "has lost its memory")
+        self.disk.memory = None
+        self._was_memory_lost = True
+        self._quiet_until = float("inf")
+        self.checks.data_lost()
+        for agent in self._living():
+            if agent.participant.settings != self.profile.settings or not agent.participant._heard_round:
+                agent.crash()
+
+    @property
     def are_settings_fixed(self) -> bool:
         """Whether other settings are refused for sure. Before the first round all may leave, and free them."""
+        return self.memory is not None and self.memory.last_round > 0
+
+    def running_world(self) -> World | None:
+        """That of the round that runs and is not being stopped."""
+        return self.machine.world if self.machine is not None and self.machine.phase is Phase.RUNNING else None
 
     # Hosts and agents.
 
@@ -89,6 +108,10 @@ class FakeWorld(ABC):
 
     def start_agent(self, host: Host, settings: Settings | None = None) -> None:
         """A new process on the host, with a name that nobody has had before; perhaps with settings of its own."""
+        if self.engine.now < self._quiet_until:
+            if settings is None:
+                self.engine.after(1.0, self.start_agent, host)
+            return
         if host.agent is not None:
             return
         host.agents_started += 1
@@ -101,14 +124,24 @@ class FakeWorld(ABC):
             role="trainer" if number % 3 else "reader",
             local_world_size=1 + number % 2,
             requested_rank=number if has_rank else None,
+            grace_s=self.profile.grace_s,
         )
-        agent = self.make_agent(host, facts, settings or self.profile.settings)
+        agent = self._make_agent(host, facts, settings or self.profile.settings)
         self.agents.append(agent)
         agent.start()
 
+    def _make_agent(self, host: Host, facts: NodeFacts, settings: Settings) -> Agent:
+        lease = LeaseSettings(settings.heartbeat_s, settings.lease_s, self.profile.reconnect_grace_s)
+        where = Fixed(self.address)
+        return Agent(self.engine, self.network, self.checks, host, facts, settings, lease, where)
+
+    def cut(self, host: Host, *, up: bool, down: bool) -> None:
+        """What goes up from the host, or down to it, does not get through."""
+        self.network.partition(host, up=up, down=down)
+
     def heal(self, host: Host) -> None:
         self.engine.note("network", "heals for", host.name)
-        self.heal_network(host)
+        self.network.heal(host)
 
     def thaw(self, host: Host) -> None:
         if host.is_frozen and host.agent is not None:
@@ -116,7 +149,7 @@ class FakeWorld(ABC):
 
     def close_run(self, host: Host) -> None:
         if host.agent is not None:
-            host.agent.hear(host.agent.tell, participant.CloseWanted("closed by the user"))
+            host.agent.hear(host.agent.tell, node.CloseRequested("closed by the user"))
 
     # The two phases.
 
@@ -131,21 +164,29 @@ class FakeWorld(ABC):
         self._demand("ends_and_everybody_knows", self._is_over)
 
     def _set_out(self) -> None:
-        self.open()
+        self._open()
         for _ in range(self.profile.host_count):
             spread_s = self.engine.random.choice((0.0, 0.5, 8.0, 30.0))
             self.engine.at(self.engine.random.random() * spread_s, self.start_agent, self.add_host())
+
+    def _open(self) -> None:
+        self.engine.after(self.engine.random.choice((0.0, 0.0, 3.0)), self.start_coordinator)
+
+    def _recover(self) -> None:
+        self.start_coordinator()
+        if self.coordinator is not None:
+            self.coordinator.thaw()
 
     def _heal_everything(self) -> None:
         self.engine.note("world", "the faults are over")
         self.society.is_peaceful = self.workload.is_peaceful = True
         self.misfortune.end()
-        self.recover()
+        self._recover()
         for host in self.hosts:
-            self.heal_network(host)
+            self.network.heal(host)
             self.thaw(host)
             if host.agent is not None:
-                host.agent.loop_paused_until = 0.0
+                host.agent.resume_loop()
 
     def _demand(self, what: str, is_so: Callable[[], bool]) -> None:
         settings = self.profile.settings
@@ -156,7 +197,8 @@ class FakeWorld(ABC):
 
     def _standing(self) -> str:
         phases = ", ".join(f"{agent.name} {agent.machine.phase}" for agent in self._living())
-        return f"the run is {self.standing()}, {phases or 'nobody is alive'}"
+        phase = self.machine.phase if self.machine else "forgotten"
+        return f"the run is {phase}, {phases or 'nobody is alive'}"
 
     def _living(self) -> list[Agent]:
         return [host.agent for host in self.hosts if host.agent is not None]
@@ -173,7 +215,7 @@ class FakeWorld(ABC):
         if world is None:
             return False
         members = [agent for agent in living if agent.participant.facts.key in world.keys]
-        is_open = len(world.members) < settings.max_nodes and settings.admit is Admit.NOW
+        is_open = world.size < settings.max_nodes and settings.admit is Admit.NOW
         if len(members) < len(living) and is_open:
             return False
         present = {agent.participant.facts.key for agent in members}
@@ -187,11 +229,12 @@ def _is_running(agent: Agent, round: int) -> bool:
     return agent.machine.round == round and agent.machine.phase in phases and not agent.is_leaving
 
 
-def live(world: FakeWorld) -> FakeWorld:
+def simulate(seed: int) -> FakeWorld:
     """Live through one seed. Raises `Violation` when a rule is broken; the world is in its `world`."""
+    world = FakeWorld(seed)
     try:
         world.run()
     except Violation as violation:
-        violation.world = world  # type: ignore[attr-defined]  # for whoever prints the story
+        violation.world = world  # type: ignore[attr-defined]  # to print the story
         raise
     return world

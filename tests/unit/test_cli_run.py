@@ -16,16 +16,14 @@ from typing import Any
 import pytest
 
 from holdfast import launcher
-from holdfast.cli import program
+from holdfast.cli import coordinator, program
 from holdfast.cli import run as cli
 from holdfast.cli.options import OPTIONS
 from holdfast.errors import HostError, InternalError, UserError
 from holdfast.process.errors import ChildFailedError, ProcessFailure
 from holdfast.process.logs import DefaultLogsSpecs, Std
-from holdfast.process.numa import AffinityMode, NumaOptions
 from holdfast.process.signals import SignalException
 from holdfast.rendezvous.api import RendezvousTimeoutError
-from holdfast.rendezvous.restart import RestartPolicy
 
 HOLDFAST = [sys.executable, "-m", "holdfast"]
 UUID4 = re.compile(r"[0-9a-f]{12}4[0-9a-f]{3}[89ab][0-9a-f]{15}")
@@ -77,6 +75,14 @@ def test_nnodes(text: str, bounds: tuple[int, int]) -> None:
     assert cli.parse_min_max_nnodes(text) == bounds
 
 
+def test_nnodes_that_make_no_sense() -> None:
+    """Callers of torch's function catch RuntimeError, those of ours ValueError."""
+    for text in ("1:2:3", "a", "0", "3:2"):
+        for kind in (RuntimeError, ValueError):
+            with pytest.raises(kind, match="--nnodes"):
+                cli.parse_min_max_nnodes(text)
+
+
 def test_local_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.determine_local_world_size("3") == 3
     assert cli.determine_local_world_size("cpu") == len(os.sched_getaffinity(0))
@@ -100,45 +106,6 @@ def test_defaults() -> None:
     assert made.logs_specs == DefaultLogsSpecs(made.logs_specs.root_log_dir)
 
 
-def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}]")
-    logs = str(tmp_path / "logs")
-    made = config(
-        *("--nnodes=2", "--nproc-per-node=4", "--role=trainer", "--max-restarts=5", "--monitor-interval=2"),
-        *("--start-method=fork", "--local-addr=10.0.0.9", "--event-log-handler=console", "--virtual-local-rank"),
-        *("--numa-binding=core-complex", "--signals-to-handle=SIGTERM, SIGUSR1", "--shutdown-timeout=0"),
-        *("--health-port=8080",),
-        *("--duplicate-stdout-filters=a,b,,c", "--duplicate-stderr-filters=z", "--rdzv-id=job", "--log-dir", logs),
-        *("-r", "0:1,11:2", "-t", "3", "--local-ranks-filter=0,2", "--rdzv-conf=timeout=7", "--logs-specs=default"),
-    )
-    expected = launcher.LaunchConfig(
-        min_nodes=2,
-        max_nodes=2,
-        nproc_per_node=4,
-        logs_specs=DefaultLogsSpecs(logs, {0: Std.OUT, 11: Std.ERR}, Std.ALL, {0, 2}),
-        run_id="job",
-        role="trainer",
-        rdzv_endpoint="127.0.0.1:29500",
-        rdzv_backend="static",
-        rdzv_configs={"timeout": "7", "rank": 0},
-        max_restarts=5,
-        monitor_interval=2.0,
-        start_method="fork",
-        log_line_prefix_template="[${rank}]",
-        local_addr="10.0.0.9",
-        event_log_handler="console",
-        numa_options=NumaOptions(AffinityMode.CORE_COMPLEX),
-        signals_to_handle="SIGTERM, SIGUSR1",
-        duplicate_stdout_filters=["a", "b,c"],
-        duplicate_stderr_filters=["z"],
-        virtual_local_rank=True,
-        shutdown_timeout=0,
-        health_port=8080,
-        restart_policy=RestartPolicy(max_restarts=5, backoff_s=0),
-    )
-    assert made == expected
-
-
 STATIC, STANDALONE = "static", "standalone"
 
 
@@ -159,6 +126,10 @@ STATIC, STANDALONE = "static", "standalone"
         ("--nnodes 2 --master-addr ::1", STATIC, "[::1]:29500", 0),
         ("--rdzv-backend mine", "mine", "", None),
         ("--rdzv-backend mine --rdzv-endpoint h:7 --nnodes 1:3", "mine", "h:7", None),
+        ("--rdzv-backend mine --nnodes 3", "mine", "", None),
+        ("--rdzv-backend mine --rdzv-endpoint a:b:c", "mine", "a:b:c", None),
+        ("--rdzv-backend tcp --rdzv-endpoint [::1]:7", "tcp", "[::1]:7", None),
+        ("--rdzv-backend etcd --rdzv-endpoint a:1,https://[::1]:7,b", "etcd", "a:1,https://[::1]:7,b", None),
     ],
 )
 def test_which_rendezvous(tokens: str, backend: str, endpoint: str, rank: int | None) -> None:
@@ -288,7 +259,7 @@ def test_logs_specs_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mo
             "--nnodes 1:2 --node-rank 0",
             ["the smaller number in --nnodes 1:2 (static nodes are always 2; tcp takes a range)"],
         ),
-        ("--nnodes 1:2 --rdzv-backend tcp", []),
+        ("--nnodes 1:2 --rdzv-backend tcp --rdzv-endpoint h:1", []),
         ("--nnodes 2:2 --node-rank 0", []),
         ("--master-addr h", ["--master-addr h"]),
         ("--rdzv-endpoint h:1 --master-port 5", ["--master-port 5"]),
@@ -316,6 +287,19 @@ def test_what_has_no_effect_is_said(tokens: str, warnings: list[str], caplog: py
         config(*tokens.split())
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"{text} has no effect in this run" for text in warnings]
+
+
+def test_a_misspelt_variable_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NOD", "2")
+    monkeypatch.setenv("PET_FOOD", "hay")
+    monkeypatch.setenv("PET_EMPTY", "")
+    monkeypatch.setenv("PET_ROLE", "known")
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        config()
+    assert caplog.messages == [
+        "environment variable PET_FOOD (no option has that variable) has no effect in this run",
+        "environment variable PET_NPROC_PER_NOD (did you mean PET_NPROC_PER_NODE?) has no effect in this run",
+    ]
 
 
 # --- wrong input ------------------------------------------------------------------------------------------------
@@ -379,6 +363,27 @@ BAD_INPUT = [
     ),
     ("--nnodes=2 --node-rank=2", "--node-rank 2 is not between 0 and 1 (--nnodes 2)"),
     ("--nnodes=2 --node-rank=-1", "--node-rank -1 is not between 0 and 1 (--nnodes 2)"),
+    *(
+        (
+            f"--rdzv-backend={backend} --rdzv-endpoint={address}",
+            f"--rdzv-endpoint {address}: write an IPv6 address in brackets, as in [{address}]:{port}",
+        )
+        for backend, port in (("static", 29500), ("tcp", 29400), ("c10d", 29400))
+        for address in ("::1", "fe80::12:3")
+    ),
+    (
+        "--rdzv-backend=etcd --rdzv-endpoint=h:1,https://::1",
+        "--rdzv-endpoint ::1: write an IPv6 address in brackets, as in [::1]:2379",
+    ),
+    *(
+        (
+            f"--rdzv-backend={backend} --nnodes=1:2{endpoint}",
+            f"--rdzv-backend {backend} with --nnodes 1:2 needs --rdzv-endpoint: "
+            f"the nodes cannot know where to meet; give all of them the same HOST:{port}",
+        )
+        for backend, port in (("tcp", 29400), ("etcd", 2379))
+        for endpoint in ("", " --rdzv-endpoint=")
+    ),
     ("--rdzv-conf=a", about("--rdzv-conf", "'a'")),
     ("--rdzv-conf=backend=x", about("--rdzv-conf", "'backend'")),
     ("--nnodes=2 --rdzv-conf=rank=1", "--rdzv-conf cannot set 'rank' for static; use --node-rank"),
@@ -396,26 +401,32 @@ def test_bad_input(
     # With --no-python among the tokens `x.py` would have to be executable before they are looked at.
     Path("x.py").chmod(0o755)
     script = "./x.py"
-    assert cli.main([*tokens.split(), script]) == 2
+    assert cli.command([*tokens.split(), script]) == 2
     assert capsys.readouterr().err == f"holdfast run: error: {text}\n"
     assert os.listdir(tmp_path / "tmp") == [], "nothing is left behind"
 
 
+def test_a_coordinator_at_an_address_without_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert coordinator.main(["--listen", "fe80::12:3"]) == 2
+    line = "--listen fe80::12:3: write an IPv6 address in brackets, as in [fe80::12:3]:29400"
+    assert capsys.readouterr().err == f"holdfast coordinator: error: {line}\n"
+
+
 def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert cli.main(["--nproc-per-node=gpu", "x.py"]) == 2
+    assert cli.command(["--nproc-per-node=gpu", "x.py"]) == 2
     line = "--nproc-per-node: this machine has no gpu device that is visible here"
     assert capsys.readouterr().err == f"holdfast run: error: {line}\n"
 
 
 def test_a_logs_specs_that_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--logs-specs=nope", "x.py"]) == 2
+    assert cli.command(["--logs-specs=nope", "x.py"]) == 2
     line = r"holdfast run: error: --logs-specs 'nope' is not installed; there are: .*\bdefault\b.*\n"
     assert re.fullmatch(line, capsys.readouterr().err)
 
 
 def test_a_log_dir_that_is_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--log-dir=x.py", "x.py"]) == 2
+    assert cli.command(["--log-dir=x.py", "x.py"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("holdfast run: error: log directory ")
     assert line.endswith("x.py' cannot be used: Not a directory")
@@ -434,6 +445,21 @@ def test_a_log_dir_that_is_a_file(capsys: pytest.CaptureFixture[str]) -> None:
             "soon",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a number of seconds from 0 on, not 'soon'",
         ),
+        (
+            "PET_NNODES",
+            "3:2",
+            "--nnodes '3:2': the minimum is above the maximum (PET_NNODES of the environment)",
+        ),
+        (
+            "PET_NPROC_PER_NODE",
+            "0",
+            "--nproc-per-node 0: at least one worker is needed (PET_NPROC_PER_NODE of the environment)",
+        ),
+        (
+            "PET_RDZV_ENDPOINT",
+            "host9",
+            "the endpoint 'host9' of the static rendezvous has no port (PET_RDZV_ENDPOINT of the environment)",
+        ),
         ("PYTHON_EXEC", "/no/python", "PYTHON_EXEC: program '/no/python' does not exist"),
         ("PYTHON_EXEC", "no-such-python", "PYTHON_EXEC: program 'no-such-python' was not found on PATH"),
     ],
@@ -447,7 +473,7 @@ def test_variables_that_ask_for_what_is_not_there(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv(variable, value)
-    assert cli.main(["x.py"]) == 2
+    assert cli.command(["x.py"]) == 2
     assert capsys.readouterr().err == f"holdfast run: error: {line}\n"
     assert os.listdir(tmp_path / "tmp") == []
 
@@ -463,11 +489,13 @@ def check(*tokens: str, nproc: int = 1) -> None:
         (["--run-path", "none.py"], "script 'none.py' does not exist"),
         (["plain"], "script 'plain' is a directory without __main__.py"),
         (["--no-python", "no-such-program"], "program 'no-such-program' was not found on PATH"),
-        (["--no-python", "x.py"], "program 'x.py' was not found on PATH"),
+        (["--no-python", "x.py"], "program 'x.py' was not found on PATH, but ./x.py exists; write that"),
         (["--no-python", "./none"], "program './none' does not exist"),
         (["--no-python", "./plain"], "program './plain' is a directory"),
         (["--no-python", "./x.py"], "program './x.py' is not executable"),
         (["rank$local_rank.py"], "script 'rank1.py' does not exist"),
+        (["-"], "script '-' is read from stdin, which 2 workers cannot share; give a file"),
+        (["--run-path", "-"], "--run-path needs a file, not '-': a function cannot run a program from stdin"),
     ],
 )
 def test_programs_that_are_not_there(tokens: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -476,9 +504,23 @@ def test_programs_that_are_not_there(tokens: list[str], line: str, capsys: pytes
     with pytest.raises(UserError) as refused:
         check(*tokens, nproc=2)
     assert str(refused.value) == line
-    assert cli.main(["--nproc-per-node=2", "--log-dir=logs", *tokens]) == 2
+    assert cli.command(["--nproc-per-node=2", "--log-dir=logs", *tokens]) == 2
     assert capsys.readouterr().err == f"holdfast run: error: {line}\n"
     assert not Path("logs").exists(), "nothing is made before the check"
+
+
+def test_a_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    why = "does not exist: the working directory was deleted; change to it again"
+    with pytest.raises(UserError, match=f"script 'x.py' {why}"):
+        check("x.py")
+    with pytest.raises(UserError, match=f"program './x.py' {why}"):
+        check("--no-python", "./x.py")
+    with pytest.raises(UserError, match=r"script '/none.py' does not exist$"):
+        check("/none.py")
 
 
 def test_programs_that_are_there() -> None:
@@ -529,7 +571,7 @@ def ending(error: BaseException, monkeypatch: pytest.MonkeyPatch, *tokens: str) 
         raise error
 
     monkeypatch.setattr(launcher, "launch_agent", launch)
-    return cli.main([*tokens, "x.py"])
+    return cli.command([*tokens, "x.py"])
 
 
 @pytest.mark.parametrize(
@@ -596,16 +638,18 @@ def test_our_own_faults(error: Exception, monkeypatch: pytest.MonkeyPatch, capsy
     assert lines[-1] == "holdfast: this is a fault in holdfast itself; please report it with the lines above"
 
 
+@pytest.mark.parametrize("method", ["run", "_invoke_run"])
 def test_a_value_error_of_a_running_agent_is_a_fault(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Whatever module it comes from."""
     from holdfast.agent import local
 
     def explode(*_: object, **__: object) -> None:
         raise ValueError("deep inside")
 
-    monkeypatch.setattr(local.LocalElasticAgent, "_invoke_run", explode)
-    assert cli.main(["x.py"]) == 1
+    monkeypatch.setattr(local.LocalElasticAgent, method, explode)
+    assert cli.command(["x.py"]) == 1
     assert "this is a fault in holdfast itself" in capsys.readouterr().err
 
 
@@ -626,15 +670,15 @@ def test_threads_are_limited_for_several_workers(
 ) -> None:
     monkeypatch.setattr(launcher, "launch_agent", lambda *_: {})
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert cli.main(["--nproc-per-node=2", "x.py"]) == 0
+    assert cli.command(["--nproc-per-node=2", "x.py"]) == 0
     assert os.environ["OMP_NUM_THREADS"] == "7"
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert cli.main(["x.py"]) == 0
+    assert cli.command(["x.py"]) == 0
     assert "OMP_NUM_THREADS" not in os.environ
-    assert cli.main(["--nproc-per-node=2", "x.py"]) == 0
+    assert cli.command(["--nproc-per-node=2", "x.py"]) == 0
     assert os.environ.pop("OMP_NUM_THREADS") == "1"
     assert capsys.readouterr().err == ""
-    assert cli.main(["-v", "--nproc-per-node=2", "x.py"]) == 0
+    assert cli.command(["-v", "--nproc-per-node=2", "x.py"]) == 0
     assert "OMP_NUM_THREADS is not set; the workers get 1" in capsys.readouterr().err
 
 
@@ -662,6 +706,18 @@ def test_a_run_that_succeeds() -> None:
     assert sorted(ended.stdout.splitlines()) == ["0 --local=0 --", "1 --local=1 --"]
 
 
+def test_a_program_from_stdin() -> None:
+    ended = subprocess.run(
+        [*HOLDFAST, "run", "-q", "-", "a"],
+        input="import os, sys; print(os.environ['WORLD_SIZE'], sys.argv)",
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1 ['-', 'a']\n", "")
+
+
 def test_a_run_that_fails(tmp_path: Path) -> None:
     Path("x.py").write_text("raise KeyError('the cause')\n")
     error_file = tmp_path / "error.json"
@@ -670,6 +726,21 @@ def test_a_run_that_fails(tmp_path: Path) -> None:
     assert "the cause" in ended.stderr.splitlines()[-1]
     assert "holdfast/cli" not in ended.stderr, "no traceback of ours"
     assert "the cause" in json.dumps(json.loads(error_file.read_text()))
+
+
+def test_the_command_from_python(capfd: pytest.CaptureFixture[str]) -> None:
+    """A wrapper that ignores what `main` returns must not succeed after a failure."""
+    cli.main(["-q", "x.py"])
+    Path("x.py").write_text("raise KeyError('the cause')\n")
+    with pytest.raises(ChildFailedError) as failed:
+        cli.main(["-q", "x.py"])
+    assert list(failed.value.failures) == [0]
+    with pytest.raises(UserError, match=r"script 'none\.py' does not exist"):
+        cli.main(["none.py"])
+    Path("wrapper.py").write_text("from holdfast.cli.run import main\nmain(['-q', 'x.py'])\n")
+    ended = subprocess.run([sys.executable, "wrapper.py"], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 1
+    assert "the cause" in ended.stderr.splitlines()[-1]
 
 
 def test_a_run_that_is_stopped(tmp_path: Path) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import pty
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from holdfast.cli import console
+from tests import support
 
 LOGGER = logging.getLogger("holdfast")
 SPEAKER = logging.getLogger("holdfast.agent.local")
@@ -176,6 +179,19 @@ def test_a_broken_pipe_costs_only_the_text() -> None:
     process = subprocess.run([sys.executable, "-c", SPEAK], stderr=writer, stdout=writer, check=False)
     os.close(writer)
     assert process.returncode == 7
+
+
+def test_a_long_text_is_whole_on_a_non_blocking_pipe() -> None:
+    code = "from holdfast.cli import console; console.write('x' * 200_000 + ' the cause\\n'); console.print_out('end')"
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=writer) as process:
+        support.wait_until(lambda: not select.select([], [writer], [], 0)[1], "the pipe is full")
+        support.wait_until(lambda: psutil.Process(process.pid).status() != psutil.STATUS_RUNNING, "it waits")
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            heard = pipe.read()
+    assert heard == b"x" * 200_000 + b" the cause\nend"
 
 
 @pytest.mark.parametrize("redirection", [">&- 2>&-", "2>/dev/full >/dev/full"])

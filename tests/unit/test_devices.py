@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import devices
 from holdfast.errors import UserError
+from holdfast.process import devices
 
 
 def nvidia_driver(root: Path, number: int) -> None:

@@ -206,6 +206,43 @@ def test_a_client_that_is_gone_waits_no_more() -> None:
     assert store.is_empty
 
 
+def test_who_waits_too_long_is_told_some_of_the_missing_keys() -> None:
+    store = KeyValues()
+    ask(store, "set", "k0", values=(b"",))
+    keys = [f"k{number}" for number in range(1000)] + ["long" * 1000]
+    assert ask(store, "wait", *reversed(keys)).values[:2] == (b"long" * 50, b"k999")
+    ask(store, "get", *keys, timeout_s=5.0)
+    ((_, answer),) = store.expire(5.0)
+    assert answer.problem == "timeout"
+    assert answer.values == tuple(f"k{number}".encode() for number in range(1, 18))
+
+
+# The generation.
+
+
+def test_every_answer_carries_the_generation() -> None:
+    store = KeyValues(b"first")
+    ask(store, "get", "k", client="b", timeout_s=1.0)
+    ask(store, "get", "never", client="c", timeout_s=1.0)
+    answers = [*ask_all(store, "set", "k", values=(b"",)), *store.expire(1.0)]
+    answers += [*ask_all(store, "check"), *ask_all(store, "add", "k"), *ask_all(store, "nonsense")]
+    assert [client for client, _ in answers] == ["a", "b", "c", "a", "a", "a"]
+    assert {answer.generation for _, answer in answers} == {b"first"}
+
+
+@pytest.mark.parametrize("operation", ["set", "get", "wait", "check", "add", "compare_set", "delete"])
+def test_a_request_of_another_generation_is_refused(operation: str) -> None:
+    store = KeyValues(b"second")
+    answer = ask(store, operation, "k", values=(b"",), timeout_s=5.0, generation=b"first")
+    assert (answer.problem, answer.generation) == ("generation", b"second")
+    assert store.is_empty
+
+
+def test_a_request_of_this_generation_is_served() -> None:
+    store = KeyValues(b"first")
+    assert ask(store, "add", "k", amount=1, generation=b"first").amount == 1
+
+
 # Repetitions.
 
 
@@ -294,20 +331,75 @@ def test_what_is_kept_for_repetitions_is_bounded(monkeypatch: pytest.MonkeyPatch
     assert store.handle("a", StoreRequest(b"s", 0, "add", ("n",), amount=1), 0.0)[0][1].amount == 1001
 
 
-def test_values_that_fit_into_no_answer_are_a_problem_and_not_a_crash() -> None:
-    store = KeyValues()
-    for key in "xy":
-        ask(store, "set", key, values=(bytes(600_000),))
-    assert "too large for one answer" in ask(store, "get", "x", "y").problem
-    assert len(ask(store, "get", "x").values[0]) == 600_000
+@pytest.mark.parametrize(
+    ("sizes", "fitting"),
+    [
+        ([600_000, 600_000], 1),
+        ([400_000, 400_000, 400_000], 2),
+        ([0] * 10, 10),
+        ([100, 1_048_466], 1),
+        ([1_048_466, 100], 1),
+    ],
+)
+def test_an_answer_has_the_values_that_fit(sizes: list[int], fitting: int) -> None:
+    store = KeyValues(b"generation")
+    keys = [str(at) for at in range(len(sizes))]
+    for key, size in zip(keys, sizes, strict=True):
+        ask(store, "set", key, values=(bytes(size),))
+    answer = ask(store, "get", *keys)
+    encode(answer)
+    assert [len(value) for value in answer.values] == sizes[:fitting]
 
 
 def test_whatever_could_be_sent_can_be_got() -> None:
-    store = KeyValues()
-    request = StoreRequest(b"", 1, "set", ("",), (bytes((1 << 20) - 99),))
+    store = KeyValues(bytes(8))
+    request = StoreRequest(b"", 1, "set", ("",), (bytes((1 << 20) - 110),))
     encode(request)
     store.handle("a", request, 0.0)
-    encode(ask(store, "get", ""))
+    answers = store.handle("a", StoreRequest(b"", 2**63 - 1, "get", ("",)), 0.0)
+    encode(answers[0][1])
+
+
+# Many.
+
+
+def test_ten_thousand_wait_for_one_key() -> None:
+    store = KeyValues()
+    key = "round/12/a_prefix_of_the_usual_length/last_member"
+    ranks = [f"connection {number}" for number in range(10_000)]
+    assert [ask(store, "get", key, client=rank, timeout_s=300.0) for rank in ranks] == [None] * len(ranks)
+    # And one waits for the marks of all.
+    ask(store, "wait", *(f"{key}{number}/TRACE" for number in range(10_000)), timeout_s=300.0)
+    _, *woken = ask_all(store, "set", key, values=(b"",))
+    assert [client for client, _ in woken] == ranks
+
+
+class CountedKey(str):
+    """How often it is looked up in a dictionary."""
+
+    lookups = 0
+
+    def __hash__(self) -> int:
+        CountedKey.lookups += 1
+        return super().__hash__()
+
+    __eq__ = str.__eq__
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_wait_for_many_keys_costs_no_more_for_those_that_come_and_go(step: int) -> None:
+    """Each key appears when the next one was deleted: one is always missing."""
+    store = KeyValues()
+    keys = [CountedKey(number) for number in range(3000)][::step]
+    ask_all(store, "set", *keys[1:], values=(b"",) * (len(keys) - 1))
+    ask(store, "wait", *sorted(keys), client="b", timeout_s=5.0)
+    CountedKey.lookups = 0
+    for come, gone in itertools.pairwise(keys):
+        ask(store, "delete", gone)
+        ask(store, "set", come, values=(b"",))
+    assert CountedKey.lookups < 30 * len(keys)
+    *_, (client, _) = ask_all(store, "set", *keys, values=(b"",) * len(keys))
+    assert client == "b"
 
 
 def test_deadlines_that_are_over_are_not_kept() -> None:

@@ -13,13 +13,9 @@ from holdfast.agent.lifecycle import (
     InvalidTransition,
     Join,
     Lifecycle,
-    Outcome,
     Phase,
-    PlaceLost,
     ReportFailure,
     ReportSuccess,
-    RoundStopped,
-    RunEnded,
     RunRequested,
     StartWorkers,
     StopWorkers,
@@ -28,16 +24,33 @@ from holdfast.agent.lifecycle import (
     WorkersStarted,
     WorkersStopped,
     WorkersSucceeded,
-    WorldSealed,
 )
 from holdfast.errors import InternalError
+from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
 
 NOW = 1000.0
 PEERS_TIMEOUT_S = 300.0
-FAILED, SUCCEEDED = Outcome.FAILED, Outcome.SUCCEEDED
+FAILED, SUCCEEDED = End.FAILED, End.SUCCEEDED
+
+
+def sealed(round: int) -> Sealed:
+    return Sealed("a/0", Place(1, round, 0, 1))
+
+
+def stopped(round: int) -> Stop:
+    return Stop(round, "a failure elsewhere")
+
+
+def lost(round: int) -> PlaceLost:
+    return PlaceLost(round, "out of reach")
+
+
+def ended(end: End) -> Ended:
+    return Ended(Outcome(end, "it is over"))
+
 
 # The way into each phase. JOINING is that after a first round, so that there is a round to speak of.
-_RUNNING: list[Any] = [RunRequested(), WorldSealed(1), WorkersStarted(1)]
+_RUNNING: list[Any] = [RunRequested(), sealed(1), WorkersStarted(1)]
 WAY: dict[Phase, list[Any]] = {
     Phase.IDLE: [],
     Phase.JOINING: [*_RUNNING, WorkersFailed(1), WorkersStopped(1)],
@@ -45,49 +58,49 @@ WAY: dict[Phase, list[Any]] = {
     Phase.RUNNING: _RUNNING,
     Phase.STOPPING: [*_RUNNING, WorkersFailed(1)],
     Phase.WAITING: [*_RUNNING, WorkersSucceeded(1)],
-    Phase.ENDED: [*_RUNNING, WorkersSucceeded(1), RunEnded(SUCCEEDED)],
+    Phase.ENDED: [*_RUNNING, WorkersSucceeded(1), ended(SUCCEEDED)],
 }
 # Every kind of event as it may come in a round; a world is that of the next.
 EVENTS: dict[type, Callable[[int], Any]] = {
     RunRequested: lambda _: RunRequested(),
-    WorldSealed: lambda round: WorldSealed(round + 1),
+    Sealed: lambda round: sealed(round + 1),
     WorkersStarted: WorkersStarted,
     WorkersSucceeded: WorkersSucceeded,
     WorkersFailed: WorkersFailed,
     WorkersStopped: WorkersStopped,
-    RoundStopped: RoundStopped,
-    PlaceLost: PlaceLost,
-    RunEnded: lambda _: RunEnded(SUCCEEDED),
+    Stop: stopped,
+    PlaceLost: lost,
+    Ended: lambda _: ended(SUCCEEDED),
     TimePassed: TimePassed,
 }
-IN_A_ROUND = [kind for kind in EVENTS if kind not in (RunRequested, RunEnded)]
+IN_A_ROUND = [kind for kind in EVENTS if kind not in (RunRequested, Ended)]
 GRACE, AT_ONCE = StopWorkers(1), StopWorkers(1, at_once=True)
 # What may happen, and what it leads to; everything else may not.
 FOLLOWS: dict[tuple[Phase, type], tuple[Phase, list[Any]]] = {
     (Phase.IDLE, RunRequested): (Phase.JOINING, [Join()]),
-    (Phase.JOINING, WorldSealed): (Phase.STARTING, [StartWorkers(2)]),
+    (Phase.JOINING, Sealed): (Phase.STARTING, [StartWorkers(2)]),
     (Phase.JOINING, PlaceLost): (Phase.JOINING, []),
-    (Phase.JOINING, RoundStopped): (Phase.JOINING, []),
-    (Phase.JOINING, RunEnded): (Phase.ENDED, [EndRun(SUCCEEDED)]),
+    (Phase.JOINING, Stop): (Phase.JOINING, []),
+    (Phase.JOINING, Ended): (Phase.ENDED, [EndRun(SUCCEEDED)]),
     (Phase.STARTING, WorkersStarted): (Phase.RUNNING, []),
-    (Phase.STARTING, RoundStopped): (Phase.STOPPING, [GRACE]),
+    (Phase.STARTING, Stop): (Phase.STOPPING, [GRACE]),
     (Phase.STARTING, PlaceLost): (Phase.STOPPING, [AT_ONCE]),
-    (Phase.STARTING, RunEnded): (Phase.STOPPING, [GRACE]),
+    (Phase.STARTING, Ended): (Phase.STOPPING, [GRACE]),
     (Phase.RUNNING, WorkersSucceeded): (Phase.WAITING, [ReportSuccess(1)]),
     (Phase.RUNNING, WorkersFailed): (Phase.STOPPING, [ReportFailure(1), GRACE]),
-    (Phase.RUNNING, RoundStopped): (Phase.STOPPING, [GRACE]),
+    (Phase.RUNNING, Stop): (Phase.STOPPING, [GRACE]),
     (Phase.RUNNING, PlaceLost): (Phase.STOPPING, [AT_ONCE]),
-    (Phase.RUNNING, RunEnded): (Phase.STOPPING, [GRACE]),
+    (Phase.RUNNING, Ended): (Phase.STOPPING, [GRACE]),
     (Phase.STOPPING, WorkersStopped): (Phase.JOINING, [Join()]),
     (Phase.STOPPING, PlaceLost): (Phase.STOPPING, [AT_ONCE]),
-    (Phase.STOPPING, RunEnded): (Phase.STOPPING, []),
+    (Phase.STOPPING, Ended): (Phase.STOPPING, []),
     (Phase.STOPPING, WorkersStarted): (Phase.STOPPING, []),
     (Phase.STOPPING, WorkersSucceeded): (Phase.STOPPING, []),
     (Phase.STOPPING, WorkersFailed): (Phase.STOPPING, []),
-    (Phase.STOPPING, RoundStopped): (Phase.STOPPING, []),
-    (Phase.WAITING, RoundStopped): (Phase.JOINING, [Join()]),
+    (Phase.STOPPING, Stop): (Phase.STOPPING, []),
+    (Phase.WAITING, Stop): (Phase.JOINING, [Join()]),
     (Phase.WAITING, PlaceLost): (Phase.JOINING, [Join()]),
-    (Phase.WAITING, RunEnded): (Phase.ENDED, [EndRun(SUCCEEDED)]),
+    (Phase.WAITING, Ended): (Phase.ENDED, [EndRun(SUCCEEDED)]),
     (Phase.WAITING, TimePassed): (Phase.ENDED, [EndRun(SUCCEEDED)]),
 }
 
@@ -109,7 +122,7 @@ def take(machine: Lifecycle, *events: Any) -> list[Any]:
 
 
 def state(machine: Lifecycle) -> tuple[Any, ...]:
-    return machine.phase, machine.round, machine.outcome, machine.next_deadline(), machine.story()
+    return machine.phase, machine.round, machine.end, machine.next_deadline(), machine.story()
 
 
 def name(value: Any) -> str:
@@ -156,7 +169,7 @@ def test_what_speaks_of_a_round_that_is_over_is_dropped(phase: Phase, kind: type
     assert state(machine) == before
 
 
-@pytest.mark.parametrize("kind", [kind for kind in IN_A_ROUND if kind is not WorldSealed], ids=name)
+@pytest.mark.parametrize("kind", [kind for kind in IN_A_ROUND if kind is not Sealed], ids=name)
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.ENDED])
 def test_what_speaks_of_a_round_to_come_is_impossible(phase: Phase, kind: type) -> None:
     machine = machine_in(phase)
@@ -166,7 +179,7 @@ def test_what_speaks_of_a_round_to_come_is_impossible(phase: Phase, kind: type) 
 
 def test_rounds_may_be_skipped() -> None:
     machine = machine_in(Phase.JOINING)
-    assert take(machine, WorldSealed(9)) == [StartWorkers(9)]
+    assert take(machine, sealed(9)) == [StartWorkers(9)]
     assert machine.round == 9
     assert take(machine, WorkersStarted(1)) == []
     assert machine.phase is Phase.STARTING
@@ -175,25 +188,25 @@ def test_rounds_may_be_skipped() -> None:
 STOPPED = WorkersStopped(1)
 UNKILLABLE = WorkersStopped(1, unkillable=(4711,))
 # From RUNNING: what happens, the last commands, and how the run ended for this node, if it did.
-ENDINGS: dict[str, tuple[list[Any], list[Any], Outcome | None]] = {
+ENDINGS: dict[str, tuple[list[Any], list[Any], End | None]] = {
     "workers failed, the run goes on": ([WorkersFailed(1), STOPPED], [Join()], None),
-    "workers failed, the run ends": ([WorkersFailed(1), RunEnded(FAILED), STOPPED], [EndRun(FAILED)], FAILED),
-    "told of the end after stopping": ([WorkersFailed(1), STOPPED, RunEnded(FAILED)], [EndRun(FAILED)], FAILED),
-    "ended while running": ([RunEnded(FAILED), STOPPED], [EndRun(FAILED)], FAILED),
-    "ended well while running": ([RunEnded(SUCCEEDED), STOPPED], [EndRun(SUCCEEDED)], SUCCEEDED),
-    "stopped elsewhere": ([RoundStopped(1), STOPPED], [Join()], None),
-    "stopped twice": ([RoundStopped(1), RoundStopped(1), STOPPED], [Join()], None),
-    "stopped, then ended": ([RoundStopped(1), RunEnded(FAILED), STOPPED], [EndRun(FAILED)], FAILED),
-    "place lost, then ended": ([PlaceLost(1), RunEnded(FAILED), STOPPED], [EndRun(FAILED)], FAILED),
-    "failed on the way down": ([RoundStopped(1), WorkersFailed(1), STOPPED], [Join()], None),
-    "succeeded on the way down": ([RoundStopped(1), WorkersSucceeded(1), STOPPED], [Join()], None),
-    "succeeded, peers too": ([WorkersSucceeded(1), RunEnded(SUCCEEDED)], [EndRun(SUCCEEDED)], SUCCEEDED),
-    "succeeded, a peer failed": ([WorkersSucceeded(1), RunEnded(FAILED)], [EndRun(FAILED)], FAILED),
+    "workers failed, the run ends": ([WorkersFailed(1), ended(FAILED), STOPPED], [EndRun(FAILED)], FAILED),
+    "told of the end after stopping": ([WorkersFailed(1), STOPPED, ended(FAILED)], [EndRun(FAILED)], FAILED),
+    "ended while running": ([ended(FAILED), STOPPED], [EndRun(FAILED)], FAILED),
+    "ended well while running": ([ended(SUCCEEDED), STOPPED], [EndRun(SUCCEEDED)], SUCCEEDED),
+    "stopped elsewhere": ([stopped(1), STOPPED], [Join()], None),
+    "stopped twice": ([stopped(1), stopped(1), STOPPED], [Join()], None),
+    "stopped, then ended": ([stopped(1), ended(FAILED), STOPPED], [EndRun(FAILED)], FAILED),
+    "place lost, then ended": ([lost(1), ended(FAILED), STOPPED], [EndRun(FAILED)], FAILED),
+    "failed on the way down": ([stopped(1), WorkersFailed(1), STOPPED], [Join()], None),
+    "succeeded on the way down": ([stopped(1), WorkersSucceeded(1), STOPPED], [Join()], None),
+    "succeeded, peers too": ([WorkersSucceeded(1), ended(SUCCEEDED)], [EndRun(SUCCEEDED)], SUCCEEDED),
+    "succeeded, a peer failed": ([WorkersSucceeded(1), ended(FAILED)], [EndRun(FAILED)], FAILED),
     "succeeded, waited long enough": ([WorkersSucceeded(1), TimePassed(1)], [EndRun(SUCCEEDED)], SUCCEEDED),
-    "succeeded, goes again": ([WorkersSucceeded(1), RoundStopped(1)], [Join()], None),
+    "succeeded, goes again": ([WorkersSucceeded(1), stopped(1)], [Join()], None),
     "unkillable": ([WorkersFailed(1), UNKILLABLE], [EndRun(FAILED)], FAILED),
-    "unkillable after a change of membership": ([RoundStopped(1), UNKILLABLE], [EndRun(FAILED)], FAILED),
-    "unkillable in a run that succeeded": ([RunEnded(SUCCEEDED), UNKILLABLE], [EndRun(FAILED)], FAILED),
+    "unkillable after a change of membership": ([stopped(1), UNKILLABLE], [EndRun(FAILED)], FAILED),
+    "unkillable in a run that succeeded": ([ended(SUCCEEDED), UNKILLABLE], [EndRun(FAILED)], FAILED),
 }
 
 
@@ -202,21 +215,21 @@ def test_endings(life: str) -> None:
     events, commands, outcome = ENDINGS[life]
     machine = machine_in(Phase.RUNNING)
     assert take(machine, *events) == commands
-    assert machine.outcome is outcome
+    assert machine.end is outcome
     assert machine.phase is (Phase.JOINING if outcome is None else Phase.ENDED)
     assert machine.unkillable == ((4711,) if UNKILLABLE in events else ())
 
 
 def test_a_lost_place_cuts_the_grace_short() -> None:
     machine = machine_in(Phase.RUNNING)
-    assert take(machine, RoundStopped(1)) == [StopWorkers(1, at_once=False)]
-    assert take(machine, PlaceLost(1)) == [StopWorkers(1, at_once=True)]
-    assert take(machine, RoundStopped(1)) == [], "and nothing makes it longer again"
+    assert take(machine, stopped(1)) == [StopWorkers(1, at_once=False)]
+    assert take(machine, lost(1)) == [StopWorkers(1, at_once=True)]
+    assert take(machine, stopped(1)) == [], "and nothing makes it longer again"
 
 
 def test_starting_workers_are_stopped_although_they_are_not_there_yet() -> None:
     machine = machine_in(Phase.STARTING)
-    assert take(machine, RoundStopped(1)) == [GRACE]
+    assert take(machine, stopped(1)) == [GRACE]
     assert take(machine, WorkersStarted(1)) == []
     assert machine.phase is Phase.STOPPING
     assert take(machine, STOPPED) == [Join()]
@@ -228,7 +241,7 @@ def test_the_only_deadline_is_for_the_peers() -> None:
         assert deadline == (NOW + PEERS_TIMEOUT_S if phase is Phase.WAITING else None)
 
 
-@pytest.mark.parametrize("event", [RoundStopped(1), PlaceLost(1), RunEnded(FAILED), TimePassed(1)], ids=repr)
+@pytest.mark.parametrize("event", [stopped(1), lost(1), ended(FAILED), TimePassed(1)], ids=repr)
 def test_after_the_wait_there_is_no_deadline(event: Any) -> None:
     machine = machine_in(Phase.WAITING)
     take(machine, event)
@@ -238,11 +251,11 @@ def test_after_the_wait_there_is_no_deadline(event: Any) -> None:
 def test_the_story_is_bounded_and_keeps_the_latest() -> None:
     machine = machine_in(Phase.RUNNING)
     for round in range(1, 101):
-        take(machine, RoundStopped(round), WorkersStopped(round), WorldSealed(round + 1), WorkersStarted(round + 1))
+        take(machine, stopped(round), WorkersStopped(round), sealed(round + 1), WorkersStarted(round + 1))
     with pytest.raises(InvalidTransition) as caught:
         machine.step(WorkersStarted(101), NOW)
     assert len(str(caught.value)) < 10_000
-    assert "JOINING: WorldSealed(round=101) -> [StartWorkers(round=101)]" in str(caught.value)
+    assert f"JOINING: {sealed(101)} -> [StartWorkers(round=101)]" in str(caught.value)
     assert "RunRequested" not in str(caught.value)
     assert isinstance(caught.value, InternalError)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -18,6 +21,7 @@ from holdfast.process.logs import (
     LogsDest,
     LogsSpecs,
     Std,
+    get_std_cm,
     to_map,
 )
 
@@ -311,12 +315,28 @@ class TestLogDir:
         assert f"log directory {path!r}" in done.stdout, done.stderr
         assert "Permission denied" in done.stdout
 
-    def test_reify_says_what_cannot_be_written(self, tmp_path: Path) -> None:
-        specs = DefaultLogsSpecs(str(tmp_path / "logs"))
-        (tmp_path / "logs").rmdir()
-        (tmp_path / "logs").write_text("now a file")
-        with pytest.raises(UserError, match="Not a directory"):
-            specs.reify(envs_for(1))
+    def test_a_place_that_is_lost_costs_the_logs_until_it_is_back(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Said once, and that they are written again, too. What is tee'd still has its console, and nobody else's."""
+        logs = tmp_path / "logs"
+        specs = DefaultLogsSpecs(str(logs), redirects=Std.OUT, tee=Std.ERR, local_ranks_filter={0})
+        specs.reify(envs_for(2))
+        shutil.rmtree(logs)
+        logs.write_text("now a file")
+        for _ in range(3):
+            envs = envs_for(2)
+            dest = specs.reify(envs)
+        assert set(dest.stdouts.values()) | set(dest.stderrs.values()) == {os.devnull}
+        assert dest.tee_stderrs == {0: os.devnull}
+        assert (dest.tee_stdouts, dest.filtered_stderr) == ({}, os.devnull)
+        assert envs[0]["TORCHELASTIC_ERROR_FILE"] == ""
+        logs.unlink()
+        again = specs.reify(envs_for(2))
+        assert Path(again.stdouts[1]).parent.is_dir()
+        lost, back = caplog.messages
+        assert "Not a directory; the workers run without logs" in lost
+        assert back.startswith("logs are written again, to ")
 
 
 class TestTemporaryDirectory:
@@ -396,3 +416,15 @@ class TestIdentity:
         dest = LogsDest()
         dest.stdouts[0] = "somewhere"
         assert LogsDest().stdouts == {}
+
+
+def test_a_block_whose_output_goes_to_a_file_if_there_is_one(tmp_path: Path) -> None:
+    def redirect(path: str) -> contextlib.redirect_stdout[TextIO]:
+        return contextlib.redirect_stdout(stack.enter_context(open(path, "w")))
+
+    with contextlib.ExitStack() as stack:
+        with get_std_cm(str(tmp_path / "out"), redirect):
+            print("in the file")
+        with get_std_cm("", redirect):
+            print("not there")
+    assert (tmp_path / "out").read_text() == "in the file\n"

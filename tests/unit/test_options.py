@@ -96,6 +96,7 @@ DEFAULTS = {
     "virtual_local_rank": False,
     "quiet": False,
     "verbose": False,
+    "from_environment": [],
 }
 
 
@@ -253,7 +254,16 @@ def test_bad_variables(
         (["--standalone=1", "s"], "--standalone is on or off and takes no value, not '1'"),
         (["--nprocs-per-node", "2", "s"], "unknown option --nprocs-per-node; did you mean --nproc-per-node?"),
         (["--zzz", "s"], "unknown option --zzz"),
-        (["-x", "s"], "unknown option -x in -x"),
+        (
+            ["--use_env", "s"],
+            "unknown option --use_env: workers always get their local rank in LOCAL_RANK, and never as an argument; "
+            "leave the option out",
+        ),
+        (["-x", "s"], "unknown option -x"),
+        (["-n", "4", "s"], "unknown option -n; did you mean --nproc-per-node?"),
+        (["-np", "4", "s"], "unknown option -np; did you mean --nproc-per-node?"),
+        (["-N2", "s"], "unknown option -N2; did you mean --nnodes?"),
+        (["-nnodes=2", "s"], "unknown option -nnodes; did you mean --nnodes?"),
         (["-mz", "s"], "unknown option -z in -mz"),
         (["--log", "1", "s"], "--log is short for more than one option: --log-dir or --logs-specs"),
         (["-q", "-v", "s"], "--quiet and --verbose exclude each other"),
@@ -339,7 +349,7 @@ def test_help_names_every_choice() -> None:
 def test_names_are_unique() -> None:
     flags = [flag for option in OPTIONS for flag in option.flags]
     assert len(flags) == len(set(flags))
-    assert set(BY_DEST) == set(DEFAULTS)
+    assert set(BY_DEST) == set(DEFAULTS) - {"from_environment"}
     assert all(option.group in options.GROUPS for option in OPTIONS)
 
 

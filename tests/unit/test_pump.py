@@ -17,14 +17,16 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from holdfast.errors import InternalError
 from holdfast.process import pump as pump_module
-from holdfast.process.lines import LineAssembler, LineFilter
-from holdfast.process.pump import Pump, Stream, Tail, open_channel
+from holdfast.process.lines import HeldLine, LineFilter, LinePrefixer
+from holdfast.process.pump import Pump, Stream, Tail
+from holdfast.process.terminal import open_channel
 
 DEADLINE_S = 60.0
 
@@ -119,7 +121,21 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.tear_down()
 
 
-class TestLineAssembler:
+class Assembler:
+    """Pieces in, lines with the prefix out; a line that grows beyond the bound is split, as the pump does it."""
+
+    def __init__(self, max_held_bytes: int = 1 << 30) -> None:
+        self._held, self._prefixer, self._max_held_bytes = HeldLine(), LinePrefixer(b">"), max_held_bytes
+
+    def feed(self, piece: bytes) -> bytes:
+        out = self._prefixer.add(self._held.take(piece))
+        return out + self._prefixer.add(self._held.release()) if len(self._held) > self._max_held_bytes else out
+
+    def flush(self) -> bytes:
+        return self._prefixer.end(self._held.flush())
+
+
+class TestLines:
     # Each step is a piece and what must come out at once; the last column is what the flush brings.
     @pytest.mark.parametrize(
         ("steps", "rest"),
@@ -143,7 +159,7 @@ class TestLineAssembler:
         ],
     )
     def test_lines(self, steps: list[tuple[bytes, bytes]], rest: bytes) -> None:
-        assembler = LineAssembler(b">")
+        assembler = Assembler()
         assert [assembler.feed(piece) for piece, _ in steps] == [expected for _, expected in steps]
         assert assembler.flush() == rest
         assert assembler.flush() == b""
@@ -163,13 +179,13 @@ class TestLineAssembler:
     def test_a_line_beyond_the_bound_goes_on_without_a_second_prefix(
         self, steps: list[tuple[bytes, bytes]], rest: bytes
     ) -> None:
-        assembler = LineAssembler(b">", max_held_bytes=4)
+        assembler = Assembler(max_held_bytes=4)
         assert [assembler.feed(piece) for piece, _ in steps] == [expected for _, expected in steps]
         assert assembler.flush() == rest
 
     def test_many_small_pieces_of_a_long_line(self) -> None:
         """Quadratic copying would take hours here."""
-        assembler = LineAssembler(b">")
+        assembler = Assembler()
         for _ in range(1_000_000):
             assert not assembler.feed(b"0123456789")
         assert assembler.feed(b"\n") == b">" + b"0123456789" * 1_000_000 + b"\n"
@@ -190,13 +206,8 @@ class TestLineFilter:
         ],
     )
     def test_picks(self, needles: tuple[bytes, ...], pieces: list[bytes], expected: bytes) -> None:
-        line_filter = LineFilter(needles, b">")
-        assert b"".join([*map(line_filter.feed, pieces), line_filter.flush()]) == expected
-
-    def test_bounds_what_it_holds(self) -> None:
-        line_filter = LineFilter((b"x",), b">", max_held_bytes=4)
-        assert line_filter.feed(b"xxxxxx") == b">xxxxxx\n"
-        assert line_filter.feed(b"yyyyyy") == b""
+        held, line_filter = HeldLine(), LineFilter(needles, b">")
+        assert b"".join(map(line_filter.pick, [*map(held.take, pieces), held.flush()])) == expected
 
 
 class TestTail:
@@ -369,7 +380,9 @@ class TestCopying:
         """While it comes in, another stream writes lines all the time."""
         long_line = b"".join(b"%d," % number for number in range(1_400_000)) + b"\n"
         assert len(long_line) > 10_000_000
-        long_fd, short_fd = rig.add("long", b"[long]:"), rig.add("short", b"[short]:")
+        filtered_fd = rig.create("filtered")
+        long_fd = rig.add("long", b"[long]:", filters=(b",7,",), filtered_fd=filtered_fd)
+        short_fd = rig.add("short", b"[short]:")
         half = len(long_line) // 2
         for start, end in ((0, half), (half, len(long_line))):
             write_all(long_fd, long_line[start:end])
@@ -382,6 +395,40 @@ class TestCopying:
         assert console.count(b"[long]:") == 1
         assert b"[long]:" + long_line in console
         assert console.replace(b"[long]:" + long_line, b"") == b"[short]:short\n" * 2
+        assert rig.file("filtered") == b"[long]:" + long_line
+        assert rig.warnings == []
+        os.close(filtered_fd)
+
+    def test_the_unfinished_lines_of_all_streams_have_one_bound(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The longest is split, and it is said once. The log files have every line whole."""
+        monkeypatch.setattr(pump_module, "_HELD_MAX_BYTES", 1 << 20)
+        parts = {"c": b"c" * 500_000, "a": b"a" * 300_000, "b": b"b" * 400_000}
+        fds = {name: rig.add(name, b"[%s]:" % name.encode()) for name in parts}
+
+        def arrived(name: str, text: bytes) -> bool:
+            return rig.file(name) == text
+
+        for name, part in parts.items():
+            write_all(fds[name], part)
+            wait_until(partial(arrived, name, part), "it has arrived")
+        wait_until(lambda: rig.console() != b"", "the longest line is passed on")
+        wait_until(lambda: rig.pump._held_bytes <= 1 << 20, "what is held is within the bound")
+        for name in ("a", "b"):
+            write_all(fds[name], b"\n")
+            wait_until(partial(arrived, name, parts[name] + b"\n"), "it has arrived")
+        write_all(fds["c"], parts["c"] * 4 + b"\n")
+        for fd in fds.values():
+            os.close(fd)
+        assert rig.pump.drain(DEADLINE_S)
+        assert rig.pump._held_bytes == 0
+        console = rig.console()
+        assert [console.count(b"[%s]:" % name.encode()) for name in parts] == [1, 1, 1]
+        assert console.count(b"c") == 1 + 5 * len(parts["c"])
+        assert rig.file("c") == parts["c"] * 5 + b"\n"
+        (said,) = rig.warnings
+        assert said.startswith("c: a line is split on the console after ")
 
     @pytest.mark.parametrize("prefix", [None, b"", b"[w0]:"])
     def test_binary_junk(self, rig: Rig, prefix: bytes | None) -> None:
@@ -525,7 +572,8 @@ class TestTrouble:
         """SIGPIPE and SIGXFSZ at their defaults, as a user's program may have set them."""
         code = (
             "import os, resource, signal, sys\n"
-            "from holdfast.process.pump import Pump, Stream, open_channel\n"
+            "from holdfast.process.pump import Pump, Stream\n"
+            "from holdfast.process.terminal import open_channel\n"
             "signal.signal(signal.SIGPIPE, signal.SIG_DFL); signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
             "gone, console = os.pipe(); os.close(gone)\n"
@@ -704,6 +752,23 @@ class TestBlockedConsole:
         console.close()
 
 
+def test_a_console_holds_workers_up_only_if_it_blocks_for_a_while(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a hang would go unseen while workers write a lot, and the pump is busy at every look."""
+    console = BlockedConsole()
+    monkeypatch.setattr(pump_module, "_HELD_UP_S", 3600.0)
+    write_fd = rig.add("log", b"", console.write_fd)
+    write_all(write_fd, b"first\n")
+    wait_until(lambda: rig.pump._busy_with == console.write_fd, "the pump writes to the console")
+    assert not rig.pump.is_held_up
+    monkeypatch.setattr(pump_module, "_HELD_UP_S", 0.01)
+    wait_until(lambda: rig.pump.is_held_up, "the console counts as blocked")
+    os.close(write_fd)
+    console.read_until(b"")
+    assert rig.pump.drain(DEADLINE_S)
+    assert not rig.pump.is_held_up
+    console.close()
+
+
 class TestBlockedOutlets:
     def test_close_returns_though_everything_is_blocked(self, tmp_path: Path) -> None:
         """Both consoles and the warning callback hang; the files are still completed."""
@@ -874,7 +939,8 @@ class TestDrainAndClose:
         """Neither the child of a fork nor the process itself waits for the thread at its end."""
         code = (
             "import os, sys\n"
-            "from holdfast.process.pump import Pump, Stream, open_channel\n"
+            "from holdfast.process.pump import Pump, Stream\n"
+            "from holdfast.process.terminal import open_channel\n"
             "pump = Pump(print); pump.start()\n"
             "read_fd, write_fd = open_channel(None)\n"
             "pump.add(Stream(read_fd, 'rank 0', None, 1, b'[w0]:', None))\n"
@@ -943,6 +1009,15 @@ class TestChannel:
         rig.spawn(rig.add("log", None, tty_fd=terminal), code)
         assert rig.pump.drain(DEADLINE_S)
         assert rig.file("log") == rig.console() == b"True 77 33\n\x1b[31mred\x1b[0m\r\n\x03\x04\x11"
+        assert rig.warnings == []
+
+    def test_a_worker_on_a_terminal_sees_its_new_size(self, rig: Rig, terminal: int) -> None:
+        write_fd = rig.add("log", None, console_fd=terminal, tty_fd=terminal)
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 44, 88, 0, 0))
+        write_all(write_fd, b"x\n")
+        wait_until(lambda: os.get_terminal_size(write_fd) == (88, 44), "the new size is passed on")
+        os.close(write_fd)
+        assert rig.pump.drain(DEADLINE_S)
         assert rig.warnings == []
 
     def test_nothing_is_lost_at_the_end_of_a_terminal(self, rig: Rig, terminal: int) -> None:

@@ -214,7 +214,7 @@ def test_handler_contract_is_abstract() -> None:
 def test_registry_creates_the_handler_that_was_asked_for() -> None:
     registry = RendezvousHandlerRegistry()
     registry.register("own", create_own)
-    registry.register("own", create_own)
+    registry.register(backend="own", creator=create_own)
     assert registry.names() == ["own"]
     assert "own" in registry
     assert "other" not in registry

@@ -128,3 +128,17 @@ def test_what_was_in_the_box_is_kept() -> None:
     slot.end(0, 1, None)
     slot.close()
     assert slot.return_value() == 5
+
+
+def test_a_box_that_is_cut_while_it_is_read(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may close descriptors that it does not know, or truncate what is behind them."""
+    write(slot, bootstrap.ERROR, json.dumps(ERROR).encode())
+    read = os.pread
+
+    def read_and_cut(fd: int, count: int, offset: int) -> bytes:
+        data = read(fd, count, offset)
+        os.ftruncate(fd, 0)
+        return data
+
+    monkeypatch.setattr(os, "pread", read_and_cut)
+    assert slot.box().error == ERROR

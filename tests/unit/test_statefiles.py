@@ -19,7 +19,7 @@ OVER = Memory(3, 1, Outcome(End.FAILED, "no restarts are left", Failure("node", 
 
 @pytest.fixture
 def files(tmp_path: Path) -> StateFiles:
-    return StateFiles(tmp_path / "private" / "state", 29400)
+    return StateFiles(tmp_path / "private" / "state", "10.0.0.1", 29400)
 
 
 @pytest.mark.parametrize("memory", [Memory(), Memory(7, 2), OVER])
@@ -34,13 +34,26 @@ def test_what_is_written_down_is_recalled(files: StateFiles, memory: Memory) -> 
     files.forget("run")
 
 
-def test_runs_and_ports_do_not_mix(files: StateFiles, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("address", "port"),
+    [
+        ("10.0.0.1", 29401),
+        ("10.0.0.2", 29400),
+        ("0.0.0.0", 29400),
+        ("::", 29400),
+        ("fe80::1%eth0", 29400),
+        ("/", 29400),
+    ],
+)
+def test_runs_and_endpoints_do_not_mix(files: StateFiles, tmp_path: Path, address: str, port: int) -> None:
     files.remember("run", Memory(1))
     files.remember("../run\n\0", Memory(2))
-    other = StateFiles(tmp_path / "private" / "state", 29401)
+    other = StateFiles(tmp_path / "private" / "state", address, port)
     assert files.recall("run") == Memory(1)
     assert files.recall("../run\n\0") == Memory(2)
     assert other.recall("run") is None
+    other.remember("run", Memory(3))
+    assert (files.recall("run"), other.recall("run")) == (Memory(1), Memory(3))
 
 
 def test_nobody_else_can_read_it_and_nothing_else_is_left(files: StateFiles) -> None:
@@ -97,14 +110,14 @@ def test_a_directory_that_others_can_write_to_is_not_believed(
 def test_a_link_that_somebody_has_put_there_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "state").symlink_to(tmp_path / "elsewhere")
-    StateFiles(tmp_path / "state", 1).remember("run", Memory(5))
+    StateFiles(tmp_path / "state", "10.0.0.1", 1).remember("run", Memory(5))
     assert not os.listdir(tmp_path / "elsewhere")
     assert "cannot be written down" in caplog.text
 
 
 def test_a_place_that_cannot_be_written_to_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    files = StateFiles(tmp_path / "file" / "state", 1)
+    files = StateFiles(tmp_path / "file" / "state", "10.0.0.1", 1)
     files.remember("run", Memory(5))
     assert "cannot be written down" in caplog.text
     files.forget("run")

@@ -13,7 +13,6 @@ import pytest
 
 from holdfast.errors import HoldfastError, UserError
 from holdfast.rendezvous.endpoints import bind_port
-from holdfast.rendezvous.etcd_server import EtcdServer
 from holdfast.rendezvous.etcd_store import EtcdStore
 from holdfast.rendezvous.store import (
     InProcessStore,
@@ -25,6 +24,7 @@ from holdfast.rendezvous.store import (
     store_timeout,
     synchronize,
 )
+from holdfast.testing.etcd_server import EtcdServer
 
 SHORT = timedelta(seconds=0.05)
 LONG_S = 60.0
@@ -291,11 +291,25 @@ def test_synchronize_gives_all_to_all(make: Make) -> None:
 def test_rank_0_waits_until_all_have_read(make: Make) -> None:
     store = make()
     store.multi_set(["p0", "p1", "p2"], ["a", "b", "c"])
-    assert get_all(store, 1, "p", 3) == [b"a", b"b", b"c"]
     with store_timeout(store, 0.05), pytest.raises((StoreTimeoutError, RuntimeError)):
         get_all(store, 0, "p", 3)
+    assert get_all(store, 1, "p", 3) == [b"a", b"b", b"c"]
+    assert not store.check(["p/finished/last_member"])
     assert get_all(store, 2, "p", 3) == [b"a", b"b", b"c"]
     assert store.check(["p/finished/last_member"])
+
+
+@every_store
+def test_get_all_of_values_that_are_large_small_and_empty(make: Make) -> None:
+    store = make()
+    values = [b"", b"x" * 100_000, b"\x00" * 8, b"", b"y" * 70_000]
+
+    def member(rank: int) -> list[bytes]:
+        return synchronize(own_client(store), values[rank], rank, len(values), "p", LONG_S)
+
+    calls = [lambda rank=rank: member(rank) for rank in range(len(values))]
+    assert [one.result() for one in in_threads(calls)] == [values] * len(values)
+    assert not store.check(["p/all/0"])  # What was only made for this is gone.
 
 
 @ours

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 from holdfast.errors import UserError
+from holdfast.launcher import LaunchConfig
 from holdfast.rendezvous import tcp_options
-from holdfast.rendezvous.api import RendezvousParameters
-from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.rendezvous.api import DefaultTimeout, RendezvousParameters
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.session import SessionSettings
 from holdfast.rendezvous.tcp_options import KEYS, TcpOptions
 from holdfast.rendezvous.vocabulary import Admit, Settings
@@ -88,9 +90,17 @@ def test_a_key_wins_over_its_older_spelling() -> None:
     assert (chosen.join_timeout_s, chosen.session.heartbeat_s) == (5.0, 0.5)
 
 
-@pytest.mark.parametrize(("value", "seconds"), [(900, 600.0), ("900", 900.0), (901, 901.0)])
+@pytest.mark.parametrize(("value", "seconds"), [(DefaultTimeout(900), 600.0), (900, 900.0), ("900", 900.0)])
 def test_the_launchers_own_timeout_is_not_the_users(value: Any, seconds: float) -> None:
     assert read(timeout=value).join_timeout_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"), [({}, 600.0), ({"rdzv_timeout": 900}, 900.0), ({"rdzv_configs": {"timeout": 900}}, 900.0)]
+)
+def test_the_timeout_of_a_launch(given: dict[str, Any], seconds: float) -> None:
+    """Also if it is the number that the launcher itself would put in."""
+    assert read(**copy.deepcopy(LaunchConfig(1, 1, 1, **given)).rdzv_configs).join_timeout_s == seconds
 
 
 @pytest.mark.parametrize(

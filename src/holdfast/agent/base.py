@@ -41,18 +41,10 @@ from holdfast.rendezvous.api import (
     RendezvousTimeoutError,
     is_kind,
 )
-from holdfast.rendezvous.coordination import (
-    Coordination,
-    PlaceLost,
-    Push,
-    Round,
-    RoundStopped,
-    RunEnded,
-    RunOver,
-    SoloCoordination,
-)
-from holdfast.rendezvous.outcome import HANG, End, Outcome
-from holdfast.rendezvous.restart import RestartPolicy
+from holdfast.rendezvous.coordination import Coordination, JoinFailed, Push
+from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Refused, Sealed, Stop
+from holdfast.rendezvous.membership.restart_policy import HANG, RestartPolicy
+from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.telemetry.events import Event, record
 from holdfast.telemetry.metrics import prof, put_metric
 
@@ -61,6 +53,8 @@ __all__ = ["DEFAULT_ROLE", "ElasticAgent", "SimpleElasticAgent"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_ROLE = "default"
+
+_IN_ROUND = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.WAITING)
 
 # For how long a node that has reported a hang keeps its workers, so that every node can take stacks.
 _OTHERS_LOOK_S = 2.0
@@ -86,7 +80,8 @@ class SimpleElasticAgent(ElasticAgent):
         self._machine = Lifecycle(exit_barrier_timeout)
         self._shutdown_timeout = shutdown_timeout
         self._coordination: Coordination | None = None
-        self._round: Round | None = None
+        self._place: Place | None = None
+        self._join_began = 0.0
         self._run_outcome: Outcome | None = None
         self._result = RunResult(WorkerState.INIT)
         self._total_execution_time = 0
@@ -128,6 +123,10 @@ class SimpleElasticAgent(ElasticAgent):
         """After a stop: the pids that even SIGKILL did not end."""
         return ()
 
+    def _killed_ranks(self) -> tuple[int, ...]:
+        """After a stop: the global ranks that did not end by themselves within the grace period."""
+        return ()
+
     def _settle(self, result: RunResult) -> RunResult:
         """The result with what is known only after the workers were stopped."""
         return result
@@ -151,7 +150,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @property
     def _restarts_used(self) -> int:
-        return self._round.restarts_used if self._round else 0
+        return self._place.restarts_used if self._place else 0
 
     @property
     def _remaining_restarts(self) -> int:
@@ -172,8 +171,9 @@ class SimpleElasticAgent(ElasticAgent):
                 self._record_worker_events(result)
                 return result
             except SignalException as received:
-                logger.warning("got %s%s", received.sigval.name, self._what_is_stopped())
+                logger.warning("got %s%s", received.sigval.name, self._what_is_stopped(received.sigval))
                 self._leave(received.sigval)
+                received.killed_ranks = self._killed_ranks()
                 is_shut_down = True
                 raise
             except Exception as error:
@@ -187,9 +187,13 @@ class SimpleElasticAgent(ElasticAgent):
                 if not is_shut_down:
                     hooks.call(self._shutdown, timeout=self._shutdown_timeout)
 
-    def _what_is_stopped(self) -> str:
-        has_workers = self._machine.phase in (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING)
-        return ", stopping the workers" if has_workers else ""
+    def _what_is_stopped(self, number: signal.Signals) -> str:
+        if self._machine.phase not in (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING):
+            return ""
+        if not self._shutdown_timeout:
+            return ", killing the workers"
+        hurry = "; Ctrl-C again kills them" if number == signal.SIGINT else ""
+        return f", stopping the workers (up to {self._shutdown_timeout:g} s{hurry})"
 
     def _leave(self, death_sig: signal.Signals) -> None:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
@@ -206,13 +210,21 @@ class SimpleElasticAgent(ElasticAgent):
         spec = self._worker_group.spec
         self._machine = Lifecycle(self._machine.peers_timeout_s)
         self._coordination = self._coordinate()
-        self._coordination.introduce(spec.role, spec.local_world_size, self._policy)
-        pending: deque[lifecycle.Event] = deque([lifecycle.RunRequested()])
-        while self._machine.outcome is None:
-            for event in [pending.popleft()] if pending else self._next_events(self._coordination):
-                for command in self._machine.step(event, time.monotonic()):
-                    pending.extend(self._execute(command, self._coordination))
-        return self._final_result(self._machine.outcome)
+        self._coordination.introduce(spec.role, spec.local_world_size, self._policy, self._shutdown_timeout)
+        pending: deque[lifecycle.Event | Push] = deque([lifecycle.RunRequested()])
+        while self._machine.end is None:
+            if not pending:
+                pending.extend(self._next_events(self._coordination))
+                continue
+            event = self._taken(pending.popleft())
+            results = [
+                result
+                for command in self._machine.step(event, time.monotonic())
+                for result in self._execute(command, self._coordination)
+            ]
+            # Its results go before what was pushed meanwhile: a round that is stopped is not stopped twice.
+            pending.extendleft(reversed(results))
+        return self._final_result(self._machine.end)
 
     def _coordinate(self) -> Coordination:
         handler = self._handler
@@ -225,7 +237,7 @@ class SimpleElasticAgent(ElasticAgent):
         match command:
             case lifecycle.Join():
                 signals.inbox().raise_pending()  # One that came while the workers were being stopped.
-                return [self._join(group)]
+                self._join(group, run)
             case lifecycle.StartWorkers(round):
                 self._was_told_of_hang = False
                 self._initialize_workers(group)
@@ -238,7 +250,7 @@ class SimpleElasticAgent(ElasticAgent):
             case lifecycle.ReportFailure(round):
                 failure = causes.failure_of(self._result, os.uname().nodename)
                 run.report_failure(round, failure)
-                self._tell_failure(run.verdict)
+                self._tell_failure(run)
                 if failure.exception == HANG and run.has_leases and not self._was_told_of_hang:
                     self._let_others_look(group)
             case lifecycle.ReportSuccess(round):
@@ -263,25 +275,25 @@ class SimpleElasticAgent(ElasticAgent):
         round needs if none does; `_shutdown` comes at the end in any case."""
         hooks.call(self._stop_workers, group, is_restart=True)
 
-    def _next_events(self, run: Coordination) -> list[lifecycle.Event]:
+    def _next_events(self, run: Coordination) -> list[lifecycle.Event | Push]:
         """Wait until something happens; then say what."""
         group = self._worker_group
         signals.inbox().raise_pending()
         deadline = self._machine.next_deadline()
         left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if self._machine.phase is lifecycle.Phase.WAITING or run.has_lapsed:
+        if self._machine.phase is not lifecycle.Phase.RUNNING or run.has_lapsed:
             signals.wait_readable([run.fileno()], left_s)
         else:
             self._wait_for_change(group, run.fileno(), run.ask_every_s)
         signals.inbox().raise_pending()
         if deadline is not None and time.monotonic() >= deadline:
-            logger.warning("did not hear of the end of every other node within %g s", self._machine.peers_timeout_s)
+            logger.warning("timed out after %g s waiting for other nodes to finish", self._machine.peers_timeout_s)
             return [lifecycle.TimePassed(self._machine.round)]
-        events: list[lifecycle.Event] = []
+        events: list[lifecycle.Event | Push] = []
         # Workers that die because the lease has run out have not failed; the push that says so is on its way.
         if self._machine.phase is lifecycle.Phase.RUNNING and not run.has_lapsed:
             events += self._look_at_workers(group)
-        return events or [self._as_event(push) for push in run.take()]
+        return events or [*run.take()]
 
     def _look_at_workers(self, group: WorkerGroup) -> list[lifecycle.Event]:
         result = self._monitor_workers(group)
@@ -301,20 +313,26 @@ class SimpleElasticAgent(ElasticAgent):
             f"[{group.spec.role}] the worker group is in state {result.state.name}, which should not be"
         )
 
-    def _as_event(self, push: Push) -> lifecycle.Event:
-        match push:
-            case RoundStopped(round, reason, is_hang):
-                if round != self._machine.round:
-                    return lifecycle.RoundStopped(round)
+    def _taken(self, event: lifecycle.Event | Push) -> lifecycle.Event:
+        """What an event means for this node, now that it is its turn."""
+        match event:
+            case Sealed() if event.place.round > self._machine.round:
+                self._enter_round(event)
+            case Stop(round, reason) if round == self._machine.round and self._machine.phase in _IN_ROUND:
                 logger.warning("the round is stopped: %s", reason)
-                is_ours = is_hang and self._machine.phase is lifecycle.Phase.RUNNING and self._is_cause_of_hang()
-                return lifecycle.WorkersFailed(round) if is_ours else lifecycle.RoundStopped(round)
-            case PlaceLost(round, reason):
+                if event.is_hang and self._machine.phase is lifecycle.Phase.RUNNING and self._is_cause_of_hang():
+                    return lifecycle.WorkersFailed(round)
+            case PlaceLost(round, reason) if round == self._machine.round and self._machine.phase in _IN_ROUND:
                 logger.warning("this node has lost its place, its workers are killed: %s", reason)
-                return lifecycle.PlaceLost(round)
-            case RunEnded(outcome):
-                return self._ended(outcome)
-        assert_never(push)
+            case Ended(outcome):
+                self._learn_outcome(outcome)
+            case Refused(reason):
+                raise UserError(f"run {self._handler.get_run_id()!r} rejected this node: {reason}")
+            case JoinFailed(error):
+                self._record_join(f"{type(error).__name__}: {error}")
+                raise error
+        assert not isinstance(event, (Refused, JoinFailed))
+        return event
 
     def _is_cause_of_hang(self) -> bool:
         """Another node has found the run hanging. Before its own workers are stopped this one looks where they are;
@@ -326,13 +344,11 @@ class SimpleElasticAgent(ElasticAgent):
         self._result = result
         return True
 
-    def _ended(self, outcome: Outcome) -> lifecycle.RunEnded:
+    def _learn_outcome(self, outcome: Outcome) -> None:
         self._run_outcome = outcome
         is_told = self._coordination is not None and self._coordination.verdict is not None
         if outcome.cause is not None and self._policy.max_restarts and not is_told:
             logger.warning("no restart: %s", outcome.reason)
-        is_success = outcome.end is End.SUCCEEDED
-        return lifecycle.RunEnded(lifecycle.Outcome.SUCCEEDED if is_success else lifecycle.Outcome.FAILED)
 
     @property
     def _handler(self) -> RendezvousHandler:
@@ -341,8 +357,8 @@ class SimpleElasticAgent(ElasticAgent):
             raise UserError("the worker spec has no rendezvous handler")
         return handler
 
-    def _final_result(self, outcome: lifecycle.Outcome) -> RunResult:
-        if outcome is lifecycle.Outcome.SUCCEEDED:
+    def _final_result(self, end: End) -> RunResult:
+        if end is End.SUCCEEDED:
             self._tell_success()
             return self._result if self._has_finished else RunResult(WorkerState.SUCCEEDED)
         self._worker_group.state = WorkerState.FAILED
@@ -380,12 +396,12 @@ class SimpleElasticAgent(ElasticAgent):
         if (self._worker_group.group_world_size or 1) > 1:
             result.cause = f"{agreed.text}, on node {agreed.node}"
 
-    def _tell_failure(self, verdict: str | None) -> None:
+    def _tell_failure(self, run: Coordination) -> None:
         """Without restarts the final report follows at once and says it all."""
-        if verdict is None:
+        if run.verdict is None:
             logger.warning("%s", causes.cause_of(self._result))
-        elif self._policy.max_restarts:
-            logger.warning("%s; %s", causes.cause_of(self._result), verdict)
+        elif run.outcome is None or self._policy.max_restarts:
+            logger.warning("%s; %s", causes.cause_of(self._result), run.verdict)
 
     @property
     def _has_finished(self) -> bool:
@@ -401,42 +417,41 @@ class SimpleElasticAgent(ElasticAgent):
 
     # Start of a round.
 
-    def _join(self, group: WorkerGroup) -> lifecycle.Event:
-        assert self._coordination is not None
-        if self._coordination.outcome is not None:
-            return self._ended(self._coordination.outcome)
-        group.state = WorkerState.INIT if self._round is None else WorkerState.STOPPED
-        restarts_before = self._restarts_used
-        try:
-            found = self._rendezvous(group)
-        except RunOver as over:
-            return self._ended(over.outcome)
-        if found.restarts_used > restarts_before and self._coordination.verdict is None:
-            logger.warning("restart %d of %d", found.restarts_used, self._policy.max_restarts)
-        return lifecycle.WorldSealed(found.number)
+    def _join(self, group: WorkerGroup, run: Coordination) -> None:
+        group.state = WorkerState.INIT if self._place is None else WorkerState.STOPPED
+        self._join_began = time.monotonic()
+        run.join()
 
-    @prof
-    def _rendezvous(self, worker_group: WorkerGroup) -> Round:
-        spec = worker_group.spec
+    def _enter_round(self, sealed: Sealed) -> None:
         assert self._coordination is not None
-        with self._timed_event("RENDEZVOUS"):
-            self._round = call_interruptibly(self._coordination.next_round)
-        found = self._round.found
-        worker_group.store = found.store
-        worker_group.group_rank = found.rank
-        worker_group.group_world_size = found.world_size
-        worker_group.master_addr = spec.master_addr or found.bootstrap_store_info.master_addr
-        worker_group.master_port = spec.master_port or found.bootstrap_store_info.master_port
-        with self._timed_event("ASSIGN_WORKER_RANKS"):
-            worker_group.workers = self._assign_worker_ranks(found.store, found.rank, found.world_size, spec)
-        return self._round
+        before, self._place = self._place, sealed.place
+        used = sealed.place.restarts_used
+        if before is not None and used > before.restarts_used and self._coordination.verdict is None:
+            logger.warning("restart %d of %d", used, self._policy.max_restarts)
+        self._record_join()
+        found = self._coordination.found(sealed)
+        group, spec = self._worker_group, self._worker_group.spec
+        group.store = found.store
+        group.group_rank = found.rank
+        group.group_world_size = found.world_size
+        group.master_addr = spec.master_addr or found.bootstrap_store_info.master_addr
+        group.master_port = spec.master_port or found.bootstrap_store_info.master_port
+        with self.record_duration("ASSIGN_WORKER_RANKS"):
+            group.workers = self._assign_worker_ranks(found.store, found.rank, found.world_size, spec)
+
+    def _record_join(self, raw_error: str | None = None) -> None:
+        """A rendezvous spans several turns of the loop, so its time is put together here."""
+        duration_ms = _elapsed_ms(self._join_began)
+        self._record(self._event("RENDEZVOUS", raw_error=raw_error, duration_ms=duration_ms))
+        put_metric(f"SimpleElasticAgent._rendezvous.{'failure' if raw_error else 'success'}", 1)
+        put_metric("SimpleElasticAgent._rendezvous.duration.ms", duration_ms)
 
     @prof
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        if self._round is not None and self._round.place is not None:
-            members = [ranks.Member(role, size) for role, size in self._round.place.shapes()]
+        if self._place is not None and self._place.shapes:
+            members = [ranks.Member(role, size) for role, size in self._place.shape_of_each()]
             return ranks.assign_ranks(members, group_rank)
         if group_world_size == 1 or self._are_nodes_alike():
             world = ranks.identical_world(spec.role, spec.local_world_size, group_world_size)
@@ -520,7 +535,8 @@ class SimpleElasticAgent(ElasticAgent):
             self._record(self._event(recording.final_state(worker, result), worker, **facts))
 
     @contextmanager
-    def _timed_event(self, state: str) -> Iterator[None]:
+    def record_duration(self, state: str) -> Iterator[None]:
+        """Record an event of that name when the block ends, with how long it took and the error that it raised."""
         began = time.monotonic()
         raw_error = None
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.agent.model import RunResult
 from holdfast.diagnosis import report
-from holdfast.rendezvous.outcome import HANG, Failure
+from holdfast.rendezvous.membership.restart_policy import HANG, Failure
 
 
 def cause_of(result: RunResult) -> str:

@@ -1,20 +1,20 @@
 """One agent's machine: join, start, run, stop, join again, end. Pure.
 
-            RunRequested          WorldSealed            WorkersStarted
+            RunRequested            Sealed               WorkersStarted
     IDLE ---------------> JOINING ------------> STARTING --------------> RUNNING
                           ^  ^ |                     |                    |  |
-                          |  | | RunEnded            |    RoundStopped,   |  | WorkersSucceeded
+                          |  | | Ended               |       Stop,        |  | WorkersSucceeded
                           |  | v                     v    failed, lost    |  v
                           |  | ENDED <---------- STOPPING <---------------+ WAITING (for the other nodes)
-                          |  |       RunEnded        |                       |
-                          |  +-----------------------+                       | RoundStopped
+                          |  |        Ended          |                       |
+                          |  +-----------------------+                       | Stop
                           +--------------------------------------------------+
 
-`TRANSITIONS` below is that picture as data.
+`TRANSITIONS` below is that diagram as data.
 
-The machine owns no policy about the run: it reports what its workers did, and is told whether the round was
-stopped, which world comes next, or how the run ended, by whoever coordinates (`coordination`): the run's
-coordinator, or the agent itself for a run of one node. What it decides:
+The machine owns no policy about the run: it reports what its workers did, and is told that the round was stopped, which
+place it has next, or how the run ended. These are the coordinator's own messages (`membership.model`); for a run of one
+node the agent makes them itself. What the machine decides:
 
 * Workers that failed are reported and stopped at once; then the node asks for a place in the next round.
 * A place that is lost leaves no time for grace: the workers are killed.
@@ -34,6 +34,7 @@ from typing import assert_never
 
 from holdfast.errors import InternalError
 from holdfast.records import record
+from holdfast.rendezvous.membership.model import End, Ended, PlaceLost, Sealed, Stop
 
 _STORY_LENGTH = 32
 
@@ -48,22 +49,12 @@ class Phase(StrEnum):
     ENDED = "ENDED"
 
 
-class Outcome(StrEnum):
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-
-
-# Events: what has happened.
+# Events: what has happened here. Those of the run are the pushes of `membership.model`.
 
 
 @record
 class RunRequested:
     pass
-
-
-@record
-class WorldSealed:
-    round: int
 
 
 @record
@@ -92,25 +83,6 @@ class WorkersStopped:
 
 
 @record
-class RoundStopped:
-    """Somebody else stopped the round: a failure elsewhere, or a change of membership."""
-
-    round: int
-
-
-@record
-class PlaceLost:
-    """The run has given this node up."""
-
-    round: int
-
-
-@record
-class RunEnded:
-    outcome: Outcome
-
-
-@record
 class TimePassed:
     """The deadline that `next_deadline` named has come."""
 
@@ -119,15 +91,15 @@ class TimePassed:
 
 Event = (
     RunRequested
-    | WorldSealed
     | WorkersStarted
     | WorkersSucceeded
     | WorkersFailed
     | WorkersStopped
-    | RoundStopped
-    | PlaceLost
-    | RunEnded
     | TimePassed
+    | Sealed
+    | Stop
+    | PlaceLost
+    | Ended
 )
 
 
@@ -136,7 +108,7 @@ Event = (
 
 @record
 class Join:
-    """Ask for a place in the next round; the answer is `WorldSealed` or `RunEnded`."""
+    """Ask for a place in the next round; the answer is `Sealed` or `Ended`."""
 
 
 @record
@@ -164,7 +136,7 @@ class ReportSuccess:
 
 @record
 class EndRun:
-    outcome: Outcome
+    end: End
 
 
 Command = Join | StartWorkers | StopWorkers | ReportFailure | ReportSuccess | EndRun
@@ -176,30 +148,30 @@ def _to(*phases: Phase) -> frozenset[Phase]:
 
 TRANSITIONS: dict[tuple[Phase, type[Event]], frozenset[Phase]] = {
     (Phase.IDLE, RunRequested): _to(Phase.JOINING),
-    (Phase.JOINING, WorldSealed): _to(Phase.STARTING),
+    (Phase.JOINING, Sealed): _to(Phase.STARTING),
     (Phase.JOINING, PlaceLost): _to(Phase.JOINING),
-    (Phase.JOINING, RoundStopped): _to(Phase.JOINING),
-    (Phase.JOINING, RunEnded): _to(Phase.ENDED),
+    (Phase.JOINING, Stop): _to(Phase.JOINING),
+    (Phase.JOINING, Ended): _to(Phase.ENDED),
     (Phase.STARTING, WorkersStarted): _to(Phase.RUNNING),
-    (Phase.STARTING, RoundStopped): _to(Phase.STOPPING),
+    (Phase.STARTING, Stop): _to(Phase.STOPPING),
     (Phase.STARTING, PlaceLost): _to(Phase.STOPPING),
-    (Phase.STARTING, RunEnded): _to(Phase.STOPPING),
+    (Phase.STARTING, Ended): _to(Phase.STOPPING),
     (Phase.RUNNING, WorkersSucceeded): _to(Phase.WAITING),
     (Phase.RUNNING, WorkersFailed): _to(Phase.STOPPING),
-    (Phase.RUNNING, RoundStopped): _to(Phase.STOPPING),
+    (Phase.RUNNING, Stop): _to(Phase.STOPPING),
     (Phase.RUNNING, PlaceLost): _to(Phase.STOPPING),
-    (Phase.RUNNING, RunEnded): _to(Phase.STOPPING),
+    (Phase.RUNNING, Ended): _to(Phase.STOPPING),
     (Phase.STOPPING, WorkersStopped): _to(Phase.JOINING, Phase.ENDED),
     (Phase.STOPPING, PlaceLost): _to(Phase.STOPPING),
-    (Phase.STOPPING, RunEnded): _to(Phase.STOPPING),
+    (Phase.STOPPING, Ended): _to(Phase.STOPPING),
     # What was on its way when the stop began changes nothing any more.
     (Phase.STOPPING, WorkersStarted): _to(Phase.STOPPING),
     (Phase.STOPPING, WorkersSucceeded): _to(Phase.STOPPING),
     (Phase.STOPPING, WorkersFailed): _to(Phase.STOPPING),
-    (Phase.STOPPING, RoundStopped): _to(Phase.STOPPING),
-    (Phase.WAITING, RoundStopped): _to(Phase.JOINING),
+    (Phase.STOPPING, Stop): _to(Phase.STOPPING),
+    (Phase.WAITING, Stop): _to(Phase.JOINING),
     (Phase.WAITING, PlaceLost): _to(Phase.JOINING),
-    (Phase.WAITING, RunEnded): _to(Phase.ENDED),
+    (Phase.WAITING, Ended): _to(Phase.ENDED),
     (Phase.WAITING, TimePassed): _to(Phase.ENDED),
 }
 
@@ -215,9 +187,9 @@ class Lifecycle:
         self.peers_timeout_s = peers_timeout_s
         self.phase = Phase.IDLE
         self.round = 0
-        self.outcome: Outcome | None = None
+        self.end: End | None = None
         self.unkillable: tuple[int, ...] = ()
-        self._verdict: Outcome | None = None
+        self._verdict: End | None = None
         self._deadline: float | None = None
         self._story: deque[tuple[Phase, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
 
@@ -236,23 +208,23 @@ class Lifecycle:
 
     def _is_stale(self, event: Event) -> bool:
         match event:
-            case RunRequested() | RunEnded():
+            case RunRequested() | Ended():
                 return False
-            case WorldSealed(round):
-                return round <= self.round
+            case Sealed(_, place):
+                return place.round <= self.round
         return event.round < self.round
 
     def _is_possible(self, event: Event) -> bool:
-        is_of_this_round = isinstance(event, (RunRequested, RunEnded, WorldSealed)) or event.round == self.round
+        is_of_this_round = isinstance(event, (RunRequested, Ended, Sealed)) or event.round == self.round
         return is_of_this_round and (self.phase, type(event)) in TRANSITIONS
 
     def _decide(self, event: Event, now: float) -> list[Command]:
         match event:
             case RunRequested():
                 return self._join()
-            case WorldSealed(round):
-                self.phase, self.round = Phase.STARTING, round
-                return [StartWorkers(round)]
+            case Sealed(_, place):
+                self.phase, self.round = Phase.STARTING, place.round
+                return [StartWorkers(place.round)]
             case WorkersStarted():
                 return self._started()
             case WorkersSucceeded():
@@ -261,14 +233,14 @@ class Lifecycle:
                 return self._failed()
             case WorkersStopped(_, unkillable):
                 return self._stopped(unkillable)
-            case RoundStopped():
+            case Stop():
                 return self._interrupted(at_once=False)
             case PlaceLost():
                 return self._interrupted(at_once=True)
-            case RunEnded(outcome):
-                return self._told_outcome(outcome)
+            case Ended(outcome):
+                return self._told_outcome(outcome.end)
             case TimePassed():
-                return self._end(Outcome.SUCCEEDED)
+                return self._end(End.SUCCEEDED)
         assert_never(event)
 
     def _join(self) -> list[Command]:
@@ -303,11 +275,11 @@ class Lifecycle:
                 return []  # That place was given up with the join.
         return self._join()
 
-    def _told_outcome(self, outcome: Outcome) -> list[Command]:
-        self._verdict = outcome
+    def _told_outcome(self, end: End) -> list[Command]:
+        self._verdict = end
         if self.phase in (Phase.STARTING, Phase.RUNNING):
             return self._stop(at_once=False)
-        return [] if self.phase is Phase.STOPPING else self._end(outcome)
+        return [] if self.phase is Phase.STOPPING else self._end(end)
 
     def _stop(self, *, at_once: bool) -> list[Command]:
         self.phase = Phase.STOPPING
@@ -316,14 +288,14 @@ class Lifecycle:
     def _stopped(self, unkillable: tuple[int, ...]) -> list[Command]:
         self.unkillable = unkillable
         if unkillable:
-            return self._end(Outcome.FAILED)
+            return self._end(End.FAILED)
         return self._join() if self._verdict is None else self._end(self._verdict)
 
-    def _end(self, outcome: Outcome) -> list[Command]:
+    def _end(self, end: End) -> list[Command]:
         self.phase = Phase.ENDED
-        self.outcome = outcome
+        self.end = end
         self._deadline = None
-        return [EndRun(outcome)]
+        return [EndRun(end)]
 
     def story(self) -> str:
         """The last events with what they led to, oldest first."""
@@ -332,6 +304,6 @@ class Lifecycle:
 
     def check(self) -> None:
         """The invariants; tests call this after every step."""
-        assert (self.phase is Phase.ENDED) == (self.outcome is not None)
+        assert (self.phase is Phase.ENDED) == (self.end is not None)
         assert (self.phase is Phase.WAITING) == (self._deadline is not None)
         assert self.round > 0 or self.phase in (Phase.IDLE, Phase.JOINING, Phase.ENDED)

@@ -28,10 +28,12 @@ from holdfast.agent.model import (
 from holdfast.agent.roll import Roll
 from holdfast.agent.watchdog import Watchdog
 from holdfast.process import signals, stop
+from holdfast.process.errors import ProcessFailure
 from holdfast.process.lease import Lease
 from holdfast.process.link import SpawnerLink, launch_or_take_early
 from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.start import PContext, start_processes
+from holdfast.telemetry import fallback_log
 from holdfast.telemetry.metrics import prof, put_metric
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         uninterruptible_state_timeout: float | None = None,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
+        fallback_log.install()
         self._start_method = start_method
         self._logs_specs = logs_specs
         self._prefix_template = log_line_prefix_template
@@ -197,14 +200,17 @@ class LocalElasticAgent(SimpleElasticAgent):
                 return self._failed_result(context, to_global)
             return RunResult(WorkerState.UNHEALTHY if self._is_stuck(context) else WorkerState.HEALTHY)
         if ended.is_failed():
-            return self._failed_result(context, to_global)
+            return self._failed_result(context, to_global, ended.failures)
         values = {to_global[rank]: value for rank, value in ended.return_values.items()}
         return RunResult(WorkerState.SUCCEEDED, return_values=values)
 
-    def _failed_result(self, context: PContext, to_global: dict[int, int]) -> RunResult:
+    def _failed_result(
+        self, context: PContext, to_global: dict[int, int], failures: Mapping[int, ProcessFailure] | None = None
+    ) -> RunResult:
+        failures = context.failures() if failures is None else failures
         return RunResult(
             WorkerState.FAILED,
-            failures={to_global[rank]: failure for rank, failure in context.failures().items()},
+            failures={to_global[rank]: failure for rank, failure in failures.items()},
             stopped={to_global[rank]: how for rank, how in context.stopped().items()},
         )
 
@@ -306,6 +312,11 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _unkillable(self) -> tuple[int, ...]:
         return tuple(pid for pid, _ in self._context.survivors) if self._context is not None else ()
+
+    def _killed_ranks(self) -> tuple[int, ...]:
+        stopped = self._context.stopped() if self._context is not None else {}
+        to_global = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        return tuple(to_global[rank] for rank, how in stopped.items() if how.startswith("SIGKILL"))
 
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30, is_restart: bool = False

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from holdfast.diagnosis.hang import HangPolicy
     from holdfast.process.errors import ProcessFailure
     from holdfast.rendezvous.api import RendezvousHandler
-    from holdfast.rendezvous.restart import RestartPolicy
+    from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
 __all__ = [
     "RunResult",

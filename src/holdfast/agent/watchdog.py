@@ -2,7 +2,8 @@
 
 Workers find its pipe in `TORCHELASTIC_TIMER_FILE` and arm timers with `holdfast.timer` or with torch's own client. A
 worker whose timer expires is killed, after its stacks have been logged; to the agent that is a worker that failed,
-and the restart policy decides. A watchdog that cannot be started is a warning: it must never end a healthy job.
+and the restart policy decides. A path that cannot be used, such as one of a regular file, is replaced by a private one,
+and a watchdog that cannot be started at all is a warning: it must never end a healthy job.
 """
 
 from __future__ import annotations
@@ -43,16 +44,21 @@ class Watchdog:
             if wish not in ("", "0"):
                 logger.warning("%s=%s is not 1, so there is no watchdog", TORCHELASTIC_ENABLE_FILE_TIMER, wish)
             return path
-        path = path or os.path.join(tempfile.gettempdir(), f"watchdog_timer_{os.urandom(16).hex()}")
+        return (path and self._serve(path, "a private pipe is used instead")) or self._serve(
+            os.path.join(tempfile.gettempdir(), f"watchdog_timer_{os.urandom(16).hex()}"),
+            "workers run without a watchdog",
+        )
+
+    def _serve(self, path: str, else_what: str) -> str | None:
         from holdfast.timer.file import FileTimerServer
 
         try:
-            self._server = FileTimerServer(path, self._run_id, max_interval=_TURN_S, daemon=True, log_event=self._note)
-            self._server.start()
+            server = FileTimerServer(path, self._run_id, max_interval=_TURN_S, daemon=True, log_event=self._note)
+            server.start()
         except (HoldfastError, OSError) as error:
-            logger.warning("no watchdog, workers run without: %s", error)
-            self._server = None
+            logger.warning("%s; %s", error, else_what)
             return None
+        self._server = server
         return path
 
     def _note(self, name: str, request: FileTimerRequest | None) -> None:

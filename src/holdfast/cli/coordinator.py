@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from holdfast.cli import console, values
 from holdfast.cli.plain import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
+from holdfast.process import signals
 
 if TYPE_CHECKING:
-    from holdfast.rendezvous.legacy_coordinator import Coordinator
+    from holdfast.rendezvous.coordinator.server import Coordinator, Keeper
 
 PROGRAM = "holdfast coordinator"
 
@@ -35,6 +36,7 @@ def get_parser() -> PlainParser:
     parser = PlainParser(PROGRAM, "Serve the membership of any number of runs.", _EPILOG)
     parser.add_argument("--listen", metavar="HOST:PORT", help="where to listen; exactly there, not on all interfaces")
     parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--office", help=argparse.SUPPRESS)
     parser.add_argument("--token-file", default="", metavar="FILE", help="agents must know the token in this file "
                         "(or the environment variable HOLDFAST_TOKEN)")  # fmt: skip
     parser.add_argument("--tls-cert", default="", metavar="FILE", help="speak TLS with this certificate")
@@ -71,39 +73,77 @@ async def _serve_by_hand(args: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO, format="holdfast coordinator: %(message)s")
     sock = _bind(args.listen)
     coordinator = _coordinator(args, sock, args.idle_timeout)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, coordinator.stop)
+    _stop_on_signals(coordinator)
     shown = endpoints.endpoint_text(*sock.getsockname()[:2])
     await coordinator.serve(lambda: logging.getLogger("holdfast").info("listening at %s", shown))
 
 
+def _stop_on_signals(coordinator: Coordinator) -> None:
+    """Until now the command has only noted signals, so one that came during the start is acted on here. Under nohup
+    SIGHUP stays ignored."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, coordinator.stop)
+    if signals.inbox().has_pending:
+        coordinator.stop()
+
+
 async def _serve_for_a_run(args: argparse.Namespace) -> None:
-    """Started by an agent: it ends with the run, or when nobody is there, and speaks to its log only."""
-    from holdfast.rendezvous import hosting, statefiles
+    """Started by an agent: it ends with the run, or when no node is there, and writes to its log only."""
+    from holdfast.rendezvous.coordinator import launch, memory
 
     sock = socket.socket(fileno=args.fd)
-    log = statefiles.default_directory() / f"coordinator-{sock.getsockname()[1]}.log"
+    log = memory.default_directory() / f"coordinator-{memory.endpoint_name(*sock.getsockname()[:2])}.log"
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    if args.office is not None:
+        await _serve_in_office(args, sock, log)
+        return
     coordinator = _coordinator(args, sock, _IDLE_TIMEOUT_S)
     try:
         await coordinator.serve(lambda: _withdraw(log))
-    except hosting.PortTaken:
-        print(hosting.READY)  # Another one was faster, and serves.
+    except launch.PortTaken:
+        print(launch.READY)  # Another one was faster, and serves.
     else:
         log.unlink(missing_ok=True)
 
 
-def _coordinator(args: argparse.Namespace, sock: socket.socket, idle_timeout_s: float | None) -> Coordinator:
+async def _serve_in_office(args: argparse.Namespace, sock: socket.socket, log: Path) -> None:
+    """For one run on etcd, for as long as etcd renews its lease."""
+    from holdfast.rendezvous.etcd import memory
+
+    appointment = memory.decode_appointment(args.office)
+    keeper = memory.EtcdKeeper(memory.gateway_of(appointment), appointment)
+    coordinator = _coordinator(args, sock, _IDLE_TIMEOUT_S, keeper, appointment.run_id)
+    try:
+        await keeper.begin()
+        keeper.when_over = coordinator.resign
+        await coordinator.serve(lambda: _withdraw(log))
+    finally:
+        await keeper.close()
+    if not keeper.reason_to_resign:
+        log.unlink(missing_ok=True)
+
+
+def _coordinator(
+    args: argparse.Namespace,
+    sock: socket.socket,
+    idle_timeout_s: float | None,
+    keeper: Keeper | None = None,
+    only_run: str | None = None,
+) -> Coordinator:
     from holdfast.rendezvous import tcp_options
-    from holdfast.rendezvous.legacy_coordinator import Coordinator
+    from holdfast.rendezvous.coordinator import memory
+    from holdfast.rendezvous.coordinator.server import Coordinator
 
     _allow_many_connections()
     return Coordinator(
         sock,
+        keeper or memory.StateFiles(memory.default_directory(), *sock.getsockname()[:2]),
         token=tcp_options.read_token(args.token_file),
         tls=tcp_options.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
         idle_timeout_s=idle_timeout_s,
+        only_run=only_run,
     )
 
 
@@ -121,12 +161,12 @@ def _allow_many_connections() -> None:
 
 def _withdraw(log: Path) -> None:
     """Tell whoever started us that all is well, and keep nothing of it: its terminal, its directory."""
-    from holdfast.rendezvous import hosting, statefiles
+    from holdfast.rendezvous.coordinator import launch, memory
 
-    print(hosting.READY, flush=True)
+    print(launch.READY, flush=True)
     output = os.open(os.devnull, os.O_WRONLY)
     try:
-        statefiles.make_private(log.parent)
+        memory.make_private(log.parent)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     except OSError:
         pass  # Then nobody reads what it says.
@@ -137,12 +177,14 @@ def _withdraw(log: Path) -> None:
 
 
 def _bind(endpoint: str | None) -> socket.socket:
-    from holdfast.rendezvous import endpoints, hosting
+    from holdfast.rendezvous import endpoints
+    from holdfast.rendezvous.coordinator import launch
 
     if not endpoint:
         raise UserError("--listen HOST:PORT is required")
+    values.check_brackets("--listen", endpoint, 29400)
     host, port = endpoints.parse_rendezvous_endpoint(endpoint, 29400)
     try:
-        return hosting.bind(host, port)
+        return launch.bind(host, port)
     except socket.gaierror as error:
         raise UserError(f"cannot listen at {endpoint}: the name does not resolve ({error.strerror})") from None

@@ -11,11 +11,11 @@ from holdfast.cli import console
 
 PROGRAM = "holdfast"
 
-# Command -> its module, and what it does.
+# Command -> the function that returns its exit code, and what it does.
 COMMANDS = {
-    "run": ("holdfast.cli.run", "start workers on this machine and keep them together"),
-    "coordinator": ("holdfast.cli.coordinator", "serve the membership of runs"),
-    "stacks": ("holdfast.cli.stacks", "show where the workers of a run are right now"),
+    "run": ("holdfast.cli.run:command", "start workers on this machine and keep them together"),
+    "coordinator": ("holdfast.cli.coordinator:main", "serve the membership of runs"),
+    "stacks": ("holdfast.cli.stacks:main", "show where the workers of a run are right now"),
 }
 
 _USAGE = f"usage: {PROGRAM} COMMAND [options]"
@@ -44,8 +44,8 @@ def main(args: Sequence[str]) -> int:
         return 2
     first, rest = args[0], args[1:]
     if first in COMMANDS:
-        code = import_module(COMMANDS[first][0]).main(rest)
-        return int(code)
+        module, _, function = COMMANDS[first][0].partition(":")
+        return int(getattr(import_module(module), function)(rest))
     if first in ("-h", "--help", "help"):
         console.print_out(_help())
         return 0

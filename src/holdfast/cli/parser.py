@@ -20,6 +20,14 @@ from holdfast.cli import console
 from holdfast.cli.help import help_text
 from holdfast.cli.options import OPTIONS, PROGRAM, USAGE, Option
 
+# Options of other launchers that have no counterpart, and what to do instead.
+_FOREIGN = {
+    "-n": "did you mean --nproc-per-node?",
+    "-np": "did you mean --nproc-per-node?",
+    "-N": "did you mean --nnodes?",
+    "--use-env": "workers always get their local rank in LOCAL_RANK, and never as an argument; leave the option out",
+}
+
 
 class _UsageError(Exception):
     pass
@@ -93,12 +101,20 @@ class _Scanner:
             letter, letters = letters[0], letters[1:]
             action = self._short.get(letter)
             if action is None:
-                raise _UsageError(f"unknown option -{letter} in {token}")
+                raise _UsageError(self._unknown_letter(letter, token.partition("=")[0]))
             if action.nargs == 0:
                 yield action, None
                 continue
             yield action, letters.removeprefix("=") or self._next_value(f"-{letter}", queue)
             return
+
+    def _unknown_letter(self, letter: str, token: str) -> str:
+        """A whole word behind one dash was probably meant to have two."""
+        name = token.rstrip("0123456789")
+        suggestion = f"; {_FOREIGN[name]}" if name in _FOREIGN else self._suggestion(f"-{token}")
+        if suggestion or token == f"-{letter}":
+            return f"unknown option {token}{suggestion}"
+        return f"unknown option -{letter} in {token}"
 
     def _next_value(self, name: str, queue: Iterator[str]) -> str:
         value = next(queue, None)
@@ -122,6 +138,8 @@ class _Scanner:
     def _suggestion(self, name: str) -> str:
         from difflib import get_close_matches
 
+        if name in _FOREIGN:
+            return f": {_FOREIGN[name]}"
         close = get_close_matches(name, list(self._long), n=1, cutoff=0.7)
         return f"; did you mean {close[0]}?" if close else ""
 
@@ -157,12 +175,14 @@ class RunParser(argparse.ArgumentParser):
         return namespace, extras
 
     def _fill_from_environment(self, namespace: argparse.Namespace, given: set[str]) -> None:
+        namespace.from_environment = []
         for option in OPTIONS:
             text = os.environ.get(option.variable or "", "")
             if not text or option.dest in given:
                 continue
             try:
                 setattr(namespace, option.dest, option.read(text))
+                namespace.from_environment.append(option)
             except argparse.ArgumentTypeError as error:
                 self.error(f"environment variable {option.variable}: {error}")
 

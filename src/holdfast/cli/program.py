@@ -80,9 +80,21 @@ def check_program(args: argparse.Namespace, local_world_size: int) -> None:
         return
     if not args.run_path and os.environ.get("PYTHON_EXEC"):
         _check_command(os.environ["PYTHON_EXEC"], "PYTHON_EXEC: ")
-    if not args.module:
+    if args.module:
+        return
+    if args.training_script == "-":
+        _check_stdin(args, local_world_size)
+    else:
         for path in _names_of_script(args.training_script, local_world_size):
             _check_script(path)
+
+
+def _check_stdin(args: argparse.Namespace, local_world_size: int) -> None:
+    """`-` is what it is to Python: the program is read from stdin."""
+    if args.run_path:
+        raise UserError("--run-path needs a file, not '-': a function cannot run a program from stdin")
+    if local_world_size > 1:
+        raise UserError(f"script '-' is read from stdin, which {local_world_size} workers cannot share; give a file")
 
 
 def _names_of_script(script: str, local_world_size: int) -> list[str]:
@@ -96,7 +108,7 @@ def _names_of_script(script: str, local_world_size: int) -> list[str]:
 
 def _check_script(path: str) -> None:
     if not os.path.exists(path):
-        raise UserError(f"script {path!r} does not exist")
+        raise UserError(f"script {path!r} does not exist{_if_directory_is_gone(path)}")
     if os.path.isdir(path):
         path = os.path.join(path, "__main__.py")
         if not os.path.exists(path):
@@ -105,14 +117,24 @@ def _check_script(path: str) -> None:
         raise UserError(f"script {path!r} is not readable")
 
 
+def _if_directory_is_gone(path: str) -> str:
+    """Then the file of a relative path may well be where it was, in a directory of that name that was made anew."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "" if os.path.isabs(path) else ": the working directory was deleted; change to it again"
+    return ""
+
+
 def _check_command(name: str, whence: str = "") -> None:
     if "/" not in name:
         from shutil import which
 
         if which(name) is None:
-            raise UserError(f"{whence}program {name!r} was not found on PATH")
+            hint = f", but ./{name} exists; write that" if os.path.exists(name) else ""
+            raise UserError(f"{whence}program {name!r} was not found on PATH{hint}")
     elif not os.path.exists(name):
-        raise UserError(f"{whence}program {name!r} does not exist")
+        raise UserError(f"{whence}program {name!r} does not exist{_if_directory_is_gone(name)}")
     elif os.path.isdir(name):
         raise UserError(f"{whence}program {name!r} is a directory")
     elif not os.access(name, os.X_OK):

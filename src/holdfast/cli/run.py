@@ -1,7 +1,7 @@
 """`holdfast run`: from a command line to a launch, and from its end to an exit code.
 
 `config_from_args` says what to launch and starts nothing. `run` launches it and raises what went wrong.
-`main` turns that into the last words on stderr and the exit code:
+`main` does both for a command line; `command` turns what it raises into the last words on stderr and the exit code:
 
     0      all workers succeeded
     1      the workers failed for good, or the run could not be carried on
@@ -12,28 +12,26 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast.cli import console, devices
-from holdfast.cli.options import PROGRAM
+from holdfast.cli import console, ending, values
+from holdfast.cli.options import Option
 from holdfast.cli.parser import RunParser
 from holdfast.cli.program import check_combination, check_program, entry, get_use_env, run_script_path
-from holdfast.errors import HoldfastError, InternalError, UserError
-from holdfast.process import errors, signals
+from holdfast.errors import UserError
+from holdfast.process import devices, errors, signals
 
 if TYPE_CHECKING:
     from holdfast.diagnosis.hang import HangPolicy
     from holdfast.launcher import LaunchConfig
     from holdfast.process.logs import LogsSpecs
     from holdfast.process.numa import NumaOptions
-    from holdfast.rendezvous.restart import RestartPolicy
+    from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
 __all__ = [
     "config_from_args",
@@ -67,25 +65,26 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
 # --- single values ------------------------------------------------------------------------------------------
 
 
+class NodeCountError(UserError, RuntimeError):
+    """A RuntimeError too, because callers of torch's function of that name catch it."""
+
+
 def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
     """`2` is (2, 2) and `1:4` is (1, 4)."""
     parts = nnodes.split(":")
     if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
-        raise UserError(f"--nnodes {nnodes!r} is neither a number nor MIN:MAX")
+        raise NodeCountError(f"--nnodes {nnodes!r} is neither a number nor MIN:MAX")
     low, high = int(parts[0]), int(parts[-1])
     if low < 1:
-        raise UserError(f"--nnodes {nnodes!r}: at least one node is needed")
+        raise NodeCountError(f"--nnodes {nnodes!r}: at least one node is needed")
     if low > high:
-        raise UserError(f"--nnodes {nnodes!r}: the minimum is above the maximum")
+        raise NodeCountError(f"--nnodes {nnodes!r}: the minimum is above the maximum")
     return low, high
 
 
 def determine_local_world_size(nproc_per_node: str) -> int:
     """How many workers a value of --nproc-per-node stands for on this machine."""
-    try:
-        number = int(nproc_per_node)
-    except ValueError:
-        return _for_option("--nproc-per-node", devices.count, nproc_per_node)
+    number = _for_option("--nproc-per-node", devices.worker_count, nproc_per_node)
     if number < 1:
         raise UserError(f"--nproc-per-node {number}: at least one worker is needed")
     _check_room_for(number)
@@ -153,7 +152,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise UserError(f"--health-port {args.health_port} is not a port (0 to 65535; 0 is any free one)")
 
 
-_HONOURS_RANKS = frozenset({"static", "tcp", "c10d", "etcd", "etcd-v3"})
+# The backends that are built in, where the endpoint is a host, and the port that goes without saying.
+_DEFAULT_PORTS = {"static": DEFAULT_MASTER_PORT, "tcp": 29400, "c10d": 29400, "etcd": 2379, "etcd-v3": 2379}
 # Options that have the same name as the rendezvous setting that they are.
 _RENDEZVOUS_OPTIONS = (
     "join_timeout",
@@ -188,7 +188,7 @@ def _check_node_rank(args: argparse.Namespace, standalone: bool, max_nodes: int)
         return
     if rank != 0 and standalone:
         raise UserError(f"--node-rank {rank}: a run on one machine has node rank 0 only")
-    if rank != 0 and not standalone and args.rdzv_backend not in _HONOURS_RANKS:
+    if rank != 0 and not standalone and args.rdzv_backend not in _DEFAULT_PORTS:
         raise UserError(f"--node-rank {rank}: rendezvous backend {args.rdzv_backend!r} gives out the ranks itself")
     if not 0 <= rank < max_nodes:
         raise UserError(f"--node-rank {rank} is not between 0 and {max_nodes - 1} (--nnodes {args.nnodes})")
@@ -211,14 +211,30 @@ def _rendezvous_fields(args: argparse.Namespace, min_nodes: int, max_nodes: int)
         }
     if args.rdzv_backend == "static":
         settings["rank"] = args.node_rank or 0
-    elif args.node_rank is not None and args.rdzv_backend in _HONOURS_RANKS:
+    elif args.node_rank is not None and args.rdzv_backend in _DEFAULT_PORTS:
         settings["rank"] = args.node_rank
+    endpoint = get_rdzv_endpoint(args)
+    _check_endpoint(args, endpoint, max_nodes)
     return {
         "rdzv_backend": args.rdzv_backend,
-        "rdzv_endpoint": get_rdzv_endpoint(args),
+        "rdzv_endpoint": endpoint,
         "rdzv_configs": settings,
         "run_id": args.rdzv_id,
     }
+
+
+def _check_endpoint(args: argparse.Namespace, endpoint: str, max_nodes: int) -> None:
+    """Plug-ins have endpoints of their own kinds."""
+    port = _DEFAULT_PORTS.get(args.rdzv_backend)
+    if port is None:
+        return
+    if not endpoint.strip() and max_nodes > 1:
+        raise UserError(
+            f"--rdzv-backend {args.rdzv_backend} with --nnodes {args.nnodes} needs --rdzv-endpoint: "
+            f"the nodes cannot know where to meet; give all of them the same HOST:{port}"
+        )
+    for place in endpoint.split(","):
+        values.check_brackets("--rdzv-endpoint", place.strip().rpartition("://")[2], port)
 
 
 def _rendezvous_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -238,7 +254,7 @@ def _rendezvous_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _restart_policy(args: argparse.Namespace) -> RestartPolicy:
-    from holdfast.rendezvous.restart import FATAL_EXCEPTIONS, RestartPolicy
+    from holdfast.rendezvous.membership.restart_policy import FATAL_EXCEPTIONS, RestartPolicy
 
     if args.restart_window == 0:
         raise UserError("--restart-window 0: no restart would count, and the workers be restarted for ever")
@@ -255,8 +271,8 @@ def _restart_policy(args: argparse.Namespace) -> RestartPolicy:
 
 
 def _hang_policy(args: argparse.Namespace) -> HangPolicy | None:
-    values = (args.hang_timeout, args.start_timeout, args.progress_every, args.progress_signals)
-    if not args.progress_pattern and all(value is None for value in values):
+    given = (args.hang_timeout, args.start_timeout, args.progress_every, args.progress_signals)
+    if not args.progress_pattern and all(value is None for value in given):
         return None
     from holdfast.diagnosis.hang import HangPolicy
 
@@ -290,8 +306,18 @@ def _logs_specs(args: argparse.Namespace, local_world_size: int) -> LogsSpecs:
     ranks = _parse_ranks(args.local_ranks_filter)
     unused.warn([*unused.streams(args), *unused.ranks(redirects, tee, ranks, local_world_size)])
     make = _logs_specs_class(args.logs_specs or "default")
+    redirects, tee = (_streams_for(make, each) for each in (redirects, tee))
     specs: LogsSpecs = make(log_dir=args.log_dir, redirects=redirects, tee=tee, local_ranks_filter=ranks)
     return specs
+
+
+def _streams_for(make: Any, chosen: Any) -> Any:
+    """A class that was written for another launcher is given that launcher's `Std`, which is beside its `LogsSpecs`."""
+    bases = (base for base in getattr(make, "__mro__", ()) if base.__name__ == "LogsSpecs")
+    std = next((getattr(sys.modules.get(base.__module__), "Std", None) for base in bases), None)
+    if std is None:
+        return chosen
+    return {rank: std(int(each)) for rank, each in chosen.items()} if isinstance(chosen, dict) else std(int(chosen))
 
 
 def _tidy(specs: Any) -> None:
@@ -353,7 +379,7 @@ def config_from_args(
 
     _check_numbers(args)
     check_combination(args)
-    unused.warn(unused.manners(args))
+    unused.warn([*unused.variables(os.environ), *unused.manners(args)])
     entrypoint, entry_args = entry(args)
     fields = _fields(args)
     specs = _logs_specs(args, fields["nproc_per_node"])
@@ -403,9 +429,24 @@ def _limit_threads(nproc_per_node: int) -> None:
 @errors.record
 def run(args: argparse.Namespace) -> None:
     """Launch what the arguments ask for, and return when it has succeeded."""
+    try:
+        _launch(args)
+    except UserError as error:
+        for option in getattr(args, "from_environment", ()):
+            if _speaks_of(str(error), option):
+                error.add_note(f"{option.variable} of the environment")
+        raise
+
+
+def _speaks_of(text: str, option: Option) -> bool:
+    """Whether an error names an option, or its value as it stands in the environment."""
+    return f"{option.flags[-1]} " in f"{text} ".replace(":", " ") or repr(os.environ.get(option.variable or "")) in text
+
+
+def _launch(args: argparse.Namespace) -> None:
     check_program(args, determine_local_world_size(args.nproc_per_node))
     config, entrypoint, entry_args = config_from_args(args)
-    _limit_threads(config.nproc_per_node)
+    _limit_threads(int(config.nproc_per_node))
 
     from holdfast import launcher
 
@@ -415,91 +456,22 @@ def run(args: argparse.Namespace) -> None:
         _tidy(config.logs_specs)
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line, say how it ended, and return the exit code."""
+def main(args: Sequence[str] | None = None) -> None:
+    """Run a command line from Python. Returns when the run has succeeded, and raises what went wrong."""
     parsed = parse_args(args)
     console.set_up(quiet=parsed.quiet, verbose=parsed.verbose)
+    run(parsed)
+
+
+def command(args: Sequence[str] | None = None) -> int:
+    """The same for the terminal: say what went wrong, and return the exit code."""
     try:
-        run(parsed)
+        main(args)
     except (Exception, KeyboardInterrupt) as error:
-        return _explain(error)
+        return ending.explain(error)
     return 0
-
-
-def _explain(error: BaseException) -> int:
-    """Say why the run ended, and return the exit code that tells the same."""
-    from holdfast.rendezvous.api import RendezvousError, is_kind
-
-    if isinstance(error, errors.ChildFailedError):
-        console.write(error.format_msg().rstrip("\n") + "\n")
-        return 1
-    if isinstance(error, signals.SignalException | KeyboardInterrupt):
-        number = getattr(error, "sigval", 2)
-        console.write(f"{console.PREFIX} stopped by {signals.signal_name(number)}\n")
-        return 128 + number
-    is_usage = isinstance(error, UserError) or _is_refused_value(error)
-    # What the system refuses (a program in a foreign format, one descriptor too many) is not for us to explain.
-    is_named = isinstance(error, HoldfastError | OSError) and not isinstance(error, InternalError)
-    is_foreseen = is_named or is_kind(error, RendezvousError) or _is_refused_thread(error)
-    if not is_usage and not is_foreseen:
-        return _own_up(error)
-    log.debug("where this comes from:", exc_info=error)
-    console.write_error(PROGRAM, _words_of(error))
-    return 2 if is_usage else 1
-
-
-_REMEDIES = {
-    errno.EMFILE: " (see ulimit -Hn)",
-    errno.EAGAIN: " (see ulimit -u, and the limit of processes of the container)",
-}
-
-
-def _words_of(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        # Of the words of the system these are the ones that a user can do something about.
-        remedy = _REMEDIES.get(error.errno or 0, "")
-        about = f" {os.fsdecode(error.filename)!r}" if isinstance(error.filename, str | bytes) else ""
-        return f"the system refuses{about}: {error.strerror}{remedy}"
-    if _is_refused_thread(error):
-        return f"the system refuses a new thread{_REMEDIES[errno.EAGAIN]}"
-    return str(error) or type(error).__name__
-
-
-def _is_refused_thread(error: BaseException) -> bool:
-    """The interpreter has no class of its own for it."""
-    return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
-
-
-def _is_refused_value(error: BaseException) -> bool:
-    """A value that was refused while the launch was being prepared, with a text that says so."""
-    return isinstance(error, ValueError | AssertionError) and bool(str(error)) and not _had_started(error)
-
-
-def _had_started(error: BaseException) -> bool:
-    """Whether an error came out of a running agent: there a ValueError is a fault, not a wrong value."""
-    return any(
-        frame.tb_frame.f_globals.get("__name__", "").startswith("holdfast.agent.")
-        and frame.tb_frame.f_code.co_name == "run"
-        for frame in _frames(error.__traceback__)
-    )
-
-
-def _frames(traceback: TracebackType | None) -> list[TracebackType]:
-    frames = []
-    while traceback is not None:
-        frames.append(traceback)
-        traceback = traceback.tb_next
-    return frames
-
-
-def _own_up(error: BaseException) -> int:
-    import traceback
-
-    console.write("".join(traceback.format_exception(error)))
-    console.write(f"{console.PREFIX} this is a fault in holdfast itself; please report it with the lines above\n")
-    return 1
 
 
 if __name__ == "__main__":
     signals.install_early()
-    sys.exit(main())
+    sys.exit(command())

@@ -6,8 +6,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
+from holdfast.cli.options import OPTIONS
 from holdfast.process.logs import Std
 
 log = logging.getLogger(__name__)
@@ -16,6 +17,20 @@ log = logging.getLogger(__name__)
 def warn(options: Iterable[str]) -> None:
     for option in options:
         log.warning("%s has no effect in this run", option)
+
+
+def variables(environ: Mapping[str, str]) -> list[str]:
+    """Variables that look like those of options, and are of none. An empty one counts as unset."""
+    known = [option.variable for option in OPTIONS if option.variable]
+    unknown = [name for name, text in environ.items() if name.startswith("PET_") and text and name not in known]
+    return [f"environment variable {name}{_nearest(name, known)}" for name in sorted(unknown)]
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, known, n=1, cutoff=0.8)
+    return f" (did you mean {close[0]}?)" if close else " (no option has that variable)"
 
 
 def places(args: argparse.Namespace, standalone: bool) -> list[str]:

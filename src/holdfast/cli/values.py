@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from holdfast.errors import UserError
+
 _YES = frozenset({"1", "true", "yes"})
 _NO = frozenset({"0", "false", "no"})
 
@@ -71,3 +73,9 @@ def yes_or_no(text: str) -> bool:
     if word in _NO:
         return False
     raise argparse.ArgumentTypeError(f"{text!r} is neither yes (1, true, yes) nor no (0, false, no)")
+
+
+def check_brackets(option: str, place: str, port: int) -> None:
+    """Without brackets, the last part of an IPv6 address cannot be told from a port."""
+    if place.count(":") > 1 and not place.startswith("["):
+        raise UserError(f"{option} {place}: write an IPv6 address in brackets, as in [{place}]:{port}")

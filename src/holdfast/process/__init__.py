@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.process.errors import ProcessFailure
-    from holdfast.process.logs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
+    from holdfast.process.logs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, get_std_cm, to_map
     from holdfast.process.signals import SignalException
     from holdfast.process.start import (
         MultiprocessContext,
@@ -31,6 +31,7 @@ __all__ = [
     "SignalException",
     "Std",
     "SubprocessContext",
+    "get_std_cm",
     "start_processes",
     "to_map",
 ]
@@ -38,7 +39,7 @@ __all__ = [
 _HOMES = {
     "ProcessFailure": "errors",
     "SignalException": "signals",
-    **dict.fromkeys(("DefaultLogsSpecs", "LogsDest", "LogsSpecs", "Std", "to_map"), "logs"),
+    **dict.fromkeys(("DefaultLogsSpecs", "LogsDest", "LogsSpecs", "Std", "get_std_cm", "to_map"), "logs"),
     **dict.fromkeys(
         ("MultiprocessContext", "PContext", "RunProcsResult", "SubprocessContext", "start_processes"), "start"
     ),

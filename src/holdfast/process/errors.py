@@ -118,7 +118,7 @@ class ProcessFailure:
         try:
             return _load_error_file(self.error_file)
         except (OSError, ValueError, RecursionError) as e:
-            logger.warning("the error file %s of pid %d is unreadable: %s", self.error_file, self.pid, e)
+            _tell_unreadable(self.error_file, self.pid, str(e))
             self._add_note(f"its error file {self.error_file} is unreadable: {e}")
             return None
 
@@ -369,6 +369,12 @@ def _error_of(cause: str, failure: ProcessFailure) -> dict[str, Any]:
     stack = failure.evidence.stack if failure.evidence else ""
     details = {"py_callstack": stack or failure.traceback_text(), "timestamp": str(failure.timestamp)}
     return {"message": {"message": cause, "extraInfo": details}}
+
+
+@functools.lru_cache(maxsize=64)
+def _tell_unreadable(path: str, pid: int, problem: str) -> None:
+    """Once, though a failure is described before its group is stopped and again when the evidence is complete."""
+    logger.warning("the error file %s of pid %d is unreadable: %s", path, pid, problem)
 
 
 def _load_error_file(path: str) -> dict[str, Any]:

@@ -12,8 +12,11 @@ import math
 import os
 import struct
 import threading
+from _weakrefset import WeakSet  # `weakref` has it from there; the spawner starts faster without the rest.
 
 TIME = struct.Struct("=d")
+
+_leases: WeakSet[Lease] = WeakSet()
 
 
 class Lease:
@@ -23,10 +26,17 @@ class Lease:
         self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._lock = threading.Lock()
         self._until: float | None = None
+        _leases.add(self)
 
     def __del__(self) -> None:
-        os.close(self._read_fd)
-        os.close(self._write_fd)
+        self.close()
+
+    def close(self) -> None:
+        """A process that was forked from the one with the lease closes its copies."""
+        for fd in (self._read_fd, self._write_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._read_fd = self._write_fd = -1
 
     def set(self, until: float | None) -> None:
         """None: for as long as they like."""
@@ -57,3 +67,11 @@ def drain(read_fd: int) -> float | None:
     except BlockingIOError:
         pass
     return last
+
+
+def _close_all() -> None:
+    for lease in _leases:
+        lease.close()
+
+
+os.register_at_fork(after_in_child=_close_all)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["LineAssembler", "LineFilter", "LineMatcher", "Tail"]
+__all__ = ["HeldLine", "LineFilter", "LineMatcher", "LinePrefixer", "Tail"]
 
-_HELD_MAX_BYTES = 64 * 1024 * 1024
 _TAIL_BYTES = 16 * 1024
 _MATCH_HELD_MAX_BYTES = 64 * 1024
 
@@ -56,7 +55,7 @@ def _last_state(line: str) -> str:
     return states[-1] if states else ""
 
 
-class _HeldLine:
+class HeldLine:
     """Keeps the start of a line back until its end comes."""
 
     def __init__(self) -> None:
@@ -93,37 +92,26 @@ class _HeldLine:
         return rest
 
 
-class LineAssembler:
-    """Turns pieces of a stream into whole lines, each with the prefix.
+class LinePrefixer:
+    """Puts the prefix before every line of a text that comes in whole lines, or in pieces of a line that was split."""
 
-    A line that grows beyond `max_held_bytes` is passed on in pieces, the first of which has the prefix.
-    """
-
-    def __init__(self, prefix: bytes, max_held_bytes: int = _HELD_MAX_BYTES) -> None:
+    def __init__(self, prefix: bytes) -> None:
         self._prefix = prefix
-        self._max_held_bytes = max_held_bytes
-        self._line = _HeldLine()
         self._in_line = False
 
-    def feed(self, data: bytes) -> bytes:
-        out = self._with_prefixes(self._line.take(data))
-        if len(self._line) > self._max_held_bytes:
-            out += self._with_prefixes(self._line.release())
-        return out
-
-    def flush(self) -> bytes:
-        """What is held of the last line, with the newline that it lacks."""
-        rest = self._with_prefixes(self._line.flush())
-        ended = rest + b"\n" if rest or self._in_line else b""
-        self._in_line = False
-        return ended
-
-    def _with_prefixes(self, text: bytes) -> bytes:
+    def add(self, text: bytes) -> bytes:
         if not text:
             return b""
         prefixed = _prefix_lines(text, self._prefix)
         continued, self._in_line = self._in_line, not text.endswith(_LINE_ENDS)
         return prefixed[len(self._prefix) :] if continued else prefixed
+
+    def end(self, rest: bytes) -> bytes:
+        """The last line, with the newline that it lacks."""
+        last = self.add(rest)
+        ended = last + b"\n" if last or self._in_line else b""
+        self._in_line = False
+        return ended
 
 
 def _prefix_lines(text: bytes, prefix: bytes) -> bytes:
@@ -145,7 +133,7 @@ class LineMatcher:
     def __init__(self, pattern: re.Pattern[str], max_held_bytes: int = _MATCH_HELD_MAX_BYTES) -> None:
         self._search = pattern.search
         self._max_held_bytes = max_held_bytes
-        self._line = _HeldLine()
+        self._line = HeldLine()
 
     def feed(self, data: bytes) -> bool:
         text = self._line.take(data)
@@ -158,25 +146,14 @@ class LineMatcher:
 class LineFilter:
     """Picks the lines that contain any needle, with the prefix, each on a line of its own.
 
-    The pieces of a line beyond `max_held_bytes` are looked at one by one.
+    The pieces of a line that was split are looked at one by one.
     """
 
-    def __init__(self, needles: tuple[bytes, ...], prefix: bytes, max_held_bytes: int = _HELD_MAX_BYTES) -> None:
+    def __init__(self, needles: tuple[bytes, ...], prefix: bytes) -> None:
         self._needles = needles
         self._prefix = prefix
-        self._max_held_bytes = max_held_bytes
-        self._line = _HeldLine()
 
-    def feed(self, data: bytes) -> bytes:
-        found = self._pick(self._line.take(data))
-        if len(self._line) > self._max_held_bytes:
-            found += self._pick(self._line.release())
-        return found
-
-    def flush(self) -> bytes:
-        return self._pick(self._line.flush())
-
-    def _pick(self, text: bytes) -> bytes:
+    def pick(self, text: bytes) -> bytes:
         if not text or not self._matches(text):
             return b""
         lines = text.splitlines(keepends=True)

@@ -121,18 +121,27 @@ class SpawnerLink:
         ours, theirs = channel_pair()
         token = os.urandom(8).hex()
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        code = f"import sys; sys.path.insert(0, {root!r}); from holdfast.process.spawner import main; main()"
+        # This holdfast and no other; but its directory may be one of many packages, whose modules must not be taken for
+        # those of the standard library, and neither must a file in the working directory.
+        code = (
+            f"import sys; sys.path[:] = filter(None, sys.path); import __future__; sys.path.insert(0, {root!r}); "
+            "import holdfast; del sys.path[0]; from holdfast.process.spawner import main; main()"
+        )
         # The mark is for what is forked from the spawner and never executes anything: it shows this environment.
         environment = {**os.environb, stop.MARK_VARIABLE.encode(): f"{token}.spawner".encode()}
-        target = theirs.fileno()
-        pid = os.posix_spawn(
-            sys.executable,
-            [sys.executable, *flags, "-c", code, str(target), token],
-            environment,
-            file_actions=[(os.POSIX_SPAWN_DUP2, target, target)],
-            setsid=True,
-        )
-        theirs.close()
+        # A number of its own: before glibc 2.29 a dup2 onto the same number leaves close-on-exec set in the child.
+        target = os.dup(theirs.fileno())
+        try:
+            pid = os.posix_spawn(
+                sys.executable,
+                [sys.executable, *flags, "-c", code, str(target), token],
+                environment,
+                file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), target)],
+                setsid=True,
+            )
+        finally:
+            os.close(target)
+            theirs.close()
         return cls(ours, pid, token)
 
     @classmethod

@@ -24,15 +24,17 @@ import os
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntFlag
+from typing import Any
 
 from holdfast.errors import HostError, UserError
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["DefaultLogsSpecs", "LogDirNotADirectoryError", "LogsDest", "LogsSpecs", "Std", "to_map"]
+__all__ = ["DefaultLogsSpecs", "LogDirNotADirectoryError", "LogsDest", "LogsSpecs", "Std", "get_std_cm", "to_map"]
 
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 RUN_ID_ENV = "TORCHELASTIC_RUN_ID"
@@ -81,11 +83,17 @@ class Std(IntFlag):
 
 
 def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[int, Std]:
-    """Spell a choice out for every local rank; one that the choice does not name gets NONE."""
+    """Spell a choice out for every local rank; one that the choice does not name gets NONE. The `Std` of another
+    launcher counts by its value."""
     ranks = range(local_world_size)
-    if isinstance(val_or_map, Std):
-        return dict.fromkeys(ranks, val_or_map)
-    return {rank: val_or_map.get(rank, Std.NONE) for rank in ranks}
+    if isinstance(val_or_map, int):
+        return dict.fromkeys(ranks, Std(int(val_or_map)))
+    return {rank: Std(int(val_or_map.get(rank, Std.NONE))) for rank in ranks}
+
+
+def get_std_cm(std_rd: str, redirect_fn: Callable[[str], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """A block in which a stream goes to the file `std_rd` by means of `redirect_fn`, or stays if there is no file."""
+    return redirect_fn(std_rd) if std_rd else nullcontext()
 
 
 # Not frozen: plug-in LogsSpecs fill one in step by step.
@@ -151,6 +159,7 @@ class DefaultLogsSpecs(LogsSpecs):
             raise _log_dir_error(root, error) from None
         self._run_dir: str | None = None
         self._attempt = 0
+        self._has_lost_place = False
         if not self._is_temporary and not self._keeps_nothing:
             _make_writable_directory(self._home)
 
@@ -183,25 +192,42 @@ class DefaultLogsSpecs(LogsSpecs):
 
     def _lay_out(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         run_id = envs.get(0, {}).get(RUN_ID_ENV, _FALLBACK_RUN_ID)
-        attempt_dir = self._new_attempt_dir(run_id)
+        attempt_dir = self._make_place(run_id, len(envs))
         dest = LogsDest(
-            filtered_stdout=os.path.join(attempt_dir, "filtered_stdout.log"),
-            filtered_stderr=os.path.join(attempt_dir, "filtered_stderr.log"),
+            filtered_stdout=_path_in(attempt_dir, "filtered_stdout.log"),
+            filtered_stderr=_path_in(attempt_dir, "filtered_stderr.log"),
         )
         redirects, tee = to_map(self._redirects, len(envs)), to_map(self._tee, len(envs))
         for rank in range(len(envs)):
-            self._place_worker(dest, os.path.join(attempt_dir, str(rank)), rank, redirects[rank], tee[rank])
+            worker_dir = attempt_dir and os.path.join(attempt_dir, str(rank))
+            self._place_worker(dest, worker_dir, rank, redirects[rank], tee[rank])
         return dest
 
-    def _place_worker(self, dest: LogsDest, worker_dir: str, rank: int, redirect: Std, tee: Std) -> None:
-        _make_directory(worker_dir)
+    def _make_place(self, run_id: str, nprocs: int) -> str | None:
+        """The directory of the next attempt with one for each worker; None if there can be none at the moment. The
+        log dir could be used at the start. What has become of it since then is no reason to end the run."""
+        try:
+            attempt_dir = self._new_attempt_dir(run_id)
+            for rank in range(nprocs):
+                _make_directory(os.path.join(attempt_dir, str(rank)))
+        except UserError as error:
+            if not self._has_lost_place:
+                logger.warning("%s; the workers run without logs until it can be used again", error)
+            self._has_lost_place = True
+            return None
+        if self._has_lost_place:
+            logger.warning("logs are written again, to %s", attempt_dir)
+        self._has_lost_place = False
+        return attempt_dir
+
+    def _place_worker(self, dest: LogsDest, worker_dir: str | None, rank: int, redirect: Std, tee: Std) -> None:
         unheard = bool(self._local_ranks_filter and rank not in self._local_ranks_filter)
-        dest.error_files[rank] = os.path.join(worker_dir, "error.json")
+        dest.error_files[rank] = _path_in(worker_dir, "error.json")
         for stream, name, paths, tee_paths in (
             (Std.OUT, "stdout.log", dest.stdouts, dest.tee_stdouts),
             (Std.ERR, "stderr.log", dest.stderrs, dest.tee_stderrs),
         ):
-            path = os.path.join(worker_dir, name)
+            path = _path_in(worker_dir, name)
             paths[rank] = path if stream & (redirect | tee) else os.devnull if unheard else ""
             if stream & tee and not unheard:
                 tee_paths[rank] = path
@@ -233,6 +259,10 @@ class DefaultLogsSpecs(LogsSpecs):
 
     def _identity(self) -> tuple[object, object, object, object]:
         return self._root_log_dir, self._redirects, self._tee, self._local_ranks_filter
+
+
+def _path_in(directory: str | None, name: str) -> str:
+    return os.path.join(directory, name) if directory else os.devnull
 
 
 def _nowhere(nprocs: int) -> LogsDest:

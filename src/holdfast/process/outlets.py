@@ -11,11 +11,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
-from holdfast.errors import HostError
-from holdfast.process import pump
+from holdfast.process import pump, terminal
 from holdfast.process.logs import LogsDest
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Outlets:
         self._destinations = destinations
         self._prefixes = prefixes
         self._filters = {stream: _needles(needles) for stream, needles in filters.items()}
-        self._filtered_fds: dict[str, int] = {}
+        self._filtered_fds: dict[str, int | None] = {}
         self._watch = watch
         self._tails: dict[int, pump.Tail] = {}
         self._pump = pump.Pump(logger.warning)
@@ -66,31 +66,46 @@ class Outlets:
     def open_stdout(self, rank: int) -> int:
         path = self._destinations.stdouts.get(rank, "")
         if path and rank in self._destinations.tee_stdouts:
-            return self._open_tee("stdout", rank, path, 1, None)
+            return self._open_tee("stdout", rank, path, _console(1), None)
         is_heard = path != os.devnull
         if self._watch is not None and not (path and is_heard):
             return self._open_passage("stdout", rank, 1 if is_heard else None, None)
-        return self._open_redirected(rank, path) if path else dup_or_null(1)
+        if not path:
+            return dup_or_null(1)
+        fd = self._open_redirected(rank, path)
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC) if fd is None else fd
 
     def open_stderr(self, rank: int) -> int:
         path = self._destinations.stderrs.get(rank, "")
         is_teed = rank in self._destinations.tee_stderrs
         if path and path != os.devnull and not is_teed:
-            return self._open_redirected(rank, path)
+            fd = self._open_redirected(rank, path)
+            if fd is not None:
+                return fd
+            path = os.devnull  # Its last lines are still evidence.
         tail = self._tails[rank] = pump.Tail()
         if path and is_teed:
-            return self._open_tee("stderr", rank, path, 2, tail)
+            return self._open_tee("stderr", rank, path, _console(2), tail)
         return self._open_passage("stderr", rank, None if path == os.devnull else 2, tail)
 
-    def _open_redirected(self, rank: int, path: str) -> int:
-        fd = _open_for_writing(path)
-        if self._watch is not None:
+    def _open_redirected(self, rank: int, path: str) -> int | None:
+        fd = self._open_log(path)
+        if fd is not None and self._watch is not None:
             self._watch.follow(rank, path)
         return fd
 
+    def _open_log(self, path: str) -> int | None:
+        """None if it cannot be opened: the disk may be full, or the directory gone. That costs the log, not the run."""
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            run_dir = os.path.dirname(os.path.dirname(self._destinations.filtered_stdout))
+            _tell_that_logs_are_lost(run_dir or os.path.dirname(path), error.strerror)
+            return None
+
     def _open_passage(self, stream: str, rank: int, console_fd: int | None, tail: pump.Tail | None) -> int:
         """Through the pump to the console, or to nowhere, as it comes."""
-        read_fd, write_fd = pump.open_channel(console_fd)
+        read_fd, write_fd = terminal.open_channel(console_fd)
         label = f"rank {rank} {stream}"
         self._pump.add(pump.Stream(read_fd, label, None, console_fd, None, tail, watch=self._watch_of(rank)))
         return write_fd
@@ -98,23 +113,23 @@ class Outlets:
     def _watch_of(self, rank: int) -> StreamWatch | None:
         return None if self._watch is None else self._watch.stream(rank)
 
-    def _open_tee(self, stream: str, rank: int, path: str, console_fd: int, tail: pump.Tail | None) -> int:
+    def _open_tee(self, stream: str, rank: int, path: str, console: int | TextIO, tail: pump.Tail | None) -> int:
         filters = self._filters[stream]
         filtered_fd = self._filtered_fd(stream) if filters else None
-        file_fd = _open_for_writing(path)
-        read_fd, write_fd = pump.open_channel(None)
+        file_fd = self._open_log(path)
+        read_fd, write_fd = terminal.open_channel(None)
         prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:").encode(errors="surrogateescape")
         label = f"rank {rank} {stream}"
         watch = self._watch_of(rank)
-        self._pump.add(pump.Stream(read_fd, label, file_fd, console_fd, prefix, tail, filters, filtered_fd, watch))
+        self._pump.add(pump.Stream(read_fd, label, file_fd, console, prefix, tail, filters, filtered_fd, watch))
         return write_fd
 
-    def _filtered_fd(self, stream: str) -> int:
+    def _filtered_fd(self, stream: str) -> int | None:
         """One file takes the matching lines of every rank."""
         if stream not in self._filtered_fds:
             dest = self._destinations
             path = dest.filtered_stdout if stream == "stdout" else dest.filtered_stderr
-            self._filtered_fds[stream] = _open_for_writing(path)
+            self._filtered_fds[stream] = self._open_log(path)
         return self._filtered_fds[stream]
 
     def stderr_tail(self, rank: int) -> str:
@@ -132,7 +147,8 @@ class Outlets:
             logger.warning("some output of %s could not be written in time and is lost", self._name)
         self._pump.close()
         for fd in self._filtered_fds.values():
-            os.close(fd)
+            if fd is not None:
+                os.close(fd)
         self._filtered_fds.clear()
 
 
@@ -140,6 +156,13 @@ class Outlets:
 def _tell_that_filters_are_useless(stream: str, directory: str) -> None:
     """Once for all lives of a group: they share a directory."""
     logger.warning("duplicate_%s_filters has no effect: %s of no worker is tee'd", stream, stream)
+
+
+def _console(fd: int) -> int | TextIO:
+    """Where teed lines are shown: whatever has taken the place of `sys.stdout` or `sys.stderr` in this process (a
+    notebook, a program that captures its output), else the descriptor."""
+    usual, now = (sys.__stdout__, sys.stdout) if fd == 1 else (sys.__stderr__, sys.stderr)
+    return fd if now is usual or now is None else now
 
 
 def dup_or_null(fd: int) -> int:
@@ -153,11 +176,10 @@ def _needles(filters: Sequence[str] | None) -> tuple[bytes, ...]:
     return tuple(each.encode(errors="surrogateescape") for each in filters or ())
 
 
-def _open_for_writing(path: str) -> int:
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise HostError(f"cannot write the log file {path}: {error.strerror}") from None
+@functools.lru_cache(maxsize=64)
+def _tell_that_logs_are_lost(directory: str, reason: str) -> None:
+    """Once for all ranks and lives of a group: they share a directory."""
+    logger.warning("log files in %s cannot be opened: %s; the workers run without them", directory, reason)
 
 
 def _last_bytes(path: str) -> bytes:

@@ -1,6 +1,6 @@
 """The tee pump: one thread that copies what workers write to log files and to the console.
 
-Every worker stream that is teed, filtered or remembered comes through a pipe (or a pty, see `open_channel`).
+Every worker stream that is teed, filtered or remembered comes through a pipe (or a pty, see `terminal`).
 Each piece that arrives goes, in this order, to
 
     the log file       exactly the worker's bytes, at once
@@ -26,7 +26,6 @@ The thread is a daemon, and a forked child simply has no such thread; the child 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import select
 import signal
@@ -36,32 +35,37 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from holdfast.errors import HostError, InternalError
-from holdfast.process.lines import LineAssembler, LineFilter, Tail
+from holdfast.process import terminal
+from holdfast.process.lines import HeldLine, LineFilter, LinePrefixer, Tail
 
 if TYPE_CHECKING:
     from holdfast.process.activity import StreamWatch
 
-__all__ = ["LineAssembler", "Pump", "Stream", "Tail", "open_channel"]
+__all__ = ["Pump", "Stream", "Tail"]
 
 # With its prefixes such a piece still fits into memory that malloc has at hand. From 128 KiB on it asks the kernel for
 # every piece anew, and the page faults cost more than the system calls that larger pieces save.
 _READ_BYTES = 64 * 1024
-# An ordinary user may have 64 MiB in pipes; two hundred workers must fit.
-_PIPE_BYTES = 256 * 1024
+
+# The unfinished lines of all streams together: a line is held until its end comes.
+_HELD_MAX_BYTES = 16 << 20
 
 # A console write is cut here, at a line's end, so that a slow console still shows progress to `drain`.
 _CONSOLE_WRITE_BYTES = 256 * 1024
 
 # When it is closed the pump reads at most this much more from a stream, which is more than a channel holds. A
 # process that was left behind and keeps writing therefore cannot keep `close` busy.
-_LAST_READ_BYTES = 2 * _PIPE_BYTES
+_LAST_READ_BYTES = 2 * terminal.PIPE_BYTES
 
 # `close` gives the thread this long without progress, and this long in all, before it replaces it.
 _CLOSE_PATIENCE_S = 1.0
 _CLOSE_LIMIT_S = 5.0
+
+# A console that has not taken a piece for this long blocks.
+_HELD_UP_S = 1.0
 
 # The warning callback takes a place among the console descriptors: it too may block.
 _WARNINGS = -1
@@ -79,48 +83,12 @@ class Stream:
     read_fd: int  # The pump owns it and closes it.
     label: str  # Names the stream in warnings: "rank 3 stdout".
     file_fd: int | None  # Already open; the pump owns it and closes it.
-    console_fd: int | None  # Never closed.
+    console_fd: int | TextIO | None  # Never closed. An object that has taken the place of sys.stdout has no descriptor.
     prefix: bytes | None  # None: the console gets the bytes as they come.
     tail: Tail | None
     filters: tuple[bytes, ...] = ()
     filtered_fd: int | None = None  # May be shared between streams; the caller owns it.
     watch: StreamWatch | None = None  # Who wants to know that something came.
-
-
-def open_channel(console_fd: int | None) -> tuple[int, int]:
-    """A read end for the pump and a write end for a worker, both closed on exec.
-
-    A worker whose output ends on a terminal should still find one, of the same size, because programs then
-    show colours and progress bars and write line by line. It gets a pty, or a pipe if no pty is to be had.
-    """
-    if console_fd is not None and os.isatty(console_fd):
-        try:
-            return _open_pty(console_fd)
-        except OSError:
-            pass
-    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-    try:
-        fcntl.fcntl(write_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-    except OSError:
-        pass  # The user's share of pipe memory is spent; the usual size works too, only slower.
-    return read_fd, write_fd
-
-
-def _open_pty(console_fd: int) -> tuple[int, int]:
-    import termios
-    import tty
-
-    master_fd, worker_fd = os.openpty()
-    try:
-        # Raw: the terminal at the end translates line ends, and must do so only once.
-        tty.setraw(worker_fd)
-        size = fcntl.ioctl(console_fd, termios.TIOCGWINSZ, bytes(8))
-        fcntl.ioctl(worker_fd, termios.TIOCSWINSZ, size)
-    except (OSError, termios.error) as error:
-        os.close(master_fd)
-        os.close(worker_fd)
-        raise OSError(str(error)) from error
-    return master_fd, worker_fd
 
 
 class _Replaced(BaseException):
@@ -139,15 +107,20 @@ class _Lane:
         self.tail = stream.tail
         self.watch = stream.watch
         has_lines = stream.console_fd is not None and stream.prefix is not None
-        self.assembler = LineAssembler(stream.prefix or b"") if has_lines else None
+        self.prefixer = LinePrefixer(stream.prefix or b"") if has_lines else None
         has_filter = stream.filters and stream.filtered_fd is not None
         self.filter = LineFilter(stream.filters, stream.prefix or b"") if has_filter else None
+        self.held = HeldLine() if has_lines or has_filter else None
+        self.held_bytes = 0  # As the pump has counted it.
+        self.is_split = False
+        console_fd = stream.console_fd if isinstance(stream.console_fd, int) else None
+        self.terminal = terminal.Follower(stream.read_fd, console_fd)
         self._strikes = 0
 
     def give_up_something(self) -> bool:
         """After an unexpected error: drop all but the file, then the file too. False if nothing is left."""
         self._strikes += 1
-        self.console_fd = self.filtered_fd = self.assembler = self.filter = self.tail = None
+        self.console_fd = self.filtered_fd = self.prefixer = self.filter = self.held = self.tail = None
         if self._strikes > 1 and self.file_fd is not None:
             _close_quietly(self.file_fd)
             self.file_fd = None
@@ -168,8 +141,9 @@ class Pump:
         # Touched only by whoever has the turn.
         self._turn = threading.Lock()
         self._lanes: dict[int, _Lane] = {}
-        self._dead_outlets: set[int] = set()
-        self._busy_with: int | None = None
+        self._dead_outlets: set[int | TextIO] = set()
+        self._held_bytes = 0
+        self._busy_with: int | TextIO | None = None
         self._last_complaint = ""
 
         # Shared with callers, under the condition's lock.
@@ -194,8 +168,8 @@ class Pump:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether it is writing to the console at this moment; a console that blocks holds all streams up."""
-        return self._busy_with is not None
+        """Whether the console blocks, which holds all streams up. One that is merely busy takes each piece at once."""
+        return self._busy_with is not None and time.monotonic() - self._moved_at >= _HELD_UP_S
 
     def start(self) -> None:
         if self._thread is None:
@@ -355,6 +329,7 @@ class Pump:
             now = self._moved_at = time.monotonic()
             if lane.watch is not None:
                 lane.watch.saw(data, now)
+            lane.terminal.follow_size()
             self._pass_on(lane, data)
         else:
             self._end(lane)
@@ -370,16 +345,45 @@ class Pump:
             self._write_file(lane, data)
         if lane.tail is not None:
             lane.tail.feed(data)
+        if lane.console_fd is not None and lane.prefixer is None:
+            self._write_console(lane.console_fd, data)
+        if lane.held is not None:
+            self._write_lines(lane, lane.held.take(data))
+            self._count_held(lane)
+            self._bound_held()
+
+    def _write_lines(self, lane: _Lane, text: bytes) -> None:
         if lane.filter is not None:
-            self._write_filtered(lane, lane.filter.feed(data))
-        if lane.console_fd is not None:
-            self._write_console(lane.console_fd, lane.assembler.feed(data) if lane.assembler else data)
+            self._write_filtered(lane, lane.filter.pick(text))
+        if lane.console_fd is not None and lane.prefixer is not None:
+            self._write_console(lane.console_fd, lane.prefixer.add(text))
+
+    def _count_held(self, lane: _Lane) -> None:
+        now_held = len(lane.held) if lane.held is not None else 0
+        self._held_bytes += now_held - lane.held_bytes
+        lane.held_bytes = now_held
+
+    def _bound_held(self) -> None:
+        """Of lines that are too long to be held, the longest is passed on though its end has not come."""
+        while self._held_bytes > _HELD_MAX_BYTES:
+            lane = max(self._lanes.values(), key=lambda each: each.held_bytes)
+            size = lane.held_bytes
+            if lane.held is not None:
+                self._write_lines(lane, lane.held.release())
+            self._count_held(lane)
+            if not lane.is_split:
+                lane.is_split = True
+                self._complain(
+                    f"{lane.label}: a line is split on the console after {size} bytes; unfinished lines of all workers "
+                    f"may take {_HELD_MAX_BYTES >> 20} MiB"
+                )
 
     def _write_held(self, lane: _Lane) -> None:
+        rest = lane.held.flush() if lane.held is not None else b""
         if lane.filter is not None:
-            self._write_filtered(lane, lane.filter.flush())
-        if lane.console_fd is not None and lane.assembler is not None:
-            self._write_console(lane.console_fd, lane.assembler.flush())
+            self._write_filtered(lane, lane.filter.pick(rest))
+        if lane.console_fd is not None and lane.prefixer is not None:
+            self._write_console(lane.console_fd, lane.prefixer.end(rest))
 
     def _end(self, lane: _Lane) -> None:
         """The stream has ended and all of it is written."""
@@ -392,6 +396,7 @@ class Pump:
     def _release(self, lane: _Lane) -> None:
         if self._lanes.pop(lane.read_fd, None) is None:
             return
+        self._held_bytes -= lane.held_bytes
         self._poller.unregister(lane.read_fd)
         _close_quietly(lane.read_fd)
         if lane.file_fd is not None:
@@ -418,12 +423,15 @@ class Pump:
             self._dead_outlets.add(lane.filtered_fd)
             self._complain(f"the filtered log file {_path_of(lane.filtered_fd)} ends here: {error.strerror}")
 
-    def _write_console(self, fd: int, data: bytes) -> None:
+    def _write_console(self, fd: int | TextIO, data: bytes) -> None:
         view, start = memoryview(data), 0
         try:
             while start < len(data) and fd not in self._dead_outlets:
                 piece = view[start : _end_of_piece(data, start)]
-                start += self._step_aside(fd, partial(_write_some, fd, piece))
+                written = self._step_aside(fd, partial(_write_some, fd, piece))
+                if isinstance(fd, int):
+                    terminal.note_written(fd, piece[:written])
+                start += written
                 self._moved_at = time.monotonic()
         except OSError as error:
             self._dead_outlets.add(fd)
@@ -442,7 +450,7 @@ class Pump:
         except BaseException:
             self._dead_outlets.add(_WARNINGS)
 
-    def _step_aside(self, outlet: int, action: Callable[[], T]) -> T:
+    def _step_aside(self, outlet: int | TextIO, action: Callable[[], T]) -> T:
         """Do something that may block for ever, without the turn; see this module's opening."""
         self._busy_with = outlet
         self._turn.release()
@@ -462,8 +470,12 @@ def _end_of_piece(data: bytes, start: int) -> int:
     return data.rfind(b"\n", start, limit) + 1 or limit
 
 
-def _write_some(fd: int, data: memoryview) -> int:
+def _write_some(fd: int | TextIO, data: memoryview) -> int:
     """One write, as soon as it is possible. Somebody else may have made the descriptor non-blocking."""
+    if not isinstance(fd, int):
+        fd.write(bytes(data).decode(errors="backslashreplace"))
+        fd.flush()
+        return len(data)
     while True:
         try:
             return os.write(fd, data)
@@ -479,7 +491,9 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[_write_some(fd, view) :]
 
 
-def _path_of(fd: int) -> str:
+def _path_of(fd: int | TextIO) -> str:
+    if not isinstance(fd, int):
+        return repr(fd)
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:

@@ -35,11 +35,13 @@ SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class SignalException(Exception):  # noqa: N818  (the name that users catch)
-    """A signal ended what was going on; `sigval` says which."""
+    """A signal ended what was going on; `sigval` says which. `killed_ranks` are the workers that did not end by
+    themselves within the grace period."""
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
         super().__init__(msg)
         self.sigval = sigval
+        self.killed_ranks: tuple[int, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.sigval)

@@ -10,16 +10,20 @@ the moment that another one has.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.process import stop
 from holdfast.process.bootstrap import BlackBox, read_blackbox
 
 # A worker that ends so after it was told to stop still failed by itself.
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS})
+
+_READ_BYTES = 1 << 20
 
 # How faulthandler begins what it writes on a fatal signal.
 _CRASH = "Fatal Python error"
@@ -70,6 +74,16 @@ class Slot:
 
     def end(self, exitcode: int, order: int | None, stop: Stop | None) -> None:
         self.exitcode, self.order, self.stop = exitcode, order, stop
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal it. One that is gone, or that has changed its user, must not keep others from their signal; what
+        cannot be killed is named after the sweep."""
+        assert self.pid is not None
+        if self.pidfd is None:
+            stop.kill(self.pid, number)
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(self.pidfd, number)
 
     def failed_by_itself(self) -> bool:
         if self.hang:
@@ -137,8 +151,8 @@ class Slot:
 
 
 def _read_all(fd: int) -> bytes:
-    """The whole of a memory file, from its beginning; the kernel reads at most 2 GiB at once."""
+    """The whole of a memory file, from its beginning. The worker can write to it, and cut it, while it is read."""
     data = bytearray()
-    while piece := os.pread(fd, min(os.fstat(fd).st_size - len(data), 1 << 30), len(data)):
+    while piece := os.pread(fd, _READ_BYTES, len(data)):
         data += piece
     return bytes(data)

@@ -177,6 +177,7 @@ class Spawner:
             self._refuse(id_, error.errno or errno.EAGAIN, (read_fd, write_fd, *fds.values()))
             return
         if pid == 0:
+            os.close(read_fd)
             self._run_worker(kind, id_, argv, environment, cpus, fds, write_fd)
         os.close(write_fd)
         for fd in fds.values():
@@ -255,7 +256,8 @@ class Spawner:
         os.environb.update(environment)
         self._channel.close()
         others = [fd for _, fds_of_another in self._orders for fd in fds_of_another]
-        for fd in (self._wake_read, self._wake_write, *self._agent, *others):
+        lease = () if self._lease_fd is None else (self._lease_fd,)
+        for fd in (self._wake_read, self._wake_write, *lease, *self._agent, *others):
             os.close(fd)
         call = self._calls[id_] if kind == "memory" else bootstrap.payload_call(fds["HOLDFAST_PAYLOAD"])
         bootstrap.finish_forked(bootstrap.run_function(call, fds["HOLDFAST_BLACKBOX"]))

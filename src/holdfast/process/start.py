@@ -361,17 +361,11 @@ class PContext(abc.ABC):
         self._sweep()
 
     def _signal_leaders(self, number: signal.Signals) -> None:
-        running = [slot for slot in self._slots.values() if slot.is_running]
-        for slot in running:
-            if slot.pidfd is None:
-                stop.kill(slot.pid or 0, number)
-                continue
-            try:
-                signal.pidfd_send_signal(slot.pidfd, number)
+        for slot in self._slots.values():
+            if slot.is_running:
+                slot.send(number)
                 if slot.hang:  # It may be stopped, and would not hear of it.
-                    signal.pidfd_send_signal(slot.pidfd, signal.SIGCONT)
-            except ProcessLookupError:
-                pass
+                    slot.send(signal.SIGCONT)
 
     def _sweep(self) -> None:
         """Kill what is left of every tree and make sure of it."""

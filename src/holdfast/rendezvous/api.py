@@ -67,6 +67,11 @@ def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
     return any(each.__name__ == kind.__name__ for each in type(error).__mro__)
 
 
+class DefaultTimeout(int):
+    """The `timeout` that `LaunchConfig` adds if the user gave none. It says so itself: the user may give the same
+    number, and mean it."""
+
+
 _TRUE_TEXTS = frozenset({"1", "true", "t", "yes", "y"})
 _FALSE_TEXTS = frozenset({"0", "false", "f", "no", "n"})
 
@@ -243,13 +248,13 @@ class RendezvousHandlerRegistry:
         """The registered backends, in alphabetical order."""
         return sorted(self._creators)
 
-    def register(self, name: str, creator: RendezvousHandlerCreator) -> None:
-        """Make `creator` the backend `name`; a name never changes hands."""
-        if not name:
-            raise UserError(f"a rendezvous backend needs a name, not {name!r}")
-        taken_by = self._creators.setdefault(name, creator)
+    def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
+        """Make `creator` the backend of that name; a name never changes hands."""
+        if not backend:
+            raise UserError(f"a rendezvous backend needs a name, not {backend!r}")
+        taken_by = self._creators.setdefault(backend, creator)
         if taken_by != creator:
-            raise UserError(f"rendezvous backend {name!r} is taken by {taken_by!r}, so not {creator!r}")
+            raise UserError(f"rendezvous backend {backend!r} is taken by {taken_by!r}, so not {creator!r}")
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
         """A handler of the backend that `params` names."""

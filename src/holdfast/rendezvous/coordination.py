@@ -1,92 +1,47 @@
-"""What an agent needs of whoever decides for its run.
+"""What an agent needs to know of the run that it takes part in.
 
-A backend with a coordinator implements `Coordination` itself: failures are reported to it, and it pushes what the
-run has decided. For every other backend `SoloCoordination` stands in: it counts restarts for this node alone, asks
-a handler that cannot push whether somebody is waiting, and meets the other nodes in the handler's store at the end.
+A backend with a coordinator implements `Coordination` itself: failures are reported to it, and it pushes what the run
+has decided. For every other backend `SoloCoordination` (`solo`) stands in.
 """
 
 from __future__ import annotations
 
 import abc
-import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 from holdfast.records import record
-from holdfast.rendezvous import restart
-from holdfast.rendezvous import store as stores
-from holdfast.rendezvous.api import RendezvousClosedError, RendezvousHandler, RendezvousInfo
-from holdfast.rendezvous.outcome import End, Failure, Outcome
-from holdfast.rendezvous.restart import RestartPolicy
-
-if TYPE_CHECKING:
-    from holdfast.rendezvous.world import Place
-
-logger = logging.getLogger(__name__)
-
-_TERMINAL_STATE_SYNC = "torchelastic/agent/terminal_state"
+from holdfast.rendezvous.api import RendezvousInfo
+from holdfast.rendezvous.membership.model import Ended, Outcome, PlaceLost, Refused, Sealed, Stop
+from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 
 
 @record
-class Round:
-    """What an agent is told about a round. `place` is None where nodes know nothing of each other."""
+class JoinFailed:
+    """There is no way to get a place: the backend has failed, or cannot be reached."""
 
-    number: int
-    restarts_used: int
-    found: RendezvousInfo
-    place: Place | None = None
+    error: BaseException
 
 
-@record
-class RoundStopped:
-    """`is_hang`: another node has found that the run hangs."""
-
-    round: int
-    reason: str
-    is_hang: bool = False
-
-
-@record
-class PlaceLost:
-    round: int
-    reason: str
-
-
-@record
-class RunEnded:
-    outcome: Outcome
-
-
-Push = RoundStopped | PlaceLost | RunEnded
-
-
-class RunOver(RendezvousClosedError):  # noqa: N818
-    """There is no next round, because the run has ended."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome.reason)
-        self.outcome = outcome
+Push = Sealed | Stop | PlaceLost | Ended | Refused | JoinFailed
 
 
 class Coordination(abc.ABC):
-    """Whoever decides for the run, as one agent sees it. Called from the agent's deciding loop."""
+    """The run, as one agent sees it. Called from the agent's deciding loop."""
 
     @abc.abstractmethod
-    def introduce(self, role: str, local_world_size: int, policy: RestartPolicy) -> None:
-        """Say what this node brings; before the first round."""
+    def introduce(self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0) -> None:
+        """Say what this node brings; before the first round. `grace_s` is how long its workers may take to stop."""
 
     @abc.abstractmethod
-    def next_round(self) -> Round:
-        """Block until this node is in a round. Raises `RunOver` if there will be none. May run in a thread."""
+    def join(self) -> None:
+        """Ask for a place in the next round. The answer is pushed: `Sealed`, `Ended`, `Refused` or `JoinFailed`."""
 
-    @property
     @abc.abstractmethod
-    def outcome(self) -> Outcome | None:
-        """How the run has ended, as far as this node has heard."""
+    def found(self, sealed: Sealed) -> RendezvousInfo:
+        """The store of the round that was sealed, and where its workers meet."""
 
     @abc.abstractmethod
     def report_failure(self, round: int, failure: Failure) -> None:
@@ -97,13 +52,18 @@ class Coordination(abc.ABC):
         """What follows from the failure that was just reported, in words; None if others have yet to decide."""
         return None
 
+    @property
+    def outcome(self) -> Outcome | None:
+        """How the run ended, if this node knows already."""
+        return None
+
     @abc.abstractmethod
     def report_success(self, round: int, timeout_s: float) -> None:
-        """This node's workers have all succeeded. `RunEnded` is pushed when everybody's have."""
+        """This node's workers have all succeeded. `Ended` is pushed when those of all nodes have."""
 
     @property
     def has_leases(self) -> bool:
-        """Whether this node can be given up by the run, so that its workers must not outlive its lease."""
+        """Whether this node can lose its place to another, so that its workers must not outlive its lease."""
         return False
 
     @property
@@ -112,7 +72,7 @@ class Coordination(abc.ABC):
         return False
 
     def set_lease_sink(self, sink: Callable[[float | None], None]) -> None:  # noqa: B027
-        """Who is told until when this node's workers may live; called at once with what holds now."""
+        """`sink` is told until when this node's workers may live; called at once with what holds now."""
 
     def leaving(self) -> None:  # noqa: B027  # most have nobody to tell
         """This node goes away and is stopping its workers."""
@@ -126,7 +86,7 @@ class Coordination(abc.ABC):
 
     @abc.abstractmethod
     def take(self) -> list[Push]:
-        """What was decided since the last call, oldest first."""
+        """What was pushed since the last call, oldest first."""
 
     @property
     def ask_every_s(self) -> float | None:
@@ -162,104 +122,3 @@ class Mailbox:
             except BlockingIOError:
                 pass
             return items
-
-
-class SoloCoordination(Coordination):
-    """This node decides for itself; the handler only brings the nodes together."""
-
-    def __init__(self, handler: RendezvousHandler, monitor_interval_s: float) -> None:
-        self._handler = handler
-        self._monitor_interval_s = monitor_interval_s
-        self._mailbox = Mailbox()
-        self._policy = RestartPolicy()
-        self._round = 0
-        self._charged_at: list[float] = []
-        self._restarts_used = 0
-        self._outcome: Outcome | None = None
-        self._delay_s = 0.0
-        self._verdict: str | None = None
-        self._found: RendezvousInfo | None = None
-        self._complaint = ""
-
-    @property
-    def has_fixed_world(self) -> bool:
-        """A handler that was written for another launcher does not know the question."""
-        return getattr(self._handler, "has_fixed_world", False)
-
-    def introduce(self, role: str, local_world_size: int, policy: RestartPolicy) -> None:
-        self._policy = policy
-
-    def next_round(self) -> Round:
-        if self._outcome is not None:
-            raise RunOver(self._outcome)
-        delay_s, self._delay_s = self._delay_s, 0.0
-        time.sleep(delay_s)
-        self._found = self._handler.next_rendezvous()
-        self._round += 1
-        return Round(self._round, self._restarts_used, self._found)
-
-    def report_failure(self, round: int, failure: Failure) -> None:
-        now = time.monotonic()
-        decision = restart.decide(self._policy, self._charged_at, failure, now)
-        if isinstance(decision, restart.GiveUp):
-            self._outcome = Outcome(End.FAILED, decision.reason, failure)
-            self._verdict = f"no restart: {decision.reason}"
-            return
-        self._delay_s = decision.delay_s
-        self._verdict = "a restart that is not counted"
-        if decision.is_charged:
-            self._charged_at.append(now)
-            self._restarts_used += 1
-            self._verdict = f"restart {self._restarts_used} of {self._policy.max_restarts}"
-
-    @property
-    def verdict(self) -> str | None:
-        return self._verdict
-
-    @property
-    def outcome(self) -> Outcome | None:
-        return self._outcome
-
-    def report_success(self, round: int, timeout_s: float) -> None:
-        is_alone = self.has_fixed_world or self._found is None or self._found.world_size == 1
-        if is_alone:
-            self._mailbox.put(RunEnded(Outcome(End.SUCCEEDED, "all workers have succeeded")))
-            return
-        threading.Thread(target=self._meet_others, args=(timeout_s,), name="holdfast-barrier", daemon=True).start()
-
-    def _meet_others(self, timeout_s: float) -> None:
-        """Wait until the workers of every node have ended. A barrier that fails is no reason to fail a run."""
-        assert self._found is not None
-        store: Any = self._found.store
-        ends = time.monotonic() + timeout_s
-        try:
-            stores.barrier(store, self._found.world_size, _TERMINAL_STATE_SYNC, timeout_s)
-        except Exception as error:
-            if time.monotonic() >= ends:
-                return  # The agent, which looks at the clock itself, has said so.
-            logger.warning("did not hear of the end of every other node: %s: %s", type(error).__name__, error)
-        self._mailbox.put(RunEnded(Outcome(End.SUCCEEDED, "all workers have succeeded")))
-
-    def fileno(self) -> int:
-        return self._mailbox.fileno()
-
-    def take(self) -> list[Push]:
-        pushes = self._mailbox.take()
-        if not pushes and not self.has_fixed_world and self._are_nodes_waiting():
-            return [RoundStopped(self._round, "other nodes are waiting to join")]
-        return pushes
-
-    def _are_nodes_waiting(self) -> bool:
-        """Workers that are well are not stopped because nobody can be asked."""
-        try:
-            return self._handler.num_nodes_waiting() > 0
-        except Exception as error:
-            complaint = f"{type(error).__name__}: {error}"
-            if complaint != self._complaint:
-                logger.warning("cannot ask whether other nodes are waiting; the workers go on: %s", complaint)
-            self._complaint = complaint
-            return False
-
-    @property
-    def ask_every_s(self) -> float | None:
-        return None if self.has_fixed_world else self._monitor_interval_s

@@ -6,6 +6,8 @@ its last colon, so an IPv6 address that is followed by no port needs them.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import socket
 from collections import deque
@@ -156,3 +158,16 @@ class HeldPort:
         if self._held is not None:
             self._held.close()
             self._held = None
+
+
+def own_address(host: str, port: int) -> str:
+    """The address of this node that reaches the endpoint: the one that others can reach, too. Sends nothing."""
+    problem: OSError | None = None
+    for family, _, _, _, address in socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            problem = problem or error
+    raise problem or OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import UserError
-from holdfast.rendezvous.api import RendezvousParameters
-from holdfast.rendezvous.restart import RestartPolicy
-from holdfast.rendezvous.session import SessionSettings
-from holdfast.rendezvous.vocabulary import Admit, Settings
+from holdfast.rendezvous.api import DefaultTimeout, RendezvousParameters
+from holdfast.rendezvous.membership.model import Admit, Settings
+from holdfast.rendezvous.membership.node_lease import LeaseSettings
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
 logger = logging.getLogger(__name__)
-
-_LAUNCHER_DEFAULT_TIMEOUT_S = 900  # What `LaunchConfig` supplies when the user says nothing.
 
 # What each key of --rdzv-conf sets. The names on the right are older spellings that mean the same.
 Keys = dict[str, tuple[str, ...]]
@@ -38,19 +36,18 @@ KEYS: Keys = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`drop_timeout_s` is 0 where nodes have no connection to the coordinator that could be closed."""
-
     min_nodes: int = 1
     max_nodes: int = 1
     join_timeout_s: float = 600.0
     outage_timeout_s: float = 600.0
     """For how long a node without workers waits for a coordinator that it has reached before."""
     last_call_s: float = 5.0
-    drop_timeout_s: float = 0.0
+    drop_timeout_s: float = 2.0
     close_linger_s: float = 10.0
+    leader_lease_s: int = 0
     read_timeout_s: float = 60.0
     admit: Admit = Admit.NOW
-    session: SessionSettings = field(default_factory=SessionSettings)
+    lease: LeaseSettings = field(default_factory=LeaseSettings)
     continue_when_isolated: bool = False
     local_addr: str | None = None
     requested_rank: int | None = None
@@ -62,10 +59,11 @@ class Options:
             max_nodes=self.max_nodes,
             join_timeout_s=self.join_timeout_s,
             last_call_s=self.last_call_s,
-            heartbeat_s=self.session.heartbeat_s,
-            lease_s=self.session.lease_s,
+            heartbeat_s=self.lease.heartbeat_s,
+            lease_s=self.lease.lease_s,
             drop_timeout_s=self.drop_timeout_s,
             close_linger_s=self.close_linger_s,
+            leader_lease_s=self.leader_lease_s,
             admit=self.admit,
             policy=policy,
         )
@@ -141,8 +139,7 @@ def attempts(config: dict[str, Any]) -> int:
 
 
 def _join_timeout_s(config: dict[str, Any]) -> float:
-    # The launcher's own default is a number, what a user writes on the command line is text.
-    is_launchers_default = config.get("timeout") == _LAUNCHER_DEFAULT_TIMEOUT_S and "join_timeout" not in config
+    is_launchers_default = isinstance(config.get("timeout"), DefaultTimeout) and "join_timeout" not in config
     return 600.0 if is_launchers_default else seconds(config, "join_timeout", 600.0)
 
 

@@ -57,15 +57,15 @@ def _create_standalone(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _create_tcp(params: RendezvousParameters) -> RendezvousHandler:
-    from holdfast.rendezvous import tcp
+    from holdfast.rendezvous import handler
 
-    return tcp.create_handler(params)
+    return handler.create_tcp_handler(params)
 
 
 def _create_etcd(params: RendezvousParameters) -> RendezvousHandler:
-    from holdfast.rendezvous import legacy_etcd as etcd
+    from holdfast.rendezvous.etcd import locator
 
-    return etcd.create_handler(params)
+    return locator.create_handler(params)
 
 
 def _register_built_in_handlers() -> None:

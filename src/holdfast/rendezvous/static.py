@@ -178,12 +178,12 @@ def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
     rank = _rank(params)
     master_addr, master_port = _master(params)
     if not _goes_without_coordinator(params) and params.max_nodes > 1:
-        from holdfast.rendezvous import tcp
+        from holdfast.rendezvous import handler
 
         port = int(params.get("coordinator_port") or master_port + 1)
         if port > 65535:
             raise UserError(f"there is no port after {master_port} for the coordinator; set coordinator_port")
-        return tcp.create_static_handler(params, master_addr, master_port, port)
+        return handler.create_static_handler(params, master_addr, master_port, port)
     _check_settings(params)
     return StaticTCPRendezvous(master_addr, master_port, rank, params.max_nodes, params.run_id, _timeout_s(params))
 

@@ -11,21 +11,29 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import islice
 
 from holdfast.errors import HoldfastError, UserError
+from holdfast.rendezvous.api import RendezvousConnectionError
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 # How many keys or ranks an error names before it stops: the text has to stay readable with 4,000 nodes.
 _MAX_NAMED = 16
+# So small that thousands of ranks may read a piece at the same time.
+_PIECE_BYTES = 1 << 16
+_LENGTH_BYTES = 8
 
 
 class StoreTimeoutError(HoldfastError, TimeoutError):
     """A key did not appear, or a barrier was not reached by all, in time."""
+
+
+class StoreLostError(RendezvousConnectionError):
+    """The coordinator was replaced, and what the store had was lost with it. The next round has a new store."""
 
 
 class Store(ABC):
@@ -244,12 +252,38 @@ def store_timeout(store: Store, seconds: float) -> Iterator[None]:
 def get_all(store: Store, rank: int, prefix: str, world_size: int) -> list[bytes]:
     """The values of `<prefix>0`, `<prefix>1`, ... in this order; every rank has to call it.
 
+    Rank 0 collects the values and stores all of them together, in pieces; the other ranks wait for one key and read
+    the pieces. If every rank read every value itself, 10,000 ranks would make 100 million reads.
+
     Rank 0 returns last, because the store may end with its process while others still read.
     """
+    count, piece = f"{prefix}/all", f"{prefix}/all/"
+    if rank != 0:
+        values = _unpack(b"".join(store.get(f"{piece}{at}") for at in range(int(store.get(count)))))
+        _arrive(store, world_size, f"{prefix}/finished")
+        return values
     values = store.multi_get([f"{prefix}{other}" for other in range(world_size)])
-    all_have_read = _arrive(store, world_size, f"{prefix}/finished")
-    if rank == 0:
-        store.wait([all_have_read])
+    packed = _pack(values)
+    pieces = [packed[at : at + _PIECE_BYTES] for at in range(0, len(packed), _PIECE_BYTES)]
+    for at, each in enumerate(pieces):
+        store.set(f"{piece}{at}", each)
+    store.set(count, str(len(pieces)))
+    store.wait([_arrive(store, world_size, f"{prefix}/finished")])
+    for at in range(len(pieces)):
+        store.delete_key(f"{piece}{at}")
+    return values
+
+
+def _pack(values: Sequence[bytes]) -> bytes:
+    return b"".join(len(value).to_bytes(_LENGTH_BYTES, "big") + value for value in values)
+
+
+def _unpack(packed: bytes) -> list[bytes]:
+    values, at = [], 0
+    while at < len(packed):
+        begin = at + _LENGTH_BYTES
+        at = begin + int.from_bytes(packed[at:begin], "big")
+        values.append(packed[begin:at])
     return values
 
 
@@ -349,5 +383,16 @@ def _missing_ranks(store: Store, world_size: int, prefix: str, timeout_s: float)
     marks = {other: _mark(prefix, other) for other in range(1, world_size)}
     if _appear(store, list(marks.values()), timeout_s):
         return []
-    without = (other for other, mark in marks.items() if not store.check([mark]))
-    return list(islice(without, _MAX_NAMED + 1))
+    return list(islice(_unmarked(store, marks, range(1, world_size)), _MAX_NAMED + 1))
+
+
+def _unmarked(store: Store, marks: Mapping[int, str], ranks: Sequence[int]) -> Iterator[int]:
+    """By halves: a few missing ones among thousands are found with few requests."""
+    if store.check([marks[other] for other in ranks]):
+        return
+    if len(ranks) == 1:
+        yield ranks[0]
+        return
+    middle = len(ranks) // 2
+    yield from _unmarked(store, marks, ranks[:middle])
+    yield from _unmarked(store, marks, ranks[middle:])

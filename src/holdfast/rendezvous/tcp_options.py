@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from holdfast.errors import UserError
 from holdfast.rendezvous import options
 from holdfast.rendezvous.api import RendezvousParameters
-from holdfast.rendezvous.session import SessionSettings
+from holdfast.rendezvous.membership.node_lease import LeaseSettings
 
 if TYPE_CHECKING:
-    import ssl
+    from holdfast.rendezvous.tls import ReloadingTls
 
 TOKEN_VARIABLE = "HOLDFAST_TOKEN"
 
@@ -43,36 +43,20 @@ class TcpOptions(options.Options):
 
     @classmethod
     def from_parameters(cls, params: RendezvousParameters) -> TcpOptions:
-        config = params.config
-        options.check_known(config, KEYS)
-        _check_compatible(params.backend, config)
-        session = _session(config)
-        drop_timeout_s = options.seconds(config, "drop_timeout", max(2.0, 1.2 * _own_side_s(session)))
-        _check_fencing(session, drop_timeout_s)
-        token_file = options.text(config, KEYS, "token_file")
-        tls_cert, tls_key, tls_ca = options.tls_files(config, KEYS)
-        return cls(
-            **options.shared(params),
-            session=session,
-            drop_timeout_s=drop_timeout_s,
-            is_host=params.get_as_bool("is_host"),
-            token=read_token(token_file),
-            token_file=token_file,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            tls_ca=tls_ca,
-        )
+        options.check_known(params.config, KEYS)
+        _check_compatible(params.backend, params.config)
+        return cls(**agent_fields(params))
 
     @property
     def speaks_tls(self) -> bool:
         return bool(self.tls_ca or self.tls_cert)
 
-    def client_tls(self) -> ssl.SSLContext | None:
+    def client_tls(self) -> ReloadingTls | None:
         if not self.speaks_tls:
             return None
         from holdfast.rendezvous import tls
 
-        return tls.client_context(self.tls_cert, self.tls_key, self.tls_ca)
+        return tls.ReloadingTls(self.tls_cert, self.tls_key, self.tls_ca)
 
     def coordinator_options(self) -> list[str]:
         """For a coordinator that this node starts: it speaks as this node does."""
@@ -85,14 +69,37 @@ class TcpOptions(options.Options):
         return [part for flag, value in flags.items() if value for part in (flag, value)]
 
 
-def server_tls(cert: str, key: str, ca: str) -> ssl.SSLContext | None:
+def agent_fields(
+    params: RendezvousParameters, usual_lease_s: float = 5.0, usual_outage_s: float = 0.0
+) -> dict[str, Any]:
+    """The fields of `TcpOptions`: everything about the connection between an agent and a coordinator."""
+    config = params.config
+    session = _session(config, usual_lease_s)
+    drop_timeout_s = options.seconds(config, "drop_timeout", max(2.0, 1.2 * _own_side_s(session)))
+    _check_fencing(session, drop_timeout_s)
+    token_file = options.text(config, KEYS, "token_file")
+    tls_cert, tls_key, tls_ca = options.tls_files(config, KEYS)
+    return {
+        **options.shared(params, usual_outage_s),
+        "lease": session,
+        "drop_timeout_s": drop_timeout_s,
+        "is_host": params.get_as_bool("is_host"),
+        "token": read_token(token_file),
+        "token_file": token_file,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
+        "tls_ca": tls_ca,
+    }
+
+
+def server_tls(cert: str, key: str, ca: str) -> ReloadingTls | None:
     if not cert:
         if key or ca:
             raise UserError("TLS needs a certificate (tls_cert), not only a key or an authority")
         return None
     from holdfast.rendezvous import tls
 
-    return tls.server_context(cert, key, ca)
+    return tls.ReloadingTls(cert, key, ca, is_server=True)
 
 
 def read_token(path: str) -> bytes | None:
@@ -113,27 +120,27 @@ def _check_compatible(backend: str, config: dict[str, Any]) -> None:
         raise UserError(f"coordinator_port is for static runs; the backend {backend!r} meets at the endpoint itself")
 
 
-def _session(config: dict[str, Any]) -> SessionSettings:
+def _session(config: dict[str, Any], usual_lease_s: float) -> LeaseSettings:
     """Where one of heartbeat and lease is given, the other follows from it."""
     has_lease = "lease" in config
-    lease_s = options.seconds(config, "lease", 5.0)
+    lease_s = options.seconds(config, "lease", usual_lease_s)
     heartbeat_s = options.seconds(config, "heartbeat", min(1.0, lease_s / 4) if has_lease else 1.0)
     if not has_lease:
         has_attempts = "keep_alive_max_attempt" in config
-        lease_s = options.attempts(config) * heartbeat_s if has_attempts else max(5.0, 3 * heartbeat_s)
-    return SessionSettings(
+        lease_s = options.attempts(config) * heartbeat_s if has_attempts else max(usual_lease_s, 3 * heartbeat_s)
+    return LeaseSettings(
         heartbeat_s=heartbeat_s,
         lease_s=lease_s,
         reconnect_grace_s=options.seconds(config, "reconnect_grace", 0.5),
     )
 
 
-def _own_side_s(session: SessionSettings) -> float:
+def _own_side_s(session: LeaseSettings) -> float:
     """After how long at most a node whose connection was closed has killed its workers, clocks permitting."""
     return 1.1 * (session.heartbeat_s + session.reconnect_grace_s)
 
 
-def _check_fencing(session: SessionSettings, drop_timeout_s: float) -> None:
+def _check_fencing(session: LeaseSettings, drop_timeout_s: float) -> None:
     """A node's place may be given away only after its own side must have killed its workers."""
     own_side_s = _own_side_s(session)
     if drop_timeout_s <= own_side_s:

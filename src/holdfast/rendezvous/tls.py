@@ -1,14 +1,83 @@
 """TLS as users set it up: a certificate, its key, and the authority to believe. Every backend refuses the same files
-in the same words."""
+in the same words.
+
+Certificates live for days where runs live for weeks, so `ReloadingTls` looks at the files before each connection and
+reads those that were replaced. Files that cannot be used are refused at the start. Later, when a renewal may be half
+done, what was read before stays in force until all files can be used again.
+"""
 
 from __future__ import annotations
 
+import os
 import ssl
+import threading
+from collections.abc import Sequence
 
 from holdfast.errors import UserError
+from holdfast.records import record
+
+_Stamp = list[tuple[int, int, int] | None]
 
 
-def client_context(cert: str, key: str, ca: str) -> ssl.SSLContext:
+@record
+class TlsFiles:
+    """Paths; an empty one is not given."""
+
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
+
+    @property
+    def are_given(self) -> bool:
+        return bool(self.cert or self.key or self.ca)
+
+
+class ReloadingTls:
+    """For any number of connections, from any thread. `protocols` are those to offer by ALPN."""
+
+    def __init__(
+        self, cert: str = "", key: str = "", ca: str = "", *, is_server: bool = False, protocols: Sequence[str] = ()
+    ) -> None:
+        self._is_server = is_server
+        self._protocols = list(protocols)
+        # The process may change its directory later; what is refused now is named as the user has written it.
+        self._files = [os.path.abspath(path) if path else "" for path in (cert, key, ca)]
+        self._lock = threading.Lock()
+        self._stamp = self._stamp_now()
+        self._made = self._make(cert, key, ca)
+
+    def context(self) -> ssl.SSLContext:
+        """For the next connection."""
+        with self._lock:
+            stamp = self._stamp_now()
+            if stamp != self._stamp:
+                try:
+                    self._made = self._make(*self._files)
+                    self._stamp = stamp
+                except UserError:
+                    pass
+            return self._made
+
+    def _stamp_now(self) -> _Stamp:
+        """Changes when one of the files does."""
+        return [_stamp(path) for path in self._files]
+
+    def _make(self, cert: str, key: str, ca: str) -> ssl.SSLContext:
+        context = _server_context(cert, key, ca) if self._is_server else _client_context(cert, key, ca)
+        if self._protocols:
+            context.set_alpn_protocols(self._protocols)
+        return context
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _client_context(cert: str, key: str, ca: str) -> ssl.SSLContext:
     """The server must show a certificate of `ca`, or of an authority that this host trusts anyway."""
     context = _context(ssl.Purpose.SERVER_AUTH, ca)
     if cert:
@@ -16,7 +85,7 @@ def client_context(cert: str, key: str, ca: str) -> ssl.SSLContext:
     return context
 
 
-def server_context(cert: str, key: str, ca: str) -> ssl.SSLContext:
+def _server_context(cert: str, key: str, ca: str) -> ssl.SSLContext:
     """With a CA, clients must show a certificate that it has signed."""
     context = _context(ssl.Purpose.CLIENT_AUTH, ca)
     _load_certificate(context, cert, key)

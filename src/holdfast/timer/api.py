@@ -15,7 +15,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -221,16 +222,28 @@ def _expires(after: float, scope: str, client: TimerClient | None) -> Iterator[N
     client = client or _timer_client
     if client is None:
         raise RuntimeError("no timer client: call holdfast.timer.configure() first, or pass client= to expires()")
-    client.acquire(scope, time.time() + after)
+    if not _is_sent(client, lambda: client.acquire(scope, time.time() + after)):
+        yield
+        return
     try:
         yield
     finally:
-        _release(client, scope)
+        _is_sent(client, lambda: client.release(scope))
 
 
-def _release(client: TimerClient, scope: str) -> None:
-    """Nobody watches a timer whose server is gone, so that is no reason to lose what the block has done."""
+# By identity: a client need not be hashable.
+_unserved: weakref.WeakValueDictionary[int, TimerClient] = weakref.WeakValueDictionary()
+
+
+def _is_sent(client: TimerClient, send: Callable[[], None]) -> bool:
+    """A server that is gone watches nothing, which is no reason to end the work. It is said once for each client, and
+    again after requests have arrived in between."""
     try:
-        client.release(scope)
+        send()
     except BrokenPipeError as error:
-        logger.warning("could not release the timer of %s: %s", scope, error)
+        if id(client) not in _unserved:
+            logger.warning("timers are not watched: %s", error)
+            _unserved[id(client)] = client
+        return False
+    _unserved.pop(id(client), None)
+    return True

@@ -54,6 +54,7 @@ class FileTimerClient(TimerClient):
             raise UserError(f"there is no signal {signal}")
         self._file_path = os.fspath(file_path)
         self._signal = int(signal)
+        self._is_unserved = False  # No server took the last request, so the next one does not wait for it again.
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
         deadline = wire.checked_time(expiration_time)
@@ -64,12 +65,14 @@ class FileTimerClient(TimerClient):
 
     def _send(self, request: FileTimerRequest) -> None:
         line = wire.encode(request)
-        for pause_s in _CLIENT_PAUSES_S:
+        for pause_s in _CLIENT_PAUSES_S[-1:] if self._is_unserved else _CLIENT_PAUSES_S:
             try:
                 _write(self._file_path, line)
+                self._is_unserved = False
                 return
             except OSError as error:
                 if pause_s is None or error.errno not in _PASSING_ERRORS:
+                    self._is_unserved = True
                     text = f"no timer server takes requests ({_why(error)})"
                     raise BrokenPipeError(errno.EPIPE, text, self._file_path)
             time.sleep(pause_s)

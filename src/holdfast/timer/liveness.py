@@ -9,10 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-# To the kernel a pid of zero or less means a whole group of processes, so a request that carries one must never
-# get that far. Whoever has put something of their own in the place of os.kill is given every pid as it came.
-_KERNEL_KILL = os.kill
-
 # Position of the fields after the command's name, which ends with the last parenthesis: see proc(5).
 _STATE, _START_TIME = 0, 19
 
@@ -31,9 +27,7 @@ def start_time(pid: int) -> int | None:
 
 def is_running(pid: int) -> bool:
     """Whether there is such a process. One that is dead and only waits for its parent does not count."""
-    if pid <= 0:
-        return os.kill is not _KERNEL_KILL
-    return start_time(pid) is not None
+    return pid > 0 and start_time(pid) is not None
 
 
 def is_same_process(pid: int, started: int | None, is_running: Callable[[int], bool]) -> bool:
@@ -47,7 +41,7 @@ def is_own(pid: int) -> bool:
 
 
 def send_signal(pid: int, signal: int) -> None:
-    """`os.kill`, for one process only."""
-    if pid <= 0 and os.kill is _KERNEL_KILL:
+    """`os.kill`, for one process only: to the kernel a pid of zero or less means a whole group of processes."""
+    if pid <= 0:
         raise ProcessLookupError(f"{pid} is not the id of a process")
     os.kill(pid, signal)

@@ -1,7 +1,6 @@
 """How an agent gets a connection to its coordinator: dial, TLS if it is wanted, and the handshake.
 
-Whatever goes wrong is told in words that name the endpoint. What trying again may cure is an `OSError`; what a person
-has to put right is `TurnedAway`.
+Errors name the endpoint. What trying again may cure is an `OSError`; what a person has to put right is `TurnedAway`.
 """
 
 from __future__ import annotations
@@ -14,46 +13,53 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from holdfast.errors import HoldfastError
-from holdfast.rendezvous import messages
 from holdfast.rendezvous.endpoints import endpoint_text
-from holdfast.rendezvous.messages import PROTOCOL_VERSION, Frames, Malformed, encode
+from holdfast.rendezvous.membership import frames, protocol
+from holdfast.rendezvous.membership.frames import Frames, Malformed, encode
+from holdfast.rendezvous.membership.protocol import MAJOR, MINOR, Challenge, Denied, Hello, Welcome
 
 if TYPE_CHECKING:
-    import ssl
+    from holdfast.rendezvous.tls import ReloadingTls
 
 HANDSHAKE_TIMEOUT_S = 5.0
 _READ_BYTES = 1 << 14
 
 
 class TurnedAway(HoldfastError):  # noqa: N818
-    """The coordinator does not want to talk to us, or is not one. Trying again would not help."""
+    """The coordinator rejects this agent, or is not one. Trying again would not help."""
 
 
 class Silent(TurnedAway):
-    """Somebody accepts connections and says nothing."""
+    """Connections are accepted there, and nothing is said."""
 
 
 class TlsRefused(TurnedAway):
-    """Somebody hangs up as soon as it has seen our certificate, or that we have none."""
+    """The other side hangs up as soon as it has seen our certificate, or that we have none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Dial:
+class Target:
     """Where the coordinator is and how to speak to it."""
 
     host: str
     port: int
     run_id: str
     token: bytes | None = None
-    tls: ssl.SSLContext | None = None
+    tls: ReloadingTls | None = None
     timeout_s: float = 2.0
 
     @property
     def endpoint(self) -> str:
         return endpoint_text(self.host, self.port)
 
-    def connect(self) -> tuple[socket.socket, Frames]:
-        """A connection on which both sides have proved who they are. Raises OSError or `TurnedAway`."""
+    @property
+    def address(self) -> tuple[str, int]:
+        return (self.host, self.port)
+
+    def connect(self, term: int) -> tuple[socket.socket, Frames, Welcome]:
+        """A connection on which both sides have proved themselves. Raises OSError or `TurnedAway`.
+
+        `term` is the highest that the node has heard of."""
         sock = self._reach()
         try:
             if sock.getsockname() == sock.getpeername():  # On one host the kernel may connect a socket to itself.
@@ -62,9 +68,9 @@ class Dial:
             sock.settimeout(HANDSHAKE_TIMEOUT_S)
             if self.tls is not None:
                 sock = self._wrap(sock)
-            frames = self._shake_hands(sock)
+            stream, welcome = self._shake_hands(sock, term)
             sock.setblocking(False)
-            return sock, frames
+            return sock, stream, welcome
         except BaseException:
             sock.close()
             raise
@@ -82,7 +88,7 @@ class Dial:
 
         assert self.tls is not None
         try:
-            return self.tls.wrap_socket(sock, server_hostname=self.host)
+            return self.tls.context().wrap_socket(sock, server_hostname=self.host)
         except ssl.SSLCertVerificationError as error:
             raise TurnedAway(f"the certificate of {self.endpoint} is not accepted: {error.verify_message}") from None
         except ssl.SSLEOFError:
@@ -93,24 +99,24 @@ class Dial:
         except TimeoutError:
             raise Silent(f"{self.endpoint} accepts connections but says nothing; does it speak TLS?") from None
 
-    def _shake_hands(self, sock: socket.socket) -> Frames:
-        frames = Frames(messages.Handshake)
-        challenge = self._read(sock, frames)
-        if not isinstance(challenge, messages.Challenge):
+    def _shake_hands(self, sock: socket.socket, term: int) -> tuple[Frames, Welcome]:
+        stream = Frames()
+        challenge = self._read(sock, stream)
+        if not isinstance(challenge, Challenge):
             raise TurnedAway(f"{self.endpoint} answers, but it is not a holdfast coordinator")
-        if challenge.version != PROTOCOL_VERSION:
+        if challenge.version != MAJOR:
             raise TurnedAway(
                 f"the coordinator at {self.endpoint} speaks version {challenge.version} of the protocol, "
-                f"this agent speaks {PROTOCOL_VERSION}"
+                f"this agent speaks {MAJOR}"
             )
-        nonce = os.urandom(messages.NONCE_BYTES)
+        nonce = os.urandom(protocol.NONCE_BYTES)
         proof = b""
         if self.token is not None:
-            proof = messages.prove(self.token, b"agent", self.run_id, challenge.nonce, nonce)
-        sock.sendall(encode(messages.Hello(PROTOCOL_VERSION, self.run_id, nonce, proof)))
-        self._check(self._read(sock, frames), nonce, challenge.nonce)
-        frames.expect(messages.Answer)
-        return frames
+            proof = frames.prove(self.token, b"agent", self.run_id, challenge.nonce, nonce)
+        sock.sendall(encode(Hello(MAJOR, self.run_id, nonce, proof, MINOR, term)))
+        welcome = self._check(self._read(sock, stream), nonce, challenge.nonce)
+        stream.expect(frames.DOWNWARD)
+        return stream, welcome
 
     def _hung_up(self) -> Exception:
         """Certificates of clients are looked at after the client's side of the TLS handshake is over."""
@@ -121,26 +127,26 @@ class Dial:
             "does it want another certificate (tls_cert)?"
         )
 
-    def _check(self, answer: object, nonce: bytes, challenge: bytes) -> None:
-        if isinstance(answer, messages.Denied):
+    def _check(self, answer: object, nonce: bytes, challenge: bytes) -> Welcome:
+        if isinstance(answer, Denied):
             raise TurnedAway(f"the coordinator at {self.endpoint} turned this agent away: {answer.reason}")
-        if not isinstance(answer, messages.Welcome):
+        if not isinstance(answer, Welcome):
             raise TurnedAway(f"{self.endpoint} answers, but it is not a holdfast coordinator")
-        if self.token is None:
-            return
-        expected = messages.prove(self.token, b"coordinator", self.run_id, nonce, challenge)
-        if not messages.is_proof(answer.proof, expected):
-            raise TurnedAway(f"the coordinator at {self.endpoint} does not know this agent's token")
+        if self.token is not None:
+            expected = frames.prove(self.token, b"coordinator", self.run_id, nonce, challenge)
+            if not frames.is_proof(answer.proof, expected):
+                raise TurnedAway(f"the coordinator at {self.endpoint} does not know this agent's token")
+        return answer
 
-    def _read(self, sock: socket.socket, frames: Frames) -> object:
+    def _read(self, sock: socket.socket, stream: Frames) -> object:
         ends = time.monotonic() + HANDSHAKE_TIMEOUT_S
         try:
-            while (message := frames.next()) is None:
+            while (message := stream.next()) is None:
                 sock.settimeout(max(0.001, ends - time.monotonic()))
                 data = sock.recv(_READ_BYTES)
                 if not data:
                     raise self._hung_up()
-                frames.feed(data)
+                stream.feed(data)
             return message
         except Malformed:
             raise TurnedAway(f"{self.endpoint} answers, but it is not a holdfast coordinator") from None

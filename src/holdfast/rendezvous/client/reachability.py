@@ -1,11 +1,11 @@
-"""What to make of attempts to reach the coordinator that fail: say so, give up, or neither. Pure.
+"""What to make of failed attempts to reach the coordinator: say so, give up, or neither. Pure.
 
-On the first connection of a node a mistake is likely, and somebody is watching: a wrong token, a name that does not
-resolve, a port where something else listens. Those end the attempt within seconds. That nobody listens yet is no
-mistake; that is told once it has lasted a moment, and then once a minute.
+On the first connection of a node a mistake is likely: a wrong token, a name that does not resolve, a port where
+something else listens. These end the attempt within seconds. That nothing listens yet, or that a coordinator is frozen,
+is no mistake; it is logged after some seconds and then once a minute, until the join timeout ends the attempt.
 
-Later none of this ends anything. Workers may be running, and whoever turns away a node that was welcome before may be
-gone the next moment; the lease decides.
+Once the node was welcome none of this ends anything at once. Workers may be running, and what turns the node away may
+be gone the next moment; the lease decides. A node that waits for a place gives up after `outage_timeout_s`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ class Obstacle(StrEnum):
     CANNOT_HOST = "CANNOT_HOST"
 
 
-# For how long the same obstacle in a row is borne on the first connection. An overloaded coordinator may be silent
-# once, and one that is about to end hangs up. Nobody waits here for one that is unreachable; the join timeout does.
+# How long the same obstacle may last on the first connection. A coordinator that is about to end hangs up. One that is
+# unreachable or frozen may yet come: the join timeout bounds the wait.
 _PATIENCE_S = {
     Obstacle.NAME_UNKNOWN: 5.0,
     Obstacle.HUNG_UP: 8.0,
-    Obstacle.SILENT: 4.0,
     Obstacle.TLS_REFUSED: 0.5,
     Obstacle.TURNED_AWAY: 0.0,
     Obstacle.CANNOT_HOST: 0.0,
@@ -49,16 +48,16 @@ class GiveUp:
     text: str
 
 
-class Reach:
+class Reachability:
     """`since` is since when there has been no connection, or None while there is one."""
 
-    def __init__(self, endpoint: str, patience_s: float, now: float, who: str = "coordinator") -> None:
-        """`patience_s` is for how long the caller wants to try, which is only told here and not counted."""
+    def __init__(self, who: str, join_timeout_s: float, outage_timeout_s: float, now: float) -> None:
+        """`who` is to be reached, and where."""
         self.since: float | None = now
         self.last_problem = ""
         self._who = who
-        self._endpoint = endpoint
-        self._patience_s = patience_s
+        self._join_timeout_s = join_timeout_s
+        self._outage_timeout_s = outage_timeout_s
         self._has_been_welcome = False
         self._attempts = 0
         self._obstacle: Obstacle | None = None
@@ -67,9 +66,17 @@ class Reach:
         self._has_spoken = False
 
     @property
-    def has_been_welcome(self) -> bool:
-        """Whether there was a connection before."""
-        return self._has_been_welcome
+    def _patience_s(self) -> float:
+        return self._outage_timeout_s if self._has_been_welcome else self._join_timeout_s
+
+    def gives_up_at(self) -> float | None:
+        """When a node that waits for a place gives up unless there is a connection before."""
+        return None if self.since is None else self.since + self._patience_s
+
+    def surrender(self) -> str:
+        """Why it gives up."""
+        problem = f"; the last attempt: {self.last_problem}" if self.last_problem else ""
+        return f"could not reach {self._who} within {self._patience_s:g} s{problem}"
 
     def failed(self, obstacle: Obstacle, problem: str, now: float) -> Say | GiveUp | None:
         self.last_problem = problem
@@ -84,7 +91,7 @@ class Reach:
         self._speak_at = now + _NEXT_WORD_AFTER_S
         self._has_spoken = True
         tried = f"({self._tried(now)}, {self._goes_on(now)})"
-        return Say(f"no {self._who} can be reached at {self._endpoint}: {problem} {tried}")
+        return Say(f"cannot reach {self._who}: {problem} {tried}")
 
     def _elapsed_s(self, now: float) -> float:
         return 0.0 if self.since is None else now - self.since
@@ -99,11 +106,11 @@ class Reach:
         return f"trying for {max(0.0, self._patience_s - self._elapsed_s(now)):.0f} s more"
 
     def reached(self) -> Say | None:
-        """There is a connection. That is worth a word if somebody was told that there was none."""
+        """There is a connection. That is said if it was said before that there was none."""
         had_spoken = self._has_spoken
         self.since, self._obstacle, self._attempts, self._has_spoken = None, None, 0, False
         self._has_been_welcome = True
-        return Say(f"the {self._who} at {self._endpoint} is reached") if had_spoken else None
+        return Say(f"reached {self._who}") if had_spoken else None
 
     def lost(self, now: float) -> None:
         self.since = now

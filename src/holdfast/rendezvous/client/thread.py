@@ -1,9 +1,9 @@
 """An agent's connection to its coordinator: one thread around a `Participant`.
 
-The thread dials, shakes hands, sends heartbeats, and turns messages into deliveries for the agent's mailbox. It is
+The thread dials, shakes hands, sends heartbeats, and passes what the coordinator says on to the agent's mailbox. It is
 the one reader and the one writer of its connection; requests to the key-value store from other threads are numbered
-and answered by number. It keeps beating while the agent is busy stopping workers, and it decides nothing: what a
-closed connection or a missing answer means is the participant's business.
+and answered by number. It goes on while the agent is busy stopping workers, and it decides nothing: what a closed
+connection or a missing answer means is the participant's business, and where the coordinator is a `Locator`'s.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import cast
+from typing import Protocol, cast
 
 from holdfast.errors import HoldfastError
-from holdfast.rendezvous import endpoints, messages, participant, reach, session
-from holdfast.rendezvous.api import RendezvousConnectionError
-from holdfast.rendezvous.dial import Dial, Silent, TlsRefused, TurnedAway
-from holdfast.rendezvous.messages import Frames, Malformed, StoreAnswer, StoreRequest, encode
-from holdfast.rendezvous.participant import Participant
-from holdfast.rendezvous.reach import Obstacle, Reach
+from holdfast.rendezvous import endpoints
+from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from holdfast.rendezvous.client import reachability
+from holdfast.rendezvous.client.handshake import Silent, Target, TlsRefused
+from holdfast.rendezvous.client.reachability import Obstacle, Reachability
+from holdfast.rendezvous.membership import node, node_lease, protocol
+from holdfast.rendezvous.membership.frames import Frames, Malformed, encode
+from holdfast.rendezvous.membership.node import Participant, Standing
+from holdfast.rendezvous.membership.protocol import StoreAnswer, StoreRequest
 
 logger = logging.getLogger(__name__)
 
@@ -38,44 +41,57 @@ _ANSWER_MARGIN_S = 1.0  # That the time is up is the coordinator's to say, if it
 CONNECTION_CLOSED = "the connection to the coordinator is closed"
 
 
+class Locator(Protocol):
+    """Knows where the coordinator is, and may start one where there is none."""
+
+    def target(self) -> Target:
+        """Where to connect to now; may block. Raises OSError, `TurnedAway` or another HoldfastError."""
+
+    def refused(self, target: Target) -> None:
+        """Nothing listens there. A locator may start a coordinator."""
+
+    def locate(self, known_term: int, found: Callable[[], None]) -> None:
+        """Look in the background whether a coordinator of a higher term is in office; call `found` if so."""
+
+    def stop(self) -> None: ...
+
+
 class Client:
     """The thread. `deliver` and `set_lease` are called in it; `fail` too, when it cannot go on."""
 
     def __init__(
         self,
-        dial: Dial,
-        node: Participant,
-        deliver: Callable[[participant.Delivery], None],
+        locator: Locator,
+        participant: Participant,
+        deliver: Callable[[node.ForAgent], None],
         set_lease: Callable[[float | None], None],
         fail: Callable[[Exception], None],
-        when_refused: Callable[[], None] = lambda: None,
-        patience_s: float = 600.0,
+        reach: Reachability,
     ) -> None:
-        """`when_refused` is called when nobody listens there: it may start a coordinator."""
-        self._dial = dial
-        self._node = node
+        self.reach = reach
+        self._locator = locator
+        self._node = participant
         self._deliver = deliver
         self._set_lease = set_lease
         self._fail = fail
-        self._when_refused = when_refused
         self._sock: socket.socket | None = None
         self._frames: Frames | None = None
+        self._target: Target | None = None  # Of the last connection.
         self._outgoing = bytearray()
         self._lock = threading.Lock()
-        self._inbox: collections.deque[participant.AgentEvent | StoreRequest] = collections.deque()
+        self._inbox: collections.deque[node.AgentEvent | node_lease.LeaderMoved | StoreRequest] = collections.deque()
         self._answers: dict[int, _Answer] = {}
         self._sender = os.urandom(8)
         self._numbers = itertools.count(1)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_stopping = False
         self._is_over = False
-        self.reach = Reach(dial.endpoint, patience_s, time.monotonic())
         self._thread = threading.Thread(target=self._run, name="holdfast-client", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def post(self, event: participant.AgentEvent) -> None:
+    def post(self, event: node.AgentEvent) -> None:
         """Something that the agent did; from any thread."""
         self._put(event)
 
@@ -99,9 +115,10 @@ class Client:
         self._is_stopping = True
         self._put(None)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_GOODBYE_S + self._dial.timeout_s)
+            self._thread.join(2 * _GOODBYE_S)
+        self._locator.stop()
 
-    def _put(self, item: participant.AgentEvent | StoreRequest | None) -> bool:
+    def _put(self, item: node.AgentEvent | node_lease.LeaderMoved | StoreRequest | None) -> bool:
         """Hand something to the thread, or just wake it up; False if it has ended."""
         with self._lock:
             if self._is_over:
@@ -116,7 +133,7 @@ class Client:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._wait(self._node.next_deadline())
+                self._wait(self._next_deadline())
                 self._turn()
             self._say_goodbye()
         except Exception as error:
@@ -124,6 +141,14 @@ class Client:
         finally:
             self._close()
             self._end()
+
+    def _next_deadline(self) -> float | None:
+        deadlines = (self._node.next_deadline(), self._gives_up_at())
+        return min((each for each in deadlines if each is not None), default=None)
+
+    def _gives_up_at(self) -> float | None:
+        """The coordinator decides how long a round may take to form; what is bounded here is to be out of its reach."""
+        return self.reach.gives_up_at() if self._node.standing is Standing.WAITING else None
 
     def _say_goodbye(self) -> None:
         """What the agent has said last goes out, if the coordinator can be reached at all."""
@@ -158,10 +183,13 @@ class Client:
         self._read()
         deadline = self._node.next_deadline()
         if deadline is not None and time.monotonic() >= deadline:
-            self._step(session.TimePassed())
+            self._step(node_lease.TimePassed())
+        gives_up_at = self._gives_up_at()
+        if gives_up_at is not None and time.monotonic() >= gives_up_at:
+            raise RendezvousTimeoutError(self.reach.surrender())
         self._flush()
 
-    def _take_inbox(self) -> list[participant.AgentEvent | StoreRequest]:
+    def _take_inbox(self) -> list[node.AgentEvent | node_lease.LeaderMoved | StoreRequest]:
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
@@ -171,55 +199,66 @@ class Client:
             self._inbox.clear()
         return items
 
-    def _step(self, event: participant.Event) -> None:
+    def _step(self, event: node.Event) -> None:
         for command in self._node.step(event, time.monotonic()):
             match command:
-                case participant.Send(message):
+                case node.Send(message):
                     self._send(message)
-                case session.Connect():
+                case node_lease.Connect():
                     self._connect()
-                case session.HangUp():
+                case node_lease.HangUp():
                     self._close()
                     self.reach.lost(time.monotonic())
-                case session.SetLease(until):
+                case node_lease.SetLease(until):
                     self._set_lease(until)
+                case node_lease.Locate():
+                    self._locator.locate(self._node.term, self._leader_moved)
                 case _:
                     self._deliver(command)
 
+    def _leader_moved(self) -> None:
+        """In the locator's thread."""
+        self._put(node_lease.LeaderMoved())
+
     def _connect(self) -> None:
+        target = None
         try:
-            self._sock, self._frames = self._dial.connect()
-        except (OSError, TurnedAway) as error:
-            self._cannot_connect(error)
+            target = self._locator.target()
+            self._sock, self._frames, welcome = target.connect(self._node.term)
+        except (OSError, HoldfastError) as error:
+            self._cannot_connect(target, error)
             return
+        self._target = target
         self._say(self.reach.reached())
-        self._step(session.Connected())
+        self._step(node.Welcomed(welcome.term, welcome.last_round))
         with self._lock:
             unanswered = [answer.request for answer in self._answers.values()]
         for request in unanswered:
             self._send(request)
 
-    def _cannot_connect(self, error: OSError | TurnedAway) -> None:
-        was_refused = isinstance(error, ConnectionRefusedError)
-        self._say(self.reach.failed(_obstacle(error), _words(error, self._dial.host), time.monotonic()))
-        # Before anything that takes time: a refusal extends the lease.
-        self._step(session.ConnectFailed(was_refused, random.random()))
-        if was_refused:
-            self._let_somebody_listen()
+    def _cannot_connect(self, target: Target | None, error: OSError | HoldfastError) -> None:
+        is_refused = target is not None and isinstance(error, ConnectionRefusedError)
+        # Another coordinator's refusal says nothing about the one that this node was connected to.
+        was_ours = self._target is None or (target is not None and target.address == self._target.address)
+        self._say(self.reach.failed(_obstacle(error), _words(error, target), time.monotonic()))
+        # Before anything that takes time: a refusal may extend the lease.
+        self._step(node_lease.ConnectFailed(is_refused and was_ours, random.random()))
+        if is_refused and target is not None:
+            self._let_one_listen(target)
 
-    def _let_somebody_listen(self) -> None:
+    def _let_one_listen(self, target: Target) -> None:
         try:
-            self._when_refused()
+            self._locator.refused(target)
         except HoldfastError as error:
             self._say(self.reach.failed(Obstacle.CANNOT_HOST, str(error), time.monotonic()))
 
-    def _say(self, word: reach.Say | reach.GiveUp | None) -> None:
-        if isinstance(word, reach.GiveUp):
+    def _say(self, word: reachability.Say | reachability.GiveUp | None) -> None:
+        if isinstance(word, reachability.GiveUp):
             raise RendezvousConnectionError(word.text)
         if word is not None:
             logger.warning("%s", word.text)
 
-    def _send(self, message: messages.ToCoordinator) -> None:
+    def _send(self, message: protocol.ToCoordinator) -> None:
         if self._sock is not None:
             self._outgoing += encode(message)
             self._flush()
@@ -254,7 +293,7 @@ class Client:
             try:
                 self._take_messages(self._frames)
             except Malformed as error:
-                logger.warning("the coordinator at %s sent junk: %s", self._dial.endpoint, error)
+                logger.warning("the coordinator at %s sent junk: %s", self._target and self._target.endpoint, error)
                 self._lose_connection()
                 return
 
@@ -266,12 +305,12 @@ class Client:
                 if answer is not None:
                     answer.give(message)
             else:
-                self._step(participant.MessageCame(cast(messages.FromCoordinator, message)))
+                self._step(node.Received(cast(protocol.FromCoordinator, message)))
 
     def _lose_connection(self) -> None:
         self._close()
         self.reach.lost(time.monotonic())
-        self._step(session.Disconnected(random.random()))
+        self._step(node_lease.Disconnected(random.random()))
 
     def _close(self) -> None:
         if self._sock is not None:
@@ -307,13 +346,15 @@ def _would_block(error: OSError) -> bool:
     return type(error).__name__ in ("SSLWantReadError", "SSLWantWriteError")
 
 
-def _obstacle(error: OSError | TurnedAway) -> Obstacle:
+def _obstacle(error: OSError | HoldfastError) -> Obstacle:
     match error:
         case Silent():
             return Obstacle.SILENT
         case TlsRefused():
             return Obstacle.TLS_REFUSED
-        case TurnedAway():
+        case RendezvousConnectionError():
+            return Obstacle.UNREACHABLE
+        case HoldfastError():
             return Obstacle.TURNED_AWAY
         case socket.gaierror():
             return Obstacle.NAME_UNKNOWN
@@ -322,7 +363,7 @@ def _obstacle(error: OSError | TurnedAway) -> Obstacle:
     return Obstacle.UNREACHABLE
 
 
-def _words(error: OSError | TurnedAway, host: str) -> str:
-    if isinstance(error, socket.gaierror):
-        return endpoints.unresolved(host, error)
+def _words(error: OSError | HoldfastError, target: Target | None) -> str:
+    if isinstance(error, socket.gaierror) and target is not None:
+        return endpoints.unresolved(target.host, error)
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

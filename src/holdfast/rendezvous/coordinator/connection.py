@@ -4,9 +4,9 @@ A client that sends junk, sends too much, sends nothing, or does not read what i
 nothing else:
 
 * a stranger has `_HANDSHAKE_TIMEOUT_S` to prove itself and may send a few kilobytes until then,
-* whoever does not read its answers is not read from either, and is cut off if what it is told nevertheless (that its
-  round is stopped, say) piles up,
-* whoever is not heard of for a long time is cut off by the coordinator's `sweep`; honest agents send heartbeats.
+* a client that does not read its answers is not read from either, and is cut off if what it is sent nevertheless (that
+  its round is stopped, say) piles up,
+* a client that is not heard of for a long time is cut off by the coordinator's sweep; agents send heartbeats.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import logging
 import os
 import socket
 import ssl
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import msgspec
-
-from holdfast.rendezvous import messages
 from holdfast.rendezvous.endpoints import endpoint_text
-from holdfast.rendezvous.messages import PROTOCOL_VERSION, Frames, Malformed, encode
+from holdfast.rendezvous.membership import frames, protocol
+from holdfast.rendezvous.membership.frames import Frames, Malformed, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from holdfast.rendezvous.tls import ReloadingTls
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +39,25 @@ _TLS_HELLO = b"\x16\x03"
 class Run(Protocol):
     """The run that a client takes part in."""
 
-    def take(self, connection: Connection, message: messages.ToCoordinator) -> None: ...
+    def take(self, connection: Connection, message: protocol.ToCoordinator) -> None: ...
 
     def detach(self, connection: Connection) -> None: ...
 
 
-class House(Protocol):
-    """Where the client came in."""
+class Server(Protocol):
+    """The coordinator, as a connection sees it."""
 
     token: bytes | None
-    tls: ssl.SSLContext | None
+    tls: ReloadingTls | None
 
-    def enter(self, connection: Connection, run_id: str) -> Run: ...
+    def may_serve(self) -> bool:
+        """Whether this coordinator may still say anything. Asked before every answer."""
+
+    def rejection_of(self, run_id: str) -> str:
+        """Why the run cannot be served here; or nothing."""
+
+    def enter(self, connection: Connection, hello: protocol.Hello, welcome: Callable[[int, int], None]) -> Run:
+        """The client has proved itself. `welcome` is called with the term and the last round of its run."""
 
     def complain(self, about: str, problem: str) -> None: ...
 
@@ -62,17 +69,17 @@ class House(Protocol):
 class Connection(asyncio.Protocol):
     """`key` is the node that speaks here, once it has said so; `number` counts connections as they were accepted."""
 
-    def __init__(self, house: House, number: int) -> None:
+    def __init__(self, server: Server, number: int) -> None:
         self.number = number
         self.name = f"connection {number}"
         self.key = ""
         self.heard_at = 0.0
         self.peer = "a client"
-        self._house = house
+        self._server = server
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._frames = Frames(messages.Handshake, messages.MAX_HANDSHAKE_BYTES)
-        self._nonce = os.urandom(messages.NONCE_BYTES)
+        self._frames = Frames(frames.MAX_HANDSHAKE_BYTES)
+        self._nonce = os.urandom(protocol.NONCE_BYTES)
         self._run: Run | None = None
         self._is_closing = False
         self._is_congested = False
@@ -88,16 +95,16 @@ class Connection(asyncio.Protocol):
         self.peer = _peer_of(transport)
         self.heard_at = self._loop.time()
         _send_at_once(transport)
-        self._house.came(self)
+        self._server.came(self)
         self._timer = self._loop.call_later(_HANDSHAKE_TIMEOUT_S, self._too_slow)
-        if self._house.tls is None:
+        if self._server.tls is None:
             self._greet()
         else:
             transport.pause_reading()
-            self._task = self._loop.create_task(self._secure(transport, self._house.tls))
+            self._task = self._loop.create_task(self._secure(transport, self._server.tls.context()))
 
     def data_received(self, data: bytes) -> None:
-        if not self._has_spoken and self._house.tls is None and data.startswith(_TLS_HELLO):
+        if not self._has_spoken and self._server.tls is None and data.startswith(_TLS_HELLO):
             self._refuse("speaks TLS, this coordinator does not")
             return
         self._has_spoken = True
@@ -108,6 +115,8 @@ class Connection(asyncio.Protocol):
         """Every message that has come, as long as the other side takes the answers."""
         try:
             while not self._is_closing and not self._is_congested and (message := self._frames.next()) is not None:
+                if not self._server.may_serve():
+                    return
                 self._take(message)
         except Malformed as error:
             self._refuse(f"sent junk: {error}")
@@ -120,7 +129,7 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         run, self._run = self._run, None
-        self._house.gone(self)
+        self._server.gone(self)
         if run is not None:
             run.detach(self)
 
@@ -155,45 +164,47 @@ class Connection(asyncio.Protocol):
             self._greet()
 
     def _greet(self) -> None:
-        self.send(messages.Challenge(PROTOCOL_VERSION, self._nonce, self._house.token is not None))
+        wants_token = self._server.token is not None
+        self.send(protocol.Challenge(protocol.MAJOR, self._nonce, wants_token, protocol.MINOR))
 
     def _take(self, message: object) -> None:
         self.heard_at = self._loop.time()
         if self._run is not None:
             self._run.take(self, message)  # type: ignore[arg-type]  # the decoder lets nothing else through
-        elif isinstance(message, messages.Hello):
+        elif isinstance(message, protocol.Hello):
             self._meet(message)
         else:
             self._refuse(f"sent {type(message).__name__} where a hello was expected")
 
-    def _meet(self, hello: messages.Hello) -> None:
-        token = self._house.token
-        problem = objection(hello, token, self._nonce)
+    def _meet(self, hello: protocol.Hello) -> None:
+        token = self._server.token
+        problem = rejection_of(hello, token, self._nonce) or self._server.rejection_of(hello.run_id)
         if problem:
-            self.send(messages.Denied(problem))
+            self.send(protocol.Denied(problem))
             self._refuse(f"is turned away: {problem}")
             return
         if self._timer is not None:
             self._timer.cancel()
-        proof = b"" if token is None else messages.prove(token, b"coordinator", hello.run_id, hello.nonce, self._nonce)
-        self.send(messages.Welcome(proof))
-        self._frames.expect(messages.ToCoordinator)
-        self._run = self._house.enter(self, hello.run_id)
+        proof = b"" if token is None else frames.prove(token, b"coordinator", hello.run_id, hello.nonce, self._nonce)
+        self._frames.expect(frames.UPWARD)
+        self._run = self._server.enter(
+            self, hello, lambda term, last_round: self.send(protocol.Welcome(proof, term, last_round))
+        )
 
     def _too_slow(self) -> None:
-        wants = " (this coordinator speaks TLS)" if self._house.tls is not None else ""
+        wants = " (this coordinator speaks TLS)" if self._server.tls is not None else ""
         is_silent = not self._has_spoken
         said = f"said nothing for {_HANDSHAKE_TIMEOUT_S:g} s{wants}" if is_silent else "was too slow to say hello"
         self._refuse(said)
 
     def _refuse(self, problem: str) -> None:
         if not self._is_closing:
-            self._house.complain(self.peer, problem)
+            self._server.complain(self.peer, problem)
             self.close()
 
     # The way out.
 
-    def send(self, message: msgspec.Struct) -> None:
+    def send(self, message: Any) -> None:
         self.send_frame(encode(message))
 
     def send_frame(self, frame: bytes) -> None:
@@ -202,7 +213,7 @@ class Connection(asyncio.Protocol):
             return
         transport.write(frame)
         if transport.get_write_buffer_size() > _UNREAD_LIMIT_BYTES:
-            self._house.complain(self.peer, "does not read what it is sent, and is cut off")
+            self._server.complain(self.peer, "does not read what it is sent, and is cut off")
             self.abort()
 
     def close(self) -> None:
@@ -221,18 +232,18 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
 
-def objection(hello: messages.Hello, token: bytes | None, nonce: bytes) -> str:
-    """Why whoever says this hello, after it was sent this nonce, is not let in; or nothing."""
-    if hello.version != PROTOCOL_VERSION:
-        return f"it speaks version {hello.version} of the protocol, this coordinator speaks {PROTOCOL_VERSION}"
+def rejection_of(hello: protocol.Hello, token: bytes | None, nonce: bytes) -> str:
+    """Why a client that says this hello, after it was sent this nonce, is not let in; or nothing."""
+    if hello.version != protocol.MAJOR:
+        return f"it speaks version {hello.version} of the protocol, this coordinator speaks {protocol.MAJOR}"
     if not hello.run_id or len(hello.run_id) > _RUN_ID_LIMIT:
         return f"a run id has 1 to {_RUN_ID_LIMIT} characters, not {len(hello.run_id)}"
     if token is None:
         return "it brings a token, but this coordinator was started without one" if hello.proof else ""
     if not hello.proof:
         return "this coordinator wants a token, and it brings none"
-    expected = messages.prove(token, b"agent", hello.run_id, nonce, hello.nonce)
-    return "" if messages.is_proof(hello.proof, expected) else "its token is not the one of this coordinator"
+    expected = frames.prove(token, b"agent", hello.run_id, nonce, hello.nonce)
+    return "" if frames.is_proof(hello.proof, expected) else "its token is not the one of this coordinator"
 
 
 def _send_at_once(transport: asyncio.Transport) -> None:

@@ -1,14 +1,15 @@
-"""The coordinator: an asyncio server around `membership`, and around the key-value store, of many runs.
+"""The coordinator: an asyncio server around the machine and the key-value store of each of its runs.
 
-It contains no policy. Messages, closed connections and deadlines become events of a run's machine; the machine's
-commands become messages. What a run must not forget is written to a small file before anybody is told of it
-(`statefiles`), so a coordinator that is killed and started again goes on where it was.
+It contains no policy. Messages, closed connections and deadlines go to the machine of a run (`membership.run`), and its
+commands become messages. What a run must not forget is written down (`Keeper`) before anything that follows from it is
+told, so a coordinator that is killed and started again goes on where it was.
 
-A connection belongs to one incarnation of one node; if the node connects anew, the older connection is closed and
-what still comes from it is dropped. What a client can do to the others, nothing, is the matter of `connections`.
+A connection belongs to one incarnation of one node; if the node connects anew, the older connection is closed and what
+still comes from it is dropped. `connection` sees to it that a client costs nothing but its own connection.
 
-The process ends by itself when its last run is over and everybody has heard, or when nobody has been there for
-`idle_timeout_s`. A run that everybody has left is over, too.
+The process ends by itself when its last run is over and all nodes have heard of it, or when it has had no run for
+`idle_timeout_s`. A run that all nodes have left is over, too. A coordinator that may not serve any longer (`resign`, on
+etcd) says so to its nodes and ends.
 """
 
 from __future__ import annotations
@@ -17,42 +18,68 @@ import asyncio
 import errno
 import itertools
 import logging
+import os
 import socket
-import ssl
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import assert_never
+from typing import Protocol, assert_never
 
-from holdfast.rendezvous import messages, statefiles, vocabulary
-from holdfast.rendezvous.connections import Complaints, Connection
-from holdfast.rendezvous.hosting import PortTaken
-from holdfast.rendezvous.keyvalues import Answers, KeyValues
-from holdfast.rendezvous.legacy_membership import Membership
-from holdfast.rendezvous.messages import encode
-from holdfast.rendezvous.statefiles import StateFiles
-from holdfast.rendezvous.world import NodeFacts
+from holdfast.rendezvous.coordinator.connection import Complaints, Connection
+from holdfast.rendezvous.coordinator.kv_store import Answers, KeyValues
+from holdfast.rendezvous.coordinator.launch import PortTaken
+from holdfast.rendezvous.membership import model, protocol
+from holdfast.rendezvous.membership.frames import encode
+from holdfast.rendezvous.membership.model import Memory, NodeFacts
+from holdfast.rendezvous.membership.protocol import Expel, ForgetRun, From, Remember, Tell
+from holdfast.rendezvous.membership.run import Membership
+from holdfast.rendezvous.tls import ReloadingTls
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
 _SWEEP_EVERY_S = 15.0
-_SILENCE_S = 60.0  # Whoever is connected and says nothing for that long is gone; agents send heartbeats.
+_SILENCE_S = 60.0  # A client that says nothing for so long is gone; agents send heartbeats.
 _DESERTED_S = 60.0
 _GOODBYE_S = 2.0
+_REMEMBERED_CONNECTIONS = 4096  # Of nodes that are not connected now.
 
 
-class RunHost:
+class Keeper(Protocol):
+    """Keeps what a coordinator must not forget."""
+
+    extra_wait_s: float
+    """For how long after its start another coordinator may still be in office."""
+
+    def may_serve(self) -> bool: ...
+
+    def recall(self, run_id: str) -> tuple[Memory | None, int | None]:
+        """What is known of the run, and the term of this coordinator, if it has been given one."""
+
+    def remember(self, run_id: str, memory: Memory, then: Callable[[], None]) -> None:
+        """Write it down, and call `then` when that is done."""
+
+    def raise_term(self, heard: int, then: Callable[[int], None]) -> None:
+        """A node knows of a coordinator of that term. `then` is called with a higher one for this coordinator."""
+
+    def forget(self, run_id: str) -> None: ...
+
+
+class Run:
     """One run: its machine, its store, and the connections of its nodes."""
 
     def __init__(self, run_id: str, owner: Coordinator) -> None:
         self.run_id = run_id
         self._owner = owner
+        self._keeper = owner.keeper
         self._loop = asyncio.get_running_loop()
-        self._machine = Membership(self._loop.time(), owner.files.recall(run_id))
-        self._store = KeyValues()
-        self._clients: dict[str, Connection] = {}  # Everybody, by the connection's name.
-        self._connections: dict[str, Connection] = {}  # Nodes, by their keys.
-        self._newest: dict[str, int] = {}  # The number of the connection on which each node spoke last.
+        memory, term = self._keeper.recall(run_id)
+        self._machine = Membership(self._loop.time(), memory, term=term, extra_wait_s=self._keeper.extra_wait_s)
+        self._store = KeyValues(os.urandom(8))
+        self._clients: dict[str, Connection] = {}  # All, by the connection's name.
+        self._connections: dict[str, Connection] = {}  # Those of nodes, by their keys.
+        self._newest: OrderedDict[str, int] = OrderedDict()  # The connection on which each node spoke last.
+        self._commands: deque[protocol.Command] = deque()
+        self._is_writing = False
         self._timer: asyncio.TimerHandle | None = None
         self._deserted_timer: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -63,23 +90,25 @@ class RunHost:
         return max(_SILENCE_S, 3 * settings.lease_s if settings else 0.0)
 
     @property
-    def is_blank(self) -> bool:
-        """Whether nothing would be lost if it were forgotten."""
-        machine = self._machine
-        return machine.round == 0 and machine.outcome is None and not machine.node_count and self._store.is_empty
-
-    @property
     def ending(self) -> str:
         outcome = self._machine.outcome
-        return outcome.reason if outcome else "nobody is there any more"
+        return outcome.reason if outcome else "no node is there any more"
 
     # Connections.
 
-    def attach(self, connection: Connection) -> None:
+    def attach(self, connection: Connection, heard_term: int, welcome: Callable[[int, int], None]) -> None:
         self._clients[connection.name] = connection
         if self._deserted_timer is not None:
             self._deserted_timer.cancel()
             self._deserted_timer = None
+        if heard_term > self._machine.term:
+            self._keeper.raise_term(heard_term, lambda term: self._welcome_with(term, welcome))
+        else:
+            welcome(self._machine.term, self._machine.round)
+
+    def _welcome_with(self, term: int, welcome: Callable[[int, int], None]) -> None:
+        self._machine.raise_term(term - 1)
+        welcome(self._machine.term, self._machine.round)
 
     def detach(self, connection: Connection) -> None:
         if self._is_closed:
@@ -88,50 +117,36 @@ class RunHost:
         self._store.drop_client(connection.name)
         if self._connections.get(connection.key) is connection:
             del self._connections[connection.key]
-            self.feed(vocabulary.ConnectionClosed(connection.key))
+            self.feed(protocol.ConnectionClosed(connection.key))
         if not self._clients and not self._is_closed:
             self._be_deserted()
 
     def _be_deserted(self) -> None:
-        """Members may return for a while; after that there is nobody whom the run could matter to."""
-        if self.is_blank:
+        """Members may return for a while; after that no node is left to whom the run could matter."""
+        if self._machine.is_blank and self._store.is_empty:
             self._owner.drop(self)
             return
         after_s = max(self._owner.deserted_s, self.silence_s)
         self._deserted_timer = self._loop.call_later(after_s, self._owner.forget, self)
 
-    def take(self, connection: Connection, message: messages.ToCoordinator) -> None:
-        """A message from a client. Before it has joined or returned it is nobody, and may only use the store."""
-        key = connection.key
+    def take(self, connection: Connection, message: protocol.ToCoordinator) -> None:
+        """A message from a client. One that has not joined or returned may use the store and close the run."""
         match message:
-            case messages.Heartbeat(number):
-                connection.send(messages.HeartbeatAnswer(number))
-                if key:
-                    self.feed(vocabulary.NodeHeard(key))
-            case messages.StoreRequest():
+            case protocol.StoreRequest():
                 self._answer(self._store.handle(connection.name, message, self._loop.time()))
                 self._arm()
-            case messages.Join(facts, settings, last_round, replaces, failure, used):
+            case protocol.Heartbeat(number):
+                connection.send(protocol.HeartbeatAnswer(number))
+                if connection.key:
+                    self.feed(From(connection.key, message))
+            case protocol.Join(facts) | protocol.Return(facts):
                 if self._identify(connection, facts):
-                    self.feed(vocabulary.NodeJoined(facts, settings, last_round, replaces, failure, used))
-            case messages.Return(facts, settings, place, stage):
-                if self._identify(connection, facts):
-                    self.feed(vocabulary.NodeReturned(facts, settings, place, stage))
-            case messages.Failed(round, failure):
-                self.feed(vocabulary.WorkersFailed(key, round, failure))
-            case messages.Succeeded(round):
-                self.feed(vocabulary.WorkersSucceeded(key, round))
-            case messages.Leaving():
-                self.feed(vocabulary.NodeLeaving(key))
-            case messages.Left():
-                self.feed(vocabulary.NodeLeft(key))
-            case messages.Close(reason):
-                self.feed(vocabulary.CloseRequested(reason))
+                    self.feed(From(facts.key, message))
             case _:
-                assert_never(message)
+                self.feed(From(connection.key, message))
 
     def _identify(self, connection: Connection, facts: NodeFacts) -> bool:
-        """Who speaks here; False if the node has spoken on a newer connection, and this is what it had said before.
+        """Which node speaks here; False if it has spoken on a newer connection, and this is what it had said before.
 
         1. The network swallows a node's join; the node hangs up and joins on a new connection,
         2. it is sealed into a world and starts its workers,
@@ -142,6 +157,9 @@ class RunHost:
             connection.close()
             return False
         self._newest[facts.node_id] = connection.number
+        self._newest.move_to_end(facts.node_id)
+        if len(self._newest) > len(self._connections) + _REMEMBERED_CONNECTIONS:
+            self._newest.popitem(last=False)
         if connection.key and connection.key != key and self._connections.get(connection.key) is connection:
             del self._connections[connection.key]  # The same agent, as its next incarnation.
         older = self._connections.get(key)
@@ -154,54 +172,68 @@ class RunHost:
 
     # The machine.
 
-    def feed(self, event: vocabulary.Event) -> None:
-        if self._is_closed:
+    def feed(self, event: protocol.Event) -> None:
+        if self._is_closed or not self._keeper.may_serve():
             return
+        is_heartbeat = isinstance(event, From) and isinstance(event.message, protocol.Heartbeat)
         try:
-            for command in self._machine.step(event, self._loop.time()):
-                self._execute(command)
+            self._commands += self._machine.step(event, self._loop.time())
+            self._execute_all()
         finally:
-            if not isinstance(event, vocabulary.NodeHeard):  # It only puts deadlines off.
+            if not is_heartbeat:  # It only puts deadlines off.
                 self._arm()
 
-    def _execute(self, command: vocabulary.Command) -> None:
+    def _execute_all(self) -> None:
+        """Commands that follow a `Remember` wait until it is written down."""
+        while self._commands and not self._is_writing and not self._is_closed:
+            self._execute(self._commands.popleft())
+
+    def _execute(self, command: protocol.Command) -> None:
         match command:
-            case vocabulary.SealWorld(world):
-                logger.info("run %r: round %d sealed with %d nodes", self.run_id, world.round, len(world.members))
-                for key, place in zip(world.keys, world.places(), strict=True):
-                    self._send([key], messages.Sealed(key, place))
-            case vocabulary.TellPlace(key, place):
-                self._send([key], messages.Sealed(key, place))
-            case vocabulary.StopRound(keys, round, reason, is_hang):
-                logger.info("run %r: round %d is stopped: %s", self.run_id, round, reason)
-                self._send(keys, messages.Stop(round, reason, is_hang))
-            case vocabulary.Refuse(key, reason):
-                logger.info("run %r: %s is refused: %s", self.run_id, key, reason)
-                self._send([key], messages.Refused(reason))
-            case vocabulary.Expel(key, reason):
+            case Tell(keys, message):
+                self._log(keys, message)
+                self._send(keys, message)
+            case Remember(memory):
+                self._is_writing = True
+                self._keeper.remember(self.run_id, memory, self._written)
+            case Expel(key, reason):
                 logger.info("run %r: %s is out: %s", self.run_id, key, reason)
-                self._send([key], messages.Expelled(reason))
-            case vocabulary.TellOutcome(keys, outcome):
-                self._send(keys, messages.Ended(outcome))
-            case vocabulary.ShowProgress(keys, joined, wanted, max_nodes, seconds_left):
-                self._send(keys, messages.Progress(joined, wanted, max_nodes, seconds_left))
-            case vocabulary.Announce(keys, text):
-                whom = f"{keys[0]} is" if len(keys) == 1 else f"{len(keys)} nodes are"
-                logger.info("run %r: %s told: %s", self.run_id, whom, text)
-                self._send(keys, messages.Notice(text))
-            case vocabulary.Remember(memory):
-                self._owner.files.remember(self.run_id, memory)
-            case vocabulary.ForgetRun():
+                self._expel(key, reason)
+            case ForgetRun():
                 self._owner.forget(self)
             case _:
                 assert_never(command)
 
-    def _send(self, keys: Iterable[str], message: messages.FromCoordinator) -> None:
+    def _written(self) -> None:
+        self._is_writing = False
+        self._execute_all()
+
+    def _log(self, keys: tuple[str, ...], message: model.Push) -> None:
+        whom = keys[0] if len(keys) == 1 else f"{len(keys)} nodes"
+        match message:
+            case model.Sealed(_, place) if place.rank == 0:
+                logger.info("run %r: round %d begins with %d nodes", self.run_id, place.round, place.node_count)
+            case model.Stop(round, reason):
+                logger.info("run %r: round %d is stopped: %s", self.run_id, round, reason)
+            case model.Refused(reason):
+                logger.info("run %r: %s is refused: %s", self.run_id, whom, reason)
+            case model.Notice(text) | model.StandBy(_, text):
+                logger.info("run %r: to %s: %s", self.run_id, whom, text)
+
+    def _send(self, keys: Iterable[str], message: model.Push) -> None:
         frame = encode(message)
         for key in keys:
             connection = self._connections.get(key)
             if connection is not None:
                 connection.send_frame(frame)
+
+    def _expel(self, key: str, reason: str) -> None:
+        """No heartbeat of it is answered any more."""
+        self._send([key], model.Expelled(reason))
+        connection = self._connections.pop(key, None)
+        if connection is not None:
+            connection.key = ""
+            connection.close()
 
     def _answer(self, answers: Answers) -> None:
         for client, answer in answers:
@@ -225,8 +257,9 @@ class RunHost:
 
     def _time_passed(self) -> None:
         self._timer = None
-        self._answer(self._store.expire(self._loop.time()))
-        self.feed(vocabulary.TimePassed())
+        if self._keeper.may_serve():
+            self._answer(self._store.expire(self._loop.time()))
+            self.feed(protocol.TimePassed())
 
     def close(self) -> None:
         self._is_closed = True
@@ -243,22 +276,26 @@ class Coordinator:
     def __init__(
         self,
         sock: socket.socket,
+        keeper: Keeper,
         *,
         token: bytes | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: ReloadingTls | None = None,
         idle_timeout_s: float | None = 60.0,
-        state_directory: Path | None = None,
+        only_run: str | None = None,
     ) -> None:
-        """The socket need not listen yet. With no `idle_timeout_s` it serves until it is stopped."""
+        """The socket need not listen yet. With no `idle_timeout_s` it serves until it is stopped. With `only_run` it
+        turns away nodes of other runs."""
+        self.keeper = keeper
         self.token = token
         self.tls = tls
-        self.files = StateFiles(state_directory or statefiles.default_directory(), sock.getsockname()[1])
         self._sock = sock
         self._idle_timeout_s = idle_timeout_s
-        self._runs: dict[str, RunHost] = {}
-        self._connections: dict[str, tuple[Connection, RunHost | None]] = {}
+        self._only_run = only_run
+        self._runs: dict[str, Run] = {}
+        self._connections: dict[str, tuple[Connection, Run | None]] = {}
         self._numbers = itertools.count(1)
         self._over = asyncio.Event()
+        self._server: asyncio.Server | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._complaints = Complaints(logger.warning)
 
@@ -267,9 +304,9 @@ class Coordinator:
         return self._idle_timeout_s or _DESERTED_S
 
     async def serve(self, when_ready: Callable[[], None] = lambda: None) -> None:
-        """Raises PortTaken if somebody else began to listen since the socket was bound."""
+        """Raises PortTaken if another process began to listen since the socket was bound."""
         loop = asyncio.get_running_loop()
-        server = await self._listen()
+        self._server = await self._listen()
         sweeping = loop.create_task(self._sweep())
         self._watch_idleness()
         when_ready()
@@ -277,7 +314,7 @@ class Coordinator:
             await self._over.wait()
         finally:
             sweeping.cancel()
-            server.close()
+            self._server.close()
             await self._hang_up()
 
     async def _listen(self) -> asyncio.Server:
@@ -292,8 +329,18 @@ class Coordinator:
     def stop(self) -> None:
         self._over.set()
 
+    def resign(self, reason: str) -> None:
+        """Another coordinator may be in office soon: stop listening, tell the nodes, hang up, end."""
+        logger.warning("this coordinator steps down: %s", reason)
+        if self._server is not None:
+            self._server.close()
+        for connection, run in list(self._connections.values()):
+            if run is not None:
+                connection.send(model.Resigned())
+        self._over.set()
+
     async def _hang_up(self) -> None:
-        """Close every connection; what is on its way to somebody who reads arrives."""
+        """Close every connection; what is on its way to a client that reads arrives."""
         for run in list(self._runs.values()):
             run.close()
         for connection, _ in list(self._connections.values()):
@@ -303,6 +350,9 @@ class Coordinator:
             await asyncio.sleep(0.01)
 
     # What connections need.
+
+    def may_serve(self) -> bool:
+        return self.keeper.may_serve()
 
     def _connect(self) -> Connection:
         return Connection(self, next(self._numbers))
@@ -316,17 +366,22 @@ class Coordinator:
     def complain(self, about: str, problem: str) -> None:
         self._complaints.add(about, problem, asyncio.get_running_loop().time())
 
-    def enter(self, connection: Connection, run_id: str) -> RunHost:
-        run = self._runs.get(run_id)
+    def rejection_of(self, run_id: str) -> str:
+        if self._only_run is None or run_id == self._only_run:
+            return ""
+        return f"this coordinator is for the run {self._only_run!r} alone"
+
+    def enter(self, connection: Connection, hello: protocol.Hello, welcome: Callable[[int, int], None]) -> Run:
+        run = self._runs.get(hello.run_id)
         if run is None:
-            run = self._runs[run_id] = RunHost(run_id, self)
+            run = self._runs[hello.run_id] = Run(hello.run_id, self)
             self._watch_idleness()
         self._connections[connection.name] = (connection, run)
-        run.attach(connection)
+        run.attach(connection, hello.term, welcome)
         return run
 
     async def _sweep(self) -> None:
-        """Cut off whoever was connected and has fallen silent; its machine may be gone without a word."""
+        """Cut off clients that have fallen silent; their machine may be gone without a word."""
         while True:
             await asyncio.sleep(_SWEEP_EVERY_S)
             now = asyncio.get_running_loop().time()
@@ -337,17 +392,17 @@ class Coordinator:
 
     # Runs.
 
-    def drop(self, run: RunHost) -> None:
-        """Somebody looked in, and nothing came of it."""
+    def drop(self, run: Run) -> None:
+        """A client looked in, and nothing came of it."""
         if self._runs.get(run.run_id) is run:
             del self._runs[run.run_id]
         run.close()
         self._watch_idleness()
 
-    def forget(self, run: RunHost) -> None:
+    def forget(self, run: Run) -> None:
         """The run is over. Unless it serves until it is stopped, the coordinator ends with its last run."""
         logger.info("run %r is over: %s", run.run_id, run.ending)
-        self.files.forget(run.run_id)
+        self.keeper.forget(run.run_id)
         self.drop(run)
         if not self._runs and self._idle_timeout_s is not None:
             self._over.set()

@@ -91,7 +91,7 @@ def named(names: list[str]) -> str:
 def arrange(previous: Mapping[str, int], candidates: Iterable[NodeFacts], max_nodes: int) -> tuple[NodeFacts, ...]:
     """The members of the next round, in rank order.
 
-    `previous` are the ranks of the last world by key, `candidates` the nodes that are there, in order of arrival.
+    `previous` are the ranks that keys had in the last world, `candidates` the present nodes, in order of arrival.
     If there are more candidates than places, survivors come first, then the nodes that waited longest. Requested ranks
     are honoured. Survivors keep their order, newcomers fill the holes that lost nodes left, the rest is appended.
     """

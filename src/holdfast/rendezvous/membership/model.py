@@ -68,6 +68,7 @@ class Settings:
     lease_s: float = 5.0
     drop_timeout_s: float = 2.0
     close_linger_s: float = 10.0
+    leader_lease_s: float = 0.0  # On etcd: for how long a coordinator may stay in office without a renewal.
     admit: Admit = Admit.NOW
     policy: RestartPolicy = field(default_factory=RestartPolicy)
 
@@ -272,7 +273,7 @@ class Memory:
 
     `term` is that of the coordinator that wrote it, `round_term` of the one that sealed the last round. `last_round` is
     0 if no round was ever sealed; `members` are the keys of its members, or empty if they are too many to write down.
-    `is_over`: all of them had stopped, and the round was judged; `members` are those that were still there.
+    `is_round_over`: all of them had stopped, and the round was judged; `members` are those that were still there.
     `restart_ages_s` says how long ago the charged restarts happened that the policy's window may still count, as no
     clock crosses hosts. `settings` are those that the first node fixed.
     """
@@ -281,7 +282,7 @@ class Memory:
     round_term: int = 0
     last_round: int = 0
     members: tuple[str, ...] = ()
-    is_over: bool = False
+    is_round_over: bool = False
     restarts_used: int = 0
     restart_ages_s: tuple[float, ...] = ()
     settings: Settings | None = None

@@ -212,7 +212,10 @@ class Participant:
                     commands.append(Send(Heartbeat(number)))
                 case node_lease.LosePlace():
                     commands += self._lose_place("the coordinator was out of reach for too long", now)
-                case node_lease.Connect() | node_lease.SetLease() | node_lease.HangUp() | node_lease.Locate():
+                case node_lease.Locate():
+                    if self.standing is not Standing.DONE and not self._has_left:
+                        commands.append(command)
+                case node_lease.Connect() | node_lease.SetLease() | node_lease.HangUp():
                     commands.append(command)
                 case _:
                     assert_never(command)

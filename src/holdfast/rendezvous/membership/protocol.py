@@ -47,9 +47,9 @@ NodeCount = Annotated[int, Meta(ge=1, le=MAX_NODES)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_NODES)]
 LocalSize = Annotated[int, Meta(ge=1, le=1 << 20)]
 Key = Annotated[str, Meta(max_length=MAX_NAME + 20)]
+ExitCodes = Annotated[frozenset[AnyInt], Meta(max_length=512)]
+Names = Annotated[frozenset[Annotated[str, Meta(max_length=256)]], Meta(max_length=256)]
 Bytes = Annotated[bytes, Meta(max_length=MAX_NAME)]
-Codes = Annotated[frozenset[AnyInt], Meta(max_length=1024)]
-Exceptions = Annotated[frozenset[Annotated[str, Meta(max_length=256)]], Meta(max_length=256)]
 
 # The limits of plain records when they cross the wire, by the names of their fields.
 _LIMITS: dict[type, dict[str, Any]] = {
@@ -72,16 +72,15 @@ _LIMITS: dict[type, dict[str, Any]] = {
         "lease_s": Annotated[float, Meta(ge=0.1, le=3600.0)],
         "drop_timeout_s": Annotated[float, Meta(ge=0.01, le=3600.0)],
         "close_linger_s": Annotated[float, Meta(ge=0.0, le=86400.0)],
+        "leader_lease_s": Annotated[float, Meta(ge=0.0, le=3600.0)],
     },
     RestartPolicy: {
         "max_restarts": Count,
         "window_s": Seconds | None,
         "backoff_s": Seconds,
         "backoff_cap_s": Seconds,
-        "fatal_exit_codes": Codes,
-        "fatal_exceptions": Exceptions,
-        "uncounted_exit_codes": Codes,
-        "uncounted_exceptions": Exceptions,
+        **dict.fromkeys(("fatal_exit_codes", "uncounted_exit_codes"), ExitCodes),
+        **dict.fromkeys(("fatal_exceptions", "uncounted_exceptions"), Names),
     },
     Failure: {"node": Name, "rank": AnyInt, "exitcode": AnyInt, "exception": Name, "text": Text},
     model.Outcome: {"reason": Text},
@@ -161,7 +160,8 @@ class StoreRequest(msgspec.Struct, frozen=True, tag=True):
     """`operation` is one of set, get, add, compare_set, wait, check, delete. `timeout_s` is for those that wait.
 
     `sender` and `number` together name the request: one that comes a second time, because the connection was lost
-    before the answer came, is answered again and not carried out again.
+    before the answer came, is answered again and not carried out again. `generation` is that of the store which the
+    client knows, empty if it knows none yet.
     """
 
     sender: Annotated[bytes, Meta(max_length=NONCE_BYTES)]
@@ -171,15 +171,21 @@ class StoreRequest(msgspec.Struct, frozen=True, tag=True):
     values: tuple[bytes, ...] = ()
     amount: int = 0
     timeout_s: Seconds = 0.0
+    generation: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
 
 
 class StoreAnswer(msgspec.Struct, frozen=True, tag=True):
-    """`problem` is empty when it went well, `timeout` when the time was up, else what is wrong."""
+    """`problem` is empty when it went well, `timeout` when the time was up (`values` then names some of the missing
+    keys), `generation` when the store is not the one that the client knows, else what is wrong.
+
+    `values` may be fewer than the keys of a `get`: those that fit, at least one. `generation` names the store.
+    """
 
     number: Count
     values: tuple[bytes, ...] = ()
     amount: int = 0
     problem: str = ""
+    generation: bytes = b""
 
 
 # From a node.

@@ -141,10 +141,11 @@ class Membership:
         self._budget = Budget(now, past.restarts_used, past.restart_ages_s)
         self._last_order = (past.round_term, past.last_round)
         self._last_members = past.members
-        self._is_last_over = past.is_over
+        self._is_last_over = past.is_round_over
         # What may still run of a round that this coordinator did not seal: members that are not back, by node id.
         self._awaited = {key.rpartition("/")[0] for key in past.members}
-        self._is_past_unknown = past.last_round > 0 and not past.members
+        # Too many to be written down, or what was written cannot be read.
+        self._is_past_unknown = memory is not None and not past.members
         self._extra_wait_s = extra_wait_s
         self._has_seen_no_round = True
         self._started_at = self._now = now
@@ -157,7 +158,7 @@ class Membership:
         self._is_stopped_for_failure = False
         self._failures: dict[str, Failure] = {}  # In the order in which they were reported, one for each node.
         self._departed: dict[str, str] = {}  # Members that went away, and how.
-        self._previous: dict[str, int] = {}  # The ranks of the last round.
+        self._previous = {key: rank for rank, key in enumerate(past.members)}  # The ranks of the last round.
         self._formation = Formation(now)
         self._refusal_told_at = -_REFUSALS_TOLD_EVERY_S + now
         self._forget_at: float | None = None
@@ -288,6 +289,8 @@ class Membership:
         name = join.facts.node_id
         if join.has_lost_place:
             return self._stop(f"{name} has lost its place", departed=join.facts)
+        if join.stop is not None and not join.stop.is_failure:
+            self._departed.setdefault("", join.stop.reason)  # What failed since then is put down to that.
         if self.phase is not Phase.RUNNING:
             return []
         if join.stop is None:
@@ -317,14 +320,11 @@ class Membership:
         knows_more = heard_round > self.round or (last is not None and last.order > self._last_order)
         if self._has_seen_no_round and knows_more:
             self._is_past_unknown = True
-        is_newest = last is not None and last.round >= self.round and self._may_adopt(last)
         self.round = max(self.round, heard_round, last.round if last is not None else 0)
-        if last is not None and self._has_seen_no_round and is_newest and last.round == self.round:
-            return self._adopt(last, now)
-        return []
-
-    def _may_adopt(self, place: Place) -> bool:
-        return place.order > self._last_order or (place.order == self._last_order and not self._is_last_over)
+        if last is None or not self._has_seen_no_round or last.round < self.round:
+            return []
+        is_over = last.order < self._last_order or (last.order == self._last_order and self._is_last_over)
+        return [] if is_over else self._adopt(last, now)
 
     def _adopt(self, place: Place, now: float) -> list[Command]:
         """Go on with a round that another coordinator sealed. Its members are unknown until they come back, which they
@@ -499,7 +499,7 @@ class Membership:
         self._enter(Phase.RUNNING)
         self._has_seen_no_round = False
         self.world, self.round = world, world.round
-        self._last_order, self._last_members, self._is_last_over = world.order, world.keys, False
+        self._last_order, self._is_last_over = world.order, False
         self._owing, self._unfinished = set(world.keys), set(world.keys)
         self._failures, self._departed = {}, {}
         self._formation.reset()
@@ -614,7 +614,7 @@ class Membership:
         assert self.settings is not None
         if not self._awaited and not self._is_past_unknown:
             return now
-        return self._started_at + self.settings.lease_s + self._extra_wait_s
+        return self._started_at + self.settings.lease_s + max(self._extra_wait_s, self.settings.leader_lease_s)
 
     def _ready(self, now: float) -> list[NodeFacts]:
         """The nodes that can be sealed into a world, in order of arrival."""
@@ -655,7 +655,7 @@ class Membership:
 
     def _is_below_max(self) -> bool:
         """Whether a node may yet come that was meant for this run: its last round had room for it."""
-        size = self.world.size if self.world is not None else len(self._last_members)
+        size = self.world.size if self.world is not None else len(self._previous)
         return self.settings is not None and 0 < size < self.settings.max_nodes
 
     def _maybe_forget(self, now: float) -> list[Command]:
@@ -670,8 +670,9 @@ class Membership:
         return [ForgetRun()] if (have_all_heard and not may_more_come) or now >= self._forget_at else []
 
     def _memory(self, now: float) -> Memory:
-        members = self._last_members if len(self._last_members) <= _MEMBERS_WRITTEN_DOWN else ()
-        if sum(len(key.encode()) for key in members) > _MEMBERS_WRITTEN_DOWN_BYTES:
+        members = self._last_members if self._is_last_over or self.world is None else self.world.keys
+        size_bytes = sum(len(key.encode()) for key in members)
+        if len(members) > _MEMBERS_WRITTEN_DOWN or size_bytes > _MEMBERS_WRITTEN_DOWN_BYTES:
             members = ()
         window_s = self.settings.policy.window_s if self.settings else None
         return Memory(
@@ -679,7 +680,7 @@ class Membership:
             round_term=self._last_order[0],
             last_round=self.round,
             members=members,
-            is_over=self._is_last_over,
+            is_round_over=self._is_last_over,
             restarts_used=self.restarts_used,
             restart_ages_s=self._budget.ages_s(window_s, now),
             settings=self.settings,

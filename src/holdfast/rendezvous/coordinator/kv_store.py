@@ -1,0 +1,258 @@
+"""The key-value store that a coordinator keeps for each run: the values, and who waits for which keys. Pure.
+
+Requests that wait are answered when their keys are there or their time is up, whichever comes first; the clock is
+the coordinator's. What a run stores, and what waits, is bounded, so that no client can fill the coordinator's memory.
+
+A client that lost its connection asks again what it got no answer to. The last answers to requests that change
+something are kept, so that a repetition gets the same answer and changes nothing.
+
+A request that waits is found under each of its keys and knows how many of them are missing, so a set or a delete
+costs one step for each request that waits for the key, and keys are never searched again.
+
+The store is lost with its coordinator. Its generation, a random name, is in every answer; a request that names another
+one was made by a client that counts on what is lost, and is refused.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from holdfast.rendezvous.membership.frames import MAX_MESSAGE_BYTES
+from holdfast.rendezvous.membership.protocol import StoreAnswer, StoreRequest
+
+MAX_STORED_BYTES = 64 << 20
+MAX_WAITING_BYTES = 32 << 20
+MAX_REMEMBERED_BYTES = 4 << 20
+
+# What an entry costs besides its key and value, a waiting request besides its keys, an answer besides its values. A
+# rough guess is enough.
+_ENTRY_BYTES = 200
+_WAITING_BYTES = 500
+_REMEMBERED_BYTES = 400
+# An answer has no more than this besides its values, and a request that sets one has more: what could be set can be
+# got.
+_ANSWER_BYTES = MAX_MESSAGE_BYTES - 96
+_MAX_NAMED = 17
+_INT_LIMIT = 1 << 63
+
+Answers = list[tuple[str, StoreAnswer]]
+
+_FULL = f"the store is full (at most {MAX_STORED_BYTES >> 20} MiB)"
+
+
+@dataclass(slots=True)
+class _Waiting:
+    client: str
+    request: StoreRequest
+    deadline: float
+    missing: int
+    cost_bytes: int
+
+
+class KeyValues:
+    """`handle` returns the answers that are due, each with the client it is for."""
+
+    def __init__(self, generation: bytes = b"") -> None:
+        self._generation = generation
+        self._values: dict[str, bytes] = {}
+        self._stored_bytes = 0
+        self._waiting: dict[int, _Waiting] = {}
+        self._waiting_bytes = 0
+        self._waiters_of: dict[str, set[int]] = {}
+        self._requests_of: dict[str, set[int]] = {}
+        # Deadlines of requests that wait, and of some that do not any more.
+        self._deadlines: list[tuple[float, int]] = []
+        self._ready: list[int] = []
+        self._count = 0
+        self._remembered: OrderedDict[tuple[bytes, int], StoreAnswer] = OrderedDict()
+        self._remembered_bytes = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._values and not self._waiting
+
+    def handle(self, client: str, request: StoreRequest, now: float) -> Answers:
+        if request.generation not in (b"", self._generation):
+            return [(client, self._answer(request, problem="generation"))]
+        name = (request.sender, request.number)
+        if name in self._remembered:
+            return [(client, self._remembered[name])]
+        match request.operation:
+            case "set" if len(request.keys) == len(request.values):
+                return self._once(client, request, self._set(request))
+            case "get" | "wait":
+                return self._wait(client, request, now)
+            case "check":
+                is_there = all(key in self._values for key in request.keys)
+                return [(client, self._answer(request, amount=int(is_there)))]
+            case "add" if len(request.keys) == 1:
+                return self._once(client, request, self._add(request))
+            case "compare_set" if len(request.keys) == 1 and len(request.values) == 2:
+                return self._once(client, request, self._compare_set(request))
+            case "delete" if len(request.keys) == 1:
+                return self._once(client, request, self._delete(request))
+        given = f"{len(request.keys)} keys and {len(request.values)} values"
+        problem = f"the store does not know {request.operation[:40]!r} with {given}"
+        return [(client, self._answer(request, problem=problem))]
+
+    def _answer(self, request: StoreRequest, **fields: Any) -> StoreAnswer:
+        return StoreAnswer(request.number, generation=self._generation, **fields)
+
+    def _once(self, client: str, request: StoreRequest, answer: StoreAnswer) -> Answers:
+        """Keep the answer of a request that must not be carried out again, and wake those who wait for its keys."""
+        self._remembered[request.sender, request.number] = answer
+        self._remembered_bytes += _answer_bytes(answer)
+        while self._remembered_bytes > MAX_REMEMBERED_BYTES:
+            self._remembered_bytes -= _answer_bytes(self._remembered.popitem(last=False)[1])
+        return [(client, answer), *self._wake()]
+
+    def _set(self, request: StoreRequest) -> StoreAnswer:
+        """All of them or none."""
+        has_room = self._put(dict(zip(request.keys, request.values, strict=True)))
+        return self._answer(request, problem="" if has_room else _FULL)
+
+    def _put(self, entries: dict[str, bytes]) -> bool:
+        before = sum(_entry_bytes(key, self._values[key]) for key in entries if key in self._values)
+        after = self._stored_bytes - before + sum(_entry_bytes(key, value) for key, value in entries.items())
+        if after > MAX_STORED_BYTES:
+            return False
+        for key in [key for key in entries if key not in self._values]:
+            self._appeared(key)
+        self._values.update(entries)
+        self._stored_bytes = after
+        return True
+
+    def _add(self, request: StoreRequest) -> StoreAnswer:
+        key = request.keys[0]
+        try:
+            total = int(self._values.get(key, b"0")) + request.amount
+        except ValueError:
+            return self._answer(request, problem=f"cannot add to {key[:200]!r}, its value is not a number")
+        if not -_INT_LIMIT <= total < _INT_LIMIT:
+            return self._answer(request, problem=f"the sum at {key[:200]!r} is out of range (64 bits)")
+        if not self._put({key: b"%d" % total}):
+            return self._answer(request, problem=_FULL)
+        return self._answer(request, amount=total)
+
+    def _compare_set(self, request: StoreRequest) -> StoreAnswer:
+        """Set it if it has the expected value, or if it is not there and nothing is expected; tell what it is now."""
+        key, (expected, desired) = request.keys[0], request.values
+        present = self._values.get(key)
+        if present == expected or (present is None and not expected):
+            if not self._put({key: desired}):
+                return self._answer(request, problem=_FULL)
+            return self._answer(request, values=(desired,))
+        return self._answer(request, values=(expected if present is None else present,))
+
+    def _delete(self, request: StoreRequest) -> StoreAnswer:
+        key = request.keys[0]
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._stored_bytes -= _entry_bytes(key, value)
+            for number in self._waiters_of.get(key, ()):
+                self._waiting[number].missing += 1
+        return self._answer(request, amount=int(value is not None))
+
+    # Waiting.
+
+    def _wait(self, client: str, request: StoreRequest, now: float) -> Answers:
+        missing = len({key for key in request.keys if key not in self._values})
+        if not missing:
+            return [(client, self._found(request))]
+        if request.timeout_s <= 0:
+            return [(client, self._too_late(request))]
+        cost_bytes = _WAITING_BYTES + sum(_WAITING_BYTES + len(key) for key in request.keys)
+        if self._waiting_bytes + cost_bytes > MAX_WAITING_BYTES:
+            return [(client, self._answer(request, problem="too many requests wait already"))]
+        self._count += 1
+        waiting = _Waiting(client, request, now + request.timeout_s, missing, cost_bytes)
+        self._keep(self._count, waiting)
+        return []
+
+    def _keep(self, number: int, waiting: _Waiting) -> None:
+        self._waiting[number] = waiting
+        self._waiting_bytes += waiting.cost_bytes
+        self._requests_of.setdefault(waiting.client, set()).add(number)
+        for key in waiting.request.keys:
+            self._waiters_of.setdefault(key, set()).add(number)
+        heapq.heappush(self._deadlines, (waiting.deadline, number))
+        if len(self._deadlines) > 2 * len(self._waiting) + 64:
+            self._deadlines = [(each.deadline, at) for at, each in self._waiting.items()]
+            heapq.heapify(self._deadlines)
+
+    def _forget(self, number: int) -> _Waiting:
+        waiting = self._waiting.pop(number)
+        self._waiting_bytes -= waiting.cost_bytes
+        _discard(self._requests_of, waiting.client, number)
+        for key in waiting.request.keys:
+            _discard(self._waiters_of, key, number)
+        return waiting
+
+    def _found(self, request: StoreRequest) -> StoreAnswer:
+        """With the values of the first keys, as many as fit; the client asks for the others."""
+        if request.operation != "get":
+            return self._answer(request)
+        values: list[bytes] = []
+        left_bytes = _ANSWER_BYTES
+        for key in request.keys:
+            value = self._values[key]
+            left_bytes -= len(value) + 5
+            if values and left_bytes < 0:
+                break
+            values.append(value)
+        return self._answer(request, values=tuple(values))
+
+    def _too_late(self, request: StoreRequest) -> StoreAnswer:
+        """Names some of the keys that are missing."""
+        missing = islice((key for key in request.keys if key not in self._values), _MAX_NAMED)
+        return self._answer(request, problem="timeout", values=tuple(key[:200].encode() for key in missing))
+
+    def _appeared(self, key: str) -> None:
+        for number in self._waiters_of.get(key, ()):
+            waiting = self._waiting[number]
+            waiting.missing -= 1
+            if not waiting.missing:
+                self._ready.append(number)
+
+    def _wake(self) -> Answers:
+        """Answer the requests that miss no key any more, the longest waiting first."""
+        ready, self._ready = sorted(self._ready), []
+        return [(waiting.client, self._found(waiting.request)) for waiting in map(self._forget, ready)]
+
+    def drop_client(self, client: str) -> None:
+        for number in list(self._requests_of.get(client, ())):
+            self._forget(number)
+
+    # Time.
+
+    def next_deadline(self) -> float | None:
+        while self._deadlines and self._deadlines[0][1] not in self._waiting:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def expire(self, now: float) -> Answers:
+        answers = []
+        while (deadline := self.next_deadline()) is not None and deadline <= now:
+            waiting = self._forget(heapq.heappop(self._deadlines)[1])
+            answers.append((waiting.client, self._too_late(waiting.request)))
+        return answers
+
+
+def _entry_bytes(key: str, value: bytes) -> int:
+    return _ENTRY_BYTES + 4 * len(key) + len(value)
+
+
+def _answer_bytes(answer: StoreAnswer) -> int:
+    return _REMEMBERED_BYTES + sum(map(len, answer.values)) + len(answer.problem)
+
+
+def _discard(index: dict[str, set[int]], key: str, number: int) -> None:
+    numbers = index.get(key)
+    if numbers is not None:
+        numbers.discard(number)
+        if not numbers:
+            del index[key]

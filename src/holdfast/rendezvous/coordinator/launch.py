@@ -1,0 +1,169 @@
+"""Who hosts the coordinator: whoever can bind the endpoint's address.
+
+The agent that binds it starts a coordinator as a process of its own, hands it the bound socket, and forgets it: the
+coordinator outlives the agent. Agents on the same host that come later find the port taken and connect. If the
+coordinator process dies, the next agent on that host that tries to reach it finds the port free again, and starts
+another one, which goes on with the run.
+
+The socket does not listen before the coordinator process is ready to answer. Until then every attempt to connect is
+refused, which tells the agents of a running round that nobody can have been given their places; on a socket that
+listens already they would wait for an answer while their leases run out.
+
+Two sockets that do not listen can be bound to the same port. So that not every agent of a host starts a coordinator
+when one is missing, the one that does holds a guard, a name that the kernel gives to one process of the host at a
+time, and hands it over. Where that fails to keep two apart, the second finds that it cannot listen, and ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+
+from holdfast.errors import HostError
+from holdfast.rendezvous.endpoints import endpoint_text
+
+_NOT_OURS = (errno.EADDRNOTAVAIL, errno.EINVAL, errno.EAFNOSUPPORT)
+_START_PATIENCE_S = 10.0
+
+READY = "ready"
+"""What a coordinator says to whoever started it, once it serves."""
+
+
+class NotThisHost(HostError):  # noqa: N818
+    """The address belongs to another host."""
+
+
+class PortTaken(HostError):  # noqa: N818
+    """Somebody listens there."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(f"cannot listen at {endpoint_text(host, port)}: the port is taken")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to exactly this address, which does not listen."""
+    problem = ""
+    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+        try:
+            return _bind(family, address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise PortTaken(host, port) from None
+            if error.errno not in _NOT_OURS:
+                raise HostError(f"cannot listen at {endpoint_text(host, port)}: {error.strerror}") from None
+            problem = f" ({address[0]})" if address[0] != host else ""
+    raise NotThisHost(f"cannot listen at {endpoint_text(host, port)}: that is not an address of this host{problem}")
+
+
+def _bind(family: socket.AddressFamily, address: tuple[object, ...]) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        return sock
+    except OSError:
+        sock.close()
+        raise
+
+
+def host_at(sock: socket.socket, options: list[str]) -> bool:
+    """Start a coordinator on a bound socket, unless somebody is about to."""
+    with socket.socket(socket.AF_UNIX) as guard:
+        address, port = sock.getsockname()[:2]
+        try:
+            guard.bind(f"\0holdfast-coordinator-{address}-{port}")
+        except OSError:
+            return False
+        start_coordinator(sock, guard, options)
+    return True
+
+
+def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[str]) -> None:
+    """Start a coordinator that outlives this process, and keeps the guard for as long as it lives.
+
+    Returns when it serves. What it has to say until then is the error if it does not come to that; later it is
+    silent here and keeps a log of its own. Both sockets are its own from the moment that it exists: if it died while
+    this process, frozen perhaps, still held them, nobody could take its place.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    # The first process only makes the second, so that the coordinator is nobody's child here. It uses this holdfast and
+    # no other, but nothing else from its directory before the standard library: that may be one of many packages.
+    code = (
+        f"import os, sys, __future__; os._exit(0) if os.fork() else None; sys.path.insert(0, {root!r}); "
+        "import holdfast; del sys.path[0]; from holdfast.cli.coordinator import main; sys.exit(main(sys.argv[1:]))"
+    )
+    hears, says = os.pipe2(os.O_CLOEXEC)
+    # Copies, none of which can be in the place of a standard descriptor, should one of those be closed.
+    fd, kept, output = (fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in (sock.fileno(), guard.fileno(), says))
+    os.close(says)
+    # Without -P a file in the working directory could take the place of a module that the coordinator needs.
+    command = [sys.executable, "-P", "-c", code, "--fd", str(fd), *options]
+    try:
+        try:
+            pid = _spawn(command, {sock.fileno(): fd, guard.fileno(): kept}, output)
+        finally:
+            for each in (fd, kept, output):
+                os.close(each)
+            sock.close()
+            guard.close()
+        _reap(pid)
+        said = _words_until_ready(hears)
+    finally:
+        os.close(hears)
+    if said is not None:
+        raise HostError(f"the coordinator cannot be started: {said or 'it ended without a word'}")
+
+
+def _spawn(command: list[str], kept: Mapping[int, int], output: int) -> int:
+    """`kept` maps descriptors of this process to the numbers of copies, under which the child gets them. The numbers
+    differ because before glibc 2.29 a dup2 onto the same number leaves close-on-exec set in the child."""
+    opened = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    null = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(opened)
+    # The standard descriptors come last: a socket may be in the place of one.
+    actions = [*kept.items(), (null, 0), (output, 1), (output, 2)]
+    try:
+        return os.posix_spawn(
+            command[0],
+            command,
+            os.environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, source, target) for source, target in actions],
+            setsid=True,
+            # Whatever this process blocks or ignores, the coordinator can be stopped as any other can.
+            setsigmask=(),
+            setsigdef=(signal.SIGTERM, signal.SIGQUIT),
+        )
+    except OSError as error:
+        raise HostError(f"the coordinator cannot be started: {error.strerror}") from None
+    finally:
+        os.close(null)
+
+
+def _reap(pid: int) -> None:
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        pass
+
+
+def _words_until_ready(fd: int) -> str | None:
+    """None when it is ready, or takes so long that nothing can be said about it; else its last line."""
+    ends = time.monotonic() + _START_PATIENCE_S
+    said = b""
+    while select.select([fd], [], [], max(0.0, ends - time.monotonic()))[0]:
+        data = os.read(fd, 1 << 16)
+        if not data:
+            break
+        said += data
+    else:
+        return None
+    lines = said.decode(errors="replace").strip().splitlines() or [""]
+    last = lines[-1].removeprefix("holdfast coordinator: error: ")
+    return None if last == READY else last

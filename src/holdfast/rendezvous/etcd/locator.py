@@ -1,0 +1,252 @@
+"""Finds the coordinator of a run on etcd, and starts one if there is none.
+
+The key `leader` says where the coordinator is. An agent that finds no such key tries to become the host of the next
+coordinator. It binds a port at its own address, gets a lease, and creates the key under it, in one transaction that
+holds only if there is none. If that succeeds it starts the coordinator process, hands it the socket and the lease, and
+has no more to do with either, but for one thing: if it sees that process die it revokes the lease at once, so that the
+next coordinator need not wait for its end.
+
+The agent dials the address that it knows at once when its connection breaks. It looks at the key at the same time, in a
+thread of its own (`locate`), and goes where a higher term is.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.errors import HoldfastError, UserError
+from holdfast.records import record
+from holdfast.rendezvous.api import RendezvousParameters
+from holdfast.rendezvous.client.handshake import Target
+from holdfast.rendezvous.coordinator import launch
+from holdfast.rendezvous.coordinator.memory import boot_id
+from holdfast.rendezvous.etcd.election import Leader
+from holdfast.rendezvous.etcd.gateway import EtcdError, Gateway, Get, Put, Refused, is_missing, parse_etcd_endpoint
+from holdfast.rendezvous.etcd.memory import Appointment, decode_leader, encode_leader, keys_of
+from holdfast.rendezvous.etcd.options import EtcdOptions
+from holdfast.rendezvous.handler import CoordinatorHandler
+from holdfast.rendezvous.membership.model import NodeFacts, is_loopback
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_REQUEST_S = 5.0
+_NONE_YET = "no coordinator is in office"
+
+
+@record
+class Appointed:
+    """A leader key that this node created, its lease, and the time before the lease was asked for."""
+
+    leader: Leader
+    lease: int
+    sent_at: float
+
+
+class _Hosted:
+    """A coordinator process that this agent has started: if it dies, its lease is revoked at once."""
+
+    def __init__(self, life: socket.socket, when_dead: Callable[[], None]) -> None:
+        """The process holds the other end of `life`, and never writes to it."""
+        self.is_over = False
+        self._life = life
+        self._when_dead = when_dead
+        self._let_go = os.eventfd(0, os.EFD_CLOEXEC)
+        threading.Thread(target=self._watch, name="holdfast-coordinator-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        ready, _, _ = select.select([self._life.fileno(), self._let_go], [], [])
+        if self._let_go not in ready:
+            self._when_dead()
+        self.is_over = True
+        self._life.close()
+        os.close(self._let_go)
+
+    def let_go(self) -> None:
+        """The process outlives this agent."""
+        if not self.is_over:
+            os.eventfd_write(self._let_go, 1)
+
+
+class EtcdLocator:
+    """One node's view of who coordinates its run."""
+
+    def __init__(self, run_id: str, options: EtcdOptions, facts: NodeFacts) -> None:
+        self._run_id = run_id
+        self._options = options
+        self._address = facts.address
+        self._leader_key, self._memory_key = keys_of(options.prefix, run_id)
+        self._gateway = gateway_to(
+            options, min(_LONGEST_REQUEST_S, options.leader_lease_s / 3, options.join_timeout_s / 2)
+        )
+        self._tls = options.client_tls()
+        self._lock = threading.Lock()  # One search at a time.
+        self._leader: Leader | None = None
+        self._hosted: list[_Hosted] = []
+        self._is_version_checked = False
+        self._is_stopped = False
+
+    # What the client's thread calls.
+
+    def target(self) -> Target:
+        """The coordinator that is known. If none is, look for one."""
+        leader = self._leader
+        if leader is None:
+            with self._lock:
+                leader = self._search(0)
+        return Target(leader.host, leader.port, self._run_id, self._options.token, self._tls)
+
+    def refused(self, target: Target) -> None:
+        """Another coordinator may be in office: `locate` finds out."""
+
+    def locate(self, known_term: int, found: Callable[[], None]) -> None:
+        if not self._lock.locked():
+            threading.Thread(target=self._look, args=(known_term, found), name="holdfast-locate", daemon=True).start()
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        for hosted in self._hosted:
+            hosted.let_go()
+        self._gateway.close()
+
+    # Looking.
+
+    def _look(self, known_term: int, found: Callable[[], None]) -> None:
+        with self._lock:
+            before = self._leader
+            try:
+                leader = self._search(known_term)
+            except (HoldfastError, OSError) as error:
+                logger.debug("cannot find out who coordinates run %r: %s", self._run_id, error)
+                return
+        if leader.term > known_term and leader != before:
+            found()
+
+    def _search(self, known_term: int) -> Leader:
+        """The coordinator in office; this node's own, if there was none. Raises OSError if there is none yet."""
+        try:
+            self._check_version()
+            leader = decode_leader(self._gateway.get(self._leader_key))
+            if leader is None:
+                leader = self._campaign(known_term)
+        except Refused:
+            raise
+        except EtcdError as error:
+            raise ConnectionError(errno.EHOSTUNREACH, str(error)) from None
+        self._check_reachable(leader)
+        self._leader = leader
+        return leader
+
+    def _check_version(self) -> None:
+        if not self._is_version_checked:
+            self._gateway.check_version()
+            self._is_version_checked = True
+
+    def _check_reachable(self, leader: Leader) -> None:
+        """A loopback address is another host on every host."""
+        if is_loopback(leader.host) and leader.boot_id != boot_id():
+            raise UserError(
+                f"the coordinator of run {self._run_id!r} is at {leader.host} on another host, where this node cannot "
+                "reach it; give the nodes addresses with --local-addr"
+            )
+
+    # Becoming the host of the next coordinator.
+
+    def _campaign(self, known_term: int) -> Leader:
+        if not self._options.may_host or self._is_stopped:
+            raise ConnectionError(errno.EAGAIN, f"{_NONE_YET}, and this node may not start one (is_host=false)")
+        with launch.bind(self._options.local_addr or self._address, self._options.coordinator_port) as sock:
+            sent_at = time.monotonic()
+            lease = self._gateway.grant_lease(self._options.leader_lease_s)
+            host, port = self._address, int(sock.getsockname()[1])
+            mine = Leader(host, port, secrets.token_hex(16), known_term + 1, boot_id=boot_id())
+            try:
+                leader = self._create(mine, lease)
+                if leader == mine:
+                    self._host(sock, Appointed(mine, lease, sent_at))
+                    return mine
+            except BaseException:
+                self._revoke(lease)
+                raise
+        self._revoke(lease)
+        if leader is None:
+            raise ConnectionError(errno.EAGAIN, _NONE_YET)
+        return leader
+
+    def _create(self, mine: Leader, lease: int) -> Leader | None:
+        """The leader key as it is afterwards."""
+        try:
+            done = self._gateway.transact(
+                [is_missing(self._leader_key)],
+                [Put(self._leader_key, encode_leader(mine), lease)],
+                [Get(self._leader_key)],
+            )
+            return mine if done.succeeded else decode_leader(done.values[0])
+        except EtcdError:
+            # It may have been carried out all the same, or may yet be: the lease is revoked if it was not.
+            return decode_leader(self._gateway.get(self._leader_key))
+
+    def _host(self, sock: socket.socket, appointed: Appointed) -> None:
+        options = self._options
+        appointment = Appointment(
+            self._run_id,
+            options.prefix,
+            options.endpoints,
+            options.user or "",
+            options.password_file,
+            (options.etcd_tls.cert, options.etcd_tls.key, options.etcd_tls.ca),
+            appointed.leader,
+            appointed.lease,
+            options.leader_lease_s,
+            appointed.sent_at,
+        )
+        ours, theirs = socket.socketpair()
+        try:
+            office = ["--office", msgspec.json.encode(appointment).decode()]
+            launch.start_coordinator(sock, theirs, [*options.coordinator_options(), *office])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        logger.debug("started a coordinator of term %d at port %d", appointed.leader.term, appointed.leader.port)
+        self._hosted = [hosted for hosted in self._hosted if not hosted.is_over]
+        self._hosted.append(_Hosted(ours, lambda: self._revoke(appointed.lease)))
+
+    def _revoke(self, lease: int) -> None:
+        try:
+            self._gateway.revoke_lease(lease)
+        except EtcdError as error:
+            logger.debug("the lease of a coordinator that is gone ends by itself: %s", error)
+
+
+def gateway_to(options: EtcdOptions, request_timeout_s: float) -> Gateway:
+    return Gateway(
+        options.endpoints,
+        user=options.user,
+        password=options.password,
+        tls=options.etcd_tls,
+        request_timeout_s=request_timeout_s,
+    )
+
+
+def create_handler(params: RendezvousParameters) -> CoordinatorHandler:
+    """The backend `etcd` (also `etcd-v3`)."""
+    options = EtcdOptions.from_parameters(params)
+    return CoordinatorHandler(
+        params.backend,
+        params.run_id,
+        options,
+        f"etcd {','.join(options.endpoints)}",
+        lambda facts: EtcdLocator(params.run_id, options, facts),
+        [parse_etcd_endpoint(each, is_secure=False)[1:] for each in options.endpoints],
+    )

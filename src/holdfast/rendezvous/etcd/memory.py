@@ -1,0 +1,256 @@
+"""The coordinator's end of etcd: its time in office, and what the run must not forget.
+
+An agent that won the election hands an `Appointment` to the coordinator process that it starts. There, `EtcdKeeper` is
+the shell around `election.Office`. Renewals and writes are blocking calls, each kind in a thread of its own, so that a
+write that waits for an answer does not hold up a renewal. Everything else happens in the coordinator's loop.
+
+A value that cannot be read counts as lost: it is logged, and nothing of it is believed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar, assert_never
+from urllib.parse import quote
+
+import msgspec
+
+from holdfast.errors import HostError
+from holdfast.rendezvous.etcd import election, options
+from holdfast.rendezvous.etcd.election import Leader, Office
+from holdfast.rendezvous.etcd.gateway import Delete, EtcdError, Gateway, Get, LeaseGone, Operation, Put, has_value
+from holdfast.rendezvous.membership import protocol  # noqa: F401  # it sets the limits of what is read
+from holdfast.rendezvous.membership.model import Memory
+from holdfast.rendezvous.tls import TlsFiles
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_VALUE_BYTES = 1 << 20  # etcd refuses requests of more than 1.5 MiB, unless it was told otherwise.
+
+_leader_decoder = msgspec.json.Decoder(Leader)
+_memory_decoder = msgspec.json.Decoder(Memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Appointment:
+    """What a coordinator process needs to know of its office. `renewed_at` is on this host's monotonic clock."""
+
+    run_id: str
+    prefix: str
+    endpoints: tuple[str, ...]
+    user: str
+    password_file: str
+    tls: tuple[str, str, str]
+    leader: Leader
+    lease: int
+    lease_s: int
+    renewed_at: float
+
+
+def decode_appointment(text: str) -> Appointment:
+    return msgspec.json.decode(text, type=Appointment)
+
+
+def gateway_of(appointment: Appointment) -> Gateway:
+    password = options.read_password(appointment.password_file) if appointment.user else None
+    return Gateway(
+        appointment.endpoints,
+        user=appointment.user or None,
+        password=password,
+        tls=TlsFiles(*appointment.tls),
+        request_timeout_s=appointment.lease_s / 3,
+    )
+
+
+def keys_of(prefix: str, run_id: str) -> tuple[bytes, bytes]:
+    """The keys `leader` and `memory` of a run."""
+    place = f"{prefix.rstrip('/')}/{quote(run_id, safe='')}"
+    return f"{place}/leader".encode(), f"{place}/memory".encode()
+
+
+def encode_leader(leader: Leader) -> bytes:
+    return msgspec.json.encode(leader)
+
+
+def decode_leader(value: bytes | None) -> Leader | None:
+    if value is None:
+        return None
+    try:
+        return _leader_decoder.decode(value)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise HostError(f"the key of the run's coordinator in etcd cannot be read: {error}") from None
+
+
+def encode_memory(memory: Memory) -> bytes:
+    """If all of it is too large for etcd, without the members: then no shortcut can be taken from it."""
+    value = msgspec.json.encode(memory)
+    return value if len(value) <= MAX_VALUE_BYTES else msgspec.json.encode(replace(memory, members=()))
+
+
+class EtcdKeeper:
+    """Keeps what one coordinator must not forget, for as long as it is in office."""
+
+    def __init__(self, gateway: Gateway, appointment: Appointment) -> None:
+        self.extra_wait_s = float(appointment.lease_s)
+        self._gateway = gateway
+        self._run_id = appointment.run_id
+        self._lease = appointment.lease
+        self._leader_key, self._memory_key = keys_of(appointment.prefix, appointment.run_id)
+        self._office = Office(appointment.leader, appointment.lease_s, appointment.renewed_at)
+        self.when_over: Callable[[str], None] = lambda reason: None
+        """Called once, when the office is over."""
+        self._memory: Memory | None = None
+        self._loop = asyncio.get_running_loop()
+        self._renewals = ThreadPoolExecutor(1, "holdfast-renew")
+        self._writes = ThreadPoolExecutor(1, "holdfast-write")
+        self._numbers = 0
+        self._when_written: dict[int, Callable[[], None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False
+        self.reason_to_resign = ""
+
+    async def begin(self) -> None:
+        """Read the memory, and be of a higher term than it. Raises HostError if the office ends before that."""
+        self._arm()
+        while True:
+            try:
+                value = await self._loop.run_in_executor(self._writes, self._gateway.get, self._memory_key)
+                break
+            except EtcdError as error:
+                logger.warning("cannot read what etcd remembers of run %r: %s", self._run_id, error)
+            if not self.may_serve():
+                raise HostError(f"the coordinator cannot serve: {self.reason_to_resign}")
+        self._memory = self._decoded(value)
+        if self._memory is not None and self._memory.term >= self._office.term:
+            raised = asyncio.Event()
+            self.when_over = lambda _: raised.set()
+            self.raise_term(self._memory.term, lambda _: raised.set())
+            await raised.wait()
+        if self._is_over:
+            raise HostError(f"the coordinator cannot serve: {self.reason_to_resign}")
+
+    def _decoded(self, value: bytes | None) -> Memory | None:
+        if value is None:
+            return None
+        try:
+            return _memory_decoder.decode(value)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            logger.error("what etcd remembers of run %r cannot be read, and counts as lost: %s", self._run_id, error)
+            return Memory()
+
+    # What the coordinator asks for.
+
+    def may_serve(self) -> bool:
+        if not self._is_over and not self._office.may_serve(time.monotonic()):
+            self._step(election.TimePassed())
+        return not self._is_over
+
+    def recall(self, run_id: str) -> tuple[Memory | None, int | None]:
+        return self._memory, self._office.term
+
+    def remember(self, run_id: str, memory: Memory, then: Callable[[], None]) -> None:
+        self._step(election.MemoryChanged(self._number(then), memory))
+
+    def raise_term(self, heard: int, then: Callable[[int], None]) -> None:
+        self._step(election.TermHeard(self._number(lambda: then(self._office.term)), heard))
+
+    def forget(self, run_id: str) -> None:
+        """Nothing is left in etcd of a run that is over. The lease is revoked by `close`."""
+        leader = encode_leader(self._office.leader)
+        self._writes.submit(self._quietly, self._delete_all, leader)
+
+    def _delete_all(self, leader: bytes) -> None:
+        self._gateway.transact(
+            [has_value(self._leader_key, leader)], [Delete(self._memory_key), Delete(self._leader_key)]
+        )
+
+    async def close(self) -> None:
+        """Give the office up, so that nobody has to wait for the lease to end."""
+        self._is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._writes.submit(self._quietly, self._gateway.revoke_lease, self._lease)
+        await asyncio.to_thread(self._writes.shutdown)
+        self._renewals.shutdown(wait=False)
+        self._gateway.close()
+
+    @staticmethod
+    def _quietly(call: Callable[..., None], *arguments: object) -> None:
+        try:
+            call(*arguments)
+        except EtcdError as error:
+            logger.info("etcd: %s", error)
+
+    def _number(self, then: Callable[[], None]) -> int:
+        self._numbers += 1
+        self._when_written[self._numbers] = then
+        return self._numbers
+
+    # The machine.
+
+    def _step(self, event: election.Event) -> None:
+        if self._is_over:
+            return
+        for command in self._office.step(event, time.monotonic()):
+            match command:
+                case election.Renew():
+                    self._in_thread(self._renewals, self._renew)
+                case election.Write():
+                    self._in_thread(self._writes, partial(self._write, command))
+                case election.Acknowledge(number):
+                    self._when_written.pop(number)()
+                case election.Resign(reason):
+                    self._is_over = True
+                    self.reason_to_resign = reason
+                    self.when_over(reason)
+                case _:
+                    assert_never(command)
+        self._arm()
+
+    def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], election.Event]) -> None:
+        def done(future: Future[election.Event]) -> None:
+            try:
+                self._loop.call_soon_threadsafe(self._step, future.result())
+            except RuntimeError:
+                pass  # The loop is closed.
+
+        pool.submit(call).add_done_callback(done)
+
+    def _renew(self) -> election.Event:
+        sent_at = time.monotonic()
+        try:
+            return election.RenewalAnswered(sent_at, self._gateway.keep_alive(self._lease) > 0)
+        except EtcdError as error:
+            logger.warning("cannot renew the lease of this coordinator: %s", error)
+            return election.RenewalFailed()
+
+    def _write(self, write: election.Write) -> election.Event:
+        then: list[Operation] = [Put(self._leader_key, encode_leader(write.after), self._lease)]
+        if write.memory is not None:
+            then.append(Put(self._memory_key, encode_memory(write.memory)))
+        guard = has_value(self._leader_key, encode_leader(write.before))
+        try:
+            done = self._gateway.transact([guard], then, [Get(self._leader_key)])
+            found = write.after if done.succeeded else decode_leader(done.values[0])
+            return election.WriteAnswered(found)
+        except LeaseGone:
+            return election.RenewalAnswered(time.monotonic(), is_alive=False)
+        except (EtcdError, HostError) as error:
+            logger.warning("cannot write down what run %r must not forget: %s", self._run_id, error)
+            return election.WriteFailed()
+
+    def _arm(self) -> None:
+        at = self._office.next_deadline()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if at is not None and not self._is_over:
+            self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._step, election.TimePassed())

@@ -1,0 +1,673 @@
+"""The client of etcd, against real servers and against things that are no etcd."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import shutil
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.errors import UserError
+from holdfast.rendezvous.etcd import gateway as module
+from holdfast.rendezvous.etcd.gateway import (
+    Compare,
+    Delete,
+    EtcdError,
+    Gateway,
+    Get,
+    LeaseGone,
+    Put,
+    Refused,
+    Transacted,
+    Unavailable,
+    has_value,
+    is_missing,
+)
+from holdfast.rendezvous.tls import TlsFiles
+from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
+from tests import support
+from tests.certificates import Certificates, make_certificates, openssl
+from tests.coordinators import Caller, Proxy, listener
+
+LONG_S = 30.0
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.fixture
+def etcd_gateway(etcd: EtcdServer) -> Iterator[Gateway]:
+    with Gateway([etcd.get_endpoint()]) as gateway:
+        yield gateway
+        for key in (b"k", b"other", b"gone", b"old"):
+            gateway.delete(key)
+
+
+@pytest.fixture
+def proxy(etcd: EtcdServer) -> Iterator[Proxy]:
+    found = Proxy(etcd.get_port())
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def cluster() -> Iterator[EtcdCluster]:
+    with EtcdCluster(options=["--heartbeat-interval=50", "--election-timeout=500"]) as found:
+        yield found
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of several attempts has as much time as the first, so the error tells what it found."""
+    monkeypatch.setattr(module, "_LEAST_ATTEMPT_S", LONG_S)
+
+
+class Server(socketserver.ThreadingTCPServer):
+    """Does with each HTTP request what the script says, which is given the connection and the request's number."""
+
+    def __init__(self, script: Callable[[socket.socket, int], None]) -> None:
+        super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
+        self.daemon_threads, self._script = True, script
+        self.endpoint = f"127.0.0.1:{self.server_address[1]}"
+        self.accepted = self.asked = 0
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        self.accepted += 1
+        with contextlib.suppress(OSError), request.makefile("rb") as incoming:
+            while incoming.readline():
+                incoming.read(int(http.client.parse_headers(incoming).get("Content-Length", 0)))
+                self.asked += 1
+                self._script(request, self.asked)
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+def answering(status: str, body: bytes = b"", headers: bytes = b"") -> Server:
+    """Says the same to every request."""
+    said = b"HTTP/1.1 %s\r\nContent-Length: %d\r\n%s\r\n%s" % (status.encode(), len(body), headers, body)
+    return Server(lambda client, _: client.sendall(said))
+
+
+VALUE = b'{"header":{},"kvs":[{"key":"aw==","value":"dg=="}]}'
+
+
+# Keys, transactions, leases.
+
+
+def test_keys(etcd_gateway: Gateway) -> None:
+    assert etcd_gateway.get(b"k") is None
+    for value in (bytes(range(256)), b""):
+        etcd_gateway.put(b"k", value)
+        assert etcd_gateway.get(b"k") == value
+    etcd_gateway.delete(b"k")
+    etcd_gateway.delete(b"k")
+    assert etcd_gateway.get(b"k") is None
+    etcd_gateway.check_version()
+
+
+@pytest.mark.parametrize(
+    ("compares", "holds"),
+    [
+        ([has_value(b"k", b"v")], True),
+        ([has_value(b"k", b"w")], False),
+        ([has_value(b"gone", b"v")], False),
+        ([has_value(b"gone", b"")], False),
+        ([is_missing(b"k")], False),
+        ([is_missing(b"gone")], True),
+        ([is_missing(b"gone"), has_value(b"k", b"w")], False),
+        ([], True),
+    ],
+)
+def test_transactions(etcd_gateway: Gateway, compares: list[Compare], holds: bool) -> None:
+    etcd_gateway.put(b"k", b"v")
+    etcd_gateway.put(b"old", b"")
+    then = [Put(b"other", b"1"), Get(b"other"), Delete(b"old")]
+    done = etcd_gateway.transact(compares, then, [Get(b"k"), Get(b"gone")])
+    assert done == Transacted(holds, (b"1",) if holds else (b"v", None))
+    assert (etcd_gateway.get(b"other"), etcd_gateway.get(b"old")) == ((b"1", None) if holds else (None, b""))
+
+
+def test_leases(etcd_gateway: Gateway) -> None:
+    lease = etcd_gateway.grant_lease(60)
+    assert 50 <= etcd_gateway.keep_alive(lease) <= 60
+    etcd_gateway.put(b"k", b"v", lease)
+    etcd_gateway.revoke_lease(lease)
+    etcd_gateway.revoke_lease(lease)
+    assert etcd_gateway.get(b"k") is None
+    assert etcd_gateway.keep_alive(lease) == 0
+    with pytest.raises(LeaseGone, match="requested lease not found"):
+        etcd_gateway.put(b"k", b"v", lease)
+    with pytest.raises(LeaseGone):
+        etcd_gateway.transact([is_missing(b"k")], [Put(b"k", b"v", lease)])
+
+
+def test_a_lease_that_is_not_kept_alive_ends(etcd_gateway: Gateway) -> None:
+    etcd_gateway.put(b"k", b"v", etcd_gateway.grant_lease(1))
+    support.wait_until(lambda: etcd_gateway.get(b"k") is None, "the end of the lease")
+
+
+def test_too_large_a_value(etcd_gateway: Gateway) -> None:
+    with pytest.raises(Refused, match=r"too large|larger than max"):
+        etcd_gateway.put(b"k", bytes(2 << 20))
+
+
+def test_many_threads_share_a_gateway(etcd: EtcdServer, no_descriptor_leak: None) -> None:
+    with Gateway([etcd.get_endpoint()]) as gateway:
+
+        def work(key: bytes) -> list[bytes | None]:
+            return [(gateway.put(key, b"%d" % number), gateway.get(key))[1] for number in range(20)]
+
+        callers = [Caller(work, b"t/%d" % number) for number in range(16)]
+        assert all(each.result() == [b"%d" % number for number in range(20)] for each in callers)
+        assert len(gateway._members[0]._idle) <= 16
+
+
+# Members that come and go.
+
+
+def test_the_loss_of_the_leader(cluster: EtcdCluster) -> None:
+    """Requests wait until there is another one."""
+    leader = cluster.leader()
+    with Gateway(cluster.endpoints[leader:] + cluster.endpoints[:leader], request_timeout_s=15) as gateway:
+        gateway.put(b"k", b"0")
+        lease = gateway.grant_lease(60)
+        cluster.kill(leader)
+        assert gateway.get(b"k") == b"0"
+        gateway.put(b"k", b"1")
+        assert gateway.keep_alive(lease) > 0
+        assert gateway.transact([has_value(b"k", b"1")], [Put(b"k", b"2")]).succeeded
+
+
+def test_a_frozen_member(cluster: EtcdCluster) -> None:
+    """It accepts connections and does not answer. Other requests go to the next member; a transaction is in doubt."""
+    frozen = (cluster.leader() + 1) % 3
+    endpoints = cluster.endpoints[frozen:] + cluster.endpoints[:frozen]
+    with Gateway(endpoints, request_timeout_s=9) as patient, Gateway(endpoints, request_timeout_s=3) as other:
+        patient.put(b"k", b"1")
+        cluster.pause(frozen)
+        began = time.monotonic()
+        assert patient.get(b"k") == b"1"
+        assert time.monotonic() - began > 2.9, "the frozen member was not asked, so this proves nothing"
+        with pytest.raises(Unavailable, match="whether the write has happened is unknown") as caught:
+            other.transact([is_missing(b"once")], [Put(b"once", b"")])
+        assert caught.value.is_unknown
+        assert other.transact([is_missing(b"more")], [Put(b"more", b"")]).succeeded
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_without_a_majority(cluster: EtcdCluster) -> None:
+    """The error comes in time, and the members are not asked in a busy loop until then."""
+    alive = cluster.leader()
+    with Gateway(cluster.endpoints, request_timeout_s=2) as gateway:
+        gateway.put(b"k", b"1")
+        for number in {0, 1, 2} - {alive}:
+            cluster.kill(number)
+        left = cluster._members[alive]
+        support.wait_until(lambda: b"\netcd_server_has_leader 0\n" in left._fetch("/metrics", 1.0), "no leader")
+        attempts = count_attempts(gateway)
+        for ask in (lambda: gateway.get(b"k"), lambda: gateway.put(b"k", b"2"), lambda: gateway.keep_alive(1)):
+            with pytest.raises(Unavailable, match=f"within 2 s: .*{cluster.endpoints[alive]}: no leader") as caught:
+                ask()
+            assert not caught.value.is_unknown
+        assert len(attempts) < 100
+
+
+def count_attempts(gateway: Gateway) -> list[str]:
+    """The names of the members in the order in which they are asked from now on."""
+    names: list[str] = []
+
+    def counted(member: Any) -> Any:
+        ask = member.ask
+        return lambda *args: (names.append(member.name), ask(*args))[1]
+
+    for member in gateway._members:
+        member.ask = counted(member)  # type: ignore[method-assign]
+    return names
+
+
+def test_endpoints_that_do_not_work_are_passed_over(etcd: EtcdServer) -> None:
+    with listener(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n") as web, listener() as silent:
+        bad = [f"127.0.0.1:{support.free_port()}", "no-such-host.invalid", "x" * 70]
+        bad += [f"127.0.0.1:{web}", f"127.0.0.1:{silent}"]
+        with Gateway([*bad, etcd.get_endpoint()], request_timeout_s=12) as gateway:
+            gateway.put(b"k", b"v")
+            names = count_attempts(gateway)
+            assert gateway.get(b"k") == b"v"
+            assert names == [etcd.get_endpoint()]
+
+
+def test_closing_ends_the_search_for_a_member() -> None:
+    gateway = Gateway([f"127.0.0.1:{support.free_port()}"], request_timeout_s=3600)
+    names = count_attempts(gateway)
+    asking = Caller(gateway.get, b"k")
+    support.wait_until(lambda: len(names) > 2, "several attempts")
+    gateway.close()
+    with pytest.raises(Unavailable, match="the client is closed"):
+        asking.result()
+
+
+# Unknown outcomes.
+
+
+def test_a_transaction_whose_answer_is_lost_is_not_sent_again(proxy: Proxy, etcd_gateway: Gateway) -> None:
+    endpoints = [f"127.0.0.1:{proxy.port}"] * 2
+    with Gateway(endpoints, request_timeout_s=1) as deaf:
+        proxy.is_deaf = True
+        etcd_gateway.put(b"k", b"1")
+        names = count_attempts(deaf)
+        with pytest.raises(Unavailable, match="unknown") as caught:
+            deaf.transact([has_value(b"k", b"1")], [Put(b"k", b"2")])
+        assert caught.value.is_unknown
+        assert len(names) == 1
+        with pytest.raises(Unavailable) as caught:
+            deaf.transact([is_missing(b"k")], [Get(b"k")])
+        assert not caught.value.is_unknown
+        with pytest.raises(Unavailable) as caught:
+            deaf.put(b"other", b"")
+        assert caught.value.is_unknown
+    assert etcd_gateway.get(b"k") == b"2"
+
+
+def test_a_transaction_that_was_not_sent_is_not_in_doubt() -> None:
+    with Gateway([f"127.0.0.1:{support.free_port()}"], request_timeout_s=0.3) as gateway:
+        with pytest.raises(Unavailable, match=r"connection refused$") as caught:
+            gateway.transact([is_missing(b"k")], [Put(b"k", b"")])
+        assert not caught.value.is_unknown
+
+
+def test_a_connection_that_etcd_has_closed_is_not_used(proxy: Proxy, etcd_gateway: Gateway) -> None:
+    """The outcome of a transaction sent on it would be unknown."""
+    etcd_gateway.put(b"k", b"0")
+    with Gateway([f"127.0.0.1:{proxy.port}"]) as gateway:
+        for number in range(5):
+            compare = has_value(b"k", b"%d" % number)
+            assert gateway.transact([compare], [Put(b"k", b"%d" % (number + 1))]).succeeded
+            [idle] = gateway._members[0]._idle
+            proxy.cut()
+            support.wait_until(idle.is_readable, "the end of the connection")
+
+
+# Something else at the port.
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "headers", "complaint"),
+    [
+        ("200 OK", b"<html>hello</html>", b"", "not an answer of etcd: HTTP status 200, '<html>hello</html>'"),
+        ("200 OK", b"{}", b"", "not an answer of etcd"),
+        ("200 OK", b'{"header":7}', b"", "not an answer of etcd"),
+        ("200 OK", b"[" * 100_000, b"", "not an answer of etcd"),
+        ("400 No", b'{"error":' * 100_000, b"", "not an answer of etcd: HTTP status 400"),
+        ("404 No", b"nope", b"", "not an answer of etcd: HTTP status 404, 'nope'"),
+        ("404 No", b'{"message":"no route"}', b"", "not an answer of etcd: HTTP status 404"),
+        ("302 Elsewhere", b"", b"Location: http://127.0.0.1:1/\r\n", "HTTP status 302"),
+    ],
+)
+def test_a_web_server_is_refused_at_once(status: str, body: bytes, headers: bytes, complaint: str) -> None:
+    with answering(status, body, headers) as server, Gateway([server.endpoint], request_timeout_s=3600) as gateway:
+        for ask in (lambda: gateway.get(b"k"), lambda: gateway.keep_alive(1), gateway.check_version):
+            with pytest.raises(Refused, match=f"^etcd: {server.endpoint}: .*{complaint}"):
+                ask()
+
+
+def test_an_oversized_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ANSWER_BYTES", 1 << 20)
+    with answering("200 OK", b" " * (2 << 20)) as server, pytest.raises(Refused, match="more than 1 MiB"):
+        Gateway([server.endpoint]).get(b"k")
+
+
+@pytest.mark.usefixtures("unhurried")
+@pytest.mark.parametrize("body", [b"", b'{"message":"no upstream"}'])
+def test_a_balancer_without_members(body: bytes) -> None:
+    with answering("503 No", body) as server, pytest.raises(Unavailable, match=r"within 0.5 s: .*: HTTP status 503$"):
+        Gateway([server.endpoint], request_timeout_s=0.5).get(b"k")
+
+
+@pytest.mark.parametrize(
+    ("says", "hangs_up", "complaint"),
+    [
+        (b"", False, "no answer in time"),
+        (b"", True, "127.0.0.1"),
+        (b"SSH-2.0-OpenSSH\r\n", True, "127.0.0.1"),
+        (OK + b"Content-Length: 99\r\n\r\n{", False, "no answer in time"),
+        (OK + b"Content-Length: 99\r\n\r\n{", True, "127.0.0.1"),
+    ],
+)
+def test_an_endpoint_that_does_not_answer(says: bytes, hangs_up: bool, complaint: str) -> None:
+    with (
+        listener(says, hangs_up=hangs_up) as port,
+        Gateway([f"127.0.0.1:{port}"], request_timeout_s=0.6) as gateway,
+        pytest.raises(Unavailable, match=f"within 0.6 s: .*{complaint}"),
+    ):
+        gateway.get(b"k")
+
+
+@pytest.mark.parametrize("version", ["3.3.27", "2.3.8", "4", "junk", "3.x.0", "3.4.0", "3.10.1", "4.0.0-rc.1"])
+def test_versions(version: str) -> None:
+    with answering("200 OK", b'{"etcdserver":"%s"}' % version.encode()) as server:
+        # The password is not asked for: an old etcd has no such interface.
+        gateway = Gateway([server.endpoint], user="me", password="secret")
+        if version in ("3.4.0", "3.10.1", "4.0.0-rc.1", "4"):
+            gateway.check_version()
+        else:
+            with pytest.raises(Refused, match=f"etcd '{version}' at {server.endpoint} is too old: .* 3.4 or later"):
+                gateway.check_version()
+        gateway.close()
+
+
+# Answers, byte by byte.
+
+
+@pytest.mark.parametrize(
+    ("head", "tail", "is_kept"),
+    [
+        (OK + b"Content-Length: 51\r\n\r\n", b"", True),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n33\r\n", b"\r\n0\r\nTrailer: x\r\n\r\n", True),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + OK + b"Content-Length: 51\r\n\r\n", b"", True),
+        (OK + b"Connection: close\r\nContent-Length: 51\r\n\r\n", b"", False),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 51\r\n\r\n", b"", False),
+    ],
+)
+@pytest.mark.parametrize("at_a_time", [1, 1 << 16])
+def test_answers(head: bytes, tail: bytes, is_kept: bool, at_a_time: int, no_descriptor_leak: None) -> None:
+    said = head + VALUE + tail
+
+    def script(client: socket.socket, _: int) -> None:
+        for start in range(0, len(said), at_a_time):
+            client.sendall(said[start : start + at_a_time])
+
+    with Server(script) as server, Gateway([server.endpoint]) as gateway:
+        assert [gateway.get(b"k") for _ in range(3)] == [b"v"] * 3
+        assert server.accepted == (1 if is_kept else 3)
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        b"",
+        b"\x15\x03\x01\x00\x02\x02\x46",
+        b"HTTP/1.1 two hundred\r\n\r\n",
+        OK + b"Content-Length: 99\r\n\r\nhello",
+        OK + b"Transfer-Encoding: chunked\r\n\r\n9\r\nhello",
+        OK + b"Transfer-Encoding: chunked\r\n\r\nhello\r\n",
+        OK + b"X: y\r\n" * 200,
+        OK + b"Content-Length: 0\r\n\r\n",
+    ],
+)
+def test_an_answer_that_is_cut_off_or_junk(says: bytes, no_descriptor_leak: None) -> None:
+    """The outcome is unknown. The next request is none the worse for it."""
+
+    def script(client: socket.socket, number: int) -> None:
+        if number == 1:
+            client.sendall(says)
+            client.shutdown(socket.SHUT_RDWR)
+        else:
+            client.sendall(OK + b"Content-Length: 51\r\n\r\n" + VALUE)
+
+    with Server(script) as server, Gateway([server.endpoint]) as gateway:
+        with pytest.raises(Unavailable) as caught:
+            gateway.transact([is_missing(b"k")], [Put(b"k", b"")])
+        assert caught.value.is_unknown
+        assert gateway.get(b"k") == b"v"
+
+
+@pytest.mark.parametrize("begins", [b"", OK, OK + b"Content-Length: 99999\r\n\r\n"])
+def test_an_answer_that_comes_byte_by_byte_gets_no_more_time(begins: bytes) -> None:
+    is_over = threading.Event()
+
+    def script(client: socket.socket, _: int) -> None:
+        client.sendall(begins)
+        while not is_over.wait(0.02):
+            client.sendall(b"x")
+
+    with Server(script) as server, Gateway([server.endpoint], request_timeout_s=0.3) as gateway:
+        with pytest.raises(Unavailable, match="no answer in time"):
+            gateway.transact([is_missing(b"k")], [Put(b"k", b"")])
+        is_over.set()
+
+
+@pytest.mark.usefixtures("unhurried")
+@pytest.mark.parametrize(
+    ("code", "message", "is_unknown"),
+    [
+        (14, "etcdserver: no leader", False),
+        (8, "etcdserver: too many requests", False),
+        (14, "etcdserver: rpc not supported for learner", False),
+        (14, "etcdserver: request timed out", True),
+        (14, "etcdserver: leader changed", True),
+        (2, "context deadline exceeded", True),
+        (8, "etcdserver: mvcc: database space exceeded", None),
+        (7, "etcdserver: permission denied", None),
+    ],
+)
+@pytest.mark.parametrize(
+    "form", ['{"error":"x","message":"%s","code":%d}', '{"error":{"message":"%s","grpc_code":%d}}']
+)
+def test_what_a_complaint_means(form: str, code: int, message: str, is_unknown: bool | None) -> None:
+    """None: etcd has refused it."""
+    body = (form % (message, code)).encode()
+    with answering("400 No", body) as server, Gateway([server.endpoint], request_timeout_s=0.1) as gateway:
+        with pytest.raises(EtcdError, match=message.removeprefix("etcdserver: ")) as caught:
+            gateway.transact([is_missing(b"k")], [Put(b"k", b"")])
+        assert (caught.value.is_unknown if isinstance(caught.value, Unavailable) else None) is is_unknown
+
+
+# Users.
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[EtcdServer]:
+    """With a user who may read and write keys that begin with a. Tokens that are not used live for a second."""
+    with EtcdServer(username="root", password="secret", options=["--auth-token-ttl=1"]) as server:
+        with Gateway([server.get_endpoint()], user="root", password="secret") as root:
+            root.call("auth/role/add", name="some")
+            a, b = "YQ==", "Yg=="
+            root.call("auth/role/grant", name="some", perm={"permType": "READWRITE", "key": a, "range_end": b})
+            root.call("auth/user/add", name="ann", password="pw")
+            root.call("auth/user/grant", user="ann", role="some")
+        yield server
+
+
+def test_a_user_may_do_what_the_role_says(locked: EtcdServer) -> None:
+    with Gateway([locked.get_endpoint()], user="ann", password="pw") as gateway:
+        gateway.put(b"a", b"1")
+        assert gateway.get(b"a") == b"1"
+        for call in (lambda: gateway.get(b"z"), lambda: gateway.transact([is_missing(b"z")], [Put(b"z", b"")])):
+            with pytest.raises(Refused, match="permission denied"):
+                call()
+
+
+@pytest.mark.parametrize(
+    ("user", "password", "complaint"),
+    [
+        ("root", "wrong", "invalid user ID or password"),
+        ("nobody", "secret", "invalid user ID or password"),
+        (None, None, "user name is empty"),
+    ],
+)
+def test_a_wrong_password(locked: EtcdServer, user: str | None, password: str | None, complaint: str) -> None:
+    endpoint = locked.get_endpoint()
+    gateway = Gateway([endpoint], user=user, password=password, request_timeout_s=3600)
+    with gateway, pytest.raises(Refused, match=f"etcd at {endpoint}: .*{complaint}"):
+        gateway.get(b"k")
+
+
+def test_a_password_where_none_is_wanted(etcd: EtcdServer) -> None:
+    gateway = Gateway([etcd.get_endpoint()], user="me", password="pw")
+    with gateway, pytest.raises(Refused, match="is not enabled"):
+        gateway.get(b"k")
+
+
+def test_a_transaction_that_waits_for_a_token_is_not_in_doubt(locked: EtcdServer) -> None:
+    with listener() as silent:
+        endpoints = [f"127.0.0.1:{silent}", locked.get_endpoint()]
+        with Gateway(endpoints, user="ann", password="pw", request_timeout_s=4) as gateway:
+            assert gateway.transact([is_missing(b"a/none")], [Put(b"a", b"")]).succeeded
+
+
+def test_a_token_that_etcd_has_forgotten_is_renewed(locked: EtcdServer) -> None:
+    with Gateway([locked.get_endpoint()], user="ann", password="pw") as gateway:
+        calls: list[Callable[[], Any]] = [
+            lambda: gateway.put(b"a", b"1"),
+            lambda: gateway.transact([has_value(b"a", b"1")], [Put(b"a", b"2")]),
+            lambda: gateway.get(b"a"),
+        ]
+        for call in calls:
+            gateway._token = "forgotten.1"
+            call()
+            assert gateway._token != "forgotten.1"
+        assert gateway.get(b"a") == b"2"
+        token = gateway._token
+
+        def is_expired() -> bool:
+            time.sleep(1.5)  # Each use makes it live on.
+            try:
+                gateway._members[0].ask("/v3/kv/range", b'{"key":"YQ=="}', token, *[time.monotonic() + LONG_S] * 2)
+            except Refused:
+                return True
+            return False
+
+        support.wait_until(is_expired, "a token that has expired")
+        callers = [Caller(gateway.get, b"a") for _ in range(8)]
+        assert {each.result() for each in callers} == {b"2"}
+        assert gateway._token != token
+
+
+# TLS.
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def secure(certificates: Certificates) -> Iterator[EtcdServer]:
+    files = {"cert": certificates.server_pem, "key": certificates.server_key, "client_ca": certificates.ca_pem}
+    with EtcdServer(**files) as server:
+        yield server
+
+
+def own_files(certificates: Certificates, who: str, ca: str) -> TlsFiles:
+    cert, key = (getattr(certificates, f"{who}_{name}") if who else "" for name in ("pem", "key"))
+    return TlsFiles(cert, key, getattr(certificates, f"{ca}_pem") if ca else "")
+
+
+@pytest.mark.usefixtures("unhurried")
+@pytest.mark.parametrize(
+    ("scheme", "who", "ca", "complaint"),
+    [
+        ("", "client", "ca", None),
+        ("https://", "client", "ca", None),
+        ("", "client", "other", "TLS: CERTIFICATE_VERIFY_FAILED"),
+        ("https://", "", "", "TLS: CERTIFICATE_VERIFY_FAILED"),
+        # The refusal of the server is an alert, or a connection that is reset, which is a matter of timing.
+        ("", "", "ca", r"TLS: .*ALERT|closed without an answer|broken pipe"),
+        ("", "stranger", "ca", r"TLS: .*ALERT|closed without an answer|broken pipe"),
+        ("http://", "", "", r"http or https\?|HTTPS"),
+    ],
+)
+def test_certificates(
+    secure: EtcdServer, certificates: Certificates, scheme: str, who: str, ca: str, complaint: str | None
+) -> None:
+    files = own_files(certificates, who, ca)
+    with Gateway([scheme + secure.get_endpoint()], tls=files, request_timeout_s=2) as gateway:
+        if complaint is None:
+            gateway.put(b"k", b"v")
+            assert gateway.get(b"k") == b"v"
+        else:
+            with pytest.raises(EtcdError, match=complaint):
+                gateway.put(b"k", b"v")
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_tls_where_there_is_none(etcd: EtcdServer, certificates: Certificates) -> None:
+    files = own_files(certificates, "", "ca")
+    gateway = Gateway([etcd.get_endpoint()], tls=files, request_timeout_s=0.5)
+    with gateway, pytest.raises(EtcdError, match=r"TLS: |http or https\?"):
+        gateway.get(b"k")
+    with pytest.raises(UserError, match="'http://h' is plain http, but TLS files are given"):
+        Gateway(["http://h"], tls=files)
+
+
+def test_certificates_are_renewed(secure: EtcdServer, certificates: Certificates, tmp_path: Path) -> None:
+    """They live for days where runs live for weeks. A renewal that is half written changes nothing."""
+    wrong, right = own_files(certificates, "stranger", "other"), own_files(certificates, "client", "ca")
+    mine = TlsFiles(*(str(tmp_path / name) for name in ("cert", "key", "ca")))
+
+    def renew(files: TlsFiles) -> None:
+        for name in ("cert", "key", "ca"):
+            shutil.copy(getattr(files, name), getattr(mine, name))
+
+    renew(wrong)
+    with Gateway([secure.get_endpoint()], tls=mine) as gateway:
+
+        def put_on_a_new_connection() -> None:
+            while connection := gateway._members[0]._take_idle():
+                connection.hang_up()
+            gateway.put(b"k", b"v")
+
+        with pytest.raises(Refused, match="TLS: CERTIFICATE_VERIFY_FAILED"):
+            put_on_a_new_connection()
+        renew(right)
+        put_on_a_new_connection()
+        for name in ("cert", "key", "ca"):
+            path = Path(getattr(mine, name))
+            for text in ("", "junk", None):
+                path.unlink() if text is None else path.write_text(text)
+                put_on_a_new_connection()
+            renew(right)
+        renew(wrong)
+        with pytest.raises(Refused, match="TLS: CERTIFICATE_VERIFY_FAILED"):
+            put_on_a_new_connection()
+
+
+def test_tls_files_that_cannot_be_used(certificates: Certificates) -> None:
+    """A key with a passphrase, too: it is not asked for on the terminal."""
+    openssl("ec", "-in", "client.key", "-aes128", "-passout", "pass:x", "-out", "locked.key", cwd=certificates.home)
+    with pytest.raises(UserError, match=r"the TLS certificate .*client\.pem with .*locked\.key cannot be used: "):
+        Gateway(["h"], tls=TlsFiles(certificates.client_pem, str(certificates.home / "locked.key")))
+    with pytest.raises(UserError, match="the TLS authority /no/such/file cannot be used: No such file"):
+        Gateway(["h"], tls=TlsFiles(ca="/no/such/file"))
+
+
+# Around it.
+
+
+def test_another_client_finds_the_same(etcd: EtcdServer, etcd_gateway: Gateway) -> None:
+    """`etcd3gw` knows the gateway of etcd, too, and nothing of us."""
+    import etcd3gw
+    theirs = etcd3gw.Etcd3Client(etcd.get_host(), etcd.get_port(), api_path="/v3/")
+    etcd_gateway.put(b"k", bytes(range(256)))
+    assert theirs.get("k") == [bytes(range(256))]
+    theirs.put("k", "of theirs")
+    assert etcd_gateway.get(b"k") == b"of theirs"
+
+
+def test_nothing_is_loaded_that_holdfast_does_not_need_anyway(etcd: EtcdServer) -> None:
+    """An agent has to start fast and stay small."""
+    program = """
+import sys
+from holdfast.rendezvous.etcd.gateway import Gateway
+
+Gateway(sys.argv[1:]).put(b"k", b"v")
+print(*{name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names) - {"__main__"})
+"""
+    command = [sys.executable, "-S", "-c", program, etcd.get_endpoint()]
+    paths = ":".join(path for path in sys.path if path)
+    done = subprocess.run(
+        command, env={"PYTHONPATH": paths}, capture_output=True, text=True, timeout=LONG_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) <= {"holdfast", "msgspec", "typing_extensions"}

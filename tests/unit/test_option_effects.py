@@ -1,0 +1,191 @@
+"""Every option on its way from the command line to the agent, the worker spec and the rendezvous that it must reach.
+
+The real command makes the real agent and the real handler; only `run` of the agent is replaced, by one that keeps the
+agent. A row of `EFFECTS` gives an option and says what must differ there from a run without it. An option without a
+row fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.agent.local import LocalElasticAgent
+from holdfast.agent.model import RunResult, WorkerSpec, WorkerState
+from holdfast.cli import program
+from holdfast.cli import run as cli
+from holdfast.cli.options import OPTIONS, Option
+from holdfast.diagnosis.hang import HangPolicy, Signal
+from holdfast.process.logs import Std
+from holdfast.process.numa import AffinityMode, NumaOptions
+from holdfast.rendezvous.membership.model import Admit, Settings
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from tests import support
+from tests.unit.test_cli_run import RECORDER, install_logs_specs
+
+HEALTH_PORT = support.free_port()
+TCP = "--rdzv-backend=tcp --rdzv-endpoint=h:7 --nnodes=1:3"
+STATIC = "--nnodes=2"
+
+
+def spec(agent: LocalElasticAgent) -> WorkerSpec:
+    return agent.get_worker_group().spec
+
+
+def policy(agent: LocalElasticAgent) -> RestartPolicy:
+    return agent._policy
+
+
+def hangs(agent: LocalElasticAgent) -> HangPolicy | None:
+    return spec(agent).hang_policy
+
+
+def handler(agent: LocalElasticAgent) -> Any:
+    return spec(agent).rdzv_handler
+
+
+def meeting(agent: LocalElasticAgent) -> Any:
+    """The options of a handler that meets other nodes."""
+    return handler(agent)._options
+
+
+def agreed(agent: LocalElasticAgent) -> Settings:
+    """What this node tells the others that the run is to be like."""
+    settings: Settings = meeting(agent).settings(policy(agent))
+    return settings
+
+
+@dataclass(frozen=True)
+class Effect:
+    """With the option set to `text` (none for a flag), `seen` in the agent is `expected`, and without it it is not.
+    `besides` are options that it needs."""
+
+    text: str | None
+    seen: Callable[[LocalElasticAgent], object]
+    expected: object
+    besides: str = ""
+
+
+EFFECTS = {
+    "nproc_per_node": Effect("3", lambda a: spec(a).local_world_size, 3),
+    "module": Effect(None, lambda a: spec(a).args, ("-u", "-m", "x.py")),
+    "no_python": Effect(None, lambda a: (spec(a).entrypoint, spec(a).args), ("./x.py", ())),
+    "run_path": Effect(None, lambda a: spec(a).entrypoint, program.run_script_path),
+    "start_method": Effect("fork", lambda a: a._start_method, "fork"),
+    "role": Effect("trainer", lambda a: spec(a).role, "trainer"),
+    "virtual_local_rank": Effect(None, lambda a: spec(a).virtual_local_rank, True),
+    "numa_binding": Effect("socket", lambda a: spec(a).numa_options, NumaOptions(AffinityMode.SOCKET)),
+    "nnodes": Effect(
+        "2:5", lambda a: (agreed(a).min_nodes, agreed(a).max_nodes), (2, 5), "--rdzv-backend=tcp --rdzv-endpoint=h:7"
+    ),
+    "standalone": Effect(None, lambda a: handler(a).get_backend(), "standalone", "--rdzv-endpoint=h:7"),
+    "rdzv_backend": Effect("tcp", lambda a: handler(a).get_backend(), "tcp", "--rdzv-endpoint=h:7"),
+    "rdzv_endpoint": Effect("host9:77", lambda a: handler(a)._addresses, [("host9", 77)], TCP),
+    "rdzv_id": Effect("job7", lambda a: handler(a).get_run_id(), "job7"),
+    "rdzv_conf": Effect("read_timeout=7", lambda a: meeting(a).read_timeout_s, 7.0, TCP),
+    "node_rank": Effect("2", lambda a: meeting(a).requested_rank, 2, TCP),
+    "master_addr": Effect("host9", lambda a: spec(a).master_addr, "host9", STATIC),
+    "master_port": Effect("77", lambda a: spec(a).master_port, 77, STATIC),
+    "local_addr": Effect("10.0.0.9", lambda a: (spec(a).local_addr, meeting(a).local_addr), ("10.0.0.9",) * 2, TCP),
+    "join_timeout": Effect("7m", lambda a: agreed(a).join_timeout_s, 420.0, TCP),
+    "last_call": Effect("7s", lambda a: agreed(a).last_call_s, 7.0, TCP),
+    "exit_barrier_timeout": Effect("7m", lambda a: a._machine.peers_timeout_s, 420.0),
+    "lease": Effect("70", lambda a: agreed(a).lease_s, 70.0, TCP),
+    "admit": Effect("on-restart", lambda a: agreed(a).admit, Admit.ON_RESTART, TCP),
+    "on_isolation": Effect("continue", lambda a: meeting(a).continue_when_isolated, True, TCP),
+    "token_file": Effect("secret", lambda a: meeting(a).token, b"word", TCP),
+    "tls_cert": Effect("c.pem", lambda a: meeting(a).tls_cert, "c.pem", TCP),
+    "tls_key": Effect("k.pem", lambda a: meeting(a).tls_key, "k.pem", f"{TCP} --tls-cert=c.pem"),
+    "tls_ca": Effect("ca.pem", lambda a: meeting(a).tls_ca, "ca.pem", TCP),
+    "max_restarts": Effect("7", lambda a: (spec(a).max_restarts, policy(a).max_restarts), (7, 7)),
+    "restart_window": Effect("7m", lambda a: policy(a).window_s, 420.0, "--max-restarts=1"),
+    "restart_backoff": Effect("7s", lambda a: policy(a).backoff_s, 7.0),
+    "fatal_exit_codes": Effect("7", lambda a: policy(a).fatal_exit_codes, {7}),
+    "fatal_exceptions": Effect("Bad", lambda a: policy(a).fatal_exceptions, {"Bad"}),
+    "uncounted_exit_codes": Effect("7", lambda a: policy(a).uncounted_exit_codes, {7}),
+    "uncounted_exceptions": Effect("Bad", lambda a: policy(a).uncounted_exceptions, {"Bad"}),
+    "grace_period": Effect("7m", lambda a: a._shutdown_timeout, 420),
+    "shutdown_timeout": Effect("7", lambda a: a._shutdown_timeout, 7),
+    "signals_to_handle": Effect("SIGUSR1", lambda a: os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"], "SIGUSR1"),
+    "monitor_interval": Effect("7", lambda a: spec(a).monitor_interval, 7.0),
+    "hang_timeout": Effect("7m", hangs, HangPolicy(hang_timeout_s=420.0)),
+    "start_timeout": Effect("7m", hangs, HangPolicy(start_timeout_s=420.0)),
+    "progress_signals": Effect(
+        "cpu", hangs, HangPolicy(hang_timeout_s=60.0, signals=frozenset({Signal.CPU})), "--hang-timeout=60"
+    ),
+    "progress_pattern": Effect("step", hangs, HangPolicy(hang_timeout_s=60.0, pattern="step"), "--hang-timeout=60"),
+    "progress_every": Effect(
+        "7m",
+        hangs,
+        HangPolicy(hang_timeout_s=60.0, pattern="step", progress_every_s=420.0),
+        "--hang-timeout=60 --progress-pattern=step",
+    ),
+    "log_dir": Effect("logs", lambda a: a._logs_specs.root_log_dir, "logs"),
+    "redirects": Effect("1", lambda a: a._logs_specs._redirects, Std.OUT),
+    "tee": Effect("2", lambda a: a._logs_specs._tee, Std.ERR),
+    "local_ranks_filter": Effect("0", lambda a: a._logs_specs._local_ranks_filter, {0}),
+    "duplicate_stdout_filters": Effect("a,b", lambda a: spec(a).duplicate_stdout_filters, ["a", "b"]),
+    "duplicate_stderr_filters": Effect("a,b", lambda a: spec(a).duplicate_stderr_filters, ["a", "b"]),
+    "logs_specs": Effect("mine", lambda a: type(a._logs_specs).__module__, "fake_logs"),
+    "quiet": Effect(None, lambda a: logging.getLogger("holdfast").level, logging.ERROR),
+    "verbose": Effect(None, lambda a: logging.getLogger("holdfast").level, logging.DEBUG),
+    "event_log_handler": Effect("file:e.json", lambda a: spec(a).event_log_handler, "file:e.json"),
+    "health_port": Effect(str(HEALTH_PORT), lambda a: getattr(a._health_check_server, "port", None), HEALTH_PORT),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for variable in [name for name in os.environ if name.startswith(("PET_", "TORCH", "HOLDFAST_"))]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # The launcher sets it; this takes it back.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch(mode=0o755)
+    (tmp_path / "secret").write_text("word")
+    install_logs_specs(tmp_path, monkeypatch, "holdfast.logs_specs", RECORDER)
+    logger = logging.getLogger("holdfast")
+    level, handlers = logger.level, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+
+
+def observe(tokens: list[str], seen: Callable[[LocalElasticAgent], object], monkeypatch: pytest.MonkeyPatch) -> object:
+    """What there is to see in the agent of that command line at the moment at which it would run."""
+    found = []
+
+    def keep(agent: LocalElasticAgent) -> RunResult:
+        found.append(seen(agent))
+        return RunResult(WorkerState.SUCCEEDED)
+
+    monkeypatch.setattr(LocalElasticAgent, "run", keep)
+    # A program of the user's own is found on PATH or by a path; as a script that path is as good as the name.
+    script = "./x.py" if "--no-python" in tokens else "x.py"
+    cli.main([*tokens, script])
+    return found.pop()
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_every_option_has_its_effect(option: Option, monkeypatch: pytest.MonkeyPatch) -> None:
+    effect = EFFECTS[option.name]
+    besides = effect.besides.split()
+    own = option.flags[-1] if effect.text is None else f"{option.flags[-1]}={effect.text}"
+    assert observe([*besides, own], effect.seen, monkeypatch) == effect.expected
+    assert observe(besides, effect.seen, monkeypatch) != effect.expected
+
+
+def test_no_effect_is_of_an_option_that_is_gone() -> None:
+    assert set(EFFECTS) == {option.name for option in OPTIONS}
+
+
+def test_the_template_of_labels_has_its_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a variable and no option."""
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}]")
+    assert observe([], lambda a: a._prefix_template, monkeypatch) == "[${rank}]"
