@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
-from holdfast.rendezvous.vocabulary import Admit, Settings
+from holdfast.rendezvous.membership.model import Admit, Settings
 
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousParameters

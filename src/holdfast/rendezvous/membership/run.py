@@ -504,7 +504,7 @@ class Membership:
         self._enter(Phase.RUNNING)
         self._has_seen_no_round = False
         self.world, self.round = world, world.round
-        self._last_order, self._last_members, self._is_last_over = world.order, world.keys, False
+        self._last_order, self._is_last_over = world.order, False
         self._owing, self._unfinished = set(world.keys), set(world.keys)
         self._failures, self._departed = {}, {}
         self._formation.reset()
@@ -678,8 +678,10 @@ class Membership:
         return [ForgetRun()]
 
     def _memory(self, now: float) -> Memory:
-        members = self._last_members if len(self._last_members) <= _MEMBERS_WRITTEN_DOWN else ()
-        if sum(len(key.encode()) for key in members) > _MEMBERS_WRITTEN_DOWN_BYTES:
+        world = self.world
+        members = self._last_members if self._is_last_over or world is None else () if world.missing else world.keys
+        size_bytes = sum(len(key.encode()) for key in members)
+        if len(members) > _MEMBERS_WRITTEN_DOWN or size_bytes > _MEMBERS_WRITTEN_DOWN_BYTES:
             members = ()
         window_s = self.settings.policy.window_s if self.settings else None
         return Memory(
