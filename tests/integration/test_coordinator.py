@@ -304,6 +304,37 @@ def test_a_coordinator_that_cannot_start_says_why(tmp_path: Path) -> None:
         )
 
 
+# Handlers that cannot go on.
+
+
+@pytest.mark.usefixtures("hasty")
+def test_whoever_joins_again_hears_again_why_it_cannot() -> None:
+    with node(support.free_port(), join_timeout=0.3) as a:
+        for _ in range(2):
+            with pytest.raises(RendezvousTimeoutError, match=r"could not reach .* within 0.3 s"):
+                Caller(a.next_rendezvous).result()
+        a.shutdown()
+        with pytest.raises(RendezvousConnectionError, match="was shut down"):
+            Caller(a.next_rendezvous).result()
+
+
+@pytest.mark.usefixtures("no_descriptor_leak")
+def test_a_shutdown_while_the_first_join_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address is looked up in a thread of its own; what it makes of it later is nobody's."""
+    may_go_on = threading.Event()
+    monkeypatch.setattr("holdfast.rendezvous.endpoints.own_address", lambda *_: may_go_on.wait() and "127.0.0.1")
+    with node(support.free_port()) as a:
+        joining = Caller(a.next_rendezvous)
+        (thread,) = support.wait_until(
+            lambda: [each for each in threading.enumerate() if each.name == "holdfast-begin"], "the thread"
+        )
+        a.shutdown()
+        with pytest.raises(RendezvousConnectionError, match="was shut down"):
+            joining.result()
+        may_go_on.set()
+        thread.join()
+
+
 @pytest.mark.usefixtures("own_home")
 def test_modules_in_the_working_directory_do_not_reach_the_coordinator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
