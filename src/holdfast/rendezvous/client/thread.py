@@ -253,8 +253,10 @@ class Client:
     def _let_one_listen(self, target: Target) -> None:
         try:
             self._locator.refused(target)
-        except HoldfastError as error:
-            self._say(self.reach.failed(Obstacle.CANNOT_HOST, str(error), time.monotonic()))
+        except (OSError, HoldfastError) as error:
+            # The system may be out of something for a moment, or the name may not resolve.
+            obstacle = Obstacle.CANNOT_HOST if isinstance(error, HoldfastError) else _obstacle(error)
+            self._say(self.reach.failed(obstacle, _words(error, target), time.monotonic()))
 
     def _say(self, word: reachability.Say | reachability.GiveUp | None) -> None:
         if isinstance(word, reachability.GiveUp):
