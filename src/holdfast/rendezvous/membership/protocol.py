@@ -293,15 +293,18 @@ def _pattern_problem(place: Place) -> str:
     return ""
 
 
+def clipped_text(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 4] + " ..."
+
+
 def clipped(failure: Failure) -> Failure:
     """As much of a failure as may be sent."""
-    text = failure.text if len(failure.text) <= MAX_TEXT else failure.text[: MAX_TEXT - 4] + " ..."
     return Failure(
         failure.node[:MAX_NAME],
         failure.rank,
         failure.exitcode,
         failure.exception[:MAX_NAME],
-        text,
+        clipped_text(failure.text),
         failure.is_consequence,
     )
 
