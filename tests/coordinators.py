@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -13,18 +14,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from holdfast.rendezvous import hosting, messages
-from holdfast.rendezvous.api import RendezvousParameters
-from holdfast.rendezvous.legacy_coordinator import Coordinator
-from holdfast.rendezvous.messages import PROTOCOL_VERSION, Frames, encode
-from holdfast.rendezvous.tcp import TcpRendezvousHandler, create_handler
-from holdfast.rendezvous.vocabulary import Settings
-from holdfast.rendezvous.world import NodeFacts
+from holdfast.rendezvous.api import RendezvousInfo, RendezvousParameters
+from holdfast.rendezvous.coordination import JoinFailed
+from holdfast.rendezvous.coordinator import launch, memory
+from holdfast.rendezvous.coordinator.server import Coordinator
+from holdfast.rendezvous.handler import CoordinatorHandler, create_tcp_handler
+from holdfast.rendezvous.membership import frames, protocol
+from holdfast.rendezvous.membership.frames import Frames, encode
+from holdfast.rendezvous.membership.model import NodeFacts, Sealed, Settings
 from tests import support
 
 DEADLINE_S = 30.0
@@ -113,13 +116,14 @@ def coordinator(home: Path, *options: str, **more: Any) -> Iterator[CoordinatorP
 @contextlib.contextmanager
 def coordinator_thread(home: Path, **options: Any) -> Iterator[int]:
     """A coordinator in this process, so that a test can change its limits. Gives its port."""
-    sock = hosting.bind("127.0.0.1", 0)
+    sock = launch.bind("127.0.0.1", 0)
     port = sock.getsockname()[1]
     ready = threading.Event()
     found: list[tuple[asyncio.AbstractEventLoop, Coordinator]] = []
 
     async def serve() -> None:
-        server = Coordinator(sock, state_directory=home / "state", **{"idle_timeout_s": None, **options})
+        files = memory.StateFiles(home / "state", "127.0.0.1", port)
+        server = Coordinator(sock, files, **{"idle_timeout_s": None, **options})
         found.append((asyncio.get_running_loop(), server))
         await server.serve(ready.set)
 
@@ -140,7 +144,7 @@ class Peer:
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self.sock = socket.create_connection((host, port), DEADLINE_S)
-        self._frames = Frames(messages.Handshake | messages.Answer)
+        self._frames = Frames()
 
     def __enter__(self) -> Peer:
         return self
@@ -182,32 +186,37 @@ class Peer:
     def enter(self, run_id: str = "", token: bytes | None = None) -> Peer:
         """The handshake."""
         run_id = run_id or default_run_id()
-        challenge = self.await_kind(messages.Challenge)
-        nonce = os.urandom(messages.NONCE_BYTES)
-        proof = b"" if token is None else messages.prove(token, b"agent", run_id, challenge.nonce, nonce)
-        self.send(messages.Hello(PROTOCOL_VERSION, run_id, nonce, proof))
-        self.await_kind(messages.Welcome)
+        challenge = self.await_kind(protocol.Challenge)
+        nonce = os.urandom(protocol.NONCE_BYTES)
+        proof = b"" if token is None else frames.prove(token, b"agent", run_id, challenge.nonce, nonce)
+        self.send(protocol.Hello(protocol.MAJOR, run_id, nonce, proof))
+        self.await_kind(protocol.Welcome)
+        self.expect_pushes()
         return self
+
+    def expect_pushes(self) -> None:
+        """The handshake is over."""
+        self._frames.expect(frames.DOWNWARD)
 
     def join(self, name: str, settings: Settings, **facts: Any) -> Peer:
-        self.send(messages.Join(NodeFacts(name, **facts), settings))
+        self.send(protocol.Join(NodeFacts(name, **facts), settings))
         return self
 
-    def ask(self, operation: str, *keys: str, **fields: Any) -> messages.StoreAnswer:
-        self.send(messages.StoreRequest(b"peer", time.monotonic_ns(), operation, keys, **fields))
-        answer = self.await_kind(messages.StoreAnswer)
-        assert isinstance(answer, messages.StoreAnswer)
+    def ask(self, operation: str, *keys: str, **fields: Any) -> protocol.StoreAnswer:
+        self.send(protocol.StoreRequest(b"peer", time.monotonic_ns(), operation, keys, **fields))
+        answer = self.await_kind(protocol.StoreAnswer)
+        assert isinstance(answer, protocol.StoreAnswer)
         return answer
 
 
 @contextlib.contextmanager
-def node(port: int, nodes: str = "1", run_id: str = "", **config: Any) -> Iterator[TcpRendezvousHandler]:
+def node(port: int, nodes: str = "1", run_id: str = "", **config: Any) -> Iterator[CoordinatorHandler]:
     """A handler as an agent has it. It hosts nothing unless it is told to."""
     low, _, high = nodes.partition(":")
     settings = {"is_host": False, "last_call": 0.2, "join_timeout": 30, "close_linger": 0.3, **config}
     endpoint = str(settings.pop("endpoint", f"127.0.0.1:{port}"))
     local_addr = settings.pop("local_addr", None)
-    handler = create_handler(
+    handler = create_tcp_handler(
         RendezvousParameters(
             "tcp", endpoint, run_id or default_run_id(), int(low), int(high or low), local_addr, **settings
         )
@@ -242,10 +251,29 @@ class Caller(threading.Thread):
         return self._result
 
 
-def form(*handlers: TcpRendezvousHandler) -> list[Any]:
-    """The rounds that the handlers get, in their order."""
-    callers = [Caller(each.next_round) for each in handlers]
-    return [each.result() for each in callers]
+@dataclass(frozen=True)
+class Round:
+    number: int
+    found: RendezvousInfo
+
+
+def form(*handlers: CoordinatorHandler) -> list[Round]:
+    """The rounds that the handlers get a place in, in their order."""
+    for each in handlers:
+        each.join()
+    sealed = [await_push(each, Sealed) for each in handlers]
+    return [Round(push.place.round, each.found(push)) for each, push in zip(handlers, sealed, strict=True)]
+
+
+def await_push(handler: CoordinatorHandler, kind: type) -> Any:
+    """The next push of that kind; what comes with it and before it is dropped. An error that is pushed is raised."""
+    while True:
+        assert select.select([handler], [], [], DEADLINE_S)[0], f"no {kind.__name__} after {DEADLINE_S:g} s"
+        for push in handler.take():
+            if isinstance(push, kind):
+                return push
+            if isinstance(push, JoinFailed):
+                raise push.error
 
 
 class Proxy:

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-
 from holdfast.rendezvous.etcd_client import EtcdClient
+
 from tests import support
 
 T = TypeVar("T")

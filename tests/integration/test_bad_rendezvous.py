@@ -40,10 +40,9 @@ def test_nobody_listens(tmp_path: Path) -> None:
     options = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "is_host=false", "--join-timeout", "7")
     code, (warning, error) = run(tmp_path, *options)
     assert code == 1
-    assert f"no coordinator can be reached at 127.0.0.1:{port}: Connection refused (tried " in warning
+    assert f"cannot reach 127.0.0.1:{port}: Connection refused (tried " in warning
     assert error == (
-        f"holdfast run: error: no coordinator could be reached at 127.0.0.1:{port} within 7 s; "
-        "the last attempt: Connection refused"
+        f"holdfast run: error: could not reach 127.0.0.1:{port} within 7 s; the last attempt: Connection refused"
     )
 
 

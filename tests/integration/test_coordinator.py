@@ -20,11 +20,11 @@ import psutil
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.rendezvous import dial, messages, reach
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
-from holdfast.rendezvous.coordination import RoundStopped
-from holdfast.rendezvous.tcp import TcpRendezvousHandler
-from holdfast.rendezvous.vocabulary import Settings
+from holdfast.rendezvous.client import handshake, reachability
+from holdfast.rendezvous.handler import CoordinatorHandler
+from holdfast.rendezvous.membership import model, protocol
+from holdfast.rendezvous.membership.model import Settings, Stop
 from tests import support
 from tests.coordinators import Caller, CoordinatorProcess, Peer, coordinator, form, listener, node
 
@@ -45,15 +45,17 @@ def server(process: CoordinatorProcess) -> CoordinatorProcess:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes seconds takes tenths of them."""
-    monkeypatch.setattr(dial, "HANDSHAKE_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(reach, "_FIRST_WORD_AFTER_S", 0.2)
-    monkeypatch.setattr(reach, "_PATIENCE_S", {each: after_s / 20 for each, after_s in reach._PATIENCE_S.items()})
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(reachability, "_FIRST_WORD_AFTER_S", 0.2)
+    monkeypatch.setattr(
+        reachability, "_PATIENCE_S", {each: after_s / 20 for each, after_s in reachability._PATIENCE_S.items()}
+    )
 
 
-def refusal(handler: TcpRendezvousHandler) -> str:
+def refusal(handler: CoordinatorHandler) -> str:
     """The one line that the user of this node sees."""
     with pytest.raises(RendezvousConnectionError) as caught:
-        Caller(handler.next_round).result()
+        Caller(handler.next_rendezvous).result()
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -68,18 +70,18 @@ def test_nodes_form_a_world(server: CoordinatorProcess) -> None:
     assert sorted(each.found.rank for each in rounds) == [0, 1, 2]
     assert {each.found.world_size for each in rounds} == {3}
     assert len({each.found.bootstrap_store_info for each in rounds}) == 1
-    server.await_line("round 1 sealed with 3 nodes")
+    server.await_line("round 1 begins with 3 nodes")
 
 
 def test_it_tells_who_stands_by_and_how_a_run_ended(server: CoordinatorProcess) -> None:
     settings = Settings(1, 1, close_linger_s=0.3)
     with Peer(server.port) as first, Peer(server.port) as second:
         first.enter().join("first", settings)
-        first.await_kind(messages.Sealed)
+        first.await_kind(model.Sealed)
         second.enter().join("second", settings)
-        server.await_line("second/0 is told: round 1 runs with 1 node, this node stands by")
-        first.send(messages.Succeeded(1))
-        second.await_kind(messages.Ended)
+        server.await_line("to second/0: round 1 runs with 1 node, this node stands by")
+        first.send(protocol.Succeeded(1))
+        second.await_kind(model.Ended)
     server.await_line("is over: all workers have succeeded")
 
 
@@ -112,10 +114,10 @@ def first_node(server: CoordinatorProcess, settings: Settings, **facts: Any) -> 
 
 
 def test_a_node_whose_settings_differ_is_refused(server: CoordinatorProcess) -> None:
-    words = r"^run '.*' does not take this node: the run has lease=5, this node has lease=9$"
+    words = r"^run '.*' rejected this node: --lease 9, this run has --lease 5$"
     settings = Settings(2, 2, 30.0, 0.2, close_linger_s=0.3)
     with first_node(server, settings), node(server.port, "2", lease=9) as b, pytest.raises(UserError, match=words):
-        Caller(b.next_round).result()
+        Caller(b.next_rendezvous).result()
 
 
 def test_a_node_at_a_loopback_address_is_refused_among_others(server: CoordinatorProcess) -> None:
@@ -123,7 +125,7 @@ def test_a_node_at_a_loopback_address_is_refused_among_others(server: Coordinato
     settings = Settings(2, 2, 30.0, 0.2, close_linger_s=0.3)
     first = first_node(server, settings, address="192.0.2.7")
     with first, node(server.port, "2") as b, pytest.raises(UserError, match=words):
-        Caller(b.next_round).result()
+        Caller(b.next_rendezvous).result()
 
 
 # Where it listens.
@@ -169,15 +171,16 @@ def web_server() -> Iterator[int]:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_web_server_at_the_port() -> None:
-    with web_server() as port, node(port) as a:
-        assert f"127.0.0.1:{port} accepts connections but says nothing; is it a coordinator" in refusal(a)
-
-
-@pytest.mark.usefixtures("hasty")
-def test_a_silent_listener_at_the_port() -> None:
-    with listener() as port, node(port) as a:
-        assert f"127.0.0.1:{port} accepts connections but says nothing; is it a coordinator" in refusal(a)
+@pytest.mark.parametrize("server_at", [web_server, listener])
+def test_something_that_says_nothing_at_the_port(server_at: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It may be a frozen coordinator, so the node waits, and says what it sees."""
+    with caplog.at_level(logging.WARNING), server_at() as port, node(port, join_timeout=2) as a:
+        seen = f"127.0.0.1:{port} accepts connections but says nothing; is it a coordinator, and without TLS?"
+        with pytest.raises(RendezvousTimeoutError) as caught:
+            Caller(a.next_rendezvous).result()
+        assert str(caught.value) == f"could not reach 127.0.0.1:{port} within 2 s; the last attempt: {seen}"
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"cannot reach 127.0.0.1:{port}: {seen} (tried ")
 
 
 @pytest.mark.usefixtures("hasty")
@@ -192,31 +195,12 @@ def test_something_else_that_speaks_first(says: bytes) -> None:
         assert refusal(a) == f"127.0.0.1:{port} answers, but it is not a holdfast coordinator"
 
 
-def test_a_coordinator_of_another_version() -> None:
-    challenge = messages.encode(messages.Challenge(99, b"its own kind of nonce", False))
-    with listener(challenge) as port, node(port) as a:
-        assert (
-            refusal(a) == f"the coordinator at 127.0.0.1:{port} speaks version 99 of the protocol, this agent speaks 1"
-        )
-
-
-def test_an_agent_of_another_version(server: CoordinatorProcess) -> None:
-    with Peer(server.port) as peer:
-        peer.await_kind(messages.Challenge)
-        peer.send(messages.Hello(99, "run", b"its own kind of nonce"))
-        denied = peer.await_kind(messages.Denied)
-        assert denied.reason == "it speaks version 99 of the protocol, this coordinator speaks 1"
-        assert peer.is_hung_up()
-    server.await_line("is turned away: it speaks version 99")
-    assert len(server.lines("turned away")) == 1
-
-
 @pytest.mark.parametrize("run_id", ["", "x" * 1025])
 def test_run_ids_that_cannot_be(server: CoordinatorProcess, run_id: str) -> None:
     with Peer(server.port) as peer:
-        peer.await_kind(messages.Challenge)
-        peer.send(messages.Hello(1, run_id, bytes(32)))
-        assert peer.await_kind(messages.Denied).reason == f"a run id has 1 to 1024 characters, not {len(run_id)}"
+        peer.await_kind(protocol.Challenge)
+        peer.send(protocol.Hello(protocol.MAJOR, run_id, bytes(32)))
+        assert peer.await_kind(protocol.Denied).reason == f"a run id has 1 to 1024 characters, not {len(run_id)}"
 
 
 @pytest.mark.usefixtures("hasty")
@@ -224,17 +208,15 @@ def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     port = support.free_port()
     expected = pytest.raises(RendezvousTimeoutError)
     with caplog.at_level(logging.WARNING), node(port, join_timeout=3) as a, expected as caught:
-        Caller(a.next_round).result()
-    assert str(caught.value) == (
-        f"no coordinator could be reached at 127.0.0.1:{port} within 3 s; the last attempt: Connection refused"
-    )
+        Caller(a.next_rendezvous).result()
+    assert str(caught.value) == (f"could not reach 127.0.0.1:{port} within 3 s; the last attempt: Connection refused")
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1
-    assert told[0].startswith(f"no coordinator can be reached at 127.0.0.1:{port}: Connection refused (tried ")
+    assert told[0].startswith(f"cannot reach 127.0.0.1:{port}: Connection refused (tried ")
 
 
 def test_a_name_that_does_not_resolve_without_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.rendezvous.coordinated._RESOLVE_PATIENCE_S", 0.2)
+    monkeypatch.setattr("holdfast.rendezvous.handler._RESOLVE_PATIENCE_S", 0.2)
     with node(0, endpoint="does-not-exist.invalid") as a:
         said = refusal(a)
     assert said.startswith(
@@ -251,7 +233,9 @@ def test_a_name_that_stops_to_resolve_before_the_first_connection(monkeypatch: p
 def test_a_host_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The user says that this node hosts, and it cannot."""
     monkeypatch.setattr(
-        dial.Dial, "_reach", lambda self: (_ for _ in ()).throw(ConnectionRefusedError(111, "Connection refused"))
+        handshake.Target,
+        "_reach",
+        lambda self: (_ for _ in ()).throw(ConnectionRefusedError(111, "Connection refused")),
     )
     with node(1, endpoint="192.0.2.1:29400", local_addr="127.0.0.1", is_host=True) as a:
         assert refusal(a) == (
@@ -305,7 +289,7 @@ def test_any_free_port_does_for_one_node() -> None:
         b.set_closed()
         support.wait_until(lambda: a.is_closed() and b.is_closed(), "the end of both runs")
     with node(0, "2", is_host=None) as c, pytest.raises(UserError, match=r"127\.0\.0\.1:0 names no port, so 2 nodes"):
-        c.next_round()
+        c.next_rendezvous()
 
 
 @pytest.mark.usefixtures("own_home")
@@ -346,13 +330,13 @@ def test_a_coordinator_that_was_killed_and_started_again_goes_on(tmp_path: Path)
                 reached = [handler._client.reach for handler in (a, b) if handler._client]
                 support.wait_until(lambda: all(each.since is None for each in reached), "both are back")
                 assert a.take() == b.take() == []  # Nothing was stopped.
-                joining = Caller(c.next_round)
+                joining = Caller(form, c)
                 pushes = support.wait_until(a.take, "the round is stopped for the newcomer")
-                assert [type(each) for each in pushes] == [RoundStopped]
-                rounds = form(a, b) + [joining.result()]
+                assert [type(each) for each in pushes] == [Stop]
+                rounds = form(a, b) + joining.result()
                 assert {each.number for each in rounds} == {2}
                 assert {each.found.world_size for each in rounds} == {3}
-                second.await_line("round 2 sealed with 3 nodes")
+                second.await_line("round 2 begins with 3 nodes")
     finally:
         first.close()
 
@@ -364,10 +348,10 @@ def test_a_coordinator_that_is_away_for_longer_than_the_join_timeout(tmp_path: P
             assert form(a)[0].number == 1
             first.kill()
             assert a._client is not None
-            away, coming = a._client.reach, Caller(a.next_round)
+            away, coming = a._client.reach, Caller(form, a)
             support.wait_until(lambda: away.since and time.monotonic() > away.since + 4, "the join timeout is over")
             with coordinator(tmp_path, port=first.port):
-                assert coming.result().number == 2
+                assert coming.result()[0].number == 2
     finally:
         first.close()
 
@@ -378,7 +362,7 @@ SLOW_IMPORT = """
 
     class Finder:
         def find_spec(name, path=None, target=None):
-            if name == "holdfast.rendezvous.legacy_coordinator":
+            if name == "holdfast.rendezvous.coordinator.server":
                 with open({mailbox!r}, "w") as box:
                     box.write("importing\\n")
                 open({gate!r}).close()
@@ -473,7 +457,7 @@ def test_it_ends_when_it_is_told_to(tmp_path: Path, number: signal.Signals) -> N
     process = CoordinatorProcess(tmp_path)
     with Peer(process.port) as peer:
         peer.enter().join("a", Settings(1, 1))
-        peer.await_kind(messages.Sealed)
+        peer.await_kind(model.Sealed)
         process.process.send_signal(number)
         assert process.process.wait(30) == 0
         assert peer.is_hung_up()
@@ -559,13 +543,13 @@ def test_two_of_one_port_at_different_addresses_do_not_share_their_memory(tmp_pa
         for host, process in (("127.0.0.1", first), ("127.0.0.2", second)):
             with Peer(process.port, host) as peer:
                 peer.enter().join("a", Settings(1, 1))
-                assert peer.await_kind(messages.Sealed).place.round == 1
+                assert peer.await_kind(model.Sealed).place.round == 1
 
 
 def test_state_is_kept_when_it_is_stopped_in_the_middle_of_a_run(tmp_path: Path) -> None:
     process = CoordinatorProcess(tmp_path)
     with Peer(process.port) as peer:
         peer.enter().join("a", Settings(1, 1))
-        peer.await_kind(messages.Sealed)
+        peer.await_kind(model.Sealed)
         process.close()
     assert len(list(tmp_path.glob(f"holdfast-{os.getuid()}/127.0.0.1-{process.port}-*.json"))) == 1

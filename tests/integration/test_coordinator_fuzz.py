@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.rendezvous import messages
-from holdfast.rendezvous.messages import encode
-from holdfast.rendezvous.outcome import Failure
+from holdfast.rendezvous.membership import model, protocol
+from holdfast.rendezvous.membership.frames import encode
+from holdfast.rendezvous.membership.model import NodeFacts, Place, Settings, Stage
+from holdfast.rendezvous.membership.restart_policy import Failure
 from holdfast.rendezvous.store import Store
-from holdfast.rendezvous.vocabulary import Settings, Stage
-from holdfast.rendezvous.world import NodeFacts, Place, Run
 from tests import support
 from tests.coordinators import Peer, coordinator, form, node
 
@@ -29,24 +28,24 @@ TOKEN = b"open sesame"
 MIB = 1 << 20
 
 FACTS = NodeFacts("intruder", 0, "127.0.0.1", 5)
-PLACE = Place(1, 0, 1, (Run("default", 1, 1),), "127.0.0.1", 5)
+PLACE = Place(1, 1, 0, 1, (("default", 1),), b"", "127.0.0.1", 5)
 WORDS = [
     encode(message)
     for message in (
-        messages.Hello(1, "honest", bytes(32), bytes(32)),
-        messages.Join(FACTS, Settings(1, 4)),
-        messages.Return(FACTS, Settings(1, 4), PLACE, Stage.RUNNING),
-        messages.Heartbeat(1),
-        messages.Failed(1, Failure(text="no reason")),
-        messages.Succeeded(1),
-        messages.Leaving(),
-        messages.Left(),
-        messages.Close("ha"),
-        messages.StoreRequest(b"intruder", 1, "set", ("key",), (b"value",)),
-        messages.StoreRequest(b"intruder", 2, "get", ("missing",), timeout_s=5.0),
-        messages.StoreRequest(b"intruder", 3, "add", ("number",), amount=1),
-        messages.Sealed("intruder/0", PLACE),
-        messages.Stop(1, "ha"),
+        protocol.Hello(protocol.MAJOR, "honest", bytes(32), bytes(32)),
+        protocol.Join(FACTS, Settings(1, 4)),
+        protocol.Return(FACTS, Settings(1, 4), PLACE, Stage.RUNNING),
+        protocol.Heartbeat(1),
+        protocol.Failed(1, Failure(text="no reason")),
+        protocol.Succeeded(1),
+        protocol.Leaving(),
+        protocol.Left(),
+        protocol.Close("ha"),
+        protocol.StoreRequest(b"intruder", 1, "set", ("key",), (b"value",)),
+        protocol.StoreRequest(b"intruder", 2, "get", ("missing",), timeout_s=5.0),
+        protocol.StoreRequest(b"intruder", 3, "add", ("number",), amount=1),
+        model.Sealed("intruder/0", PLACE),
+        model.Stop(1, "ha"),
     )
 ]
 

@@ -11,9 +11,14 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.rendezvous import connections, dial, messages, reach, tcp_options
-from holdfast.rendezvous.api import RendezvousConnectionError
-from holdfast.rendezvous.tcp import TcpRendezvousHandler
+from holdfast.rendezvous import options
+from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from holdfast.rendezvous.client import handshake, reachability
+from holdfast.rendezvous.coordinator import connection
+from holdfast.rendezvous.handler import CoordinatorHandler
+from holdfast.rendezvous.membership import protocol
+from holdfast.rendezvous.membership.frames import encode, prove
+from holdfast.rendezvous.membership.protocol import MAJOR
 from tests import support
 from tests.certificates import Certificates, make_certificates
 from tests.coordinators import (
@@ -36,9 +41,9 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOLDFAST_TOKEN", raising=False)
 
 
-def refusal(handler: TcpRendezvousHandler) -> str:
+def refusal(handler: CoordinatorHandler) -> str:
     with pytest.raises(RendezvousConnectionError) as caught:
-        Caller(handler.next_round).result()
+        Caller(handler.next_rendezvous).result()
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -111,7 +116,7 @@ def test_a_token_on_the_agents_side_only(without_token: CoordinatorProcess, monk
 
 def test_somebody_who_only_pretends_to_know_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_TOKEN", TOKEN.decode())
-    said = messages.encode(messages.Challenge(1, bytes(32), True)) + messages.encode(messages.Welcome(bytes(32)))
+    said = encode(protocol.Challenge(MAJOR, bytes(32), True)) + encode(protocol.Welcome(bytes(32)))
     with listener(said) as port, node(port) as a:
         assert refusal(a) == f"the coordinator at 127.0.0.1:{port} does not know this agent's token"
 
@@ -119,28 +124,28 @@ def test_somebody_who_only_pretends_to_know_the_token(monkeypatch: pytest.Monkey
 def test_a_proof_cannot_be_used_again(with_token: CoordinatorProcess) -> None:
     """What was heard on one connection opens no other."""
     with Peer(with_token.port) as honest, Peer(with_token.port) as thief:
-        challenge = honest.await_kind(messages.Challenge)
+        challenge = honest.await_kind(protocol.Challenge)
         nonce = bytes(32)
-        hello = messages.Hello(1, "run", nonce, messages.prove(TOKEN, b"agent", "run", challenge.nonce, nonce))
+        hello = protocol.Hello(protocol.MAJOR, "run", nonce, prove(TOKEN, b"agent", "run", challenge.nonce, nonce))
         honest.send(hello)
-        honest.await_kind(messages.Welcome)
+        honest.await_kind(protocol.Welcome)
         thief.send(hello)
-        assert thief.await_kind(messages.Denied).reason == "its token is not the one of this coordinator"
+        assert thief.await_kind(protocol.Denied).reason == "its token is not the one of this coordinator"
 
 
 def test_a_proof_is_for_one_run(with_token: CoordinatorProcess) -> None:
     with Peer(with_token.port) as peer:
-        challenge = peer.await_kind(messages.Challenge)
+        challenge = peer.await_kind(protocol.Challenge)
         nonce = bytes(32)
-        proof = messages.prove(TOKEN, b"agent", "run", challenge.nonce, nonce)
-        peer.send(messages.Hello(1, "another run", nonce, proof))
-        peer.await_kind(messages.Denied)
+        proof = prove(TOKEN, b"agent", "run", challenge.nonce, nonce)
+        peer.send(protocol.Hello(MAJOR, "another run", nonce, proof))
+        peer.await_kind(protocol.Denied)
 
 
 def test_nothing_is_served_before_the_token_is_proved(with_token: CoordinatorProcess) -> None:
-    for request in (messages.StoreRequest(b"", 1, "set", ("k",), (b"v",)), messages.Close("ha"), messages.Heartbeat(1)):
+    for request in (protocol.StoreRequest(b"", 1, "set", ("k",), (b"v",)), protocol.Close("ha"), protocol.Heartbeat(1)):
         with Peer(with_token.port) as peer:
-            peer.await_kind(messages.Challenge)
+            peer.await_kind(protocol.Challenge)
             peer.send(request)
             assert peer.receive() is None
 
@@ -165,7 +170,7 @@ def test_a_welcome_node_that_is_turned_away_later_keeps_trying(
     tmp_path: Path, token_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another coordinator at the same port, with another token, does not end a node whose workers may run."""
-    monkeypatch.setattr(reach, "_FIRST_WORD_AFTER_S", 0.0)
+    monkeypatch.setattr(reachability, "_FIRST_WORD_AFTER_S", 0.0)
     first = CoordinatorProcess(tmp_path, "--token-file", str(token_file), port=support.free_port())
     try:
         with node(first.port, token_file=str(token_file), on_isolation="continue") as a:
@@ -259,17 +264,17 @@ def test_tls_on_the_coordinators_side_only(
     secure: CoordinatorProcess, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secure.turn_page()
-    monkeypatch.setattr(dial, "HANDSHAKE_TIMEOUT_S", 0.3)
-    monkeypatch.setitem(reach._PATIENCE_S, reach.Obstacle.SILENT, 0.0)
-    with node(secure.port) as a:
-        assert "accepts connections but says nothing; is it a coordinator, and without TLS?" in refusal(a)
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.3)
+    words = "accepts connections but says nothing; is it a coordinator, and without TLS?"
+    with node(secure.port, join_timeout=1) as a, pytest.raises(RendezvousTimeoutError, match=re.escape(words)):
+        Caller(a.next_rendezvous).result()
     assert "does not get a TLS connection: it went away" in only_complaint(secure)
 
 
 def test_a_key_that_does_not_belong_to_the_certificate(certificates: Certificates) -> None:
     expected = pytest.raises(UserError, match=r"the TLS certificate .*client.pem with .*server.key cannot be used: ")
     with node(1, tls_cert=certificates.client_pem, tls_key=certificates.server_key) as a, expected:
-        a.next_round()
+        a.next_rendezvous()
 
 
 def test_renewed_certificates_are_used(tmp_path: Path, certificates: Certificates) -> None:
@@ -313,7 +318,7 @@ def test_an_agent_that_cannot_start_one_that_speaks_tls(certificates: Certificat
     port = support.free_port()
     with node(port, is_host=None, tls_ca=certificates.ca_pem) as a:
         assert refusal(a) == (
-            f"nobody listens at 127.0.0.1:{port}, and without tls_cert this node cannot start a coordinator that "
+            f"nothing listens at 127.0.0.1:{port}, and without tls_cert this node cannot start a coordinator that "
             "speaks TLS"
         )
 
@@ -321,8 +326,8 @@ def test_an_agent_that_cannot_start_one_that_speaks_tls(certificates: Certificat
 def test_a_stranger_who_is_slow_with_tls(
     secure: CoordinatorProcess, certificates: Certificates, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(connections, "_HANDSHAKE_TIMEOUT_S", 0.3)
-    tls = tcp_options.server_tls(certificates.server_pem, certificates.server_key, "")
+    monkeypatch.setattr(connection, "_HANDSHAKE_TIMEOUT_S", 0.3)
+    tls = options.server_tls(certificates.server_pem, certificates.server_key, "")
     with coordinator_thread(tmp_path, tls=tls) as port, Peer(port) as peer:
         peer.sock.sendall(b"\x16\x03\x01\x02\x00")  # The beginning of a hello that never goes on.
         assert peer.is_hung_up()

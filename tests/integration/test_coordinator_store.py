@@ -261,7 +261,7 @@ def test_a_store_that_was_lost_with_its_coordinator(tmp_path: Path) -> None:
                 store.add("count", 1)
             with pytest.raises(StoreLostError):
                 stores.barrier(store, 2, "barrier", 0.1, 0)
-            after = handler._open_store()
+            after = form(handler)[0].found.store
             assert after.add("count", 1) == 1
             assert after.add("count", 1) == 2
 

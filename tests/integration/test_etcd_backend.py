@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from holdfast.rendezvous.etcd_client import EtcdClient
+from holdfast.rendezvous.keyspace import Keyspace, Page, Tellings
+from holdfast.rendezvous.legacy_etcd import EtcdRendezvousHandler, create_handler
+from holdfast.rendezvous.outcome import End, Failure
 
 from holdfast.errors import UserError
 from holdfast.rendezvous import keyspace, reach
@@ -22,10 +26,6 @@ from holdfast.rendezvous.api import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from holdfast.rendezvous.etcd_client import EtcdClient
-from holdfast.rendezvous.keyspace import Keyspace, Page, Tellings
-from holdfast.rendezvous.legacy_etcd import EtcdRendezvousHandler, create_handler
-from holdfast.rendezvous.outcome import End, Failure
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.testing.etcd_server import EtcdServer
 from tests import support

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from holdfast.rendezvous.etcd_client import EtcdClient, Refused
 
 from holdfast.errors import HostError, UserError
-from holdfast.rendezvous.etcd_client import EtcdClient, Refused
 from holdfast.testing import etcd_server
 from holdfast.testing.etcd_server import EtcdCluster, EtcdServer, find_etcd_binary
 from tests import support

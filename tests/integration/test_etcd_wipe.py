@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from holdfast.rendezvous.elected_words import Write
 from holdfast.rendezvous.etcd_leadership import Leadership, Office
 from holdfast.rendezvous.keyspace import Keyspace
+
 from holdfast.testing.etcd_server import EtcdCluster
 from tests import nodes, support
 from tests.nodes import Scene

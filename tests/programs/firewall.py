@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from holdfast.rendezvous.coordination import RoundStopped
-from tests import support
-from tests.coordinators import coordinator, form, node
+from holdfast.rendezvous.membership.model import Stop
+from tests.coordinators import await_push, coordinator, form, node
 
 TIMES: dict[str, Any] = {"lease": 3, "heartbeat": 0.2, "reconnect_grace": 0.2, "last_call": 0.2}
 
@@ -38,7 +37,7 @@ def main(home: Path, verdict: str) -> None:
         with first as a, second as b:
             assert [each.number for each in form(a, b)] == [1, 1]
             close("127.0.0.1", process.port, verdict)
-            support.wait_until(lambda: any(isinstance(push, RoundStopped) for push in b.take()), "the round is stopped")
+            await_push(b, Stop)
             (found,) = form(b)
             assert (found.number, found.found.world_size) == (2, 1)
             print("the workers are gone" if a.has_lapsed else "the workers may live", flush=True)

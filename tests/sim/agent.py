@@ -17,7 +17,7 @@ from typing import Any, Protocol, assert_never
 from holdfast.agent import lifecycle
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.rendezvous.membership import model, node, node_lease, protocol
-from holdfast.rendezvous.membership.model import End, NodeFacts, Outcome, Place, Settings
+from holdfast.rendezvous.membership.model import NodeFacts, Outcome, Place, Settings
 from holdfast.rendezvous.membership.node import Participant
 from holdfast.rendezvous.membership.node_lease import LeaseSettings, NodeLease
 from holdfast.rendezvous.membership.restart_policy import Failure
@@ -68,6 +68,7 @@ class Agent:
         self.dial: object = None
         """The present attempt to connect, and the connection that may come of it."""
         self.dialled: Link | None = None
+        self._needs_address = False
         self.last_address: Address | None = None
         """That of the coordinator that the node was last connected to."""
         self.participant = Participant(facts, settings, NodeLease(lease))
@@ -163,10 +164,23 @@ class Agent:
 
     def connect(self) -> None:
         """As soon as there is an address."""
+        self._needs_address = self.locator.address is None
         if self.locator.address is not None:
             self.network.connect(self, self.locator.address)
         else:
             self.locator.locate(self)
+
+    def found_leader(self) -> None:
+        if self._needs_address:
+            self.connect()
+        else:
+            self.tell(node_lease.LeaderMoved())
+
+    def found_none(self) -> None:
+        """No other than before."""
+        if self._needs_address:
+            self._needs_address = False
+            self.tell(node_lease.ConnectFailed(False, self.engine.random.random()))
 
     def _carry_out(self, command: node.Command) -> None:
         match command:
@@ -186,13 +200,13 @@ class Agent:
             case model.Sealed(_, place):
                 self.place = place
                 self.checks.place_received(self, self.participant.facts.key, place)
-                self._post(lifecycle.WorldSealed(place.round))
-            case model.Stop(round):
-                self._post(lifecycle.RoundStopped(round))
-            case model.PlaceLost(round):
-                self._post(lifecycle.PlaceLost(round))
+                self._post(command)
+            case model.Stop() | model.PlaceLost():
+                self._post(command)
             case model.Ended(outcome):
-                self._learn(outcome)
+                self.outcome = outcome
+                self.checks.outcome_learned(self, outcome)
+                self._post(command)
             case model.Refused(reason):
                 self.checks.refused(self, reason)
                 self.exit()
@@ -200,12 +214,6 @@ class Agent:
                 pass
             case _:
                 assert_never(command)
-
-    def _learn(self, outcome: Outcome) -> None:
-        self.outcome = outcome
-        self.checks.outcome_learned(self, outcome)
-        is_success = outcome.end is End.SUCCEEDED
-        self._post(lifecycle.RunEnded(lifecycle.Outcome.SUCCEEDED if is_success else lifecycle.Outcome.FAILED))
 
     # The loop.
 
@@ -262,7 +270,7 @@ class Agent:
         except Exception as error:
             raise Violation("machines_never_raise", f"{self.name}: {type(error).__name__}: {error}") from error
         self.engine.note(self.name, f"{before.value}:", event, tuple(commands))
-        if isinstance(event, lifecycle.RunEnded):
+        if isinstance(event, model.Ended):
             self.checks.end_taken_in(self)
         for command in commands:
             self._act(command)
@@ -360,7 +368,6 @@ class Agent:
         """With the whole host, without a word."""
         self.engine.note(self.name, "is gone with its host")
         self.is_alive = False
-        self.host.is_gone = True
         self._cut_off(with_a_word=False)
         if self.host.group is not None:
             self.host.kill(self.host.group, "the host is gone")

@@ -94,7 +94,7 @@ class Script:
 
     def lose(self, name: str, at: float) -> None:
         """The host is gone without a word."""
-        self.engine.at(at, lambda: self._agent(name).vanish())
+        self.engine.at(at, lambda: self.hosts[name].lose_power())
 
     def terminate(self, name: str, at: float) -> None:
         self.engine.at(at, lambda: self._agent(name).leave())

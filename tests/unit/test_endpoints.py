@@ -265,3 +265,20 @@ def test_only_the_last_ports_are_remembered(kernel: Kernel, monkeypatch: pytest.
 def test_an_address_of_another_machine_cannot_be_bound() -> None:
     with pytest.raises(HostError, match=r"cannot bind a TCP port on '192\.0\.2\.1': "):
         bind_port("192.0.2.1")
+
+
+# The address of this node.
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "own"), [("127.0.0.1", 29400, "127.0.0.1"), ("127.0.0.2", 0, "127.0.0.1"), ("::1", 29400, "::1")]
+)
+def test_the_address_that_reaches_the_endpoint(host: str, port: int, own: str) -> None:
+    if host == "::1" and not has_ipv6_loopback():
+        pytest.skip("no IPv6 loopback")
+    assert endpoints.own_address(host, port) == own
+
+
+def test_the_address_of_a_name_that_does_not_resolve() -> None:
+    with pytest.raises(socket.gaierror):
+        endpoints.own_address("does-not-exist.invalid", 29400)

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from holdfast.rendezvous.session import SessionSettings
+from holdfast.rendezvous.vocabulary import Admit, Settings
 
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.etcd.options import KEYS, EtcdOptions
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
-from holdfast.rendezvous.session import SessionSettings
 from holdfast.rendezvous.tls import TlsFiles
-from holdfast.rendezvous.vocabulary import Admit, Settings
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.rendezvous import messages, store
-from holdfast.rendezvous.keyvalues import KeyValues
-from holdfast.rendezvous.messages import Frames, StoreAnswer, StoreRequest, encode
-from holdfast.rendezvous.remote_store import RemoteStore
+from holdfast.rendezvous import store
+from holdfast.rendezvous.client.remote_store import RemoteStore
+from holdfast.rendezvous.coordinator.kv_store import KeyValues
+from holdfast.rendezvous.membership import frames
+from holdfast.rendezvous.membership.protocol import StoreAnswer, StoreRequest
 from holdfast.rendezvous.store import StoreLostError, StoreTimeoutError
 from tests.coordinators import Caller
 
@@ -54,9 +55,8 @@ class Pump:
 
 
 def through_a_frame(message: Any) -> Any:
-    frames = Frames(messages.ToCoordinator | messages.Answer)
-    frames.feed(encode(message))
-    return frames.next()
+    decoder = frames.UPWARD if isinstance(message, StoreRequest) else frames.DOWNWARD
+    return frames.decode(decoder, frames.encode(message)[4:])
 
 
 @pytest.fixture

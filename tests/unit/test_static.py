@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.rendezvous import etcd_options, options, static
+from holdfast.rendezvous import options, static
 from holdfast.rendezvous.api import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -22,6 +22,7 @@ from holdfast.rendezvous.api import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
+from holdfast.rendezvous.etcd import options as etcd_options
 from holdfast.rendezvous.store import barrier
 
 

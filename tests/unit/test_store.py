@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 
 from holdfast.errors import HoldfastError, UserError
 from holdfast.rendezvous.endpoints import bind_port
-from holdfast.rendezvous.etcd_store import EtcdStore
 from holdfast.rendezvous.store import (
     InProcessStore,
     PrefixStore,
@@ -24,7 +22,6 @@ from holdfast.rendezvous.store import (
     store_timeout,
     synchronize,
 )
-from holdfast.testing.etcd_server import EtcdServer
 
 SHORT = timedelta(seconds=0.05)
 LONG_S = 60.0
@@ -36,12 +33,6 @@ def in_process() -> Store:
 
 def prefixed() -> Store:
     return PrefixStore("outer", PrefixStore("inner", in_process()))
-
-
-def in_etcd(server: EtcdServer) -> Iterator[Callable[[], Store]]:
-    """Stores that know nothing of each other."""
-    with server.get_client() as client:
-        yield lambda: EtcdStore(client, f"store/{uuid.uuid4()}/".encode(), timedelta(seconds=LONG_S))
 
 
 def torch_hash() -> Any:
@@ -67,20 +58,12 @@ def own_client(store: Any) -> Any:
     return store.clone() if type(store).__name__ == "TCPStore" else store
 
 
-OURS = [in_process, prefixed, in_etcd]
+OURS = [in_process, prefixed]
 # Running the same tables on torch's stores shows that ours mean the same by the same names.
 ALL = [*OURS, torch_hash, torch_tcp, over_torch]
-ours = pytest.mark.parametrize("make", OURS, indirect=True)
-every_store = pytest.mark.parametrize("make", ALL, indirect=True)
+ours = pytest.mark.parametrize("make", OURS)
+every_store = pytest.mark.parametrize("make", ALL)
 Make = Callable[[], Any]
-
-
-@pytest.fixture
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    if request.param is in_etcd:
-        yield from in_etcd(request.getfixturevalue("etcd"))
-    else:
-        yield request.param
 
 
 def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Future[Any]]:

@@ -132,7 +132,7 @@ def _coordinator(
     keeper: Keeper | None = None,
     only_run: str | None = None,
 ) -> Coordinator:
-    from holdfast.rendezvous import tcp_options
+    from holdfast.rendezvous import options
     from holdfast.rendezvous.coordinator import memory
     from holdfast.rendezvous.coordinator.server import Coordinator
 
@@ -140,8 +140,8 @@ def _coordinator(
     return Coordinator(
         sock,
         keeper or memory.StateFiles(memory.default_directory(), *sock.getsockname()[:2]),
-        token=tcp_options.read_token(args.token_file),
-        tls=tcp_options.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
+        token=options.read_token(args.token_file),
+        tls=options.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
         idle_timeout_s=idle_timeout_s,
         only_run=only_run,
     )

@@ -50,8 +50,8 @@ from holdfast.rendezvous.membership.model import (
 from holdfast.rendezvous.membership.node import Participant
 from holdfast.rendezvous.membership.node_lease import NodeLease
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+from holdfast.rendezvous.options import Options
 from holdfast.rendezvous.store import PrefixStore
-from holdfast.rendezvous.tcp_options import TcpOptions
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         self,
         backend: str,
         run_id: str,
-        options: TcpOptions,
+        options: Options,
         where: str,
         locator: Callable[[NodeFacts], Locator],
         addresses: Sequence[tuple[str, int]],
@@ -327,7 +327,7 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
 class FixedEndpoint:
     """The coordinator is where the user says. If nothing listens there, and it is this host, start one."""
 
-    def __init__(self, host: str, port: int, run_id: str, options: TcpOptions) -> None:
+    def __init__(self, host: str, port: int, run_id: str, options: Options) -> None:
         self._options = options
         if port == 0:
             port = self._host_somewhere(host)
@@ -379,19 +379,19 @@ class FixedEndpoint:
 def create_tcp_handler(params: RendezvousParameters) -> CoordinatorHandler:
     """The backend `tcp` (also `c10d`)."""
     host, port = endpoints.parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
-    return _at(params, host, port, TcpOptions.from_parameters(params))
+    return _at(params, host, port, Options.from_parameters(params))
 
 
 def create_static_handler(
     params: RendezvousParameters, master_addr: str, master_port: int, coordinator_port: int
 ) -> CoordinatorHandler:
     """Nodes whose number and ranks the user has fixed, and that share failures, restarts and the outcome."""
-    options = replace(TcpOptions.from_parameters(params), min_nodes=params.max_nodes)
+    options = replace(Options.from_parameters(params), min_nodes=params.max_nodes)
     return _at(params, master_addr, coordinator_port, options, RendezvousStoreInfo(master_addr, master_port))
 
 
 def _at(
-    params: RendezvousParameters, host: str, port: int, options: TcpOptions, master: RendezvousStoreInfo | None = None
+    params: RendezvousParameters, host: str, port: int, options: Options, master: RendezvousStoreInfo | None = None
 ) -> CoordinatorHandler:
     return CoordinatorHandler(
         params.backend,

@@ -201,9 +201,10 @@ def _check_settings(params: RendezvousParameters) -> None:
 
 
 def _settings_of_others() -> frozenset[str]:
-    from holdfast.rendezvous import etcd_options, tcp_options
+    from holdfast.rendezvous import options
+    from holdfast.rendezvous.etcd import options as etcd_options
 
-    tables = (tcp_options.KEYS, etcd_options.KEYS)
+    tables = (options.KEYS, etcd_options.KEYS)
     return frozenset(name for keys in tables for key, aliases in keys.items() for name in (key, *aliases))
 
 

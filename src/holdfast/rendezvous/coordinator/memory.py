@@ -19,7 +19,6 @@ from urllib.parse import quote
 
 import msgspec
 
-from holdfast.rendezvous.decoding import decode_json
 from holdfast.rendezvous.membership import protocol  # noqa: F401  # the limits of what is read
 from holdfast.rendezvous.membership.model import Memory
 
@@ -31,6 +30,9 @@ _OUTCOME_COUNTS_S = 60.0
 class _Page(msgspec.Struct, frozen=True):
     boot_id: str
     memory: Memory
+
+
+_page_decoder = msgspec.json.Decoder(_Page)
 
 
 class StateFiles:
@@ -60,7 +62,7 @@ class StateFiles:
         path = self.path(run_id)
         try:
             _check_private(self._directory)
-            page = decode_json(path.read_bytes(), _Page)
+            page = _page_decoder.decode(path.read_bytes())
             age_s = time.time() - path.stat().st_mtime
         except FileNotFoundError:
             return None

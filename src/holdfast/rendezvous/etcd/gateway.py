@@ -34,7 +34,6 @@ import msgspec
 
 from holdfast.errors import HoldfastError, UserError
 from holdfast.records import record
-from holdfast.rendezvous.decoding import decode_json
 from holdfast.rendezvous.endpoints import endpoint_text, parse_rendezvous_endpoint
 from holdfast.rendezvous.tls import ReloadingTls, TlsFiles
 
@@ -438,10 +437,14 @@ class _StaleToken(Refused):
     """etcd does not know the token any more."""
 
 
+# Made once, here: two threads must not make msgspec look at a type at the same time. etcd writes numbers as texts.
+_answer_decoder = msgspec.json.Decoder(_Answer, strict=False)
+
+
 def _read(name: str, status: int, data: bytes) -> _Answer:
     """What a member has answered. Raises what it means if that is not the answer to the request."""
     try:
-        answer = decode_json(data, _Answer)
+        answer = _answer_decoder.decode(data)
         problem = ""
     except (ValueError, RecursionError) as error:
         answer = _Answer()

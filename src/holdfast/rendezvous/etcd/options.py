@@ -1,6 +1,6 @@
 """The settings of the etcd backend, read from the rendezvous parameters and the environment.
 
-Agents talk to a coordinator as on tcp, so all settings of that connection are those of `TcpOptions`. Added here: how to
+Agents talk to a coordinator as on tcp, so all settings of that connection are those of `Options`. Added here: how to
 reach etcd, and how the coordinator is elected.
 
 TLS has two uses. `tls_cert`, `tls_key` and `tls_ca` are for both: between agents and coordinator, and to etcd. If one
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.errors import UserError
-from holdfast.rendezvous import options, tcp_options
+from holdfast.rendezvous import options
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.etcd.gateway import parse_etcd_endpoint
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
@@ -30,7 +30,7 @@ _LOCATE_AFTER_S = 2.0
 _SHORTEST_LEADER_LEASE_S = 2  # etcd gives no shorter one.
 
 KEYS = {
-    **{key: aliases for key, aliases in tcp_options.KEYS.items() if key != "store_type"},
+    **{key: aliases for key, aliases in options.KEYS.items() if key != "store_type"},
     "leader_lease": (),
     "agent_tls": (),
     "prefix": ("etcd_prefix",),
@@ -44,7 +44,7 @@ KEYS = {
 
 
 @dataclass(frozen=True, slots=True)
-class EtcdOptions(tcp_options.TcpOptions):
+class EtcdOptions(options.Options):
     """`tls_cert`, `tls_key` and `tls_ca` are for agent traffic alone, `etcd_tls` for etcd. `is_host`: whether this node
     may start a coordinator; None means that it may. `coordinator_port` 0 is any free port."""
 
@@ -64,10 +64,10 @@ class EtcdOptions(tcp_options.TcpOptions):
         config = params.config
         options.check_known(config, KEYS)
         options.warn_of_heartbeat_timeout(config)
-        fields = tcp_options.agent_fields(params, DEFAULT_LEASE_S, DEFAULT_OUTAGE_TIMEOUT_S)
+        fields = options.fields_of(params, DEFAULT_LEASE_S, DEFAULT_OUTAGE_TIMEOUT_S)
         endpoints = _endpoints(params.endpoint, options.text(config, KEYS, "protocol"))
         etcd_tls = _etcd_tls(config, endpoints)
-        if _is_agent_tls_off(config):
+        if options.one_of(config, "agent_tls", "on", "off") == "off":
             fields |= {"tls_cert": "", "tls_key": "", "tls_ca": ""}
         else:
             _check_agent_tls(fields, is_etcd_secure=etcd_tls.are_given or _has_https(endpoints))
@@ -145,18 +145,11 @@ def _etcd_tls(config: dict[str, Any], endpoints: tuple[str, ...]) -> TlsFiles:
     if own.key and not own.cert:
         raise UserError(f"key {own.key!r} is the key of no certificate: cert is missing")
     is_plain = all(each.startswith("http://") for each in endpoints)
-    return own if own.are_given or is_plain else TlsFiles(*options.tls_files(config, KEYS))
+    return own if own.are_given or is_plain else TlsFiles(*options.tls_files(config))
 
 
 def _has_https(endpoints: tuple[str, ...]) -> bool:
     return any(each.startswith("https://") for each in endpoints)
-
-
-def _is_agent_tls_off(config: dict[str, Any]) -> bool:
-    value = config.get("agent_tls", "on")
-    if value not in ("on", "off"):
-        raise UserError(f"agent_tls must be on or off, not {value!r}")
-    return bool(value == "off")
 
 
 def _check_agent_tls(fields: dict[str, Any], is_etcd_secure: bool) -> None:

@@ -47,9 +47,9 @@ NodeCount = Annotated[int, Meta(ge=1, le=MAX_NODES)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_NODES)]
 LocalSize = Annotated[int, Meta(ge=1, le=1 << 20)]
 Key = Annotated[str, Meta(max_length=MAX_NAME + 20)]
-ExitCodes = Annotated[frozenset[AnyInt], Meta(max_length=512)]
-Names = Annotated[frozenset[Annotated[str, Meta(max_length=256)]], Meta(max_length=256)]
 Bytes = Annotated[bytes, Meta(max_length=MAX_NAME)]
+Codes = Annotated[frozenset[AnyInt], Meta(max_length=1024)]
+Exceptions = Annotated[frozenset[Annotated[str, Meta(max_length=256)]], Meta(max_length=256)]
 
 # The limits of plain records when they cross the wire, by the names of their fields.
 _LIMITS: dict[type, dict[str, Any]] = {
@@ -79,8 +79,10 @@ _LIMITS: dict[type, dict[str, Any]] = {
         "window_s": Seconds | None,
         "backoff_s": Seconds,
         "backoff_cap_s": Seconds,
-        **dict.fromkeys(("fatal_exit_codes", "uncounted_exit_codes"), ExitCodes),
-        **dict.fromkeys(("fatal_exceptions", "uncounted_exceptions"), Names),
+        "fatal_exit_codes": Codes,
+        "fatal_exceptions": Exceptions,
+        "uncounted_exit_codes": Codes,
+        "uncounted_exceptions": Exceptions,
     },
     Failure: {"node": Name, "rank": AnyInt, "exitcode": AnyInt, "exception": Name, "text": Text},
     model.Outcome: {"reason": Text},

@@ -165,6 +165,7 @@ class Membership:
         self._has_lost_nodes = False
         self._had_room_at_end = False
         self._is_end_told = False
+        self._is_forgotten = False
         self._story: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
 
     # What the shell calls.
@@ -181,7 +182,7 @@ class Membership:
     def next_deadline(self) -> float | None:
         """When `TimePassed` is due unless something happens before."""
         if self.phase is Phase.ENDED:
-            return self._forget_at
+            return None if self._is_forgotten else self._forget_at
         candidates = [self._next_loss_at(), self._formation.report_at, self._returns_until, self._stop_by]
         if self.phase is Phase.FORMING and self.settings is not None:
             candidates += self._formation.deadlines(self.settings, self._now)
@@ -667,7 +668,10 @@ class Membership:
         is_closed = self.outcome is not None and self.outcome.end is End.CLOSED
         may_more_come = is_closed or self._has_lost_nodes or self._had_room_at_end
         have_all_heard = self._is_end_told and not self._nodes
-        return [ForgetRun()] if (have_all_heard and not may_more_come) or now >= self._forget_at else []
+        if self._is_forgotten or not (now >= self._forget_at or (have_all_heard and not may_more_come)):
+            return []
+        self._is_forgotten = True
+        return [ForgetRun()]
 
     def _memory(self, now: float) -> Memory:
         members = self._last_members if self._is_last_over or self.world is None else self.world.keys

@@ -4,40 +4,42 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.rendezvous.reach import GiveUp, Obstacle, Reach, Say
+from holdfast.rendezvous.client.reachability import GiveUp, Obstacle, Reachability, Say
 
 
-def words(reach: Reach, obstacle: Obstacle, times: list[float]) -> list[Say | GiveUp | None]:
+def attempt(now: float = 0.0) -> Reachability:
+    return Reachability("host:1", 600.0, 60.0, now)
+
+
+def words(reach: Reachability, obstacle: Obstacle, times: list[float]) -> list[Say | GiveUp | None]:
     return [reach.failed(obstacle, "it is down", now) for now in times]
 
 
-def said(reach: Reach, obstacle: Obstacle, times: list[float]) -> list[float]:
+def said(reach: Reachability, obstacle: Obstacle, times: list[float]) -> list[float]:
     """When it said something."""
     return [now for now, word in zip(times, words(reach, obstacle, times), strict=True) if isinstance(word, Say)]
 
 
 def test_what_lasts_is_said_once_and_then_once_a_minute() -> None:
-    reach = Reach("host:1", 600.0, 100.0)
+    reach = attempt(100.0)
     times = [100.0 + 0.5 * step for step in range(400)]
     assert said(reach, Obstacle.UNREACHABLE, times) == [103.0, 163.0, 223.0, 283.0]
 
 
 def test_what_is_said() -> None:
-    reach = Reach("host:1", 600.0, 100.0)
+    reach = attempt(100.0)
     *_, last = words(reach, Obstacle.UNREACHABLE, [100.0, 101.0, 104.0])
-    assert last == Say(
-        "no coordinator can be reached at host:1: it is down (tried 3 times in 4 s, trying for 596 s more)"
-    )
+    assert last == Say("cannot reach host:1: it is down (tried 3 times in 4 s, trying for 596 s more)")
     assert reach.last_problem == "it is down"
     assert reach.since == 100.0
 
 
 def test_that_it_is_reached_after_all_is_said_to_whoever_was_told() -> None:
-    reach = Reach("host:1", 600.0, 0.0)
+    reach = attempt()
     assert reach.reached() is None
     reach.lost(10.0)
     words(reach, Obstacle.UNREACHABLE, [10.1, 14.0])
-    assert reach.reached() == Say("the coordinator at host:1 is reached")
+    assert reach.reached() == Say("reached host:1")
     assert reach.since is None
     reach.lost(20.0)
     assert reach.since == 20.0
@@ -49,37 +51,56 @@ def test_that_it_is_reached_after_all_is_said_to_whoever_was_told() -> None:
     [
         (Obstacle.TURNED_AWAY, 0.0),
         (Obstacle.CANNOT_HOST, 0.0),
-        (Obstacle.SILENT, 5.0),
         (Obstacle.TLS_REFUSED, 5.0),
         (Obstacle.NAME_UNKNOWN, 5.0),
         (Obstacle.HUNG_UP, 10.0),
+        (Obstacle.SILENT, None),
         (Obstacle.UNREACHABLE, None),
     ],
 )
 def test_a_mistake_ends_the_first_attempt_within_seconds(obstacle: Obstacle, gives_up_at: float | None) -> None:
     times = [5.0 * step for step in range(100)]
-    found = words(Reach("host:1", 600.0, 0.0), obstacle, times)
+    found = words(attempt(), obstacle, times)
     ends = [now for now, word in zip(times, found, strict=True) if isinstance(word, GiveUp)]
     assert (ends[0] if ends else None) == gives_up_at
 
 
-def test_one_silence_is_no_mistake_yet() -> None:
-    reach = Reach("host:1", 600.0, 0.0)
+def test_a_mistake_counts_from_its_own_beginning() -> None:
+    reach = attempt()
     for start in (0.0, 100.0, 200.0):
-        assert not isinstance(reach.failed(Obstacle.SILENT, "silent", start), GiveUp)
+        assert not isinstance(reach.failed(Obstacle.HUNG_UP, "it hung up", start), GiveUp)
         assert not isinstance(reach.failed(Obstacle.UNREACHABLE, "refused", start + 50), GiveUp)
+
+
+def test_a_frozen_coordinator_is_waited_for_as_long_as_the_line_says() -> None:
+    reach = attempt()
+    times = [5.0 * step for step in range(120)]
+    found = words(reach, Obstacle.SILENT, times)
+    assert found[1] == Say("cannot reach host:1: it is down (tried 2 times in 5 s, trying for 595 s more)")
+    assert not [word for word in found if isinstance(word, GiveUp)]
+    assert reach.gives_up_at() == 600.0
+    assert reach.surrender() == "could not reach host:1 within 600 s; the last attempt: it is down"
+
+
+def test_when_a_node_that_waits_gives_up() -> None:
+    reach = attempt(100.0)
+    assert (reach.gives_up_at(), reach.surrender()) == (700.0, "could not reach host:1 within 600 s")
+    reach.reached()
+    assert reach.gives_up_at() is None
+    reach.lost(200.0)
+    assert (reach.gives_up_at(), reach.surrender()) == (260.0, "could not reach host:1 within 60 s")
 
 
 @pytest.mark.parametrize("obstacle", Obstacle)
 def test_nothing_ends_a_later_attempt(obstacle: Obstacle) -> None:
-    reach = Reach("host:1", 600.0, 0.0)
+    reach = attempt()
     reach.reached()
     reach.lost(100.0)
     times = [100.0 + step for step in range(200)]
     found = words(reach, obstacle, times)
     assert not [word for word in found if isinstance(word, GiveUp)]
-    assert found[3] == Say("no coordinator can be reached at host:1: it is down (tried 4 times in 3 s, still trying)")
+    assert found[3] == Say("cannot reach host:1: it is down (tried 4 times in 3 s, still trying)")
 
 
 def test_a_mistake_is_told_as_it_is() -> None:
-    assert Reach("host:1", 600.0, 0.0).failed(Obstacle.TURNED_AWAY, "wrong token", 0.5) == GiveUp("wrong token")
+    assert attempt().failed(Obstacle.TURNED_AWAY, "wrong token", 0.5) == GiveUp("wrong token")

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from holdfast.rendezvous.keyvalues import KeyValues
-from holdfast.rendezvous.messages import StoreAnswer, StoreRequest
+from holdfast.rendezvous.coordinator.kv_store import KeyValues
+from holdfast.rendezvous.membership.protocol import StoreAnswer, StoreRequest
 
 CLIENTS = st.sampled_from(["a", "b", "c"])
 KEYS = st.sampled_from(["k", "l", "m"])

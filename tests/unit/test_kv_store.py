@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.rendezvous import keyvalues
-from holdfast.rendezvous.keyvalues import KeyValues
-from holdfast.rendezvous.messages import StoreAnswer, StoreRequest, encode
+from holdfast.rendezvous.coordinator import kv_store
+from holdfast.rendezvous.coordinator.kv_store import KeyValues
+from holdfast.rendezvous.membership.frames import encode
+from holdfast.rendezvous.membership.protocol import StoreAnswer, StoreRequest
 
 _numbers = itertools.count(1)
 
@@ -283,7 +284,7 @@ def test_the_same_number_of_another_client_is_another_request() -> None:
 
 
 def test_a_full_store_takes_all_of_a_request_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keyvalues, "MAX_STORED_BYTES", 3000)
+    monkeypatch.setattr(kv_store, "MAX_STORED_BYTES", 3000)
     store = KeyValues()
     ask(store, "set", "big", values=(bytes(1000),))
     ask(store, "wait", "x", client="b", timeout_s=5.0)
@@ -297,21 +298,21 @@ def test_a_full_store_takes_all_of_a_request_or_nothing(monkeypatch: pytest.Monk
 
 
 def test_the_same_value_again_needs_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keyvalues, "MAX_STORED_BYTES", 3000)
+    monkeypatch.setattr(kv_store, "MAX_STORED_BYTES", 3000)
     store = KeyValues()
     for _ in range(10):
         assert ask(store, "set", "k", values=(bytes(2000),)).problem == ""
 
 
 def test_many_small_keys_count_for_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keyvalues, "MAX_STORED_BYTES", 100_000)
+    monkeypatch.setattr(kv_store, "MAX_STORED_BYTES", 100_000)
     store = KeyValues()
     taken = sum(ask(store, "set", f"{number}", values=(b"",)).problem == "" for number in range(1000))
     assert 100 < taken < 1000
 
 
 def test_not_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keyvalues, "MAX_WAITING_BYTES", 10_000)
+    monkeypatch.setattr(kv_store, "MAX_WAITING_BYTES", 10_000)
     store = KeyValues()
     answers = [ask(store, "get", "k", client=f"c{number}", timeout_s=5.0) for number in range(100)]
     refused = [answer for answer in answers if answer is not None]
@@ -323,7 +324,7 @@ def test_not_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_kept_for_repetitions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keyvalues, "MAX_REMEMBERED_BYTES", 50_000)
+    monkeypatch.setattr(kv_store, "MAX_REMEMBERED_BYTES", 50_000)
     store = KeyValues()
     for number in range(1000):
         store.handle("a", StoreRequest(b"s", number, "add", ("n",), amount=1), 0.0)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.rendezvous.connections import Complaints, objection
-from holdfast.rendezvous.messages import Hello, prove
+from holdfast.rendezvous.coordinator.connection import Complaints, rejection_of
+from holdfast.rendezvous.membership.frames import prove
+from holdfast.rendezvous.membership.protocol import MAJOR, Hello
 
 NONCE, OWN = bytes(32), b"\1" * 32
 TOKEN = b"secret"
 
 
-def hello(run_id: str = "run", version: int = 1, token: bytes | None = None) -> Hello:
+def hello(run_id: str = "run", version: int = MAJOR, token: bytes | None = None) -> Hello:
     proof = b"" if token is None else prove(token, b"agent", run_id, NONCE, OWN)
     return Hello(version, run_id, OWN, proof)
 
@@ -24,19 +25,19 @@ def hello(run_id: str = "run", version: int = 1, token: bytes | None = None) -> 
         (hello("x" * 1024), None, ""),
         (hello(""), None, "a run id has 1 to 1024 characters, not 0"),
         (hello("x" * 1025), None, "a run id has 1 to 1024 characters, not 1025"),
-        (hello(version=2), None, "it speaks version 2 of the protocol, this coordinator speaks 1"),
-        (hello(version=2), TOKEN, "it speaks version 2 of the protocol, this coordinator speaks 1"),
+        (hello(version=1), None, "it speaks version 1 of the protocol, this coordinator speaks 2"),
+        (hello(version=1), TOKEN, "it speaks version 1 of the protocol, this coordinator speaks 2"),
         (hello(), TOKEN, "this coordinator wants a token, and it brings none"),
         (hello(token=b"guess"), TOKEN, "its token is not the one of this coordinator"),
         (hello(token=TOKEN), None, "it brings a token, but this coordinator was started without one"),
     ],
 )
 def test_who_is_let_in(said: Hello, token: bytes | None, words: str) -> None:
-    assert objection(said, token, NONCE) == words
+    assert rejection_of(said, token, NONCE) == words
 
 
 def test_a_proof_for_another_nonce_is_none() -> None:
-    assert objection(hello(token=TOKEN), TOKEN, b"\2" * 32) == "its token is not the one of this coordinator"
+    assert rejection_of(hello(token=TOKEN), TOKEN, b"\2" * 32) == "its token is not the one of this coordinator"
 
 
 def test_the_same_about_the_same_host_is_said_once_a_minute() -> None:

@@ -1,4 +1,4 @@
-"""Who may host a coordinator, where it is bound, and which address a node says it has."""
+"""Who may start a coordinator, and where it is bound."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from holdfast.errors import HostError
-from holdfast.rendezvous import hosting
-from holdfast.rendezvous.hosting import NotThisHost, PortTaken
-from holdfast.rendezvous.world import NodeFacts, is_loopback, unreachable_between_hosts
+from holdfast.rendezvous.coordinator import launch
+from holdfast.rendezvous.coordinator.launch import NotThisHost, PortTaken
 
 # Addresses that are set apart for documentation: no host has them.
 ANOTHER_HOST = "192.0.2.1"
@@ -29,13 +28,13 @@ def can_connect(host: str, port: int) -> bool:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    sock = hosting.bind(host, port)
+    sock = launch.bind(host, port)
     sock.listen()
     return sock
 
 
 def test_a_bound_socket_refuses_until_it_listens() -> None:
-    with hosting.bind("127.0.0.1", 0) as sock:
+    with launch.bind("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
         assert not can_connect("127.0.0.1", port)
         sock.listen()
@@ -49,7 +48,7 @@ def test_exactly_this_address_is_bound() -> None:
 
 
 def test_two_can_be_bound_but_only_one_listens() -> None:
-    with hosting.bind("127.0.0.1", 0) as first, hosting.bind("127.0.0.1", first.getsockname()[1]) as second:
+    with launch.bind("127.0.0.1", 0) as first, launch.bind("127.0.0.1", first.getsockname()[1]) as second:
         first.listen()
         with pytest.raises(OSError, match="in use"):
             second.listen()
@@ -59,7 +58,7 @@ def test_a_port_where_somebody_listens_is_taken() -> None:
     with listening("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
         with pytest.raises(PortTaken, match=rf"cannot listen at 127.0.0.1:{port}: the port is taken"):
-            hosting.bind("127.0.0.1", port)
+            launch.bind("127.0.0.1", port)
 
 
 def test_the_port_of_connections_that_are_over_is_free() -> None:
@@ -75,18 +74,18 @@ def test_the_port_of_connections_that_are_over_is_free() -> None:
 
 def test_an_address_of_another_host() -> None:
     with pytest.raises(NotThisHost, match="that is not an address of this host"):
-        hosting.bind(ANOTHER_HOST, 29400)
+        launch.bind(ANOTHER_HOST, 29400)
 
 
 def test_a_name_that_does_not_resolve() -> None:
     with pytest.raises(socket.gaierror):
-        hosting.bind("does-not-exist.invalid", 29400)
+        launch.bind("does-not-exist.invalid", 29400)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may bind every port")
 def test_a_port_that_is_not_allowed() -> None:
     with pytest.raises(HostError, match="Permission denied"):
-        hosting.bind("127.0.0.1", 1)
+        launch.bind("127.0.0.1", 1)
 
 
 def test_ipv6() -> None:
@@ -100,7 +99,6 @@ def test_ipv6() -> None:
         port = sock.getsockname()[1]
         assert can_connect("::1", port)
         assert not can_connect("127.0.0.1", port)
-        assert hosting.own_address("::1", port) == "::1"
 
 
 def test_only_one_is_about_to_start_a_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,12 +108,12 @@ def test_only_one_is_about_to_start_a_coordinator(monkeypatch: pytest.MonkeyPatc
     def start(sock: socket.socket, guard: socket.socket, options: list[str]) -> None:
         seen.append(options)
         if len(seen) == 1:
-            assert hosting.host_at(sock, ["second"]) is False
+            assert launch.host_at(sock, ["second"]) is False
 
-    monkeypatch.setattr(hosting, "start_coordinator", start)
-    with hosting.bind("127.0.0.1", 0) as sock:
-        assert hosting.host_at(sock, ["first"]) is True
-        assert hosting.host_at(sock, ["third"]) is True
+    monkeypatch.setattr(launch, "start_coordinator", start)
+    with launch.bind("127.0.0.1", 0) as sock:
+        assert launch.host_at(sock, ["first"]) is True
+        assert launch.host_at(sock, ["third"]) is True
     assert seen == [["first"], ["third"]]
 
 
@@ -139,7 +137,7 @@ def test_no_spawn_action_dups_a_number_onto_itself(closed: tuple[int, ...], monk
             copies.callback(os.dup2, original, fd)
             os.close(fd)
         code = f"import os; [os.fstat(fd) for fd in (0, 1, 2, {copy})]"
-        pid = hosting._spawn([sys.executable, "-S", "-c", code], {kept.fileno(): copy}, copy)
+        pid = launch._spawn([sys.executable, "-S", "-c", code], {kept.fileno(): copy}, copy)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert [action for action in seen if action[1] == action[2]] == []
 
@@ -159,66 +157,16 @@ def test_what_a_coordinator_says_when_it_starts(said: bytes, expected: str | Non
     try:
         os.write(says, said)
         os.close(says)
-        assert hosting._words_until_ready(hears) == expected
+        assert launch._words_until_ready(hears) == expected
     finally:
         os.close(hears)
 
 
 def test_one_that_takes_too_long_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosting, "_START_PATIENCE_S", 0.01)
+    monkeypatch.setattr(launch, "_START_PATIENCE_S", 0.01)
     hears, says = os.pipe()
     try:
-        assert hosting._words_until_ready(hears) is None
+        assert launch._words_until_ready(hears) is None
     finally:
         os.close(hears)
         os.close(says)
-
-
-# Addresses.
-
-
-def test_the_address_that_reaches_the_endpoint() -> None:
-    assert hosting.own_address("127.0.0.1", 29400) == "127.0.0.1"
-    assert hosting.own_address("127.0.0.1", 0) == "127.0.0.1"
-    assert is_loopback(hosting.own_address("localhost", 29400))
-
-
-def test_the_address_of_a_name_that_does_not_resolve() -> None:
-    with pytest.raises(socket.gaierror):
-        hosting.own_address("does-not-exist.invalid", 29400)
-
-
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("127.0.0.1", True),
-        ("127.1.2.3", True),
-        ("::1", True),
-        ("::ffff:127.0.0.1", True),
-        ("localhost", True),
-        ("10.0.0.1", False),
-        ("fe80::1", False),
-        ("node-127.example.org", False),
-        ("127.example", False),
-        ("", False),
-    ],
-)
-def test_loopback(address: str, expected: bool) -> None:
-    assert is_loopback(address) is expected
-
-
-@pytest.mark.parametrize(
-    ("newcomer", "member", "words"),
-    [
-        ("10.0.0.1", "10.0.0.2", ""),
-        ("127.0.0.1", "127.0.0.1", ""),
-        ("", "10.0.0.1", ""),
-        ("127.0.0.1", "", ""),
-        ("127.0.0.1", "10.0.0.2", "give this node an address with --local-addr"),
-        ("10.0.0.1", "::1", "give old an address with --local-addr"),
-    ],
-)
-def test_loopback_between_hosts(newcomer: str, member: str, words: str) -> None:
-    said = unreachable_between_hosts(NodeFacts("new", address=newcomer), NodeFacts("old", address=member))
-    assert said.endswith(words)
-    assert bool(said) == bool(words)
