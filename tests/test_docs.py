@@ -449,7 +449,13 @@ def test_the_python_in_the_readme_runs() -> None:
 
 
 # Between holdfast's own processes, and what the error of `EtcdServer` names if there is no etcd.
-OWN_VARIABLES = {"HOLDFAST_BLACKBOX", "HOLDFAST_PAYLOAD", "HOLDFAST_PROGRESS"}
+OWN_VARIABLES = {
+    "HOLDFAST_BLACKBOX",
+    "HOLDFAST_PAYLOAD",
+    "HOLDFAST_PEERS_READ",
+    "HOLDFAST_PEERS_WRITE",
+    "HOLDFAST_PROGRESS",
+}
 ETCD_VARIABLES = {"HOLDFAST_ETCD_BINARY", "TORCHELASTIC_ETCD_BINARY_PATH"}
 
 

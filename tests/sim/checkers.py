@@ -202,13 +202,15 @@ class SurvivorsKeepOrder(Checker):
         self._started_at = self.now()
 
     def message_received(self, key: str, message: protocol.FromNode) -> None:
-        is_late = bool(self._unheard) and self.now() - self._started_at >= self.settings.lease_s
-        if isinstance(message, (protocol.Join, protocol.Return)) and message.place is not None and not is_late:
+        if not self._unheard or not isinstance(message, (protocol.Join, protocol.Return)):
+            return
+        is_in_time = self.now() - self._started_at < self.settings.lease_s
+        if is_in_time and message.place is not None and message.place.order == self._order:
             self._unheard.discard(key)
 
     def world_sealed(self, world: World) -> None:
         before = [key for key in self._keys if key not in self._unheard]
-        self._keys, self._unheard = world.keys, set()
+        self._keys, self._order, self._unheard = world.keys, world.order, set()
         if any(member.requested_rank is not None for member in world.members.values()):
             return
         stayed = [key for key in before if key in world.keys]
@@ -311,23 +313,16 @@ class _Ledger(Checker):
 
 class MembershipIsFree(_Ledger):
     """A change of membership is never charged and never ends the run; only a failure does, of a round that nobody
-    was lost from or has left, and that was not stopped for another reason before. Where the memory was lost, a node may
-    come that knows of restarts that the others have not heard of."""
+    was lost from or has left, and that was not stopped for another reason before."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._most_lost = 0
-
-    def data_lost(self) -> None:
-        self._most_lost = max(self._most_lost, self.world.restarts_used if self.world is not None else 0)
-
-    def world_sealed(self, world: World) -> None:
-        before = self.world
-        if before is not None and world.restarts_used > max(before.restarts_used, self._most_lost):
-            self._must_be_a_failure(f"round {before.round} was charged")
-        super().world_sealed(world)
+        self._most_charged = 0
 
     def remembered(self, memory: Memory) -> None:
+        if memory.restarts_used > self._most_charged:
+            self._most_charged = memory.restarts_used
+            self._must_be_a_failure(f"round {memory.last_round} was charged")
         if memory.outcome is not None and memory.outcome.cause is not None:
             self._must_be_a_failure("the run was ended")
 

@@ -29,6 +29,7 @@ class FakeWorld:
 
     kinds = KINDS
     timings = TIMINGS
+    calm = CALM
     slowness = 1.1
 
     def __init__(self, seed: int) -> None:
@@ -38,7 +39,7 @@ class FakeWorld:
         self.engine = Engine(random)
         self.clock = draw_clock(random, is_coordinator=True)
         self.checks = Checks(self.profile.settings, self._time_of_rules)
-        if CALM.issuperset(self.profile.kinds):
+        if self.calm.issuperset(self.profile.kinds):
             self.checks.be_calm()
         self.network = Network(self.engine, self.profile.max_delay_s)
         self.society = Society(self.engine, self.checks)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from holdfast.rendezvous.session import SessionSettings
-from holdfast.rendezvous.vocabulary import Admit, Settings
+from holdfast.rendezvous.membership.node_lease import LeaseSettings
+from holdfast.rendezvous.membership.model import Admit, Settings
 
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousParameters
@@ -30,13 +30,13 @@ def read(endpoint: str = "", **config: Any) -> EtcdOptions:
 DEFAULTS = EtcdOptions(min_nodes=2, max_nodes=4)
 
 
-def session(**changes: float) -> SessionSettings:
-    return replace(DEFAULTS.session, **changes)
+def session(**changes: float) -> LeaseSettings:
+    return replace(DEFAULTS.lease, **changes)
 
 
 def test_nothing_said() -> None:
     assert read() == DEFAULTS
-    assert DEFAULTS.session == SessionSettings(heartbeat_s=1.0, lease_s=6.0, reconnect_grace_s=0.5)
+    assert DEFAULTS.lease == LeaseSettings(heartbeat_s=1.0, lease_s=6.0, reconnect_grace_s=0.5)
     assert DEFAULTS.settings(RestartPolicy(3)) == Settings(
         2, 4, 600.0, 5.0, 1.0, 6.0, 2.0, 10.0, Admit.NOW, RestartPolicy(3)
     )
@@ -100,7 +100,7 @@ def test_what_is_not_said_follows_from_what_is(
     config: dict[str, Any], heartbeat_s: float, lease_s: float, drop_timeout_s: float
 ) -> None:
     chosen = read(**config)
-    assert (chosen.session.heartbeat_s, chosen.session.lease_s) == (heartbeat_s, lease_s)
+    assert (chosen.lease.heartbeat_s, chosen.lease.lease_s) == (heartbeat_s, lease_s)
     assert chosen.drop_timeout_s == pytest.approx(drop_timeout_s)
 
 

@@ -402,7 +402,6 @@ SENSELESS: list[tuple[Any, str]] = [
     (model.Sealed("a/0", replace(PLACE, node_count=4)), "Sealed makes no sense: a world of 4 nodes describes another"),
     (model.Sealed("a/0", replace(PLACE, pattern=b"junk")), "Sealed makes no sense: a world whose pattern"),
     (model.Ended(Outcome(End.FAILED, TOO_LONG)), "$.outcome.reason"),
-    (model.Notice(TOO_LONG), "$.text"),
     (model.Progress(1, 1, 1, NAN), "$.seconds_left"),
     (protocol.Hello(2, "run", b"short"), "Hello makes no sense: a nonce of 5 bytes"),
     (protocol.Challenge(2, b"", True), "Challenge makes no sense: a nonce of 0 bytes"),
@@ -425,11 +424,19 @@ def test_a_failure_can_be_cut_to_what_may_be_sent() -> None:
     assert protocol.clipped(FAILURE) == FAILURE
 
 
+def test_a_text_for_nodes_is_cut_to_what_may_be_sent() -> None:
+    """It is made of what other nodes say."""
+    assert "$.text" in refused(raw("Notice", text=TOO_LONG), DOWNWARD)
+    [notice] = received(encode(model.Notice(TOO_LONG)), DOWNWARD)
+    assert isinstance(notice, model.Notice)
+    assert notice.text == "x" * (protocol.MAX_TEXT - 4) + " ..."
+
+
 # Memory, which is written down and read back by the same rules.
 
 
 def test_memory_is_read_back_as_it_was_written() -> None:
-    memory = Memory(5, 4, 7, ("a/0", "b/1"), True, 3, (1.5, 0.0), SETTINGS, Outcome(End.FAILED, "why", FAILURE))
+    memory = Memory(5, 4, 7, ("a/0", "b/1"), 3, (1.5, 0.0), SETTINGS, Outcome(End.FAILED, "why", FAILURE), True)
     for codec in (msgspec.msgpack, msgspec.json):
         assert codec.decode(codec.encode(memory), type=Memory) == memory
         with pytest.raises(msgspec.ValidationError):

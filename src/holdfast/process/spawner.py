@@ -261,7 +261,8 @@ class Spawner:
         for fd in (self._wake_read, self._wake_write, *lease, *self._agent, *others):
             os.close(fd)
         call = self._calls[id_] if kind == "memory" else bootstrap.payload_call(fds["HOLDFAST_PAYLOAD"])
-        bootstrap.finish_forked(bootstrap.run_function(call, fds["HOLDFAST_BLACKBOX"]))
+        peers = bootstrap.Peers(*(fds.get(name, -1) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")))
+        bootstrap.finish_forked(bootstrap.run_function(call, fds["HOLDFAST_BLACKBOX"], peers))
 
     # Ends.
 

@@ -282,11 +282,11 @@ class Memory:
     round_term: int = 0
     last_round: int = 0
     members: tuple[str, ...] = ()
-    is_round_over: bool = False
     restarts_used: int = 0
     restart_ages_s: tuple[float, ...] = ()
     settings: Settings | None = None
     outcome: Outcome | None = None
+    is_round_over: bool = False
 
 
 # What an agent is told. The machine of the run gives these, the wire carries them, the agent's lifecycle takes them.

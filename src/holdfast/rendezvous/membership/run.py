@@ -315,17 +315,21 @@ class Membership:
         return commands
 
     def _learn_the_past(self, last: Place | None, heard_round: int, now: float) -> list[Command]:
-        """What a node knows of earlier rounds. If that is more than the memory does, the memory was lost."""
+        """What a node knows of earlier rounds. If that is more than the memory does, the memory was lost; what is
+        learned is written down, so that the next coordinator knows it whoever comes first."""
         if last is not None:
             self._budget.used = max(self._budget.used, last.restarts_used)
         knows_more = heard_round > self.round or (last is not None and last.order > self._last_order)
-        if self._has_seen_no_round and knows_more:
-            self._is_past_unknown = True
         self.round = max(self.round, heard_round, last.round if last is not None else 0)
-        if last is None or not self._has_seen_no_round or last.round < self.round:
+        if not self._has_seen_no_round:
             return []
-        is_over = last.order < self._last_order or (last.order == self._last_order and self._is_last_over)
-        return [] if is_over else self._adopt(last, now)
+        if knows_more:
+            self._is_past_unknown, self._is_last_over, self._previous = True, False, {}
+        commands: list[Command] = []
+        is_newest = last is not None and last.round == self.round and last.order >= self._last_order
+        if last is not None and is_newest and not self._is_last_over:
+            commands = self._adopt(last, now)
+        return [*commands, Remember(self._memory(now))] if knows_more else commands
 
     def _adopt(self, place: Place, now: float) -> list[Command]:
         """Go on with a round that another coordinator sealed. Its members are unknown until they come back, which they
@@ -674,7 +678,8 @@ class Membership:
         return [ForgetRun()]
 
     def _memory(self, now: float) -> Memory:
-        members = self._last_members if self._is_last_over or self.world is None else self.world.keys
+        world = self.world
+        members = self._last_members if self._is_last_over or world is None else () if world.missing else world.keys
         size_bytes = sum(len(key.encode()) for key in members)
         if len(members) > _MEMBERS_WRITTEN_DOWN or size_bytes > _MEMBERS_WRITTEN_DOWN_BYTES:
             members = ()
