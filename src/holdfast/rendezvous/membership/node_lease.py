@@ -110,7 +110,7 @@ class CoordinatorResigned:
 
 @record
 class LeaderMoved:
-    """Another coordinator has replaced the one that the node was last connected to, which can write nothing now."""
+    """Another coordinator has replaced the one that the node was connected to, which can write nothing any more."""
 
 
 @record
