@@ -15,6 +15,8 @@ from unittest.mock import patch
 from msgspec.structs import replace as replace_in_message
 
 from holdfast.agent.lifecycle import Lifecycle
+from holdfast.rendezvous.etcd import election
+from holdfast.rendezvous.etcd.election import Office
 from holdfast.rendezvous.membership import node_lease, protocol, restart_policy, run
 from holdfast.rendezvous.membership.formation import Formation
 from holdfast.rendezvous.membership.model import Memory, Sealed, Stage, World
@@ -23,6 +25,8 @@ from holdfast.rendezvous.membership.node_lease import NodeLease
 from holdfast.rendezvous.membership.protocol import Remember
 from holdfast.rendezvous.membership.restart_policy import Budget
 from holdfast.rendezvous.membership.run import Membership
+from tests.sim.elected import Candidate, ElectedCoordinator
+from tests.sim.etcd import Etcd
 from tests.sim.host import Host
 
 
@@ -39,6 +43,7 @@ class Mutation:
     first_seed: int = 0
     """The search begins here."""
     scenario: str = ""
+    is_on_etcd: bool = False
 
     def apply(self) -> AbstractContextManager[Any]:
         return patch.object(self.owner, self.attribute, self.change(getattr(self.owner, self.attribute)))
@@ -52,8 +57,9 @@ def mutation_of(
     *rules: str,
     first_seed: int = 0,
     scenario: str = "",
+    is_on_etcd: bool = False,
 ) -> Mutation:
-    return Mutation(name, owner, attribute, change, rules, first_seed, scenario)
+    return Mutation(name, owner, attribute, change, rules, first_seed, scenario, is_on_etcd)
 
 
 # How things are changed.
@@ -312,6 +318,89 @@ def _wait_in_any_case(original: Any) -> Any:
     return lambda self, now: max(original(self, now), self._started_at + self.settings.lease_s)
 
 
+# On etcd.
+
+
+def _any_leader(original: Any) -> Any:
+    def write(self: Etcd, write: election.Write) -> Any:
+        return original(self, replace_record(write, before=self.leader))
+
+    return write
+
+
+def _any_turn(original: Any) -> Any:
+    def write(self: Etcd, write: election.Write) -> Any:
+        is_own = self.leader is not None and self.leader.token == write.before.token
+        return original(self, replace_record(write, before=self.leader) if is_own else write)
+
+    return write
+
+
+def replace_record(record: Any, **changes: Any) -> Any:
+    return type(record)(*(changes.get(name, getattr(record, name)) for name in record.__match_args__))
+
+
+def _from_the_answer(original: Any) -> Any:
+    def step(self: Office, event: Any, now: float) -> Any:
+        if isinstance(event, election.RenewalAnswered):
+            event = election.RenewalAnswered(now, event.is_alive)
+        return original(self, event, now)
+
+    return step
+
+
+def _for_a_node_lease_only(original: Any) -> Any:
+    def init(self: Membership, now: float, memory: Memory | None = None, **named: Any) -> None:
+        original(self, now, memory, **{**named, "extra_wait_s": 0.0})
+
+    return init
+
+
+def _by_what_members_say(original: Any) -> Any:
+    def learn(self: Membership, last: Any, heard_round: int, now: float) -> Any:
+        if last is None or not self._has_seen_no_round:
+            return original(self, last, heard_round, now)
+        self._awaited.clear()
+        return self._adopt(last, now)
+
+    return learn
+
+
+def _for_ever(original: Any) -> Any:
+    def react(self: NodeLease, event: Any, now: float) -> Any:
+        if isinstance(event, node_lease.CoordinatorResigned):
+            self.may_outlive_lease = True
+        return original(self, event, now)
+
+    return react
+
+
+def _unbelieved(original: Any) -> Any:
+    def react(self: NodeLease, event: Any, now: float) -> Any:
+        return [] if isinstance(event, node_lease.CoordinatorResigned) else original(self, event, now)
+
+    return react
+
+
+def _in_any_case(original: Any) -> Any:
+    return lambda self, *arguments: True
+
+
+def _told_and_forgotten(original: Any) -> Any:
+    return lambda self, *arguments: original(self, *arguments) or True
+
+
+def _learn_and_write_nothing(original: Any) -> Any:
+    def learn(self: Membership, last: Any, heard_round: int, now: float) -> Any:
+        return [c for c in original(self, last, heard_round, now) if not isinstance(c, Remember)]
+
+    return learn
+
+
+def _nowhere(original: Any) -> Any:
+    return lambda self: None
+
+
 _FENCING = "one_world_at_once"
 _RAISE = "machines_never_raise"
 _FREE = "membership_is_free"
@@ -422,6 +511,82 @@ MUTATIONS = [
         "_welcomed",
         _hear_nothing,
         scenario="a_newcomer_meets_a_coordinator_without_memory",
+    ),
+    mutation_of(
+        "what nodes know is not written down",
+        Membership,
+        "_learn_the_past",
+        _learn_and_write_nothing,
+        scenario="what_nodes_know_is_written_down",
+    ),
+    # A coordinator that etcd elects.
+    mutation_of(
+        "its whole lease is served", election, "_SERVED_SHARE", lambda original: 1.0, "one_in_office", is_on_etcd=True
+    ),
+    mutation_of(
+        "a renewal counts from its answer",
+        Office,
+        "step",
+        _from_the_answer,
+        "one_in_office",
+        is_on_etcd=True,
+        first_seed=930,
+    ),
+    mutation_of("writes are not guarded", Etcd, "write", _any_leader, "writes_are_in_turn", _RAISE, is_on_etcd=True),
+    mutation_of("writes do not wait for their turn", Etcd, "write", _any_turn, "writes_are_in_turn", is_on_etcd=True),
+    mutation_of(
+        "the lease is not looked at before an answer",
+        ElectedCoordinator,
+        "_may_serve",
+        _in_any_case,
+        "only_in_office",
+        is_on_etcd=True,
+    ),
+    mutation_of(
+        "nodes are told before it is written down",
+        ElectedCoordinator,
+        "_is_kept",
+        _told_and_forgotten,
+        "tellings_are_backed",
+        is_on_etcd=True,
+    ),
+    mutation_of(
+        "the next coordinator waits for a node lease only",
+        Membership,
+        "__init__",
+        _for_a_node_lease_only,
+        scenario="a_member_lives_on_the_word_of_the_leader_before",
+    ),
+    mutation_of(
+        "members say who may still run",
+        Membership,
+        "_learn_the_past",
+        _by_what_members_say,
+        scenario="only_one_has_heard_of_the_round",
+    ),
+    mutation_of(
+        "a term is not raised",
+        Membership,
+        "raise_term",
+        lambda original: lambda self, heard: False,
+        "settles",
+        "ends_and_everybody_knows",
+        is_on_etcd=True,
+        first_seed=540,
+    ),
+    mutation_of("a resignation frees from the lease", NodeLease, "_react", _for_ever, _FENCING, is_on_etcd=True),
+    mutation_of(
+        "a resignation is not believed", NodeLease, "_react", _unbelieved, scenario="a_leader_resigns_and_is_gone"
+    ),
+    mutation_of(
+        "a node that hears nothing does not look", NodeLease, "_locate_at", _nowhere, scenario="a_frozen_leader_goes_on"
+    ),
+    mutation_of(
+        "the lease of a dead coordinator is not revoked",
+        Candidate,
+        "_revoke",
+        _do_nothing,
+        scenario="the_coordinators_process_dies",
     ),
     # The end, and getting there.
     mutation_of(
