@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.etcd.election import Leader
+from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import (
     End,
     Ended,
@@ -52,8 +52,9 @@ HOOKS = (
     "stepped",
     "data_lost",
     "leader_written",
+    "elected",
+    "lease_dropped",
     "told",
-    "resigned",
 )
 
 
@@ -552,21 +553,46 @@ class StoppingIsBounded(Checker):
             self._until = max(self._until, self.now() + 2 * self.settings.lease_s)
 
 
-class TermsRise(Checker):
-    """Every coordinator that is elected has a higher term than all before it, unless etcd has lost its data. Nobody
-    writes in the name of another."""
+class WritesAreInTurn(Checker):
+    """A coordinator writes in its time, each thing once and in order. A request that is carried out late, after the
+    coordinator was replaced or has asked for something else, changes nothing."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._last: Leader | None = None
-
-    def data_lost(self) -> None:
-        self._last = None
+        self._last: dict[str, tuple[int, int]] = {}
+        self._present = ""
 
     def leader_written(self, leader: Leader) -> None:
-        last, self._last = self._last, leader
-        if last is not None and leader.token == last.token and (leader.term, leader.turn) <= (last.term, last.turn):
-            self.object(f"turn {leader.turn} of term {leader.term} came after {last.turn} of {last.term}")
+        before = self._last.get(leader.token)
+        if before is not None and (leader.token != self._present or (leader.term, leader.turn) <= before):
+            self.object(f"{leader} was written after {self._present} had {self._last[self._present]}")
+        self._present = leader.token
+        self._last[leader.token] = (leader.term, leader.turn)
+
+
+class OneInOffice(Checker):
+    """When a coordinator is elected, the one before it serves no more; unless etcd ended its lease early or lost it."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._elected: list[ElectedCoordinator] = []
+
+    def data_lost(self) -> None:
+        self._elected.clear()
+
+    lease_dropped = data_lost
+
+    def elected(self, coordinator: ElectedCoordinator) -> None:
+        if not _may_serve(coordinator):
+            return
+        self._elected = [each for each in self._elected if _may_serve(each)]
+        for other in self._elected:
+            self.object(f"{other.name} still serves when {coordinator.name} is elected")
+        self._elected.append(coordinator)
+
+
+def _may_serve(coordinator: ElectedCoordinator) -> bool:
+    return coordinator.is_up and coordinator.office.may_serve(coordinator.local_now)
 
 
 class OnlyInOffice(Checker):
@@ -615,7 +641,8 @@ RULES: tuple[type[Checker], ...] = (
     NobodyLostWithoutReason,
     OnlyMisfitsAreRefused,
     StoppingIsBounded,
-    TermsRise,
+    WritesAreInTurn,
+    OneInOffice,
     OnlyInOffice,
     TellingsAreBacked,
 )
