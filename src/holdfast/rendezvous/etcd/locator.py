@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import secrets
 import select
@@ -40,7 +41,7 @@ from holdfast.rendezvous.membership.model import NodeFacts, is_loopback
 logger = logging.getLogger(__name__)
 
 _LONGEST_REQUEST_S = 5.0
-_NONE_YET = "no coordinator is in office"
+_MEMORY_LEASE_S = 60  # And twice the time for which workers may live on after the last coordinator.
 
 
 @record
@@ -237,6 +238,7 @@ def gateway_to(options: EtcdOptions, request_timeout_s: float) -> Gateway:
         tls=options.etcd_tls,
         request_timeout_s=request_timeout_s,
     )
+            _MEMORY_LEASE_S + 2 * math.ceil(options.leader_lease_s + options.lease.lease_s),
 
 
 def create_handler(params: RendezvousParameters) -> CoordinatorHandler:
