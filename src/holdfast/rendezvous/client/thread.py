@@ -240,7 +240,7 @@ class Client:
         is_refused = target is not None and isinstance(error, ConnectionRefusedError)
         # Another coordinator's refusal says nothing about the one that this node was connected to.
         was_ours = self._target is None or (target is not None and target.address == self._target.address)
-        self._say(self.reach.failed(_obstacle(error), _words(error, target), time.monotonic()))
+        self._say(self.reach.failed(_obstacle(error), _words(error, target, self.reach.who), time.monotonic()))
         # Before anything that takes time: a refusal may extend the lease.
         self._step(node_lease.ConnectFailed(is_refused and was_ours, random.random()))
         if is_refused and target is not None:
@@ -363,7 +363,11 @@ def _obstacle(error: OSError | HoldfastError) -> Obstacle:
     return Obstacle.UNREACHABLE
 
 
-def _words(error: OSError | HoldfastError, target: Target | None) -> str:
+def _words(error: OSError | HoldfastError, target: Target | None, who: str) -> str:
+    """What went wrong, and where if that is not `who` the user wants to reach."""
     if isinstance(error, socket.gaierror) and target is not None:
         return endpoints.unresolved(target.host, error)
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    if not isinstance(error, OSError):
+        return str(error) or type(error).__name__
+    text = error.strerror or str(error) or type(error).__name__
+    return text if target is None or target.endpoint in who else f"the coordinator at {target.endpoint}: {text}"
