@@ -50,8 +50,9 @@ class Locator(Protocol):
     def refused(self, target: Target) -> None:
         """Nothing listens there. A locator may start a coordinator."""
 
-    def locate(self, known_term: int, found: Callable[[], None]) -> None:
-        """Look in the background whether a coordinator of a higher term is in office; call `found` if so."""
+    def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], None]) -> None:
+        """Look in the background whether a coordinator of a higher term is in office; call `found` if so. A locator
+        may start one if there is none and `is_wanted` still says so."""
 
     def stop(self) -> None: ...
 
@@ -77,6 +78,7 @@ class Client:
         self._sock: socket.socket | None = None
         self._frames: Frames | None = None
         self._target: Target | None = None  # Of the last connection.
+        self._heard = 0  # Words of coordinators.
         self._outgoing = bytearray()
         self._lock = threading.Lock()
         self._inbox: collections.deque[node.AgentEvent | node_lease.LeaderMoved | StoreRequest] = collections.deque()
@@ -212,9 +214,21 @@ class Client:
                 case node_lease.SetLease(until):
                     self._set_lease(until)
                 case node_lease.Locate():
-                    self._locator.locate(self._node.term, self._leader_moved)
+                    self._locate()
                 case _:
                     self._deliver(command)
+
+    def _locate(self) -> None:
+        """If a coordinator is heard of meanwhile, the run goes on there, or it may have ended:
+
+        1. the connection of a node that was frozen is closed; it looks for the coordinator, and dials the one it knows,
+        2. there it hears that the run is over; all nodes know now, so the coordinator ends, and its key is gone,
+        3. the look of step 1 finds no key. It must not start a coordinator for a run that is over.
+        """
+        heard = self._heard
+        self._locator.locate(
+            self._node.term, lambda: self._heard == heard and not self._is_stopping, self._leader_moved
+        )
 
     def _leader_moved(self) -> None:
         """In the locator's thread."""
@@ -229,6 +243,7 @@ class Client:
             self._cannot_connect(target, error)
             return
         self._target = target
+        self._heard += 1
         self._say(self.reach.reached())
         self._step(node.Welcomed(welcome.term, welcome.last_round))
         with self._lock:
@@ -299,6 +314,7 @@ class Client:
 
     def _take_messages(self, frames: Frames) -> None:
         while (message := frames.next()) is not None:
+            self._heard += 1
             if isinstance(message, StoreAnswer):
                 with self._lock:
                     answer = self._answers.get(message.number)
