@@ -183,16 +183,20 @@ class Peer:
             pass
         return True
 
-    def enter(self, run_id: str = "", token: bytes | None = None, **hello: Any) -> Peer:
+    def enter(self, run_id: str = "", token: bytes | None = None) -> Peer:
         """The handshake."""
         run_id = run_id or default_run_id()
         challenge = self.await_kind(protocol.Challenge)
         nonce = os.urandom(protocol.NONCE_BYTES)
         proof = b"" if token is None else frames.prove(token, b"agent", run_id, challenge.nonce, nonce)
-        self.send(protocol.Hello(protocol.MAJOR, run_id, nonce, proof, **hello))
-        self.welcome = self.await_kind(protocol.Welcome)
-        self._frames.expect(frames.DOWNWARD)
+        self.send(protocol.Hello(protocol.MAJOR, run_id, nonce, proof))
+        self.await_kind(protocol.Welcome)
+        self.expect_pushes()
         return self
+
+    def expect_pushes(self) -> None:
+        """The handshake is over."""
+        self._frames.expect(frames.DOWNWARD)
 
     def join(self, name: str, settings: Settings, **facts: Any) -> Peer:
         self.send(protocol.Join(NodeFacts(name, **facts), settings))

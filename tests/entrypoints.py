@@ -123,6 +123,23 @@ def one_fails(mailbox: str, failing_rank: int, outcome: str = "raise") -> None:
     time.sleep(600)
 
 
+def return_or_wait(gate: str, then: str = "return") -> str:
+    """Rank 0 returns at once, deaf to SIGTERM; a child that it leaves behind lives on. Rank 1 waits for the
+    gate, rank 2 for ever."""
+    if os.environ["RANK"] == "0":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.fork() == 0:
+            time.sleep(600)
+        return "early"
+    if os.environ["RANK"] == "2":
+        time.sleep(600)
+    with open(gate) as opened:
+        opened.read()
+    if then == "raise":
+        raise ValueError("as ordered")
+    return "late"
+
+
 def say(*texts: str) -> None:
     """Even texts to stdout and odd ones to stderr, a line each; in one write, as other workers write there, too."""
     for index, text in enumerate(texts):

@@ -83,7 +83,7 @@ def test_wrong_tokens(tmp_path: Path, theirs: str, ours: str, words: str) -> Non
     ],
 )
 def test_wrong_settings(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
-    code, (line,) = run(tmp_path, *options)
+    code, (line,) = run(tmp_path, "--rdzv-endpoint=127.0.0.1:1", *options)
     assert code == 2
     assert line.startswith("holdfast run: error: ")
     assert words in line

@@ -17,17 +17,16 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from holdfast.process.blackbox import BlackBox, read_blackbox
 from holdfast.process.bootstrap import (
     CALLSTACK_LIMIT,
     MESSAGE_LIMIT,
-    BlackBox,
     error_data,
-    read_blackbox,
     write_json_atomically,
 )
 from holdfast.process.entry import BOOTSTRAP_PATH, function_command
 
-VARIABLES = {"HOLDFAST_BLACKBOX", "HOLDFAST_PAYLOAD"}
+VARIABLES = {"HOLDFAST_BLACKBOX", "HOLDFAST_PAYLOAD", "HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE"}
 
 
 @dataclass(frozen=True)
@@ -489,7 +488,7 @@ FORKED = """
     if pid == 0:
         bootstrap.finish_forked(bootstrap.run_function(lambda: (function, ()), box))
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    found = bootstrap.read_blackbox(os.pread(box, 1 << 20, 0))
+    found = read_blackbox(os.pread(box, 1 << 20, 0))
     import pickle
     value = found.value and pickle.loads(found.value)
     print(status, value, found.error and found.error["message"]["message"], sibling.is_alive(), file=sys.stderr)

@@ -22,8 +22,9 @@ import pytest
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from holdfast.rendezvous.client import handshake, reachability
+from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.handler import CoordinatorHandler
-from holdfast.rendezvous.membership import frames, model, protocol
+from holdfast.rendezvous.membership import model, protocol
 from holdfast.rendezvous.membership.model import Settings, Stop
 from tests import support
 from tests.coordinators import Caller, CoordinatorProcess, Peer, coordinator, form, listener, node
@@ -195,25 +196,6 @@ def test_something_else_that_speaks_first(says: bytes) -> None:
         assert refusal(a) == f"127.0.0.1:{port} answers, but it is not a holdfast coordinator"
 
 
-def test_a_coordinator_of_another_version() -> None:
-    challenge = frames.encode(protocol.Challenge(99, b"its own kind of nonce", False))
-    with listener(challenge) as port, node(port) as a:
-        assert (
-            refusal(a) == f"the coordinator at 127.0.0.1:{port} speaks version 99 of the protocol, this agent speaks 2"
-        )
-
-
-def test_an_agent_of_another_version(server: CoordinatorProcess) -> None:
-    with Peer(server.port) as peer:
-        peer.await_kind(protocol.Challenge)
-        peer.send(protocol.Hello(99, "run", b"its own kind of nonce"))
-        denied = peer.await_kind(protocol.Denied)
-        assert denied.reason == "it speaks version 99 of the protocol, this coordinator speaks 2"
-        assert peer.is_hung_up()
-    server.await_line("is turned away: it speaks version 99")
-    assert len(server.lines("turned away")) == 1
-
-
 @pytest.mark.parametrize("run_id", ["", "x" * 1025])
 def test_run_ids_that_cannot_be(server: CoordinatorProcess, run_id: str) -> None:
     with Peer(server.port) as peer:
@@ -321,6 +303,55 @@ def test_a_coordinator_that_cannot_start_says_why(tmp_path: Path) -> None:
         assert refusal(a) == (
             f"the coordinator cannot be started: the token file '{token}' cannot be read: No such file or directory"
         )
+
+
+@pytest.mark.usefixtures("own_home")
+def test_a_host_that_cannot_look_up_the_endpoint_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To connect was refused, so the name did resolve just before."""
+    bind, failures = launch.bind, [socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")]
+
+    def bind_later(host: str, port: int) -> socket.socket:
+        if failures:
+            raise failures.pop()
+        return bind(host, port)
+
+    monkeypatch.setattr(launch, "bind", bind_later)
+    with node(support.free_port(), is_host=None) as a:
+        assert form(a)[0].number == 1
+        assert not failures
+        a.set_closed()
+        support.wait_until(a.is_closed, "the end")
+
+
+# Handlers that cannot go on.
+
+
+@pytest.mark.usefixtures("hasty")
+def test_whoever_joins_again_hears_again_why_it_cannot() -> None:
+    with node(support.free_port(), join_timeout=0.3) as a:
+        for _ in range(2):
+            with pytest.raises(RendezvousTimeoutError, match=r"could not reach .* within 0.3 s"):
+                Caller(a.next_rendezvous).result()
+        a.shutdown()
+        with pytest.raises(RendezvousConnectionError, match="was shut down"):
+            Caller(a.next_rendezvous).result()
+
+
+@pytest.mark.usefixtures("no_descriptor_leak")
+def test_a_shutdown_while_the_first_join_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address is looked up in a thread of its own; what it makes of it later is nobody's."""
+    may_go_on = threading.Event()
+    monkeypatch.setattr("holdfast.rendezvous.endpoints.own_address", lambda *_: may_go_on.wait() and "127.0.0.1")
+    with node(support.free_port()) as a:
+        joining = Caller(a.next_rendezvous)
+        (thread,) = support.wait_until(
+            lambda: [each for each in threading.enumerate() if each.name == "holdfast-begin"], "the thread"
+        )
+        a.shutdown()
+        with pytest.raises(RendezvousConnectionError, match="was shut down"):
+            joining.result()
+        may_go_on.set()
+        thread.join()
 
 
 @pytest.mark.usefixtures("own_home")

@@ -16,6 +16,7 @@ from holdfast.rendezvous.coordinator import server as servers
 from holdfast.rendezvous.membership import frames, model, protocol
 from holdfast.rendezvous.membership.frames import encode
 from holdfast.rendezvous.membership.model import Settings
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests import coordinators, support
 from tests.coordinators import CoordinatorProcess, Peer, coordinator_thread, form, node
 
@@ -92,6 +93,19 @@ def test_values_that_make_no_sense_cost_the_connection(server: CoordinatorProces
         peer.enter().join("a", Settings(1, 1, lease_s=float("nan")))
         assert peer.is_hung_up()
     server.await_line("sent junk: not a message: Expected `float` >= 0.1 - at `$.settings.lease_s`")
+
+
+def test_what_one_node_says_is_not_too_long_for_the_others(server: CoordinatorProcess) -> None:
+    """The reason why a node is refused is told to those that wait, who take no longer texts than anybody does."""
+    with Peer(server.port) as waiting, Peer(server.port) as intruder:
+        waiting.enter().join("a", Settings(2, 2))
+        waiting.ask("check", "anything")
+        policy = RestartPolicy(fatal_exceptions=frozenset({"E" * 100_000}))
+        intruder.enter().join("b", Settings(2, 2, policy=policy))
+        assert intruder.await_kind(model.Refused).reason.endswith(" ...")
+        assert waiting.await_kind(model.Notice).text.startswith("node b was turned away: --fatal-exceptions EEE")
+        waiting.send(protocol.Heartbeat(1))
+        assert waiting.await_kind(protocol.HeartbeatAnswer).number == 1
 
 
 def test_words_before_joining_mean_nothing(server: CoordinatorProcess) -> None:

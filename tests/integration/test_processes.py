@@ -470,7 +470,7 @@ def test_a_function_holds_no_pipe_of_holdfast(starter: Starter, method: str) -> 
     """Neither the lease's, which it could read empty, nor the one that says whether it was started."""
     signals.inbox()  # The caller's own, made when first asked for.
     before = set(support.open_descriptors().values())
-    result = starter.run(entrypoints.descriptors, ranks=2, start_method=method, lease=Lease())
+    result = starter.run(entrypoints.descriptors, start_method=method, lease=Lease())
     for found in result.return_values.values():
         foreign = {what for number, what in found.items() if number > 2} - before
         assert [what for what in foreign if what.startswith("pipe:")] == []
@@ -596,6 +596,45 @@ def test_closing_with_a_signal(starter: Starter, mailbox: support.Mailbox, numbe
     context.close(number, timeout=60)
     assert mailbox.rest() == ["got"]
     assert context.stopped() == {0: number.name}
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return path
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_functions_stay_until_all_have_returned(starter: Starter, gate: Path, method: str) -> None:
+    """The threads of a library may still talk to a peer, whose end they would take for a failure."""
+    context = starter.start(entrypoints.return_or_wait, str(gate), ranks=2, start_method=method)
+    early, late = context.pids().values()
+
+    def only_one_works() -> bool:
+        assert context.wait(0) is None
+        return context.running() == {1: late}
+
+    support.wait_until(only_one_works, "rank 0 has returned")
+    assert support.alive(early)
+    gate.write_text("go")
+    result = context.wait(support.DEADLINE_S)
+    assert result is not None
+    assert result.return_values == {0: "early", 1: "late"}
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_functions_that_have_returned_do_not_wait_for_a_group_that_is_stopped(
+    starter: Starter, gate: Path, method: str
+) -> None:
+    context = starter.start(entrypoints.return_or_wait, str(gate), "raise", ranks=3, start_method=method)
+    support.wait_until(lambda: list(context.running()) == [1, 2], "rank 0 has returned")
+    gate.write_text("go")
+    result = context.wait(support.DEADLINE_S)
+    assert result is not None
+    assert list(result.failures) == [1]
+    context.close(timeout=support.DEADLINE_S)
+    assert context.stopped() == {0: "SIGTERM", 2: "SIGTERM"}
 
 
 def test_a_worker_that_may_not_be_signalled_keeps_no_signal_from_others(

@@ -9,7 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import chain, islice
 
 from tests.sim.engine import Violation
-from tests.sim.world import FakeWorld, simulate
+from tests.sim.etcd_world import make_world, simulate
+from tests.sim.world import FakeWorld
 
 _CHUNK = 50
 _SHOWN = 60
@@ -66,7 +67,7 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=3, help="stop after this many failures")
     options = parser.parse_args()
     if options.seed is not None:
-        return show(FakeWorld(options.seed), verbose=options.verbose, with_routine=options.heartbeats)
+        return show(make_world(options.seed), verbose=options.verbose, with_routine=options.heartbeats)
     return search(options.first, options.seeds, options.jobs, options.most)
 
 

@@ -68,6 +68,7 @@ class Agent:
         self.dial: object = None
         """The present attempt to connect, and the connection that may come of it."""
         self.dialled: Link | None = None
+        self._needs_address = False
         self.last_address: Address | None = None
         """That of the coordinator that the node was last connected to."""
         self.participant = Participant(facts, settings, NodeLease(lease))
@@ -163,10 +164,23 @@ class Agent:
 
     def connect(self) -> None:
         """As soon as there is an address."""
+        self._needs_address = self.locator.address is None
         if self.locator.address is not None:
             self.network.connect(self, self.locator.address)
         else:
             self.locator.locate(self)
+
+    def found_leader(self) -> None:
+        if self._needs_address:
+            self.connect()
+        else:
+            self.tell(node_lease.LeaderMoved())
+
+    def found_none(self) -> None:
+        """No other than before."""
+        if self._needs_address:
+            self._needs_address = False
+            self.tell(node_lease.ConnectFailed(False, self.engine.random.random()))
 
     def _carry_out(self, command: node.Command) -> None:
         match command:
@@ -354,7 +368,6 @@ class Agent:
         """With the whole host, without a word."""
         self.engine.note(self.name, "is gone with its host")
         self.is_alive = False
-        self.host.is_gone = True
         self._cut_off(with_a_word=False)
         if self.host.group is not None:
             self.host.kill(self.host.group, "the host is gone")

@@ -43,6 +43,30 @@ KINDS = (
     "join_misfit",
     "close_run",
 )
+ETCD_KINDS = (
+    "lose_connection",
+    "lose_connection_for_good",
+    "partition",
+    "partition_one_way",
+    "cut_from_etcd",
+    "crash_agent",
+    "lose_host",
+    "freeze_agent",
+    "pause_loop",
+    "stick_loop",
+    "crash_coordinator",
+    "freeze_coordinator",
+    "lose_coordinators_host",
+    "cut_coordinator_from_etcd",
+    "leave",
+    "join_late",
+    "join_misfit",
+    "close_run",
+    "lose_quorum",
+    "lose_requests",
+    "drop_lease",
+    "lose_memory",
+)
 # With these alone no node is ever out of reach. A coordinator that is down is no reason to lose others.
 CALM = frozenset({"pause_loop", "crash_coordinator", "leave", "join_late", "join_misfit", "close_run"})
 
@@ -67,21 +91,24 @@ class Profile:
     chance_of_stubbornness: float
     work_s: float
 
-    @property
-    def is_calm(self) -> bool:
-        return CALM.issuperset(self.kinds)
+
+# Heartbeat, lease, drop timeout, reconnect grace.
+TIMINGS = ((1.0, 5.0, 2.0, 0.5), (1.0, 5.0, 2.0, 0.5), (0.5, 3.0, 1.5, 0.5), (2.0, 10.0, 4.0, 1.0))
+ETCD_TIMINGS = ((1.0, 6.0, 2.0, 0.5),)
 
 
-def draw_profile(random: Random, kinds_there_are: tuple[str, ...] = KINDS) -> Profile:
+def draw_profile(
+    random: Random,
+    kinds_there_are: tuple[str, ...] = KINDS,
+    timings: tuple[tuple[float, float, float, float], ...] = TIMINGS,
+) -> Profile:
     host_count = random.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, 6))
     min_nodes = random.randint(1, host_count)
     max_nodes = random.randint(min_nodes, host_count + 2)
     requests_ranks = random.random() < 0.15
     if requests_ranks:
         max_nodes = max(max_nodes, host_count)
-    heartbeat_s, lease_s, drop_timeout_s, reconnect_grace_s = random.choice(
-        ((1.0, 5.0, 2.0, 0.5), (1.0, 5.0, 2.0, 0.5), (0.5, 3.0, 1.5, 0.5), (2.0, 10.0, 4.0, 1.0))
-    )
+    heartbeat_s, lease_s, drop_timeout_s, reconnect_grace_s = random.choice(timings)
     kinds = _draw_kinds(random, kinds_there_are)
     policy = _draw_policy(random)
     chance_of_failure = random.choice((0.0, 0.1, 0.3) if policy.max_restarts else (0.0, 0.0, 0.2))
@@ -259,8 +286,8 @@ class Misfortune:
     def _lose_host(self) -> None:
         """The power goes: nobody is left who could close a connection."""
         host = self._host()
-        if host.agent is not None:
-            host.agent.vanish()
+        if host.agent is not None or host.coordinators:
+            host.lose_power()
             self._maybe_come_back(host, 3 * self._profile.settings.heartbeat_s)
 
     def _maybe_come_back(self, host: Host, not_before_s: float = 0.3) -> None:
@@ -285,6 +312,9 @@ class Misfortune:
             host.agent.pause_loop(1e9)
 
     def _crash_coordinator(self) -> None:
+        self.crash_coordinator()
+
+    def crash_coordinator(self) -> None:
         coordinator = self._world.coordinator
         if coordinator is not None:
             coordinator.crash()
@@ -295,7 +325,6 @@ class Misfortune:
 
     def _lose_memory(self) -> None:
         if self._random.random() < 0.3 and self._world.may_lose_memory():
-            self._crash_coordinator()
             self._world.lose_memory()
 
     def _freeze_coordinator(self) -> None:

@@ -18,6 +18,7 @@ from tests.sim.engine import Alarm, Clock, Engine
 
 if TYPE_CHECKING:
     from tests.sim.agent import Agent
+    from tests.sim.coordinator import Coordinator
 
 AGENT_DEATH_TO_WORKERS_DEATH_S = 0.2
 SPAWNER_LATENESS_S = 0.002
@@ -124,6 +125,8 @@ class Host:
         self.is_frozen = False
         self.is_gone = False
         """The power is off."""
+        self.coordinators: list[Coordinator] = []
+        """Processes of agents here, dead or alive, that were elected."""
         self.group: Group | None = None
         self.grace_s = 5.0
         self._lease_until: float | None = None
@@ -174,6 +177,14 @@ class Host:
     def exited(self, group: Group) -> None:
         if self.agent is not None and self.group is group:
             self.agent.hear(self.agent.workers_exited, group)
+
+    def lose_power(self) -> None:
+        """Nothing is left that could close a connection."""
+        self.is_gone = True
+        for coordinator in [*self.coordinators]:
+            coordinator.vanish()
+        if self.agent is not None:
+            self.agent.vanish()
 
     # The agent's life.
 

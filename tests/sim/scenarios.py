@@ -12,7 +12,7 @@ from holdfast.rendezvous.membership.model import Admit
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests.sim.engine import Clock
 from tests.sim.host import Plan
-from tests.sim.script import Script, failing, succeeding
+from tests.sim.script import EtcdScript, Script, failing, succeeding
 
 Scenario = Callable[[], str]
 SCENARIOS: dict[str, Scenario] = {}
@@ -466,3 +466,94 @@ def a_later_round_has_a_last_call() -> str:
     script.slow_down("a", at=2.0, for_s=100.0)
     script.work("b", 1, failing(3.0))
     return script.tell(until=9.0)
+
+
+# A coordinator that etcd elects.
+
+
+@scenario
+def the_coordinators_process_dies() -> str:
+    """The agent that started it revokes its lease at once. The nodes are refused at the old address, so they know that
+    their places were not given away; one of them is elected, all are back, and no worker notices."""
+    script = EtcdScript(min_nodes=2, max_nodes=2)
+    script.nodes("ab")
+    script.kill_process(at=3.0)
+    script.work("a", 1, succeeding(8.0))
+    script.work("b", 1, succeeding(8.0))
+    return script.tell(until=12.0)
+
+
+@scenario
+def a_leader_is_killed_while_it_tells_of_a_round() -> str:
+    """Its host is gone when the round is written down and told to nobody but itself. The next coordinator finds the
+    round in the memory, waits for a node lease and a leader lease, as one of its members did not come, and goes on."""
+    script = EtcdScript(min_nodes=2, max_nodes=3)
+    script.nodes("abc")
+    script.lose("a", at=0.275)
+    return script.tell(until=30.0)
+
+
+@scenario
+def a_leader_is_cut_off_from_etcd() -> str:
+    """It still answers its nodes. At 0.9 of its lease it stops, says so, and closes; b cannot be elected before, as the
+    key is there. Nobody's place was given away, so b's and c's workers live on their leases, and are back in time."""
+    script = EtcdScript(min_nodes=2, max_nodes=3)
+    script.nodes("abc")
+    script.cut_from_etcd("a", at=3.0, for_s=20.0)
+    return script.tell(until=14.0)
+
+
+@scenario
+def a_frozen_leader_goes_on() -> str:
+    """The coordinator's process is frozen for longer than its lease. The nodes read the key when it is silent for 2 s,
+    and find the next one. When it goes on it finds that its time is over, before it says anything else."""
+    script = EtcdScript(min_nodes=2, max_nodes=3)
+    script.nodes("abc")
+    script.freeze_process(at=3.0, for_s=9.0)
+    return script.tell(until=25.0)
+
+
+@scenario
+def etcd_loses_its_data() -> str:
+    """The coordinator finds with its next renewal that its lease is gone, and resigns. The next one has no memory, but
+    the nodes know of the round, of the term and of the restart. All come back, and no worker notices."""
+    script = EtcdScript(min_nodes=2, max_nodes=2, policy=RestartPolicy(max_restarts=1))
+    script.nodes("ab")
+    script.work("b", 1, failing(1.0))
+    script.wipe(at=5.5)
+    return script.tell(until=13.0)
+
+
+@scenario
+def two_nodes_think_that_they_lead() -> str:
+    """etcd ends the leader's lease early, and the leader is cut off from it: it does not know. c, which lost its
+    connection, is elected beside it. a and b have answers from the first one until it stops, at 0.9 of its lease; it
+    would seal a round without c, but cannot write that down. The second one seals nothing for a node lease and a leader
+    lease."""
+    script = EtcdScript(min_nodes=1, max_nodes=3)
+    script.nodes("abc")
+    script.cut_from_etcd("a", at=3.0, for_s=20.0)
+    script.end_lease_early(at=3.01)
+    script.reset("c", at=3.02)
+    return script.tell(until=20.0)
+
+
+@scenario
+def the_leaders_host_is_lost() -> str:
+    """Nobody closes anything. The nodes lose their places by their own clocks; the key lapses; the next coordinator
+    waits for a node lease and a leader lease. That costs a restart, which is not charged."""
+    script = EtcdScript(min_nodes=1, max_nodes=3)
+    script.nodes("abc")
+    script.lose("a", at=3.0)
+    return script.tell(until=25.0)
+
+
+@scenario
+def etcd_is_without_a_quorum() -> str:
+    """For 3 s, which is not noticed; then for 10 s. The coordinator resigns, and the workers are stopped by their
+    leases, but the run is not lost."""
+    script = EtcdScript(min_nodes=2, max_nodes=2)
+    script.nodes("ab")
+    script.lose_quorum(at=3.0, for_s=3.0)
+    script.lose_quorum(at=10.0, for_s=10.0)
+    return script.tell(until=40.0)

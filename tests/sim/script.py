@@ -16,7 +16,9 @@ from holdfast.rendezvous.membership.restart_policy import Failure
 from tests.sim.agent import Agent, Fixed
 from tests.sim.checkers import RULES, Checks, OnlyMisfitsAreRefused
 from tests.sim.coordinator import Coordinator, Disk
+from tests.sim.elected import Candidate
 from tests.sim.engine import Clock, Engine
+from tests.sim.etcd import Etcd, Gateway
 from tests.sim.host import Host, Plan, Society
 from tests.sim.network import Address, Network
 
@@ -94,7 +96,7 @@ class Script:
 
     def lose(self, name: str, at: float) -> None:
         """The host is gone without a word."""
-        self.engine.at(at, lambda: self._agent(name).vanish())
+        self.engine.at(at, lambda: self.hosts[name].lose_power())
 
     def terminate(self, name: str, at: float) -> None:
         self.engine.at(at, lambda: self._agent(name).leave())
@@ -160,3 +162,56 @@ class Script:
     def tell(self, until: float) -> str:
         self.engine.run_until(until)
         return self.engine.transcript.story()
+
+
+class EtcdScript(Script):
+    """The same with a coordinator that etcd elects. The first node starts it, unless the script says otherwise."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"lease_s": 6.0, **settings})
+
+    def _open(self) -> None:
+        self.network = Network(self.engine, DELAY_S, is_even=True)
+        self.etcd = Etcd(self.engine, Clock(), self.checks)
+        self.gateway = Gateway(self.engine, self.network, self.etcd)
+        self.addresses: list[Address] = []
+
+    def _make_agent(self, host: Host, facts: NodeFacts) -> Agent:
+        lease = LeaseSettings(lease_s=self.settings.lease_s, does_refusal_renew=False, locate_after_s=2.0)
+        where = Candidate(self.gateway, self.addresses)
+        return Agent(self.engine, self.network, self.checks, host, facts, self.settings, lease, where)
+
+    def _coordinator(self) -> Coordinator:
+        assert self.etcd.leader is not None
+        coordinator = self.addresses[self.etcd.leader.port].listener
+        assert coordinator is not None
+        return coordinator
+
+    def kill_process(self, at: float) -> None:
+        self.engine.at(at, lambda: self._coordinator().crash())
+
+    def freeze_process(self, at: float, for_s: float) -> None:
+        self.engine.at(at, self._freeze_process, for_s)
+
+    def _freeze_process(self, for_s: float) -> None:
+        coordinator = self._coordinator()
+        coordinator.freeze()
+        self.engine.after(for_s, coordinator.thaw)
+
+    def cut_from_etcd(self, name: str, at: float, for_s: float) -> None:
+        self.engine.at(at, self._cut_from_etcd, name, for_s)
+
+    def _cut_from_etcd(self, name: str, for_s: float) -> None:
+        self.engine.note("network", "is cut between etcd and", name)
+        self.gateway.cut(self.hosts[name], up=True, down=True)
+        self.engine.after(for_s, self.gateway.heal, self.hosts[name])
+
+    def lose_quorum(self, at: float, for_s: float) -> None:
+        self.engine.at(at, self.etcd.lose_quorum)
+        self.engine.at(at + for_s, self.etcd.regain_quorum)
+
+    def wipe(self, at: float) -> None:
+        self.engine.at(at, self.etcd.wipe)
+
+    def end_lease_early(self, at: float) -> None:
+        self.engine.at(at, self.etcd.drop_lease)

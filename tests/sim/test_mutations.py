@@ -7,7 +7,7 @@ import pytest
 from tests.sim.engine import Violation
 from tests.sim.mutations import MUTATIONS, Mutation
 from tests.sim.scenarios import SCENARIOS
-from tests.sim.world import simulate
+from tests.sim.etcd_world import simulate
 
 SEEDS_AT_MOST = 1000
 

@@ -11,7 +11,7 @@ import pytest
 from tests.sim.__main__ import failure_of
 from tests.sim.engine import Violation
 from tests.sim.mutations import MUTATIONS
-from tests.sim.world import simulate
+from tests.sim.etcd_world import simulate
 
 CHUNKS = 20
 SEEDS_IN_A_CHUNK = 50

@@ -19,33 +19,45 @@ from tests.sim.agent import Agent, Fixed
 from tests.sim.checkers import Checks
 from tests.sim.coordinator import Coordinator, Disk
 from tests.sim.engine import Engine, Violation
-from tests.sim.faults import SLOWEST, Misfortune, Workload, draw_clock, draw_profile
+from tests.sim.faults import CALM, KINDS, SLOWEST, TIMINGS, Misfortune, Workload, draw_clock, draw_profile
 from tests.sim.host import Host, Society
 from tests.sim.network import Address, Network
 
 
 class FakeWorld:
-    """Everything that there is for one run."""
+    """Everything that there is for one run. The coordinator is always at the same address, and has a disk."""
+
+    kinds = KINDS
+    timings = TIMINGS
+    calm = CALM
+    slowness = 1.1
 
     def __init__(self, seed: int) -> None:
         random = Random(seed)
         self.seed = seed
-        self.profile = draw_profile(random)
+        self.profile = draw_profile(random, self.kinds, self.timings)
         self.engine = Engine(random)
         self.clock = draw_clock(random, is_coordinator=True)
-        self.checks = Checks(self.profile.settings, lambda: self.clock.local(self.engine.now))
-        if self.profile.is_calm:
+        self.checks = Checks(self.profile.settings, self._time_of_rules)
+        if self.calm.issuperset(self.profile.kinds):
             self.checks.be_calm()
         self.network = Network(self.engine, self.profile.max_delay_s)
         self.society = Society(self.engine, self.checks)
         self.workload = Workload(random, self.profile)
-        self.misfortune = Misfortune(self, self.profile)
+        self.misfortune = self._make_misfortune()
         self.hosts: list[Host] = []
         self.agents: list[Agent] = []
         self.address = Address()
         self.disk = Disk()
         self._was_memory_lost = False
         self._quiet_until = 0.0
+
+    def _make_misfortune(self) -> Misfortune:
+        return Misfortune(self, self.profile)
+
+    def _time_of_rules(self) -> float:
+        """The coordinator's."""
+        return self.clock.local(self.engine.now)
 
     # The coordinator.
 
@@ -79,14 +91,21 @@ class FakeWorld:
     def lose_memory(self) -> None:
         """The nodes go on with what they know. Those that know nothing are as good as newcomers, who would begin anew
         beside workers that nobody has told them of: for so long they stay away. The documentation says so."""
+        self.misfortune.crash_coordinator()
         self.engine.note("coordinator", "has lost its memory")
         self.disk.memory = None
-        self._was_memory_lost = True
-        self._quiet_until = float("inf")
         self.checks.data_lost()
+        self._quiet_until = float("inf")
+        self._take_away_those_who_know_nothing()
+
+    def _take_away_those_who_know_nothing(self) -> None:
+        self._was_memory_lost = True
         for agent in self._living():
-            if agent.participant.settings != self.profile.settings or not agent.participant._heard_round:
+            if not self._knows_of_the_run(agent):
                 agent.crash()
+
+    def _knows_of_the_run(self, agent: Agent) -> bool:
+        return agent.participant.settings == self.profile.settings and agent.participant._heard_round > 0
 
     @property
     def are_settings_fixed(self) -> bool:
@@ -108,7 +127,7 @@ class FakeWorld:
 
     def start_agent(self, host: Host, settings: Settings | None = None) -> None:
         """A new process on the host, with a name that nobody has had before; perhaps with settings of its own."""
-        if self.engine.now < self._quiet_until:
+        if self._must_be_quiet():
             if settings is None:
                 self.engine.after(1.0, self.start_agent, host)
             return
@@ -130,6 +149,9 @@ class FakeWorld:
         self.agents.append(agent)
         agent.start()
 
+    def _must_be_quiet(self) -> bool:
+        return self.engine.now < self._quiet_until
+
     def _make_agent(self, host: Host, facts: NodeFacts, settings: Settings) -> Agent:
         lease = LeaseSettings(settings.heartbeat_s, settings.lease_s, self.profile.reconnect_grace_s)
         where = Fixed(self.address)
@@ -141,6 +163,9 @@ class FakeWorld:
 
     def heal(self, host: Host) -> None:
         self.engine.note("network", "heals for", host.name)
+        self.heal_network(host)
+
+    def heal_network(self, host: Host) -> None:
         self.network.heal(host)
 
     def thaw(self, host: Host) -> None:
@@ -159,6 +184,7 @@ class FakeWorld:
         self.engine.run_until(self.profile.faults_for_s)
         self._heal_everything()
         self._demand("settles", self._is_settled)
+        self._rest()
         self.workload.is_short = True
         self.society.give_an_end(within_s=2.0)
         self._demand("ends_and_everybody_knows", self._is_over)
@@ -183,15 +209,18 @@ class FakeWorld:
         self.misfortune.end()
         self._recover()
         for host in self.hosts:
-            self.network.heal(host)
+            self.heal_network(host)
             self.thaw(host)
             if host.agent is not None:
                 host.agent.resume_loop()
 
+    def _rest(self) -> None:
+        """A while in which nothing happens."""
+
     def _demand(self, what: str, is_so: Callable[[], bool]) -> None:
         settings = self.profile.settings
         once_s = self.profile.grace_s + settings.lease_s + settings.last_call_s + settings.drop_timeout_s
-        bound_s = 1.1 * (settings.join_timeout_s + 3 * once_s + settings.policy.backoff_cap_s + 20.0)
+        bound_s = self.slowness * (settings.join_timeout_s + 3 * once_s + settings.policy.backoff_cap_s + 20.0)
         if not self.engine.run_until(self.engine.now + bound_s, is_so):
             raise Violation(what, f"not within {bound_s:.1f} s after the faults were over; {self._standing()}")
 
@@ -227,14 +256,3 @@ class FakeWorld:
 def _is_running(agent: Agent, round: int) -> bool:
     phases = (lifecycle.Phase.RUNNING, lifecycle.Phase.WAITING)
     return agent.machine.round == round and agent.machine.phase in phases and not agent.is_leaving
-
-
-def simulate(seed: int) -> FakeWorld:
-    """Live through one seed. Raises `Violation` when a rule is broken; the world is in its `world`."""
-    world = FakeWorld(seed)
-    try:
-        world.run()
-    except Violation as violation:
-        violation.world = world  # type: ignore[attr-defined]  # to print the story
-        raise
-    return world

@@ -138,34 +138,34 @@ def sample(option: Option) -> tuple[str, object]:
     return VALUES.get(option.name, ("some text", "some text"))
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-@pytest.mark.parametrize("spelling", ["dashes", "underscores"])
-def test_every_option_in_both_spellings(option: Option, spelling: str) -> None:
-    name = option.flags[-1]
-    if spelling == "underscores":
-        name = "--" + name[2:].replace("-", "_")
-    if option.is_flag:
-        assert getattr(parse(name, "x.py"), option.dest) is True
-        return
-    text, value = sample(option)
-    assert getattr(parse(name, text, "x.py"), option.dest) == value
-    assert getattr(parse(f"{name}={text}", "x.py"), option.dest) == value
+def ways_to_write(option: Option) -> list[list[str]]:
+    names = (option.flags[-1], "--" + option.flags[-1][2:].replace("-", "_"))
+    text, _ = sample(option)
+    return [words for name in names for words in ([[name]] if option.is_flag else [[name, text], [f"{name}={text}"]])]
 
 
-@pytest.mark.parametrize("option", [o for o in OPTIONS if o.variable], ids=lambda option: option.name)
-def test_every_variable_and_that_the_command_line_wins(option: Option, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert option.variable is not None
-    if option.is_flag:
-        monkeypatch.setenv(option.variable, "1")
-        assert getattr(parse("x.py"), option.dest) is True
-        monkeypatch.setenv(option.variable, "0")
-        assert getattr(parse(option.flags[-1], "x.py"), option.dest) is True
-        return
-    text, value = sample(option)
-    monkeypatch.setenv(option.variable, text)
-    assert getattr(parse("x.py"), option.dest) == value
-    monkeypatch.setenv(option.variable, "wrong, and not looked at")
-    assert getattr(parse(f"{option.flags[-1]}={text}", "x.py"), option.dest) == value
+def test_every_option_in_both_spellings() -> None:
+    wrong = [
+        words
+        for option in OPTIONS
+        for words in ways_to_write(option)
+        if getattr(parse(*words, "x.py"), option.dest) != (option.is_flag or sample(option)[1])
+    ]
+    assert wrong == []
+
+
+def test_every_variable_and_that_the_command_line_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = []
+    for option in [each for each in OPTIONS if each.variable]:
+        assert option.variable is not None
+        text, value = ("1", True) if option.is_flag else sample(option)
+        monkeypatch.setenv(option.variable, text)
+        seen = [getattr(parse("x.py"), option.dest)]
+        monkeypatch.setenv(option.variable, "0" if option.is_flag else "wrong, and not looked at")
+        seen.append(getattr(parse(*ways_to_write(option)[-1], "x.py"), option.dest))
+        wrong += [option.name] if seen != [value, value] else []
+        monkeypatch.delenv(option.variable)
+    assert wrong == []
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 
 FACTS = NodeFacts("node-a", 3, "10.0.0.1", 4711, "trainer", 8, 2, 12.5)
 POLICY = RestartPolicy(3, 600.0, 1.0, 30.0, frozenset({13}), frozenset({"SyntaxError"}), frozenset({143}))
-SETTINGS = Settings(2, 4, 600.0, 5.0, 1.0, 5.0, 2.0, 10.0, Admit.ON_RESTART, POLICY)
+SETTINGS = Settings(2, 4, 600.0, 5.0, 1.0, 5.0, 2.0, 10.0, 4.0, Admit.ON_RESTART, POLICY)
 MEMBERS = [
     replace(FACTS, node_id=name, role=role) for name, role in zip("abc", ("trainer", "trainer", "reader"), strict=True)
 ]
@@ -186,7 +186,8 @@ def some_settings(draw: st.DrawFn) -> Settings:
         draw(COUNTS), window_s, draw(TIMES), draw(TIMES), draw(codes), draw(words), draw(codes), draw(words)
     )
     high = low + draw(st.integers(0, 5000))
-    return Settings(low, high, *times, draw(st.floats(0, 86400)), draw(st.sampled_from(Admit)), policy)
+    times += [draw(st.floats(0, 86400)), draw(st.floats(0, 3600))]
+    return Settings(low, high, *times, draw(st.sampled_from(Admit)), policy)
 
 
 @st.composite

@@ -154,10 +154,11 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--rdzv-endpoint",),
         NODES,
-        "Where the nodes meet, usually HOST:PORT. For tcp the node on whose host it is starts a coordinator there "
-        "unless one is there already; the port is 29400 if left out. For etcd it is one member of the cluster or "
-        "several, as in A:2379,B:2379,https://C; the port is 2379 if left out. For static it replaces --master-addr "
-        "and --master-port.",
+        "Where the nodes meet, usually HOST:PORT, with an IPv6 address in brackets. With tcp and etcd, several nodes "
+        "need it. For tcp the node on whose host it is starts a coordinator there unless one is there already; the "
+        "port is 29400 if left out. For etcd it is one member of the cluster or several, as in "
+        "A:2379,B:2379,https://C; the port is 2379 if left out. For static it replaces --master-addr and "
+        "--master-port.",
         metavar="ENDPOINT",
         default="",
     ),

@@ -54,53 +54,6 @@ def write_record(fd: int, kind: bytes, payload: bytes) -> None:
         raise
 
 
-class BlackBox:
-    """What was found in a black box. `torn`: something in it was cut short or cannot be read."""
-
-    def __init__(self) -> None:
-        self.value: bytes | None = None
-        self.error: dict[str, Any] | None = None
-        self.text = ""
-        self.torn = False
-
-    def take(self, kind: bytes, payload: bytes) -> None:
-        if kind == VALUE:
-            self.value = payload
-            return
-        try:
-            error = library("json").loads(payload)
-        except (ValueError, RecursionError):
-            error = None
-        self.error, self.torn = (error, self.torn) if isinstance(error, dict) else (self.error, True)
-
-
-def read_blackbox(data: bytes) -> BlackBox:
-    """Read whatever is there, without ever raising. Of several records of a kind the last one counts."""
-    box = BlackBox()
-    texts = []
-    unread = search = 0
-    while (start := data.find(MAGIC, search)) >= 0:
-        body = start + len(MAGIC) + 9
-        kind = data[start + len(MAGIC) : body - 8]
-        if kind not in (VALUE, ERROR, b""):
-            search = start + 1
-            continue
-        texts.append(data[unread:start])
-        unread = search = body + int.from_bytes(data[body - 8 : body], "big")
-        if max(body, unread) > len(data):
-            box.torn = True
-            break
-        box.take(kind, data[body:unread])
-    tail = data[unread:]
-    for cut in (MAGIC[:3], MAGIC[:2], MAGIC[:1]):
-        if tail.endswith(cut):
-            box.torn, tail = True, tail[: -len(cut)]
-            break
-    lines = b"".join([*texts, tail]).decode("utf-8", "replace").split("\n")
-    box.text = "\n".join(line for line in lines if f'"{OWN_FILE}", line ' not in line)
-    return box
-
-
 # What is said of an error.
 
 
@@ -264,6 +217,7 @@ def take_fd(variable: str) -> int:
 
 def prepare(evidence: Evidence) -> "Program":
     payload_fd = take_fd("HOLDFAST_PAYLOAD")
+    peers_fds = [take_fd(name) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")]
     is_path_safe = bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
     if not is_path_safe:
         del sys.path[0]  # Our own directory.
@@ -272,7 +226,7 @@ def prepare(evidence: Evidence) -> "Program":
     library_path[:] = sys.path
     mode, *rest = sys.argv[1:] or sys.exit("bootstrap.py: there is nothing to run")
     if mode == "--holdfast-function":
-        return lambda: sys.exit(run_function(payload_call(payload_fd), evidence.fd))
+        return lambda: sys.exit(run_function(payload_call(payload_fd), evidence.fd, Peers(*peers_fds)))
     if hasattr(sys, "orig_argv"):
         del sys.orig_argv[-len(sys.argv)]
     if mode == "-m":
@@ -423,7 +377,42 @@ def payload_call(fd: int) -> "Call":
     return call
 
 
-def run_function(call: "Call", blackbox_fd: "int | None") -> int:
+class Peers:
+    """The function workers of the group, which stay until all have returned: the end of one that a library's threads
+    still talk to may crash the others.
+
+    Each holds a pipe open for writing until it returns or dies; when nobody does any more, all may end. A byte in the
+    pipe says that they may end at once: the group is being stopped.
+    """
+
+    def __init__(self, read_fd: int = -1, write_fd: int = -1) -> None:
+        self.fds, self.pipe = (read_fd, write_fd), file_behind(read_fd)
+        os.register_at_fork(after_in_child=self.close)
+
+    def wait(self) -> None:
+        """Never raises: the worker has succeeded, whatever happens now."""
+        try:
+            if self.is_open():
+                os.close(self.fds[1])
+                select = library("select")
+                poll = select.poll()
+                poll.register(self.fds[0], select.POLLIN)  # For a byte; the end is told in any case.
+                poll.poll()
+        except BaseException:
+            pass
+
+    def is_open(self) -> bool:
+        """Programs close descriptors that they do not know, and open files that get their numbers."""
+        return self.pipe is not None and all(file_behind(fd) == self.pipe for fd in self.fds)
+
+    def close(self) -> None:
+        """A child of the worker is none of the peers."""
+        if self.is_open():
+            for fd in self.fds:
+                os.close(fd)
+
+
+def run_function(call: "Call", blackbox_fd: "int | None", peers: "Peers | None" = None) -> int:
     """Call the function, leave its value or its failure in the black box, and return the exit status."""
     evidence = Evidence(-1 if blackbox_fd is None else blackbox_fd)
     function, value = None, None
@@ -439,6 +428,8 @@ def run_function(call: "Call", blackbox_fd: "int | None") -> int:
         BaseException.with_traceback(exc, users_part(exc.__traceback__))
         evidence.record(exc)
         return report(exc)
+    if peers is not None:
+        peers.wait()
     return 0
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.process import stop
-from holdfast.process.bootstrap import BlackBox, read_blackbox
+from holdfast.process.blackbox import BlackBox, read_blackbox
 
 # A worker that ends so after it was told to stop still failed by itself.
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS})
@@ -62,6 +62,7 @@ class Slot:
     hang_stack: str = ""
     is_waiting: bool = False
     _box: BlackBox | None = None
+    _box_size: int = 0
 
     @property
     def is_underway(self) -> bool:
@@ -114,14 +115,16 @@ class Slot:
             return f"SIGKILL, {self.stop.grace_s:g} s after {name}"
         return f"{name}, exit code {self.exitcode}"
 
+    def has_returned(self) -> bool:
+        """Its function has returned, and it waits until those of the others have."""
+        return self.is_running and self.box().value is not None
+
     def box(self) -> BlackBox:
-        """What is in its black box. After the worker's end it is read once: nothing is added to it then."""
-        if self._box is not None:
-            return self._box
-        box = read_blackbox(_read_all(self.blackbox_fd))
-        if self.exitcode is not None:
-            self._box = box
-        return box
+        """What is in its black box. It is read again only if it has changed; after `close` it does not."""
+        size = os.fstat(self.blackbox_fd).st_size if self.blackbox_fd >= 0 else self._box_size
+        if self._box is None or size != self._box_size:
+            self._box, self._box_size = read_blackbox(_read_all(self.blackbox_fd)), size
+        return self._box
 
     def stack(self) -> str:
         """Where it was when it crashed or was found hanging."""
@@ -143,8 +146,9 @@ class Slot:
 
     def close(self) -> None:
         """Let go of the descriptors, and keep what was in the black box."""
-        self._box = self.box()
+        self.box()
         os.close(self.blackbox_fd)
+        self.blackbox_fd = -1
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None

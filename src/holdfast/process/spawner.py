@@ -88,6 +88,7 @@ class Spawner:
         self._agent: tuple[int, ...] = ()
         self._lease_fd: int | None = None
         self._lease_until = math.inf
+        self._is_lease_enforced = False
         self._is_over = False
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -127,12 +128,12 @@ class Spawner:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
     def _poll_timeout_ms(self) -> float | None:
-        now = time.monotonic()
-        # A lease that has run out is enforced whenever something happens; it is no deadline any more.
-        deadlines = [self._lease_until] if now < self._lease_until < math.inf else []
+        # A lease that was enforced when it had expired is no deadline any more. Whether it has expired by now says
+        # nothing: that may have happened after it was looked at last.
+        deadlines = [] if self._is_lease_enforced or self._lease_until == math.inf else [self._lease_until]
         if self._sweep_deadline is not None:
             deadlines.append(self._sweep_deadline)
-        return max(0.0, (min(deadlines) - now) * 1000) if deadlines else None
+        return max(0.0, (min(deadlines) - time.monotonic()) * 1000) if deadlines else None
 
     def _drain_wakeups(self) -> None:
         try:
@@ -260,7 +261,8 @@ class Spawner:
         for fd in (self._wake_read, self._wake_write, *lease, *self._agent, *others):
             os.close(fd)
         call = self._calls[id_] if kind == "memory" else bootstrap.payload_call(fds["HOLDFAST_PAYLOAD"])
-        bootstrap.finish_forked(bootstrap.run_function(call, fds["HOLDFAST_BLACKBOX"]))
+        peers = bootstrap.Peers(*(fds.get(name, -1) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")))
+        bootstrap.finish_forked(bootstrap.run_function(call, fds["HOLDFAST_BLACKBOX"], peers))
 
     # Ends.
 
@@ -330,7 +332,8 @@ class Spawner:
         until = drain(self._lease_fd)
         if until is not None:
             self._lease_until = until
-        if time.monotonic() >= self._lease_until:
+        self._is_lease_enforced = time.monotonic() >= self._lease_until
+        if self._is_lease_enforced:
             for pid in stop.descendants_of(self._pid):
                 stop.kill(pid)
 

@@ -16,9 +16,7 @@ from __future__ import annotations
 import abc
 import logging
 import os
-import pickle
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -28,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.diagnosis import oom
 from holdfast.diagnosis.report import Evidence
 from holdfast.errors import HostError, UserError
-from holdfast.process import entry, signals, stop
+from holdfast.process import calls, entry, signals, stop
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.lease import Lease
 from holdfast.process.link import (
@@ -224,8 +222,13 @@ class PContext(abc.ABC):
                 slot.note = note
 
     def running(self) -> dict[int, int]:
-        """Local rank -> pid of those that have not ended, as far as was heard."""
-        return {rank: slot.pid for rank, slot in self._slots.items() if slot.pid is not None and slot.is_running}
+        """Local rank -> pid of those that still work: they have neither ended, as far as was heard, nor returned."""
+        slots = self._slots.items()
+        return {
+            rank: slot.pid
+            for rank, slot in slots
+            if slot.pid is not None and slot.is_running and not slot.has_returned()
+        }
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """The result once every process succeeded or any failed; None while they run.
@@ -273,7 +276,7 @@ class PContext(abc.ABC):
                 slot.end(-signal.SIGKILL, None, self._stop)
 
     def _display_name(self, rank: int) -> str:
-        return self.entrypoint if isinstance(self.entrypoint, str) else _name_of(self.entrypoint)
+        return self.entrypoint if isinstance(self.entrypoint, str) else calls.name_of(self.entrypoint)
 
     # Results.
 
@@ -351,6 +354,7 @@ class PContext(abc.ABC):
             return
         self._take_reports(0.0)
         self._stop = Stop(number, grace_s)
+        self._dismiss_returned()
         self._signal_leaders(number)
         deadline = time.monotonic() + grace_s
         while any(slot.is_running for slot in self._slots.values()):
@@ -359,6 +363,9 @@ class PContext(abc.ABC):
                 break
             self._take_reports(left_s, new_signals_only=True)
         self._sweep()
+
+    def _dismiss_returned(self) -> None:  # noqa: B027  (nobody waits, unless a subclass has such workers)
+        """Workers that have returned and wait for others wait no longer."""
 
     def _signal_leaders(self, number: signal.Signals) -> None:
         for slot in self._slots.values():
@@ -429,8 +436,9 @@ class MultiprocessContext(PContext):
         if start_method not in ("spawn", "fork", "forkserver"):
             raise UserError(f"unknown start method {start_method!r}; there are spawn, fork and forkserver")
         self.start_method = start_method
-        is_sent = start_method != "fork"
-        self._payloads = {rank: _payload(entrypoint, values) for rank, values in args.items()} if is_sent else {}
+        self._peers = calls.Peers()
+        sent = args if start_method != "fork" else {}
+        self._payloads = {rank: calls.pickled_call(entrypoint, values) for rank, values in sent.items()}
         super().__init__(name, entrypoint, args, envs, *others, **more)
         if start_method != "spawn":  # Neither a cold spawner nor one that is older than this call will do.
             self._link, self._owns_link = None, True
@@ -445,14 +453,27 @@ class MultiprocessContext(PContext):
         call = (self.entrypoint, tuple(self.args[rank]))
         return lambda: call
 
+    def _start(self) -> None:
+        with self._peers.starting():
+            super()._start()
+
     def _describe(self, rank: int, fds: dict[str, int], unsent: ExitStack) -> tuple[str, tuple[str, ...]]:
         fds["HOLDFAST_BLACKBOX"] = _keep(unsent, self._blackbox_for(rank))
+        if self.nprocs > 1:
+            fds |= {name: _keep(unsent, fd) for name, fd in self._peers.descriptors().items()}
         if self.start_method == "fork":
             return "memory", ()
-        fds["HOLDFAST_PAYLOAD"] = _keep(unsent, _memory_file(self._payloads[rank]))
+        fds["HOLDFAST_PAYLOAD"] = _keep(unsent, calls.memory_file(self._payloads[rank]))
         if self.start_method == "forkserver":
             return "payload", ()
         return "exec", entry.function_command().argv
+
+    def _dismiss_returned(self) -> None:
+        self._peers.dismiss()
+
+    def _release(self) -> None:
+        super()._release()
+        self._peers.close()
 
 
 def start_processes(
@@ -487,29 +508,6 @@ def start_processes(
     return context
 
 
-def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """What a worker needs to make the call, pickled."""
-    import cloudpickle
-
-    try:
-        call = cloudpickle.dumps((function, args))
-    except Exception as error:
-        culprit = _unpicklable_part(function, args)
-        raise UserError(f"{culprit} cannot be sent to a worker: {type(error).__name__}: {error}") from None
-    return pickle.dumps((list(sys.path), list(sys.argv), call))
-
-
-def _unpicklable_part(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    import cloudpickle
-
-    for index, value in enumerate(args):
-        try:
-            cloudpickle.dumps(value)
-        except Exception:
-            return f"argument {index} of {_name_of(function)}"
-    return f"the function {_name_of(function)}"
-
-
 def _check_ranks(what: str, mapping: Mapping[int, Any], count: int) -> None:
     expected = set(range(count))
     if set(mapping) != expected:
@@ -520,20 +518,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else os.fsdecode(value) if isinstance(value, bytes) else str(value)
 
 
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", None) or type(function).__qualname__
-
-
 def _keep(stack: ExitStack, fd: int) -> int:
     """Closed with the stack, unless the stack is emptied first."""
     stack.callback(os.close, fd)
-    return fd
-
-
-def _memory_file(data: bytes) -> int:
-    fd = os.memfd_create("holdfast-payload", os.MFD_CLOEXEC)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    os.lseek(fd, 0, os.SEEK_SET)
     return fd

@@ -88,6 +88,7 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         self._facts = NodeFacts(_node_id())
         self._policy = RestartPolicy()
         self._outcome: Outcome | None = None
+        self._error: Exception | None = None
         self._held = endpoints.HeldPort()
         self._last_round = 0
         self._lease_until: float | None = None
@@ -137,8 +138,11 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
             self._client.stop()
             self._client = None
         self._held.release()
-        self._fail(RendezvousConnectionError(f"the rendezvous of run {self._run_id!r} was shut down"))
+        self._fail(self._shut_down_error())
         return True
+
+    def _shut_down_error(self) -> RendezvousConnectionError:
+        return RendezvousConnectionError(f"the rendezvous of run {self._run_id!r} was shut down")
 
     # What the agent needs.
 
@@ -154,7 +158,9 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
 
     def join(self) -> None:
         """The first time in a thread: names are looked up, and a coordinator may have to be started."""
-        if self._client is None:
+        if self._is_shut_down:
+            self._fail(self._shut_down_error())
+        elif self._client is None:
             threading.Thread(target=self._begin, name="holdfast-begin", daemon=True).start()
         else:
             self._ask(self._client)
@@ -163,9 +169,11 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         try:
             client = self._make_client()
             with self._lock:
-                if not self._is_shut_down:
-                    self._client = client
-                    client.start()
+                if self._is_shut_down:
+                    client.stop()
+                    return
+                self._client = client
+                client.start()
             self._ask(client)
         except Exception as error:
             self._fail(error)
@@ -176,7 +184,8 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         except HostError as error:
             self._fail(error)
         else:
-            client.post(node.JoinRequested(self._held.number))
+            if not client.post(node.JoinRequested(self._held.number)):
+                self._fail(self._error or self._shut_down_error())
 
     def _make_client(self) -> Client:
         options = self._options
@@ -286,6 +295,7 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
 
     def _fail(self, error: Exception) -> None:
         """The client cannot go on. An agent that runs a round stops, and finds out why when it joins again."""
+        self._error = error
         if self._last_round:
             self._mailbox.put(PlaceLost(self._last_round, str(error)))
         self._mailbox.put(JoinFailed(error))

@@ -93,9 +93,9 @@ class Client:
     def start(self) -> None:
         self._thread.start()
 
-    def post(self, event: node.AgentEvent) -> None:
-        """Something that the agent did; from any thread."""
-        self._put(event)
+    def post(self, event: node.AgentEvent) -> bool:
+        """Something that the agent did; from any thread. False if the client has ended."""
+        return self._put(event)
 
     def request(self, operation: str, keys: tuple[str, ...], timeout_s: float, **fields: object) -> StoreAnswer:
         """Ask the run's key-value store; from any thread. Survives a reconnect: what got no answer is asked again."""
@@ -115,6 +115,8 @@ class Client:
     def stop(self) -> None:
         """Send what is to be sent, and end."""
         self._is_stopping = True
+        if self._thread.ident is None:
+            self._end()
         self._put(None)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(2 * _GOODBYE_S)
@@ -133,16 +135,18 @@ class Client:
     # The thread.
 
     def _run(self) -> None:
+        problem: Exception | None = None
         try:
             while not self._is_stopping:
                 self._wait(self._next_deadline())
                 self._turn()
             self._say_goodbye()
         except Exception as error:
-            self._fail(error)
-        finally:
-            self._close()
-            self._end()
+            problem = error
+        self._close()
+        self._end()
+        if problem is not None:  # Told last: an agent that asks again finds that this has ended.
+            self._fail(problem)
 
     def _next_deadline(self) -> float | None:
         deadlines = (self._node.next_deadline(), self._gives_up_at())
@@ -264,8 +268,10 @@ class Client:
     def _let_one_listen(self, target: Target) -> None:
         try:
             self._locator.refused(target)
-        except HoldfastError as error:
-            self._say(self.reach.failed(Obstacle.CANNOT_HOST, str(error), time.monotonic()))
+        except (OSError, HoldfastError) as error:
+            # The system may be out of something for a moment, or the name may not resolve.
+            obstacle = Obstacle.CANNOT_HOST if isinstance(error, HoldfastError) else _obstacle(error)
+            self._say(self.reach.failed(obstacle, _words(error, target, self.reach.who), time.monotonic()))
 
     def _say(self, word: reachability.Say | reachability.GiveUp | None) -> None:
         if isinstance(word, reachability.GiveUp):

@@ -77,7 +77,8 @@ class Run:
         self._store = KeyValues(os.urandom(8))
         self._clients: dict[str, Connection] = {}  # All, by the connection's name.
         self._connections: dict[str, Connection] = {}  # Those of nodes, by their keys.
-        self._newest: OrderedDict[str, int] = OrderedDict()  # The connection on which each node spoke last.
+        # By node id: the key of its last incarnation, and the number of the connection on which that spoke last.
+        self._newest: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self._commands: deque[protocol.Command] = deque()
         self._is_writing = False
         self._timer: asyncio.TimerHandle | None = None
@@ -153,13 +154,12 @@ class Run:
         3. the join of step 1 arrives. It says that the node has no workers, which was true then.
         """
         key = facts.key
-        if connection.number < self._newest.get(facts.node_id, 0):
+        _, newest = self._newest.get(facts.node_id, ("", 0))
+        if connection.number < newest:
             connection.close()
             return False
-        self._newest[facts.node_id] = connection.number
+        self._newest[facts.node_id] = (key, connection.number)
         self._newest.move_to_end(facts.node_id)
-        if len(self._newest) > len(self._connections) + _REMEMBERED_CONNECTIONS:
-            self._newest.popitem(last=False)
         if connection.key and connection.key != key and self._connections.get(connection.key) is connection:
             del self._connections[connection.key]  # The same agent, as its next incarnation.
         older = self._connections.get(key)
@@ -168,7 +168,15 @@ class Run:
         if older is not None and older is not connection:
             older.key = ""
             older.close()
+        self._forget_old_connections()
         return True
+
+    def _forget_old_connections(self) -> None:
+        """Of nodes that are not connected, the last that spoke are remembered."""
+        while len(self._newest) > len(self._connections) + _REMEMBERED_CONNECTIONS:
+            node_id, (key, number) = self._newest.popitem(last=False)
+            if key in self._connections:
+                self._newest[node_id] = (key, number)
 
     # The machine.
 
@@ -212,7 +220,8 @@ class Run:
         whom = keys[0] if len(keys) == 1 else f"{len(keys)} nodes"
         match message:
             case model.Sealed(_, place) if place.rank == 0:
-                logger.info("run %r: round %d begins with %d nodes", self.run_id, place.round, place.node_count)
+                nodes = "1 node" if place.node_count == 1 else f"{place.node_count} nodes"
+                logger.info("run %r: round %d begins with %s", self.run_id, place.round, nodes)
             case model.Stop(round, reason):
                 logger.info("run %r: round %d is stopped: %s", self.run_id, round, reason)
             case model.Refused(reason):

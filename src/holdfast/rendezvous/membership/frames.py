@@ -94,11 +94,16 @@ def encode(message: Any) -> bytes:
     """A frame. Refuses what no receiver would take."""
     sent_as = _SENT_AS.get(type(message))
     if sent_as is not None:
-        message = sent_as(*(getattr(message, name) for name in sent_as.__struct_fields__))
+        message = sent_as(*(_fitted(getattr(message, name)) for name in sent_as.__struct_fields__))
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:
         raise ValueError(f"{type(message).__name__} has {len(body)} bytes, at most {MAX_MESSAGE_BYTES} can be sent")
     return _LENGTH.pack(len(body)) + body
+
+
+def _fitted(value: Any) -> Any:
+    """A text of a push is made of what other nodes say, and may have become too long for its receiver."""
+    return protocol.clipped_text(value) if isinstance(value, str) else value
 
 
 def prove(token: bytes, side: bytes, run_id: str, challenge: bytes, own_nonce: bytes) -> bytes:

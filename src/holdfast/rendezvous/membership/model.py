@@ -68,9 +68,9 @@ class Settings:
     lease_s: float = 5.0
     drop_timeout_s: float = 2.0
     close_linger_s: float = 10.0
-    leader_lease_s: float = 0.0  # On etcd: for how long a coordinator may stay in office without a renewal.
     admit: Admit = Admit.NOW
     policy: RestartPolicy = field(default_factory=RestartPolicy)
+    leader_lease_s: float = 0.0  # On etcd: for how long a coordinator may stay in office without a renewal.
 
     def difference(self, other: Settings) -> str:
         """The first difference between a node's settings and these of the run, as the user typed them; or nothing."""
@@ -282,11 +282,11 @@ class Memory:
     round_term: int = 0
     last_round: int = 0
     members: tuple[str, ...] = ()
-    is_round_over: bool = False
     restarts_used: int = 0
     restart_ages_s: tuple[float, ...] = ()
     settings: Settings | None = None
     outcome: Outcome | None = None
+    is_round_over: bool = False
 
 
 # What an agent is told. The machine of the run gives these, the wire carries them, the agent's lifecycle takes them.

@@ -12,7 +12,8 @@ the spawner, which kills them when it passes, whatever the agent is doing then. 
   one that is started next waits a whole lease before it seals a world. So the lease counts anew from when the refused
   attempt was made, and the workers go on. Where another host may start the next coordinator (etcd), a refusal by the
   coordinator that the node was connected to proves only that the connection was not closed to give the place away: the
-  node has the rest of its lease to find the next one. So does a coordinator that says that it resigns.
+  node has the rest of its lease to find the next one. The same goes for a coordinator that says that it resigns, and
+  for one that another has replaced.
 
 When the time passes the place is lost (`LosePlace`): the node comes back as a new incarnation, a stranger. The time
 itself stays where it is, in the past, until the workers are known to be gone: a spawner that is told late, or is
@@ -109,7 +110,7 @@ class CoordinatorResigned:
 
 @record
 class LeaderMoved:
-    """There is a coordinator of a higher term than the one that the node was last connected to."""
+    """Another coordinator has replaced the one that the node was last connected to, which can write nothing any more."""
 
 
 @record
@@ -295,10 +296,12 @@ class NodeLease:
         return self._locate(now)
 
     def _move(self, now: float) -> list[Command]:
-        """The connection is silent, or none is there: go to the present coordinator at once."""
+        """The connection is silent, or none is there: go to the present coordinator at once. Nothing can be given away
+        any more by the one before it."""
         commands = self._hang_up(now) if self.line is Line.OPEN else []
         if self.line is Line.CLOSED:
             self._connect_at = now
+        self._closed_at = None
         return commands
 
     def _locate_at(self) -> float | None:

@@ -47,9 +47,9 @@ NodeCount = Annotated[int, Meta(ge=1, le=MAX_NODES)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_NODES)]
 LocalSize = Annotated[int, Meta(ge=1, le=1 << 20)]
 Key = Annotated[str, Meta(max_length=MAX_NAME + 20)]
+ExitCodes = Annotated[frozenset[AnyInt], Meta(max_length=512)]
+Names = Annotated[frozenset[Annotated[str, Meta(max_length=256)]], Meta(max_length=256)]
 Bytes = Annotated[bytes, Meta(max_length=MAX_NAME)]
-Codes = Annotated[frozenset[AnyInt], Meta(max_length=1024)]
-Exceptions = Annotated[frozenset[Annotated[str, Meta(max_length=256)]], Meta(max_length=256)]
 
 # The limits of plain records when they cross the wire, by the names of their fields.
 _LIMITS: dict[type, dict[str, Any]] = {
@@ -79,10 +79,8 @@ _LIMITS: dict[type, dict[str, Any]] = {
         "window_s": Seconds | None,
         "backoff_s": Seconds,
         "backoff_cap_s": Seconds,
-        "fatal_exit_codes": Codes,
-        "fatal_exceptions": Exceptions,
-        "uncounted_exit_codes": Codes,
-        "uncounted_exceptions": Exceptions,
+        **dict.fromkeys(("fatal_exit_codes", "uncounted_exit_codes"), ExitCodes),
+        **dict.fromkeys(("fatal_exceptions", "uncounted_exceptions"), Names),
     },
     Failure: {"node": Name, "rank": AnyInt, "exitcode": AnyInt, "exception": Name, "text": Text},
     model.Outcome: {"reason": Text},
@@ -295,15 +293,18 @@ def _pattern_problem(place: Place) -> str:
     return ""
 
 
+def clipped_text(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 4] + " ..."
+
+
 def clipped(failure: Failure) -> Failure:
     """As much of a failure as may be sent."""
-    text = failure.text if len(failure.text) <= MAX_TEXT else failure.text[: MAX_TEXT - 4] + " ..."
     return Failure(
         failure.node[:MAX_NAME],
         failure.rank,
         failure.exitcode,
         failure.exception[:MAX_NAME],
-        text,
+        clipped_text(failure.text),
         failure.is_consequence,
     )
 

@@ -165,6 +165,7 @@ class Membership:
         self._has_lost_nodes = False
         self._had_room_at_end = False
         self._is_end_told = False
+        self._is_forgotten = False
         self._story: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
 
     # What the shell calls.
@@ -181,7 +182,7 @@ class Membership:
     def next_deadline(self) -> float | None:
         """When `TimePassed` is due unless something happens before."""
         if self.phase is Phase.ENDED:
-            return self._forget_at
+            return None if self._is_forgotten else self._forget_at
         candidates = [self._next_loss_at(), self._formation.report_at, self._returns_until, self._stop_by]
         if self.phase is Phase.FORMING and self.settings is not None:
             candidates += self._formation.deadlines(self.settings, self._now)
@@ -314,17 +315,21 @@ class Membership:
         return commands
 
     def _learn_the_past(self, last: Place | None, heard_round: int, now: float) -> list[Command]:
-        """What a node knows of earlier rounds. If that is more than the memory does, the memory was lost."""
+        """What a node knows of earlier rounds. If that is more than the memory does, the memory was lost; what is learned
+        is written down, so that the next coordinator knows it whoever comes first."""
         if last is not None:
             self._budget.used = max(self._budget.used, last.restarts_used)
         knows_more = heard_round > self.round or (last is not None and last.order > self._last_order)
-        if self._has_seen_no_round and knows_more:
-            self._is_past_unknown = True
         self.round = max(self.round, heard_round, last.round if last is not None else 0)
-        if last is None or not self._has_seen_no_round or last.round < self.round:
+        if not self._has_seen_no_round:
             return []
-        is_over = last.order < self._last_order or (last.order == self._last_order and self._is_last_over)
-        return [] if is_over else self._adopt(last, now)
+        if knows_more:
+            self._is_past_unknown, self._is_last_over, self._previous = True, False, ()
+        commands: list[Command] = []
+        is_newest = last is not None and last.round == self.round and last.order >= self._last_order
+        if last is not None and is_newest and not self._is_last_over:
+            commands = self._adopt(last, now)
+        return [*commands, Remember(self._memory(now))] if knows_more else commands
 
     def _adopt(self, place: Place, now: float) -> list[Command]:
         """Go on with a round that another coordinator sealed. Its members are unknown until they come back, which they
@@ -499,7 +504,7 @@ class Membership:
         self._enter(Phase.RUNNING)
         self._has_seen_no_round = False
         self.world, self.round = world, world.round
-        self._last_order, self._last_members, self._is_last_over = world.order, world.keys, False
+        self._last_order, self._is_last_over = world.order, False
         self._owing, self._unfinished = set(world.keys), set(world.keys)
         self._failures, self._departed = {}, {}
         self._formation.reset()
@@ -667,11 +672,16 @@ class Membership:
         is_closed = self.outcome is not None and self.outcome.end is End.CLOSED
         may_more_come = is_closed or self._has_lost_nodes or self._had_room_at_end
         have_all_heard = self._is_end_told and not self._nodes
-        return [ForgetRun()] if (have_all_heard and not may_more_come) or now >= self._forget_at else []
+        if self._is_forgotten or not (now >= self._forget_at or (have_all_heard and not may_more_come)):
+            return []
+        self._is_forgotten = True
+        return [ForgetRun()]
 
     def _memory(self, now: float) -> Memory:
-        members = self._last_members if len(self._last_members) <= _MEMBERS_WRITTEN_DOWN else ()
-        if sum(len(key.encode()) for key in members) > _MEMBERS_WRITTEN_DOWN_BYTES:
+        world = self.world
+        members = self._last_members if self._is_last_over or world is None else () if world.missing else world.keys
+        size_bytes = sum(len(key.encode()) for key in members)
+        if len(members) > _MEMBERS_WRITTEN_DOWN or size_bytes > _MEMBERS_WRITTEN_DOWN_BYTES:
             members = ()
         window_s = self.settings.policy.window_s if self.settings else None
         return Memory(

@@ -1,0 +1,89 @@
+"""Functions as entry points: the call that is sent to a worker, and the pipe by which workers wait for each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from holdfast.errors import UserError
+
+
+def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """What a worker needs to make the call, pickled."""
+    import cloudpickle
+
+    try:
+        call = cloudpickle.dumps((function, args))
+    except Exception as error:
+        culprit = _unpicklable_part(function, args)
+        raise UserError(f"{culprit} cannot be sent to a worker: {type(error).__name__}: {error}") from None
+    return pickle.dumps((list(sys.path), list(sys.argv), call))
+
+
+def _unpicklable_part(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    import cloudpickle
+
+    for index, value in enumerate(args):
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return f"argument {index} of {name_of(function)}"
+    return f"the function {name_of(function)}"
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+def memory_file(data: bytes) -> int:
+    fd = os.memfd_create("holdfast-payload", os.MFD_CLOEXEC)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+class Peers:
+    """The pipe by which function workers know that all have returned; `bootstrap.Peers` is their side of it.
+
+    It is made when the first worker is described: a spawner that is a fork of this process was made before and has no
+    copy. This process holds the writing end while workers are being started, and the other one as long as they live.
+    """
+
+    def __init__(self) -> None:
+        self._read_fd = self._write_fd = -1
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self._write_fd >= 0:
+                os.close(self._write_fd)
+
+    def descriptors(self) -> dict[str, int]:
+        """Copies for one worker, by the names under which it finds them."""
+        if self._read_fd < 0:
+            self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
+        return {"HOLDFAST_PEERS_READ": os.dup(self._read_fd), "HOLDFAST_PEERS_WRITE": os.dup(self._write_fd)}
+
+    def dismiss(self) -> None:
+        """The group is being stopped: who has returned waits no longer."""
+        if self._read_fd < 0:
+            return
+        with contextlib.suppress(OSError):  # Without /proc they wait for their signal.
+            fd = os.open(f"/proc/self/fd/{self._read_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.write(fd, b"x")
+            finally:
+                os.close(fd)
+
+    def close(self) -> None:
+        if self._read_fd >= 0:
+            os.close(self._read_fd)
+            self._read_fd = -1

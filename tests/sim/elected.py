@@ -1,0 +1,283 @@
+"""A coordinator that etcd has elected, and the agents' way to it.
+
+What a production shell must get right is here too. The coordinator asks its `Office` before it answers anything, and
+tells nodes nothing that etcd has not written down. An agent that finds no leader grants a lease, creates the key, and
+starts a coordinator process, which goes on renewing the lease; when the agent sees that process die it revokes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, assert_never
+
+from holdfast.rendezvous.etcd import election
+from holdfast.rendezvous.etcd.election import Leader, Office
+from holdfast.rendezvous.membership import model, node_lease
+from holdfast.rendezvous.membership.model import Memory
+from holdfast.rendezvous.membership.protocol import Remember
+from tests.sim.agent import Agent
+from tests.sim.checkers import Checks
+from tests.sim.coordinator import Coordinator, Greet, Item, RaiseTerm
+from tests.sim.engine import Alarm, Engine, Violation
+from tests.sim.etcd import Gateway
+from tests.sim.host import Host
+from tests.sim.network import Address, Link, Network
+
+LEADER_LEASE_S = 5.0
+
+
+class ElectedCoordinator(Coordinator):
+    """One coordinator process on a node's host, with its memory in etcd."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        network: Network,
+        checks: Checks,
+        gateway: Gateway,
+        address: Address,
+        leader: Leader,
+        lease: int,
+        asked_at: float,
+    ) -> None:
+        assert address.host is not None
+        super().__init__(engine, network, checks, address.host.clock, address)
+        self.host: Host = address.host
+        self.gateway = gateway
+        self.etcd = gateway.etcd
+        self.lease = lease
+        self.office = Office(leader, LEADER_LEASE_S, asked_at)
+        self.has_ended: Callable[[], None] = lambda: None
+        """The agent that started this process sees it end."""
+        self._is_open = False
+        self._early: list[tuple[Link, int]] = []
+        self._writing: Item | None = None
+        self._written: Item | None = None
+        self._numbers = 0
+        self._office_alarm = Alarm(engine, self.clock, self._office_ring)
+
+    def begin(self) -> None:
+        self.engine.note(self.name, "is elected, of term", str(self.office.term))
+        self.host.coordinators.append(self)
+        self.address.listener = self
+        self._office_alarm.set(self.office.next_deadline())
+        self._read_memory()
+
+    def _read_memory(self) -> None:
+        self.gateway.ask(self, lambda: self.etcd.memory, self._memory_read, self._read_memory)
+
+    def _memory_read(self, memory: Memory | None) -> None:
+        known = memory.term if memory else 0
+        self.engine.note(self.name, "starts", "with" if memory else "with no memory", memory or "")
+        if known >= self.office.term:
+            self._outbox.append(RaiseTerm(known))
+        self._open(memory, term=max(self.office.term, known + 1), extra_wait_s=LEADER_LEASE_S)
+        self._is_open = True
+        self._flush()
+        for link, term in self._early:
+            self.greet(link, term)
+
+    def greet(self, link: Link, term: int) -> None:
+        if self._is_open:
+            super().greet(link, term)
+        else:
+            self._early.append((link, term))
+
+    # The office.
+
+    def hear(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Whether it may still serve is asked before anything is answered."""
+        if self.is_up and not self.is_frozen and not self._may_serve():
+            self._tell_office(election.TimePassed())
+        else:
+            super().hear(call, *arguments)
+
+    def _may_serve(self) -> bool:
+        return self.office.may_serve(self.local_now)
+
+    def _office_ring(self) -> None:
+        self.hear(self._tell_office, election.TimePassed())
+
+    def _tell_office(self, event: election.Event) -> None:
+        try:
+            commands = self.office.step(event, self.local_now)
+        except Exception as error:
+            raise Violation("machines_never_raise", f"office: {type(error).__name__}: {error}") from error
+        self.engine.note(self.name, event, tuple(commands))
+        for command in commands:
+            self._serve(command)
+        self._office_alarm.set(self.office.next_deadline() if self.is_up else None)
+
+    def _serve(self, command: election.Command) -> None:
+        match command:
+            case election.Renew():
+                sent_at = self.local_now
+                self.gateway.ask(
+                    self,
+                    lambda: self.etcd.renew(self.lease),
+                    lambda is_alive: self._tell_office(election.RenewalAnswered(sent_at, is_alive)),
+                    lambda: self._tell_office(election.RenewalFailed()),
+                )
+            case election.Write():
+                self.gateway.ask(
+                    self,
+                    lambda: self.etcd.write(command),
+                    lambda found: self._tell_office(election.WriteAnswered(found)),
+                    lambda: self._tell_office(election.WriteFailed()),
+                )
+            case election.Acknowledge():
+                self._written = self._writing
+                self._flush()
+            case election.Resign():
+                self._resign()
+            case _:
+                assert_never(command)
+
+    def _is_kept(self, item: Item) -> bool:
+        if not isinstance(item, (Remember, RaiseTerm)) or self._written is item:
+            return True
+        if self._writing is not item:
+            self._writing = item
+            self._numbers += 1
+            is_memory = isinstance(item, Remember)
+            self._tell_office(
+                election.MemoryChanged(self._numbers, item.memory)
+                if is_memory
+                else election.TermHeard(self._numbers, item.heard)
+            )
+        return False
+
+    def _carry_out(self, item: Item) -> None:
+        if isinstance(item, Remember):
+            self.last_memory = item.memory
+        super()._carry_out(item)
+
+    def _send(self, link: Link, message: Any) -> None:
+        self.checks.told(self, message, self.etcd.memory)
+        super()._send(link, message)
+
+    # The end.
+
+    def _resign(self) -> None:
+        self.engine.note(self.name, "resigns")
+        self.checks.resigned(self)
+        self._end(model.Resigned())
+
+    def _forget(self) -> None:
+        self.gateway.ask(self, lambda: self.etcd.revoke(self.lease), lambda _: None, lambda: None)
+        self._end(None)
+
+    def _end(self, last_word: Any) -> None:
+        for link in self._open_links():
+            if last_word is not None:
+                self.network.send_down(link, last_word)
+            self.network.close_by_coordinator(link)
+        self._die()
+        self.has_ended()
+
+    def crash(self) -> None:
+        super().crash()
+        self.has_ended()
+
+    def _die(self) -> None:
+        super()._die()
+        self._office_alarm.set(None)
+        if self in self.host.coordinators:
+            self.host.coordinators.remove(self)
+
+
+class Candidate:
+    """One agent's way to the coordinator. `address` is where the present one is, as far as it knows."""
+
+    def __init__(self, gateway: Gateway, addresses: list[Address], *, does_hang_up: bool = True) -> None:
+        self.address: Address | None = None
+        self._gateway = gateway
+        self._etcd = gateway.etcd
+        self._addresses = addresses
+        self._does_hang_up = does_hang_up
+        self._is_busy = False
+
+    def _ask(self, agent: Agent, carry_out: Any, answered: Any, failed: Any) -> None:
+        self._gateway.asked_by_agents += 1
+        self._gateway.ask(agent, carry_out, answered, failed)
+
+    def locate(self, agent: Agent) -> None:
+        if not self._is_busy:
+            self._is_busy = True
+            self._read(agent, lambda leader: self._found(agent, leader))
+
+    def _read(self, agent: Agent, found: Callable[[Leader | None], None]) -> None:
+        self._ask(agent, lambda: self._etcd.leader, found, lambda: self._give_up(agent))
+
+    def _give_up(self, agent: Agent) -> None:
+        self._is_busy = False
+        agent.found_none()
+
+    def _found(self, agent: Agent, leader: Leader | None) -> None:
+        if leader is not None:
+            self._settle(agent, leader)
+        else:
+            self._campaign(agent)
+
+    def _settle(self, agent: Agent, leader: Leader) -> None:
+        """A node that has a connection leaves it for a higher term only. One that has none tries whatever there is: if
+        its term is lower, it hears of that."""
+        self._is_busy = False
+        address = self._addresses[leader.port]
+        is_news = address is not self.address
+        if is_news and (not agent.participant.is_connected or election.is_newer(leader, agent.participant.term)):
+            self.address = address
+            agent.found_leader()
+        else:
+            agent.found_none()
+
+    # Becoming the one.
+
+    def _campaign(self, agent: Agent) -> None:
+        asked_at = agent.host.local_now
+        self._ask(
+            agent,
+            lambda: self._etcd.grant(LEADER_LEASE_S),
+            lambda lease: self._granted(agent, lease, asked_at),
+            lambda: self._give_up(agent),
+        )
+
+    def _granted(self, agent: Agent, lease: int, asked_at: float) -> None:
+        address = Address(f"coordinator{len(self._addresses)}", agent.host)
+        self._addresses.append(address)
+        port = len(self._addresses) - 1
+        leader = Leader(agent.host.name, port, f"token{port}", agent.participant.term + 1)
+
+        def created(found: Leader | None) -> None:
+            if found is not None and found.token == leader.token:
+                self._win(agent, address, leader, lease, asked_at)
+            else:
+                self._revoke(agent, lease)
+                self._found_other(agent, found)
+
+        self._ask(
+            agent,
+            lambda: self._etcd.create(leader, lease),
+            created,
+            lambda: self._ask(
+                agent, lambda: self._etcd.leader, created, lambda: (self._revoke(agent, lease), self._give_up(agent))
+            ),
+        )
+
+    def _found_other(self, agent: Agent, found: Leader | None) -> None:
+        if found is not None:
+            self._settle(agent, found)
+        else:
+            self._give_up(agent)
+
+    def _win(self, agent: Agent, address: Address, leader: Leader, lease: int, asked_at: float) -> None:
+        process = ElectedCoordinator(
+            agent.engine, agent.network, agent.checks, self._gateway, address, leader, lease, asked_at
+        )
+        process.does_hang_up = self._does_hang_up
+        process.has_ended = lambda: agent.hear(self._revoke, agent, lease)
+        process.begin()
+        self._settle(agent, leader)
+
+    def _revoke(self, agent: Agent, lease: int) -> None:
+        self._ask(agent, lambda: self._etcd.revoke(lease), lambda _: None, lambda: None)

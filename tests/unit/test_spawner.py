@@ -1,0 +1,60 @@
+"""What the spawner's loop waits for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.process import spawner, stop
+from holdfast.process.channel import Channel, channel_pair
+from holdfast.process.lease import TIME
+from holdfast.process.spawner import Spawner
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(spawner, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def leased(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Spawner, int]]:
+    """A spawner without workers, and where its lease is written to."""
+    monkeypatch.setattr(stop, "descendants_of", lambda pid: [])
+    read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    agent, sock = channel_pair()
+    owner = Spawner(Channel(sock), "token")
+    owner._take_lease(read_fd)
+    yield owner, write_fd
+    for fd in (read_fd, write_fd, owner._wake_read, owner._wake_write):
+        os.close(fd)
+    agent.close()
+    sock.close()
+
+
+def test_a_lease_that_expires_after_it_was_looked_at_is_enforced_at_once(
+    leased: tuple[Spawner, int], clock: Clock
+) -> None:
+    owner, write_fd = leased
+    owner._enforce_lease()
+    assert owner._poll_timeout_ms() is None
+    os.write(write_fd, TIME.pack(10.0))
+    clock.now = 9.9
+    owner._enforce_lease()
+    clock.now = 10.1
+    assert owner._poll_timeout_ms() == 0.0
+    owner._enforce_lease()
+    assert owner._poll_timeout_ms() is None
+    os.write(write_fd, TIME.pack(12.1))
+    owner._enforce_lease()
+    assert owner._poll_timeout_ms() == pytest.approx(2000.0)
