@@ -40,7 +40,7 @@ def test_nothing_said() -> None:
         heartbeat_s=1.0, lease_s=6.0, reconnect_grace_s=0.5, does_refusal_renew=False, locate_after_s=2.0
     )
     assert DEFAULTS.settings(RestartPolicy(3)) == Settings(
-        2, 4, 600.0, 5.0, 1.0, 6.0, 2.0, 10.0, 5.0, Admit.NOW, RestartPolicy(3)
+        2, 4, 600.0, 5.0, 1.0, 6.0, 2.0, 10.0, Admit.NOW, RestartPolicy(3), leader_lease_s=5
     )
     assert (DEFAULTS.leader_lease_s, DEFAULTS.coordinator_port, DEFAULTS.outage_timeout_s) == (5, 0, 3600.0)
     assert DEFAULTS.may_host
