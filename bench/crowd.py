@@ -13,10 +13,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from holdfast.rendezvous import messages
-from holdfast.rendezvous.messages import PROTOCOL_VERSION, Frames, encode
-from holdfast.rendezvous.vocabulary import Settings
-from holdfast.rendezvous.world import NodeFacts
+from holdfast.rendezvous.membership import frames, model, protocol
+from holdfast.rendezvous.membership.frames import Frames, encode
+from holdfast.rendezvous.membership.model import NodeFacts, Settings
 
 _PATIENCE_S = 120.0
 
@@ -38,7 +37,7 @@ class LightClient(asyncio.Protocol):
 
     def __init__(self, run_id: str, facts: NodeFacts, settings: Settings) -> None:
         self._run_id, self._facts, self._settings = run_id, facts, settings
-        self._frames = Frames(messages.Handshake)
+        self._frames = Frames()
         self._loop = asyncio.get_running_loop()
         self._heartbeats = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -60,28 +59,28 @@ class LightClient(asyncio.Protocol):
         self._frames.feed(data)
         while (message := self._frames.next()) is not None:
             match message:
-                case messages.Challenge():
-                    self._send(messages.Hello(PROTOCOL_VERSION, self._run_id, os.urandom(messages.NONCE_BYTES)))
-                case messages.Welcome():
-                    self._frames.expect(messages.Answer)
-                    self._send(messages.Join(self._facts, self._settings))
+                case protocol.Challenge():
+                    self._send(protocol.Hello(protocol.MAJOR, self._run_id, os.urandom(protocol.NONCE_BYTES)))
+                case protocol.Welcome():
+                    self._frames.expect(frames.DOWNWARD)
+                    self._send(protocol.Join(self._facts, self._settings))
                     self._heartbeat()
-                case messages.Sealed(_, place):
+                case model.Sealed(_, place):
                     self.rank = place.rank
                     self.sealed.set_result(place.rank)
-                case messages.HeartbeatAnswer():
+                case protocol.HeartbeatAnswer():
                     self.answers += 1
-                case messages.Progress():
+                case model.Progress():
                     pass
                 case _:
                     self.sealed.set_exception(ConnectionError(f"{self._facts.node_id} was told {message}"))
 
     def _heartbeat(self) -> None:
         self._heartbeats += 1
-        self._send(messages.Heartbeat(self._heartbeats))
+        self._send(protocol.Heartbeat(self._heartbeats))
         self._timer = self._loop.call_later(self._settings.heartbeat_s, self._heartbeat)
 
-    def _send(self, message: messages.ToCoordinator | messages.Hello) -> None:
+    def _send(self, message: protocol.ToCoordinator | protocol.Hello) -> None:
         self._transport.write(encode(message))
 
     def close(self) -> None:

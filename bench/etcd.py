@@ -2,11 +2,11 @@
 
     python bench/etcd.py                           everything, about six minutes
     python bench/etcd.py --quick                   everything with few repetitions
-    python bench/etcd.py --only leader             one case; may be given more than once
+    python bench/etcd.py --only losses             one case; may be given more than once
 
 One etcd of one member, with its data flushed to the disk as in earnest. The nodes of `rendezvous` and `rest` are
 rendezvous handlers without workers, all the threads of an agent included, in as many processes as there are cores;
-those of `leader` and `cost` are real agents with default settings. What was asked of etcd is read from its own metrics.
+those of `losses` and `cost` are real agents with default settings. What was asked of etcd is read from its own metrics.
 
 Prints the machine and a Markdown table, as `one_node.py` does.
 """
@@ -42,16 +42,17 @@ from measure import Row, series
 from memory import held_by
 from one_node import _tell
 
-from holdfast.rendezvous.etcd_client import EtcdClient
-from holdfast.rendezvous.keyspace import Keyspace
+from holdfast.rendezvous.etcd.election import Leader
+from holdfast.rendezvous.etcd.gateway import Gateway
+from holdfast.rendezvous.etcd.memory import decode_leader, keys_of
 from holdfast.testing.etcd_server import find_etcd_binary
 
 SIZES = (2, 16, 64, 256)
-REST_SIZES = (16, 64)
+REST_SIZES = (16, 256)
 REST_S = 60.0
 QUICK_REST_S = 10.0
 SETTLE_S = 3.0
-LEASE_S = 15.0
+LONGEST_S = 5.0 + 6.0 + 5.0  # Leader's lease, node's lease, leader's lease.
 WAIT_LIMIT_S = 120.0
 MS_PER_S = 1e3
 
@@ -68,8 +69,8 @@ class Etcd:
     endpoint: str
     pid: int
 
-    def client(self) -> EtcdClient:
-        return EtcdClient([self.endpoint], request_timeout_s=30.0)
+    def client(self) -> Gateway:
+        return Gateway([self.endpoint], request_timeout_s=30.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +276,8 @@ def _rest_rows(size: int, rest_s: float) -> list[Row]:
     minutes = took_s / 60
     what = f"of {size} at rest"
     return [
-        Row(f"keys written a node and minute, {what}", "", series([done.writes / size / minutes])),
-        Row(f"requests to etcd a node and minute, {what}", "", series([done.requests / size / minutes])),
+        Row(f"keys written a minute, {what}", "", series([done.writes / minutes])),
+        Row(f"requests to etcd a minute, {what}", "", series([done.requests / minutes])),
         Row(f"etcd's CPU, {what}", "%", series([100 * etcd_s / took_s])),
         Row(f"a node's CPU, {what}", "%", series([100 * nodes_s / took_s / size])),
     ]
@@ -285,52 +286,81 @@ def _rest_rows(size: int, rest_s: float) -> list[Row]:
 # --- real agents ------------------------------------------------------------------------------------------------
 
 
-def measure_leader(repetitions: int) -> list[Row]:
-    killed = [_succession(turn, signal.SIGKILL) for turn in range(repetitions)]
-    left = [_succession(turn, signal.SIGTERM) for turn in range(repetitions)]
+def measure_losses(repetitions: int) -> list[Row]:
+    turns = range(repetitions)
     return [
-        Row("kill -9 of the leading agent to the next leader", "s", series(s for s, _ in killed)),
-        Row("the same to the next round running", "s", series(s for _, s in killed), None, _within(LEASE_S + 2)),
-        Row("SIGTERM of the leading agent to the next leader", "s", series(s for s, _ in left)),
-        Row("the same to the next round running", "s", series(s for _, s in left)),
+        Row("kill -9 of a member to the next round running", "s", series(_lose(turn, "member") for turn in turns)),
+        Row("kill -9 of the agent that started the coordinator", "s", series(_lose(turn, "host") for turn in turns)),
+        Row(
+            "kill -9 of that agent and the coordinator",
+            "s",
+            series(_lose(turn, "both") for turn in turns),
+            None,
+            _within(LONGEST_S + 2),
+        ),
+        Row("kill -9 of the coordinator to the next one", "s", series(_succession(turn) for turn in turns)),
     ]
 
 
-def _succession(turn: int, number: signal.Signals) -> tuple[float, float]:
-    """Seconds until somebody else leads, and until the others run again."""
-    _tell(f"{number.name} of the leader, turn {turn + 1}")
-    with _etcd() as server, _scene("1:3", 3, ("etcd", server.endpoint)) as scene:
+def _lose(turn: int, what: str) -> float:
+    """Seconds until the others run again."""
+    _tell(f"kill -9: {what}, turn {turn + 1}")
+    with _etcd() as server, _scene("1:3", 3, ("etcd", server.endpoint)) as scene, server.client() as client:
         scene.await_notes("began", 1, 3)
         time.sleep(1.0)
-        with server.client() as client:
-            leader = _leader(client)
-            agent = next(each for each in scene.agents if f"-{each.pid}-" in leader.decode())
-            began_ns = time.monotonic_ns()
-            os.kill(agent.pid, number)
-            led_s = _await_leader(client, leader) - began_ns / NS_PER_S
+        line = f"hosts the coordinator of run 'bench' at 127.0.0.1:{_leader(client).port}"
+        host = next(agent for agent, said in zip(scene.agents, scene.said(), strict=True) if line in said)
+        victim = host if what != "member" else next(agent for agent in scene.agents if agent is not host)
+        began_ns = time.monotonic_ns()
+        os.kill(victim.pid, signal.SIGKILL)
+        if what == "both":
+            _coordinator_of(_leader(client)).kill()
         after = scene.await_notes("began", 2, 2)
-        return led_s, (max(note.at_ns for note in after.values()) - began_ns) / NS_PER_S
+        return (max(note.at_ns for note in after.values()) - began_ns) / NS_PER_S
 
 
-_LEADER = Keyspace("/holdfast", "bench").leader
+def _succession(turn: int) -> float:
+    """Seconds until another coordinator is in office. The workers run on."""
+    _tell(f"kill -9: coordinator, turn {turn + 1}")
+    with _etcd() as server, _scene("1:3", 3, ("etcd", server.endpoint)) as scene, server.client() as client:
+        scene.await_notes("began", 1, 3)
+        time.sleep(1.0)
+        before = _leader(client)
+        began = time.monotonic()
+        _coordinator_of(before).kill()
+        led_s = _await_leader(client, before.term) - began
+        time.sleep(SETTLE_S)
+        if any("stopped" in said for said in scene.said()):
+            raise BenchmarkError("the workers were stopped")
+        return led_s
 
 
-def _leader(client: EtcdClient) -> bytes:
-    found = client.get(_LEADER)
+def _coordinator_of(leader: Leader) -> psutil.Process:
+    for process in psutil.process_iter():
+        try:
+            if leader.token in " ".join(process.cmdline()):
+                return process
+        except psutil.Error:
+            pass
+    raise BenchmarkError("there is no coordinator")
+
+
+def _leader(client: Gateway) -> Leader:
+    found = decode_leader(client.get(keys_of("/holdfast", "bench")[0]))
     if found is None:
-        raise BenchmarkError("nobody leads")
-    return found.value
+        raise BenchmarkError("no coordinator is in office")
+    return found
 
 
-def _await_leader(client: EtcdClient, before: bytes) -> float:
-    """When it was seen that somebody else leads, by the monotonic clock."""
+def _await_leader(client: Gateway, term: int) -> float:
+    """When a coordinator of a later term was seen, by the monotonic clock."""
     ends = time.monotonic() + WAIT_LIMIT_S
     while time.monotonic() < ends:
-        found = client.get(_LEADER)
-        if found is not None and found.value != before:
+        found = decode_leader(client.get(keys_of("/holdfast", "bench")[0]))
+        if found is not None and found.term > term:
             return time.monotonic()
         time.sleep(0.005)
-    raise BenchmarkError(f"after {WAIT_LIMIT_S:g} s there was no other leader")
+    raise BenchmarkError(f"after {WAIT_LIMIT_S:g} s there was no other coordinator")
 
 
 def measure_cost(repetitions: int) -> list[Row]:
@@ -371,7 +401,7 @@ def _held_mb(rendezvous: tuple[str, str], run_id: str) -> float:
 CASES = {
     "rendezvous": Case(measure_rendezvous, 5, 1),
     "rest": Case(measure_rest, 2, 1),
-    "leader": Case(measure_leader, 5, 1),
+    "losses": Case(measure_losses, 5, 1),
     "cost": Case(measure_cost, 7, 2),
 }
 

@@ -27,8 +27,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-from holdfast.rendezvous.etcd_client import EtcdClient
 
+from holdfast.rendezvous.etcd import memory
+from holdfast.rendezvous.etcd.election import Leader
+from holdfast.rendezvous.etcd.gateway import Gateway
 from tests import support
 
 T = TypeVar("T")
@@ -47,10 +49,6 @@ SETTINGS = {
     "close_linger": "0.5",
     "join_timeout": "60",
 }
-
-# On etcd no connection is closed by a death, so there is nothing to count from that: only the end of its lease tells
-# that a node is lost. `SHORT_S` is the shortest it has.
-ETCD_SETTINGS = {"heartbeat": "0.3", "lease": "15", "last_call": "0.5", "close_linger": "1", "join_timeout": "60"}
 
 _OUR_VARIABLES = ("PET_", "HOLDFAST_", "TORCHELASTIC_", "TORCH_ELASTIC_")
 
@@ -292,7 +290,7 @@ class Relay:
 
 
 class Scene:
-    """One run. With `etcd`, an endpoint or several, its nodes meet there and not at a coordinator."""
+    """One run. With `etcd`, an endpoint or several, its nodes find their coordinator there."""
 
     def __init__(self, home: Path, mark: str, port: int | None = None, etcd: str = "") -> None:
         self.home = home
@@ -342,8 +340,7 @@ class Scene:
         args: tuple[str, ...],
         settings: dict[str, Any],
     ) -> Node:
-        usual = ETCD_SETTINGS if self.etcd else SETTINGS
-        conf = ",".join(f"{key}={value}" for key, value in {**usual, **settings}.items())
+        conf = ",".join(f"{key}={value}" for key, value in {**SETTINGS, **settings}.items())
         command = [sys.executable, "-m", "holdfast", "run", "--nnodes", nnodes, *place]
         command += ["--rdzv-id", self.run_id, "--rdzv-conf", conf]
         command += [*options, script or self.script, str(self.home), *args]
@@ -436,11 +433,13 @@ class Scene:
         return node
 
     def coordinator(self) -> int | None:
-        """The process that listens at the endpoint."""
-        for each in support.marked(self._mark):
+        """The process that listens where the coordinator is."""
+        leader = self.leader() if self.etcd else None
+        port = leader.port if leader else None if self.etcd else self.port
+        for each in support.marked(self._mark) if port else ():
             with contextlib.suppress(psutil.Error):
                 for connection in psutil.Process(each).net_connections("tcp"):
-                    if connection.status == psutil.CONN_LISTEN and connection.laddr.port == self.port:
+                    if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
                         return each
         return None
 
@@ -449,41 +448,39 @@ class Scene:
             pid = self.coordinator()
             return pid if pid != other_than else None
 
-        return self._await(find, f"a coordinator at port {self.port}")
+        return self._await(find, "a coordinator")
 
     # What etcd has of it.
 
-    @property
-    def root(self) -> bytes:
-        return f"/holdfast/{self.run_id}/".encode()
+    def gateway(self) -> Gateway:
+        return Gateway(self.etcd.split(","))
 
     def keys(self) -> dict[str, bytes]:
-        """All keys of the run, without what they begin with, and their values."""
-        with EtcdClient(self.etcd.split(",")) as client:
-            return {item.key.removeprefix(self.root).decode(): item.value for item in client.range(self.root).items}
+        """The keys of the run that there are, and their values."""
+        names = memory.keys_of("/holdfast", self.run_id)
+        with self.gateway() as gateway:
+            found = {name.decode().rpartition("/")[2]: gateway.get(name) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
 
-    def leader(self) -> Node | None:
-        """The agent that leads."""
-        name = self.keys().get("leader", b"").decode()
-        return next((node for node in self.nodes if f"-{node.pid}-" in name), None)
+    def leader(self) -> Leader | None:
+        return memory.decode_leader(self.keys().get("leader"))
 
-    def await_leader(self, other_than: Node | None = None) -> Node:
-        def find() -> Node | None:
-            leader = self.leader()
-            return leader if leader is not other_than else None
-
-        return self._await(find, "an agent that leads")
+    def host(self) -> Node:
+        """The agent that started the coordinator."""
+        self.await_coordinator()
+        leader = self.leader()
+        assert leader is not None
+        line = f"hosts the coordinator of run {self.run_id!r} at {leader.host}:{leader.port}"
+        return self._await(lambda: next((node for node in self.nodes if line in node.log), None), line)
 
     # The end.
 
     def ended(self) -> dict[str, int]:
         """The exit codes of all nodes, once all have ended; then the coordinator ends too, and leaves nothing."""
         codes = {node.name: node.wait() for node in self.nodes}
-        if self.etcd:
-            self._await(lambda: not self.keys(), "the end of the run's keys")
-        else:
-            # Not only that nobody listens any more: what it cleans up comes after that.
-            self._await(lambda: not support.marked(self._mark), "the end of the coordinator")
+        # Not only that nothing listens any more: what it cleans up comes after that.
+        self._await(lambda: not support.marked(self._mark), "the end of the coordinator")
+        assert not (self.etcd and self.keys()), f"left in etcd: {self.keys()}\n{self}"
         left = [str(path) for path in (self.home / "tmp").glob("holdfast-*/*")]
         assert not left, f"files left behind: {left}\n{self}"
         return codes
@@ -526,10 +523,11 @@ class Scene:
             if node.is_running:
                 node.process.kill()
                 node.process.wait()
-        pid = None if self.etcd else self.coordinator()
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for pid in support.marked(self._mark):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if "holdfast.cli.coordinator" in " ".join(process.cmdline()):
+                    process.kill()
         left = support.survivors(support.marked(self._mark), deadline_s=15)
         assert not left, f"processes left behind: {left}\n{self}"
 

@@ -20,13 +20,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.rendezvous import etcd_options
+from holdfast.rendezvous.etcd import options
 from tests.support import DOCUMENTED_PORTS
 from tests.test_docs import ETCD, FENCE, ROOT, lines_explained, table_under, texts_in_the_code
 
 SESSIONS = ("Three nodes that survive", "Users and passwords")
 SESSION_LIMIT_S = 240
-NODE_NAME = re.compile(r"\S+-\d+-[0-9a-f]{8}")
 
 
 def section(heading: str) -> str:
@@ -102,8 +101,8 @@ def logs(home: Path) -> str:
 
 
 def neutral(line: str) -> str:
-    """Without what differs from run to run: pids, and names of nodes."""
-    return NODE_NAME.sub("<node>", re.sub(r"(pids? )\d+(, \d+)*", r"\1", line)).strip()
+    """Without what differs from run to run: pids."""
+    return re.sub(r"(pids? )\d+(, \d+)*", r"\1", line).strip()
 
 
 @pytest.mark.parametrize("heading", SESSIONS)
@@ -136,14 +135,13 @@ def test_what_is_to_be_installed() -> None:
 
 
 def test_the_default_prefix() -> None:
-    assert any(row[0] == "`prefix`" and row[2] == etcd_options.DEFAULT_PREFIX for row in table_under("Settings", ETCD))
+    assert any(row[0] == "`prefix`" and row[2] == options.DEFAULT_PREFIX for row in table_under("Settings", ETCD))
 
 
 @pytest.mark.parametrize("line", lines_explained(ETCD))
 def test_lines_are_in_the_code(line: str) -> None:
     """What stands between `<` and `>` differs; that it is etcd which cannot be reached is put in, too."""
-    parts = [part.strip() for part in re.split(r"<\w+>|\betcd\b", line) if len(part.strip()) > 2]
+    parts = [part.strip() for part in re.split(r"<\w+>|\betcd\b|\b3\.4\b", line) if len(part.strip()) > 2]
     assert parts
     for part in parts:
-        pieces = part.partition(", its workers are killed: ")[::2]
-        assert all(any(piece in text for text in texts_in_the_code()) for piece in pieces), f"no text has {part!r}"
+        assert any(part in text for text in texts_in_the_code()), f"no text has {part!r}"

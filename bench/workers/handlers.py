@@ -6,14 +6,11 @@ For every line on stdin all of them ask for a round, at once, and when the last 
 clock is printed, in nanoseconds. A process with COUNT handlers is one of several that have TOTAL together.
 """
 
-import itertools
-import os
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from holdfast.rendezvous import coordinated
 from holdfast.rendezvous.api import RendezvousHandler, RendezvousParameters
 from holdfast.rendezvous.registry import get_rendezvous_handler
 
@@ -33,9 +30,6 @@ def at_once(calls: list[Callable[[], object]]) -> None:
 
 
 def main(backend: str, endpoint: str, run_id: str, count: str, total: str) -> None:
-    # Names of agents are made for one to a process: a few hundred in one are likely to have two that are alike.
-    numbers = itertools.count()
-    coordinated._node_id = lambda: f"{os.uname().nodename}-{os.getpid()}-{next(numbers):04x}"
     handlers = [make(backend, endpoint, run_id, int(total)) for _ in range(int(count))]
     print("ready", flush=True)
     for _ in sys.stdin:

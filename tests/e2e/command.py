@@ -125,8 +125,14 @@ class Running:
         return ended
 
     def left(self) -> dict[int, str]:
-        """Every process of this test that is still there, with its command line."""
-        return {pid: _command_line(pid) for pid in support.marked(self._mark)}
+        """Every process of this test that is still there, with its command line. A coordinator that an agent has
+        started may end a moment later."""
+        found = {pid: _command_line(pid) for pid in support.marked(self._mark)}
+        return {
+            pid: line
+            for pid, line in found.items()
+            if "holdfast.cli.coordinator" not in line or support.survivors([pid])
+        }
 
     def workers(self) -> list[int]:
         """The processes below the spawner."""

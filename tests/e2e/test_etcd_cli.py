@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.rendezvous.etcd.memory import keys_of
 from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
 from tests import support
 from tests.certificates import make_certificates
@@ -33,23 +34,23 @@ def run_on(endpoint: str, *options: str, backend: str = "etcd") -> list[str]:
 
 def test_several_endpoints_and_settings(holdfast: Holdfast, cluster: EtcdCluster) -> None:
     endpoints = ",".join([f"127.0.0.1:{support.free_port()}", *cluster.endpoints])
-    conf = "prefix=/team/a,close_linger=1,heartbeat=1"
+    conf = "prefix=/team/a,close_linger=1,heartbeat=1,leader_lease=10"
     ended = holdfast.run(
         *run_on(endpoints, "--lease", "3s", "--last-call", "1s", "--rdzv-conf", conf, backend="etcd-v3")
     )
     assert ended.code == 0, ended.err
     assert sorted(ended.lines) == ["0 2", "1 2"]
     with cluster.get_client() as client:
-        assert client.range(b"/team/a/").items == ()
+        assert [client.get(key) for key in keys_of("/team/a", "run")] == [None, None]
 
 
 def test_tls_options(holdfast: Holdfast, tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
     with EtcdServer(cert=made.server_pem, key=made.server_key, client_ca=made.ca_pem) as server:
-        files = ("--tls-ca", made.ca_pem, "--tls-cert", made.client_pem, "--tls-key", made.client_key)
-        ended = holdfast.run(*run_on(server.get_endpoint(), *files))
+        files = ("--tls-cert", made.server_pem, "--tls-key", made.server_key)
+        ended = holdfast.run(*run_on(server.get_endpoint(), "--tls-ca", made.ca_pem, *files))
         assert ended.code == 0, ended.err
-        refused = holdfast.run(*run_on(server.get_endpoint(), "--tls-ca", str(tmp_path / "other.pem")))
+        refused = holdfast.run(*run_on(server.get_endpoint(), "--tls-ca", str(tmp_path / "other.pem"), *files))
     assert refused.code == 1
     assert "CERTIFICATE_VERIFY_FAILED" in refused.last
 
@@ -69,8 +70,8 @@ def test_nobody_listens(holdfast: Holdfast) -> None:
     ended = holdfast.run(*run_on(endpoint, "--join-timeout", "5s", "--rdzv-conf", "lease=2"))
     assert ended.code == 1
     *_, told, last = ended.err.splitlines()
-    assert f"no etcd can be reached at {endpoint}: " in told
-    assert f"no etcd could be reached at {endpoint} within 5 s; the last attempt: " in last
+    assert f"cannot reach etcd {endpoint}: " in told
+    assert f"could not reach etcd {endpoint} within 5 s; the last attempt: " in last
 
 
 def test_the_reason_is_known_before_a_short_patience_ends(holdfast: Holdfast) -> None:
@@ -83,8 +84,9 @@ def test_the_reason_is_known_before_a_short_patience_ends(holdfast: Holdfast) ->
     ("endpoint", "options", "words"),
     [
         ("a,,b", (), "one of the endpoints is empty"),
-        ("a", ("--token-file", "x"), "unknown rendezvous setting 'token_file'"),
-        ("a", ("--lease", "1s"), "lease=1 is too short: etcd gives 2 s at least"),
+        ("a", ("--token-file", "x"), "the token file 'x' cannot be read"),
+        ("a", ("--rdzv-conf", "leader_lease=1"), "leader_lease must be whole seconds, at least 2, not 1"),
+        ("https://a", (), "agent traffic would be plain although etcd is reached over TLS"),
         ("a", ("--rdzv-conf", "user=me"), "etcd user 'me' needs a password"),
     ],
 )

@@ -1,365 +1,395 @@
-"""The etcd backend on a real etcd: what a run leaves there, what others may have left, and everything that is wrong."""
+"""The etcd backend on a real etcd: what a run leaves there, what others may have left, who may, and what is refused."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import errno
+import json
 import logging
+import re
+import socket
 import threading
 import time
+import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
-from holdfast.rendezvous.etcd_client import EtcdClient
-from holdfast.rendezvous.keyspace import Keyspace, Page, Tellings
-from holdfast.rendezvous.legacy_etcd import EtcdRendezvousHandler, create_handler
-from holdfast.rendezvous.outcome import End, Failure
 
 from holdfast.errors import UserError
-from holdfast.rendezvous import keyspace, reach
 from holdfast.rendezvous.api import (
     RendezvousConnectionError,
+    RendezvousInfo,
     RendezvousParameters,
-    RendezvousStateError,
     RendezvousTimeoutError,
 )
-from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from holdfast.rendezvous.client import reachability
+from holdfast.rendezvous.coordinator.memory import boot_id
+from holdfast.rendezvous.etcd import memory
+from holdfast.rendezvous.etcd.election import Leader
+from holdfast.rendezvous.etcd.gateway import Gateway
+from holdfast.rendezvous.etcd.locator import EtcdLocator, create_handler
+from holdfast.rendezvous.etcd.options import EtcdOptions
+from holdfast.rendezvous.handler import CoordinatorHandler
+from holdfast.rendezvous.membership import protocol
+from holdfast.rendezvous.membership.frames import encode
+from holdfast.rendezvous.membership.model import NodeFacts
+from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+from holdfast.rendezvous.tls import TlsFiles
 from holdfast.testing.etcd_server import EtcdServer
 from tests import support
 from tests.certificates import Certificates, make_certificates
-from tests.coordinators import Caller, default_run_id, listener
 from tests.nodes import Relay
 
 
-@contextlib.contextmanager
-def node(endpoint: str, nodes: str = "1", restarts: int = 0, **config: Any) -> Iterator[EtcdRendezvousHandler]:
-    """A handler as an agent has it."""
-    low, _, high = nodes.partition(":")
-    settings = {"lease": 10, "last_call": 0.2, "join_timeout": 30, "close_linger": 1, **config}
-    params = RendezvousParameters("etcd", endpoint, default_run_id(), int(low), int(high or low), **settings)
-    handler = create_handler(params)
-    handler.introduce("default", 1, RestartPolicy(restarts))
-    try:
-        yield handler
-    finally:
-        handler.shutdown()
+class Place:
+    """One run and where its keys are."""
 
+    def __init__(self, endpoint: str, gateway: Gateway) -> None:
+        self.endpoint = endpoint
+        self.run_id = uuid.uuid4().hex
+        self.gateway = gateway
+        self.leader_key, self.memory_key = memory.keys_of("/holdfast", self.run_id)
 
-def form(*handlers: EtcdRendezvousHandler) -> list[Any]:
-    callers = [Caller(each.next_round) for each in handlers]
-    return [each.result() for each in callers]
+    @contextlib.contextmanager
+    def node(self, nodes: str = "1", endpoint: str = "", **config: Any) -> Iterator[CoordinatorHandler]:
+        """A handler as an agent has it."""
+        low, _, high = nodes.partition(":")
+        settings = {"last_call": 0.2, "join_timeout": 30, "close_linger": 0.5, **config}
+        sizes = int(low), int(high or low)
+        handler = create_handler(
+            RendezvousParameters("etcd", endpoint or self.endpoint, self.run_id, *sizes, **settings)
+        )
+        try:
+            yield handler
+        finally:
+            handler.shutdown()
+
+    def left(self) -> list[bytes]:
+        return [key for key in (self.leader_key, self.memory_key) if self.gateway.get(key) is not None]
+
+    def leader(self) -> Leader | None:
+        return memory.decode_leader(self.gateway.get(self.leader_key))
 
 
 @pytest.fixture
-def keys() -> Keyspace:
-    return Keyspace("/holdfast", default_run_id())
+def place(etcd: EtcdServer) -> Iterator[Place]:
+    with etcd.get_client() as gateway:
+        found = Place(etcd.get_endpoint(), gateway)
+        yield found
+        for key in found.left():
+            gateway.delete(key)
 
 
-@pytest.fixture
-def client(etcd: EtcdServer) -> Iterator[EtcdClient]:
-    with etcd.get_client() as client:
-        yield client
+def form(*handlers: CoordinatorHandler) -> list[RendezvousInfo]:
+    """Each gets a place in the same round."""
+    with ThreadPoolExecutor(len(handlers)) as threads:
+        return [each.result(30) for each in [threads.submit(handler.next_rendezvous) for handler in handlers]]
 
 
-@pytest.fixture
-def at(etcd: EtcdServer) -> str:
-    return etcd.get_endpoint()
+def close(*handlers: CoordinatorHandler) -> None:
+    handlers[0].set_closed()
+    support.wait_until(lambda: all(each.is_closed() for each in handlers), "the end")
 
 
-def left(client: EtcdClient, keys: Keyspace) -> list[bytes]:
-    return [item.key for item in client.range(keys.root).items]
+def refusal(handler: CoordinatorHandler, kind: type[Exception] = RendezvousConnectionError) -> str:
+    """The one line that the user of this node sees."""
+    with pytest.raises(kind) as caught:
+        form(handler)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def own_threads() -> list[str]:
-    return [each.name for each in threading.enumerate() if each.name.startswith("holdfast-etcd")]
-
-
-def leader_of(client: EtcdClient, keys: Keyspace) -> bytes:
-    found = client.get(keys.leader)
-    return b"" if found is None else found.value
+    return [each.name for each in threading.enumerate() if each.name.startswith("holdfast-")]
 
 
 # A run and its end.
 
 
-def test_a_run_leaves_nothing(at: str, client: EtcdClient, keys: Keyspace) -> None:
-    with node(at, "3") as a, node(at, "3") as b, node(at, "3") as c:
-        rounds = form(a, b, c)
-        assert {each.number for each in rounds} == {1}
-        assert sorted(each.found.rank for each in rounds) == [0, 1, 2]
-        assert len({each.found.bootstrap_store_info for each in rounds}) == 1
-        rounds[0].found.store.set("key", "value")
-        assert rounds[1].found.store.get("key") == b"value"
+def test_a_run_leaves_nothing(place: Place) -> None:
+    """Its keys go at once, not with their leases: a leave is no loss."""
+    with place.node("3") as a, place.node("3") as b, place.node("3") as c:
+        found = form(a, b, c)
+        assert sorted(each.rank for each in found) == [0, 1, 2]
+        assert len({each.bootstrap_store_info for each in found}) == 1
+        found[0].store.set("key", "value")
+        assert found[1].store.get("key") == b"value"
+        assert place.left() == [place.leader_key, place.memory_key]
         for each in (a, b, c):
             each.report_success(1, 10)
-        support.wait_until(lambda: all(each.outcome for each in (a, b, c)), "success")
-        support.wait_until(lambda: not left(client, keys), "the end of all keys", deadline_s=20)
-        assert {each.outcome.end for each in (a, b, c) if each.outcome} == {End.SUCCEEDED}
+        support.wait_until(lambda: all(each.is_closed() for each in (a, b, c)), "success")
+        support.wait_until(lambda: not place.left(), "the end of all keys", deadline_s=3)
     support.wait_until(lambda: not own_threads(), "the end of all threads")
 
 
-def test_a_run_whose_node_was_lost_leaves_nothing_after_the_linger(at: str, client: EtcdClient, keys: Keyspace) -> None:
-    """One that may come back finds the outcome until then."""
-    with node(at, "1:2", last_call=30) as a, node(at, "1:2", last_call=30) as b:
-        rounds = form(a, b)
-        rounds[0].found.store.set("key", "value")
-        lost = next(item for item in client.range(keys.nodes).items if leader_of(client, keys) not in item.key)
-        survivor = a if leader_of(client, keys).decode() == a._facts.node_id else b
-        client.revoke(lost.lease)
-        (again,) = form(survivor)
-        assert again.found.world_size == 1
-        survivor.report_success(again.number, 10)
-        support.wait_until(lambda: survivor.outcome, "success")
-        survivor.shutdown()
-        (b if survivor is a else a).shutdown()
-    support.wait_until(lambda: not left(client, keys), "the end of all keys", deadline_s=20)
-
-
-def test_runs_do_not_meet_under_other_prefixes(at: str) -> None:
-    with node(at, prefix="one") as a, node(at, prefix="/two/") as b:
+def test_runs_do_not_meet_under_other_prefixes(place: Place) -> None:
+    with place.node(prefix="one") as a, place.node(prefix="/two/") as b:
         first, second = form(a, b)
-        first.found.store.set("key", "one")
-        second.found.store.set("key", "two")
-        assert first.found.store.get("key") == b"one"
-        assert (first.found.world_size, second.found.world_size) == (1, 1)
+        first.store.set("key", "one")
+        second.store.set("key", "two")
+        assert first.store.get("key") == b"one"
+        assert (first.world_size, second.world_size) == (1, 1)
+        close(a)
+        close(b)
 
 
-def test_a_node_whose_settings_differ_is_refused(at: str) -> None:
-    words = r"does not take this node: the run has lease=(4|10), this node has lease=(4|10)$"
-    with node(at, "2", heartbeat=0.5) as a, node(at, "2", heartbeat=0.5, lease=4) as b:
-        callers = [Caller(each.next_round) for each in (a, b)]
-        support.wait_until(lambda: not all(each.is_alive() for each in callers), "a refusal")
-        refused = next(each for each in callers if not each.is_alive())
-        with pytest.raises(UserError, match=words):
-            refused.result()
+def ask(place: Place, path: str, **fields: object) -> dict[str, Any]:
+    """What the gateway has no words for."""
+    with urlopen(f"http://{place.endpoint}/v3/{path}", json.dumps(fields).encode(), timeout=10) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
 
 
-def test_a_closed_run_is_closed_for_all(at: str) -> None:
-    with node(at, "2") as a, node(at, "2") as b:
+def lease_of(place: Place, key: bytes) -> str:
+    lease: str = ask(place, "kv/range", key=base64.b64encode(key).decode())["kvs"][0]["lease"]
+    return lease
+
+
+def test_the_memory_does_not_stay_for_long_if_every_process_is_killed(place: Place) -> None:
+    """Long enough for workers that nobody can see to end, and a minute more."""
+    with place.node(lease=2, leader_lease=2) as a:
+        form(a)
+        left_s = int(ask(place, "lease/timetolive", ID=lease_of(place, place.memory_key))["TTL"])
+        assert 60 < left_s <= 68
+        assert int(ask(place, "lease/timetolive", ID=lease_of(place, place.leader_key))["TTL"]) <= 2
+        close(a)
+
+
+def test_a_memory_that_is_lost_while_the_run_goes_on(place: Place) -> None:
+    """Its lease was ended by hand: the coordinator steps down, and the next one learns from the nodes."""
+    with place.node("2", leader_lease=2, lease=3) as a, place.node("2", leader_lease=2, lease=3) as b:
+        for each in (a, b):
+            each.introduce("default", 1, RestartPolicy(3))
         form(a, b)
-        a.set_closed()
-        support.wait_until(lambda: a.is_closed() and b.is_closed(), "the end")
+        before = place.leader()
+        ask(place, "lease/revoke", ID=lease_of(place, place.memory_key))
+        a.report_failure(1, Failure("a", 0, exitcode=3, text="broken"))
+        assert [each.world_size for each in form(a, b)] == [2, 2]
+        after = place.leader()
+        assert before
+        assert after
+        assert after.term > before.term
+        close(a, b)
 
 
-# What is late, and what is forgotten.
+# How the coordinator is found, and who starts it.
 
 
 @pytest.fixture
-def relay(etcd: EtcdServer) -> Iterator[Relay]:
-    link = Relay(etcd.get_port())
-    yield link
-    link.close()
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reachability, "_FIRST_WORD_AFTER_S", 0.2)
 
 
-def test_what_a_deposed_leader_has_written_is_refused_when_it_comes(
-    at: str, client: EtcdClient, keys: Keyspace, relay: Relay
-) -> None:
-    """It seals a world while it is cut off. Its request lies in the network until another leads, and then arrives."""
-    began = client.put(keys.root + b"began", b"")
-    with node(f"127.0.0.1:{relay.port}", "2:4", last_call=1.5, lease=3) as a:
-        waiting = Caller(a.next_round)
-        support.wait_until(lambda: leader_of(client, keys), "a leader")
-        with node(at, "2:4", last_call=1.5, lease=3) as b, node(at, "2:4", last_call=1.5, lease=3) as c:
-            others = [Caller(each.next_round) for each in (b, c)]
-            support.wait_until(lambda: len(client.range(keys.told).items) == 3, "word to all three")
-            relay.be_silent(True)
-            first = leader_of(client, keys)
-            support.wait_until(lambda: leader_of(client, keys) not in (b"", first), "another leader")
-            successor = client.get(keys.leader)
-            assert successor is not None
-            passed = len(relay.passed)
-            relay.be_silent(False)
-            late = base64.b64encode(keys.turn)
-            support.wait_until(lambda: late in relay.passed[passed:], "the late write")
-            assert {each.result().number for each in others} == {1}
-            client.put(keys.root + b"end", b"")
-            with client.watch(keys.root, began) as watch:
-                changes = [change for batch in _until(watch, keys.root + b"end") for change in batch.changes]
-            b.set_closed()
-            support.wait_until(b.is_closed, "the end")
-        with contextlib.suppress(Exception):
-            waiting.result()
-    term = successor.create_revision
-    after = [each.item for each in changes if each.kind == "put" and each.item.mod_revision > term]
-    terms = {
-        telling.term
-        for item in after
-        if item.key.startswith(keys.told)
-        for telling in keyspace.decode(Tellings, item.value).items
-    }
-    assert terms == {term}
-    worlds = [keyspace.decode(Page, item.value).snapshot.world for item in after if item.key == keys.run]
-    members = [member.key for world in worlds if world is not None for member in world.members]
-    assert members
-    assert f"{first.decode()}/0" not in members, "it is back as somebody else at the most"
-    client.delete(keys.root, is_prefix=True)
+def test_the_port_of_the_coordinator_can_be_chosen(place: Place) -> None:
+    port = support.free_port()
+    with place.node(coordinator_port=port) as a:
+        form(a)
+        leader = place.leader()
+        assert leader is not None
+        assert (leader.host, leader.port, leader.boot_id) == ("127.0.0.1", port, boot_id())
+        close(a)
 
 
-def _until(watch: Any, key: bytes) -> Iterator[Any]:
-    for batch in watch:
-        yield batch
-        if any(change.item.key == key for change in batch.changes):
-            return
+def test_a_port_that_is_taken(place: Place) -> None:
+    """Another node may start the coordinator, or the port may become free, so it is tried again."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with place.node(coordinator_port=port, join_timeout=3) as a:
+            said = refusal(a, RendezvousTimeoutError)
+    assert said.endswith(
+        "the last attempt: no coordinator is in office, and this node cannot start one: "
+        f"cannot listen at 127.0.0.1:{port}: the port is taken"
+    )
 
 
-def test_history_that_etcd_has_forgotten(at: str, client: EtcdClient, keys: Keyspace, relay: Relay) -> None:
-    """Both the watches of an agent and that of the leader are behind; all is read again."""
-    cut = f"127.0.0.1:{relay.port}"
-    with node(cut, "2", 1, lease=20) as a, node(cut, "2", 1, lease=20) as b:
-        form(a, b)
-        relay.be_silent(True)
-        for each in (keys.leader + b"-not", keys.nodes + b"stranger"):
-            revision = client.put(each, b"junk")
-        for item in client.range(keys.told).items:
-            revision = client.put(item.key, item.value, item.lease)
-        client.call("kv/compaction", revision=str(revision), physical=True)
-        relay.hang_up()
-        relay.be_silent(False)
-        a.report_failure(1, Failure("a", 0, exitcode=3, text="broken"))
-        assert [each.number for each in form(a, b)] == [2, 2]
-        b.set_closed()
-        support.wait_until(lambda: a.is_closed() and b.is_closed(), "the end")
-    client.delete(keys.root, is_prefix=True)
+@pytest.mark.usefixtures("hasty")
+def test_a_node_that_may_not_start_a_coordinator_waits_for_one(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    words = "no coordinator is in office, and this node may not start one (is_host=false)"
+    with place.node("2", is_host="false") as a, place.node("2") as b, ThreadPoolExecutor(2) as threads:
+        with caplog.at_level(logging.WARNING):
+            waiting = threads.submit(a.next_rendezvous)
+            support.wait_until(lambda: words in caplog.text, words)
+        assert not place.left()
+        threads.submit(b.next_rendezvous)
+        assert waiting.result(30).world_size == 2
+        close(a, b)
 
 
-def test_a_lease_of_the_run_that_somebody_ends_is_restored(
-    at: str, client: EtcdClient, keys: Keyspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("holdfast.rendezvous.etcd_leadership._SHORTEST_RUN_LEASE_S", 1)
-    with node(at, lease=2) as a:
-        (found,) = form(a)
-        run = client.get(keys.run)
-        assert run is not None
-        client.revoke(run.lease)
-        support.wait_until(lambda: client.get(keys.run), "the run to be there again")
-        support.wait_until(lambda: a._etcd and a._etcd.run_lease != run.lease, "the new lease to be known")
-        found.found.store.set("key", "value")
-        again = client.get(keys.run)
-        assert again is not None
-        assert again.value == run.value
+@contextlib.contextmanager
+def stored(place: Place, key: bytes, value: bytes) -> Iterator[None]:
+    place.gateway.put(key, value)
+    yield
+    assert place.gateway.get(key) == value, "it is not touched"
+    place.gateway.delete(key)
+
+
+def test_a_leader_at_a_loopback_address_of_another_host(place: Place) -> None:
+    there = Leader("127.0.0.1", 1, "token", 1, boot_id="another")
+    with stored(place, place.leader_key, memory.encode_leader(there)), place.node() as a:
+        said = refusal(a)
+    assert said == (
+        f"the coordinator of run {place.run_id!r} is at 127.0.0.1 on another host, where this node cannot reach it; "
+        "give the nodes addresses with --local-addr"
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"somebody's notes",
+        b"\xff\x00",
+        b"[" * 10_000,
+        b"{}",
+        b'{"host":"a b","port":1,"token":"","term":1}',
+        b'{"host":"a","port":70000,"token":"","term":1}',
+        b'{"host":"a","port":1,"token":"","term":1%s}' % (b"0" * 30),
+    ],
+)
+def test_junk_where_the_leader_should_be(place: Place, value: bytes) -> None:
+    with stored(place, place.leader_key, value), place.node() as a:
+        said = refusal(a)
+    assert said.startswith("what is stored in etcd as the run's leader cannot be read: ")
+
+
+def test_junk_where_the_memory_should_be(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """It is told in one line and counts as lost: nothing of it is believed, and the full wait holds."""
+    place.gateway.put(place.memory_key, b"somebody's notes")
+    with caplog.at_level(logging.WARNING), place.node(leader_lease=2, lease=1) as a:
+        began = time.monotonic()
+        form(a)
+        assert time.monotonic() - began > 3
+        close(a)
+    line = next(each.getMessage() for each in caplog.records if "remembers" in each.getMessage())
+    assert f"what etcd remembers of run {place.run_id!r} cannot be read, and counts as lost: " in line
+
+
+def test_something_that_overwrites_the_leader(place: Place) -> None:
+    """The coordinator steps down with its next write. When the key is free again there is another one."""
+    with place.node("1:2", lease=20) as a:
+        form(a)
+        port = place.leader().port  # type: ignore[union-attr]
+        place.gateway.put(place.leader_key, b"notes")
         a.report_success(1, 10)
-        support.wait_until(lambda: a.outcome, "success")
-    assert not left(client, keys)
+        support.wait_until(lambda: not listens(port), "the coordinator to step down")
+        place.gateway.delete(place.leader_key)
+        close(a)
 
 
-# What others have left.
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != errno.ECONNREFUSED
 
 
-def refusal(handler: EtcdRendezvousHandler, kind: type[Exception] = RendezvousConnectionError) -> str:
-    """The one line that the user of this node sees."""
-    with pytest.raises(kind) as caught:
-        Caller(handler.next_round).result()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+def test_a_look_that_is_not_wanted_any_more_starts_no_coordinator(place: Place) -> None:
+    """A node that looked for its coordinator has heard meanwhile that the run is over."""
+    params = RendezvousParameters("etcd", place.endpoint, place.run_id, 1, 1)
+    locator = EtcdLocator(place.run_id, EtcdOptions.from_parameters(params), NodeFacts("a", address="127.0.0.1"))
+    locator.locate(7, lambda: False, lambda: pytest.fail("there is none to be found"))
+    support.wait_until(lambda: not own_threads(), "the end of the look")
+    assert not place.left()
+    locator.stop()
 
 
-def test_something_else_where_the_run_should_be(at: str, client: EtcdClient, keys: Keyspace) -> None:
-    client.put(keys.run, b"somebody's notes")
-    with node(at) as a:
-        said = refusal(a, RendezvousStateError)
-    assert said.startswith(f"what is stored under {keys.root.decode()} is not a run of this holdfast: not a Page: ")
-    assert left(client, keys) == [keys.run], "it is not touched, and whoever comes next need not wait"
-    client.delete(keys.root, is_prefix=True)
+def test_a_coordinator_of_another_version(place: Place) -> None:
+    challenge = encode(protocol.Challenge(protocol.MAJOR + 1, b"x" * protocol.NONCE_BYTES, False))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        leader = memory.encode_leader(Leader("127.0.0.1", port, "", 1, boot_id=boot_id()))
+        with stored(place, place.leader_key, leader), place.node() as a, ThreadPoolExecutor(1) as thread:
+            said = thread.submit(refusal, a)
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(challenge)
+                assert said.result(30) == (
+                    f"the coordinator at 127.0.0.1:{port} speaks version {protocol.MAJOR + 1} of the protocol, "
+                    f"this agent speaks {protocol.MAJOR}"
+                )
 
 
-def test_a_leader_that_is_none(at: str, client: EtcdClient, keys: Keyspace) -> None:
-    client.put(keys.leader, b"me")
-    with node(at) as a:
-        assert refusal(a, RendezvousStateError).endswith("is not a run of this holdfast: its leader has no lease")
-    client.delete(keys.root, is_prefix=True)
+# What it costs etcd.
 
 
-def test_strangers_among_the_nodes_are_not_heard(at: str, client: EtcdClient, keys: Keyspace) -> None:
-    for name in (b"junk", b"\xff\xfe", b"%zz/deep"):
-        client.put(keys.nodes + name, b"\x00\xffjunk")
-    with node(at) as a:
-        assert form(a)[0].found.world_size == 1
-        client.put(keys.nodes + b"more", b"junk")
-        a.report_success(1, 10)
-        support.wait_until(lambda: a.outcome, "success")
-    client.delete(keys.root, is_prefix=True)
+def requests(place: Place) -> float:
+    with urlopen(f"http://{place.endpoint}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return sum(map(float, re.findall(r"^grpc_server_started_total{[^}]*} (\S+)$", text, re.MULTILINE)))
 
 
-def test_junk_among_what_a_node_is_told_costs_that_node_alone(at: str, client: EtcdClient, keys: Keyspace) -> None:
-    times = {"last_call": 30, "lease": 2}
-    with node(at, "1:2", **times) as a, node(at, "1:2", **times) as b:
-        form(a, b)
-        other = a if leader_of(client, keys).decode() != a._facts.node_id else b
-        leader = b if other is a else a
-        client.put(keys.told_to(other._facts.node_id), b"junk")
-        assert "is not a run of this holdfast: not a Tellings" in refusal(other, RendezvousStateError)
-        (found,) = form(leader)
-        if found.found.world_size == 2:  # It had said that it joins, and the leader has not seen yet that it is gone.
-            support.wait_until(leader.take, "the end of a round with a node that is gone")
-            (found,) = form(leader)
-        assert found.found.world_size == 1
-        leader.set_closed()
-        support.wait_until(leader.is_closed, "the end")
-    client.delete(keys.root, is_prefix=True)
+@pytest.mark.parametrize("count", [1, 8])
+def test_at_rest_only_the_coordinator_talks_to_etcd(count: int) -> None:
+    """It renews its lease five times in a lease, however many nodes there are."""
+    with EtcdServer() as server, server.get_client() as gateway, contextlib.ExitStack() as stack:
+        place = Place(server.get_endpoint(), gateway)
+        handlers = [stack.enter_context(place.node(str(count))) for _ in range(count)]
+        form(*handlers)
+        before, began = requests(place), time.monotonic()
+        support.wait_until(lambda: time.monotonic() - began > 4, "some seconds at rest")
+        done, took_s = requests(place) - before, time.monotonic() - began
+        assert took_s * 0.5 < done < took_s + 2
+        close(*handlers)
 
 
 # What cannot be reached.
 
 
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "_FIRST_WORD_AFTER_S", 0.2)
-
-
 @pytest.mark.usefixtures("hasty")
-def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
+def test_nobody_listens(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     """It is told once, the end of patience is told, and no time is burnt meanwhile."""
-    port = support.free_port()
+    at = f"127.0.0.1:{support.free_port()}"
     began = time.process_time()
-    with caplog.at_level(logging.WARNING), node(f"127.0.0.1:{port}", join_timeout=4) as a:
+    with caplog.at_level(logging.WARNING), place.node(endpoint=at, join_timeout=4) as a:
         said = refusal(a, RendezvousTimeoutError)
     assert time.process_time() - began < 1.5
-    assert said.startswith(f"no etcd could be reached at 127.0.0.1:{port} within 4 s; the last attempt: etcd has not")
-    assert said.endswith(f"127.0.0.1:{port}: connection refused")
+    assert said.startswith(f"could not reach etcd {at} within 4 s; the last attempt: etcd has not answered")
+    assert said.endswith(f"{at}: connection refused")
     told = [record.getMessage() for record in caplog.records if "etcd" in record.getMessage()]
     assert len(told) == 1
-    assert told[0].startswith(f"no etcd can be reached at 127.0.0.1:{port}: ")
+    assert told[0].startswith(f"cannot reach etcd {at}: ")
 
 
-def test_somebody_who_says_nothing_is_asked_in_no_hurry() -> None:
-    with listener() as port, node(f"127.0.0.1:{port}", join_timeout=2) as a:
+def test_something_that_says_nothing_is_asked_in_no_hurry(place: Place) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
+        a = stack.enter_context(place.node(endpoint=f"127.0.0.1:{server.getsockname()[1]}", join_timeout=2))
         began = time.process_time()
         assert "no answer in time" in refusal(a, RendezvousTimeoutError)
         assert time.process_time() - began < 1.0
 
 
-def test_an_etcd_that_comes_later() -> None:
+def test_an_etcd_that_comes_later(place: Place) -> None:
     relay = Relay(support.free_port())
     try:
-        with node(f"127.0.0.1:{relay.port}") as a:
-            caller = Caller(a.next_round)
-            support.wait_until(lambda: a._etcd and a._etcd.reach.last_problem, "a first attempt")
+        with place.node(endpoint=f"127.0.0.1:{relay.port}") as a, ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(a.next_rendezvous)
+            support.wait_until(lambda: a._client and a._client.reach.last_problem, "a first attempt")
             with EtcdServer() as server:
                 relay.target_port = server.get_port()
-                assert caller.result().number == 1
-                a.report_success(1, 10)
-                support.wait_until(lambda: a.outcome, "success")
+                assert waiting.result(30).world_size == 1
+                close(a)
     finally:
         relay.close()
 
 
-def test_the_first_of_several_endpoints_is_dead(at: str) -> None:
-    with node(f"127.0.0.1:{support.free_port()},{at}") as a:
-        assert form(a)[0].number == 1
-        a.set_closed()
-        support.wait_until(a.is_closed, "the end")
+def test_the_first_of_several_endpoints_is_dead(place: Place) -> None:
+    with place.node(endpoint=f"127.0.0.1:{support.free_port()},{place.endpoint}") as a:
+        form(a)
+        close(a)
 
 
 def test_shutting_down_does_not_wait_for_an_etcd_that_is_gone() -> None:
-    with EtcdServer() as server, node(server.get_endpoint()) as a:
-        form(a)
-        server.stop()
-        began = time.monotonic()
-        a.shutdown()
-        assert time.monotonic() - began < 10
+    with EtcdServer() as server, server.get_client() as gateway:
+        place = Place(server.get_endpoint(), gateway)
+        with place.node() as a:
+            form(a)
+            server.stop()
+            began = time.monotonic()
+            a.shutdown()
+            assert time.monotonic() - began < 5
     support.wait_until(lambda: not own_threads(), "the end of all threads")
 
 
@@ -386,13 +416,13 @@ def web_server(body: bytes) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b'{"etcdserver":"3.3.27","etcdcluster":"3.3.0"}', r"^etcd '3\.3\.27' at \S+ is too old: 3\.4 is needed$"),
-        (b"<html>welcome</html>", r"^etcd: \S+: this is not an answer of etcd: '<html>welcome</html>'"),
+        (b'{"etcdserver":"3.3.27","etcdcluster":"3.3.0"}', r"^etcd '3\.3\.27' at \S+ is too old: "),
+        (b"<html>welcome</html>", r"^etcd: \S+: this is not an answer of etcd: .*'<html>welcome</html>'"),
     ],
 )
-def test_something_that_will_not_do(body: bytes, words: str) -> None:
-    with web_server(body) as endpoint, node(endpoint) as a, pytest.raises(RendezvousConnectionError, match=words):
-        Caller(a.next_round).result()
+def test_something_that_will_not_do(place: Place, body: bytes, words: str) -> None:
+    with web_server(body) as endpoint, place.node(endpoint=endpoint) as a:
+        assert re.search(words, refusal(a))
 
 
 # Who may.
@@ -411,11 +441,12 @@ def test_a_password_from_a_file_or_the_environment(
     password = tmp_path / "password"
     password.write_text("secret\n")
     monkeypatch.setenv("HOLDFAST_ETCD_PASSWORD", "secret")
-    at = guarded.get_endpoint()
-    with node(at, "2", user="root", password_file=str(password)) as a, node(at, "2", user="root") as b:
-        assert {each.number for each in form(a, b)} == {1}
-        a.set_closed()
-        support.wait_until(lambda: a.is_closed() and b.is_closed(), "the end")
+    with guarded.get_client() as gateway:
+        place = Place(guarded.get_endpoint(), gateway)
+        with place.node("2", user="root", password_file=str(password)) as a, place.node("2", user="root") as b:
+            form(a, b)
+            close(a, b)
+        support.wait_until(lambda: not place.left(), "the end of all keys")
 
 
 @pytest.mark.parametrize(
@@ -430,8 +461,7 @@ def test_who_may_not(
     guarded: EtcdServer, monkeypatch: pytest.MonkeyPatch, user: str, password: str, words: str
 ) -> None:
     monkeypatch.setenv("HOLDFAST_ETCD_PASSWORD", password)
-    config = {"user": user} if user else {}
-    with node(guarded.get_endpoint(), **config) as a:
+    with guarded.get_client() as gateway, Place(guarded.get_endpoint(), gateway).node(user=user) as a:
         assert words in refusal(a)
 
 
@@ -447,26 +477,70 @@ def secured(certificates: Certificates) -> Iterator[EtcdServer]:
         yield server
 
 
-def test_tls(secured: EtcdServer, certificates: Certificates) -> None:
+@pytest.fixture
+def hidden(secured: EtcdServer, certificates: Certificates) -> Iterator[Place]:
+    files = TlsFiles(certificates.client_pem, certificates.client_key, certificates.ca_pem)
+    with secured.get_client(tls=files) as gateway:
+        yield Place(secured.get_endpoint(), gateway)
+
+
+def test_tls_to_etcd_and_between_agents(hidden: Place, certificates: Certificates) -> None:
+    """One certificate for both, good for a server and for a client."""
     files = {
         "tls_ca": certificates.ca_pem,
-        "tls_cert": certificates.client_pem,
-        "tls_key": certificates.client_key,
+        "tls_cert": certificates.server_pem,
+        "tls_key": certificates.server_key,
     }
-    with node(secured.get_endpoint(), **files) as a:
-        assert form(a)[0].number == 1
-        a.set_closed()
-        support.wait_until(a.is_closed, "the end")
+    with hidden.node("2", **files) as a, hidden.node("2", **files) as b:
+        form(a, b)
+        leader = hidden.leader()
+        assert leader is not None
+        with socket.create_connection((leader.host, leader.port), 5) as stranger:
+            stranger.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                stranger.recv(1)  # A coordinator that speaks plainly would greet it.
+        close(a, b)
+
+
+def test_tls_to_etcd_alone(hidden: Place, certificates: Certificates) -> None:
+    files = {"cacert": certificates.ca_pem, "cert": certificates.client_pem, "key": certificates.client_key}
+    with hidden.node(agent_tls="off", **files) as a:
+        form(a)
+        close(a)
 
 
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"tls_ca": "other_pem"}, "CERTIFICATE_VERIFY_FAILED"),
-        ({"tls_ca": "ca_pem", "tls_cert": "stranger_pem", "tls_key": "stranger_key"}, "TLS"),
+        ({"cacert": "other_pem"}, "CERTIFICATE_VERIFY_FAILED"),
+        ({"cacert": "ca_pem", "cert": "stranger_pem", "key": "stranger_key"}, "TLS"),
     ],
 )
-def test_wrong_certificates(secured: EtcdServer, certificates: Certificates, files: dict[str, str], words: str) -> None:
+def test_wrong_certificates(hidden: Place, certificates: Certificates, files: dict[str, str], words: str) -> None:
     paths = {name: getattr(certificates, file) for name, file in files.items()}
-    with node(secured.get_endpoint(), **paths) as a:
+    with hidden.node(agent_tls="off", **paths) as a:
         assert words in refusal(a)
+
+
+def test_a_token_between_agents(place: Place, tmp_path: Path) -> None:
+    for name in ("right", "wrong"):
+        (tmp_path / name).write_text(name)
+        (tmp_path / name).chmod(0o600)
+    right, wrong = ({"token_file": str(tmp_path / name)} for name in ("right", "wrong"))
+    with place.node("2", **right) as a, place.node("2", **right) as b, ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(a.next_rendezvous)
+        support.wait_until(place.leader, "a leader")
+        with place.node("2", **wrong) as c:
+            assert "its token is not the one of this coordinator" in refusal(c)
+        with place.node("2") as d:
+            assert "this coordinator wants a token, and it brings none" in refusal(d)
+        form(b)
+        waiting.result(30)
+        close(a, b)
+
+
+def test_settings_that_differ(place: Place) -> None:
+    with place.node("1:2") as a, place.node("1:2", lease=4) as b:
+        form(a)
+        assert "rejected this node: " in refusal(b, UserError)
+        close(a)

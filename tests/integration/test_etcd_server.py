@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from holdfast.rendezvous.etcd_client import EtcdClient, Refused
 
 from holdfast.errors import HostError, UserError
+from holdfast.rendezvous.etcd.gateway import Gateway, Refused
 from holdfast.testing import etcd_server
 from holdfast.testing.etcd_server import EtcdCluster, EtcdServer, find_etcd_binary
 from tests import support
@@ -40,7 +40,7 @@ def test_a_server_from_start_to_stop(private_tmp: Path, no_descriptor_leak: None
     with server.get_client() as client:
         client.check_version()
         client.put(b"k", b"v")
-        assert client.get(b"k").value == b"v"  # type: ignore[union-attr]
+        assert client.get(b"k") == b"v"
     with pytest.raises(UserError, match=f"started already, at 127.0.0.1:{port}"):
         server.start()
     server.stop()
@@ -85,7 +85,7 @@ def test_data_in_a_given_directory_is_kept(tmp_path: Path) -> None:
     with EtcdServer(str(tmp_path / "mine")) as first, first.get_client() as client:
         client.put(b"k", b"kept")
     with EtcdServer(str(tmp_path / "mine")) as second, second.get_client() as client:
-        assert client.get(b"k").value == b"kept"  # type: ignore[union-attr]
+        assert client.get(b"k") == b"kept"
 
 
 SERVE = """
@@ -274,7 +274,7 @@ def test_with_authentication() -> None:
         with server.get_client() as client:
             client.put(b"k", b"v")
         with (
-            server.get_client(username=None, password=None) as client,
+            server.get_client(user=None, password=None) as client,
             pytest.raises(Refused, match="user name is empty"),
         ):
             client.put(b"k", b"v")
@@ -299,8 +299,8 @@ def test_a_cluster(private_tmp: Path, no_descriptor_leak: None) -> None:
             cluster.restart(leader)
             assert cluster.pid(leader) != pid
             # Its data was kept.
-            with EtcdClient([cluster.endpoints[leader]]) as alone:
-                assert alone.get(b"k").value == b"before"  # type: ignore[union-attr]
+            with Gateway([cluster.endpoints[leader]]) as alone:
+                assert alone.get(b"k") == b"before"
         other = (cluster.leader() + 1) % 3
         cluster.pause(other)
         assert psutil.Process(cluster.pid(other)).status() == psutil.STATUS_STOPPED

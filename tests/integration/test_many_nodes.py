@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -32,7 +33,7 @@ def scene(request: pytest.FixtureRequest, etcd: EtcdServer, tmp_path: Path, mark
 
 
 at_a_coordinator = pytest.mark.parametrize("scene", ["tcp"], indirect=True)
-"""For what is about the coordinator, or has a test of its own for etcd."""
+"""For what is about an endpoint that the user has chosen."""
 
 
 def last_line(log: str) -> str:
@@ -92,7 +93,7 @@ def test_too_few_nodes_in_time(scene: Scene) -> None:
     nodes = [scene.start(name, "4", join_timeout=6) for name in "ab"]  # As long as the second may take to start.
     assert scene.ended() == {"a": 1, "b": 1}
     for node in nodes:
-        assert "2/4 joined, waiting for 2" in node.log
+        assert "2 of 4 nodes joined, waiting for 2" in node.log
         line = last_line(node.log)
         assert "only 2 of at least 4 nodes joined within 6 s (2 missing)" in line
         assert all(f"-{each.pid}-" in line for each in nodes), line
@@ -104,18 +105,18 @@ def test_a_node_with_other_settings_is_refused(scene: Scene) -> None:
     scene.await_world(1)
     b = scene.start("b", "1:3")
     assert b.wait() == 2
-    assert last_line(b.log).endswith("does not take this node: the run has max_nodes=2, this node has max_nodes=3")
+    assert last_line(b.log).endswith("rejected this node: --nnodes 1:3, this run has --nnodes 1:2")
     scene.order("exit 0")
     assert scene.ended() == {"a": 0, "b": 2}
     assert len(scene.lives()) == 1, "the run did not notice"
 
 
 def test_a_rank_that_another_node_has_asked_for_is_refused(scene: Scene) -> None:
-    a = scene.start("a", "1:2", rank=0, lease=SHORT_S)  # On etcd it has to be seen for a while that the first stays.
+    a = scene.start("a", "1:2", rank=0, lease=SHORT_S)
     scene.await_world(1)
     b = scene.start("b", "1:2", rank=0, lease=SHORT_S)
     assert b.wait() == 2
-    assert re.search(rf"rank 0 was asked for, but \S+-{a.pid}-\S+ has asked for it before", last_line(b.log))
+    assert re.search(rf"this node has rank 0 .*, and \S+-{a.pid}-\S+ has it already", last_line(b.log))
     scene.order("exit 0")
     assert scene.ended() == {"a": 0, "b": 2}
     assert len(scene.lives()) == 1
@@ -247,7 +248,7 @@ def test_a_standby_takes_the_place_of_a_lost_node(scene: Scene) -> None:
     """It may have to stand by for longer than it would take a round to form."""
     times = {"join_timeout": 4, "last_call": LONG_S, "lease": SHORT_S}
     a = scene.start("a", "1:2", **times)
-    a.await_line("1/2 joined")  # So there is somebody to join when the time of the others begins.
+    a.await_line("1 of 2 nodes joined")  # So there is somebody to join when the time of the others begins.
     b = scene.start("b", "1:2", **times)
     scene.await_world(2)
     c = scene.start("c", "1:2", **times)
@@ -295,7 +296,7 @@ def test_below_min_nodes_the_run_waits_for_a_new_node(scene: Scene) -> None:
     agents = [scene.start(name, "3", lease=SHORT_S) for name in "abc"]
     scene.await_world(3)
     agents[1].send(signal.SIGKILL)
-    agents[0].await_line("2/3 joined, waiting for 1")
+    agents[0].await_line("2 of 3 nodes joined, waiting for 1")
     assert {life.round for life in scene.lives()} == {1}
     scene.start("d", "3", lease=SHORT_S)
     lives = scene.await_world(3, after=1)
@@ -323,7 +324,8 @@ def test_a_lost_node_explains_the_failures_around_it(scene: Scene, how: str) -> 
 
 
 def test_a_node_that_is_told_to_stop_leaves_the_run(scene: Scene) -> None:
-    agents = {name: scene.start(name, "1:2", last_call=LONG_S) for name in "ab"}
+    """That is no loss: when the run ends it is not kept for a node that may come back."""
+    agents = {name: scene.start(name, "1:2", last_call=LONG_S, close_linger=2 * LONG_S) for name in "ab"}
     leaver = agents[scene.await_world(2)[0].node]
     leaver.send(signal.SIGTERM)
     assert leaver.wait() == 143
@@ -383,7 +385,7 @@ def test_a_node_may_leave_while_it_stops_its_workers(scene: Scene) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_node_that_waits_can_be_stopped(scene: Scene, number: signal.Signals) -> None:
     a = scene.start("a", "2")
-    a.await_line("1/2 joined, waiting for 1")
+    a.await_line("1 of 2 nodes joined, waiting for 1")
     a.send(number)
     assert a.wait() == 128 + number
     assert "stopping the workers" not in a.log, "there are none"
@@ -482,11 +484,10 @@ def test_a_static_node_can_be_replaced(scene: Scene) -> None:
 # The coordinator.
 
 # A coordinator that takes over waits for a whole lease before it decides, so that is short. An agent that is held up in
-# the wrong moment has time enough to find out that nobody listens.
-OUTLIVING = {"lease": 3, "reconnect_grace": 2, "drop_timeout": 3}
+# the wrong moment has time enough to find out that nothing listens.
+OUTLIVING = {"lease": 5, "reconnect_grace": 2, "drop_timeout": 3}
 
 
-@at_a_coordinator
 def test_training_goes_on_while_the_coordinator_is_replaced(scene: Scene) -> None:
     for name in "ab":
         scene.start(name, "2", "--max-restarts", "1", **OUTLIVING)
@@ -494,7 +495,7 @@ def test_training_goes_on_while_the_coordinator_is_replaced(scene: Scene) -> Non
     coordinator = scene.await_coordinator()
     os.kill(coordinator, signal.SIGKILL)
     scene.await_coordinator(other_than=coordinator)
-    support.wait_until(lambda: is_past(scene, first, 3.5), "the lease to pass")
+    support.wait_until(lambda: is_past(scene, first, 5.5), "the lease to pass")
     assert [life.events for life in scene.lives()] == [("start", "connected")] * 2
     scene.order("exit 3", rank=1, round=1)
     assert {(life.round, life.restarts) for life in scene.await_world(2, after=1)} == {(2, 1)}
@@ -513,12 +514,12 @@ def is_past(scene: Scene, lives: list[nodes.Life], seconds: float) -> bool:
     return all(life.last_seen_at - life.started_at > seconds * 1e9 for life in scene.lives() if life.pid in pids)
 
 
-@at_a_coordinator
 def test_the_coordinator_outlives_the_agent_that_started_it(scene: Scene) -> None:
     a = scene.start("a", "1:2", last_call=LONG_S)
     coordinator = scene.await_coordinator()
     scene.start("b", "1:2", last_call=LONG_S)
     scene.await_world(2)
+    assert not scene.etcd or scene.host() is a
     a.send(signal.SIGKILL)
     second = scene.await_world(1, after=1)
     assert second[0].node == "b"
@@ -566,12 +567,11 @@ def test_the_loss_of_the_coordinators_host(scene: Scene) -> None:
     a.send(signal.SIGKILL)
     second = scene.await_world(1, after=1)
     assert (second[0].node, second[0].restarts) == ("b", 0)
-    assert re.search("rank 0 is lost", b.log), b.log
+    assert "1 node of round 1 did not come back after the coordinator was replaced" in b.log
     scene.order("exit 0", round=second[0].round)
     assert scene.ended() == {"a": -9, "b": 0}
 
 
-@at_a_coordinator
 def test_a_frozen_coordinator_costs_a_round_and_no_restart(scene: Scene) -> None:
     """Nobody can tell that from a network that is cut, so all workers are stopped in time."""
     for name in "ab":
@@ -580,7 +580,8 @@ def test_a_frozen_coordinator_costs_a_round_and_no_restart(scene: Scene) -> None
     coordinator = scene.await_coordinator()
     support.halt(coordinator)
     assert not support.survivors(life.pid for life in first)
-    os.kill(coordinator, signal.SIGCONT)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(coordinator, signal.SIGCONT)
     second = scene.await_world(2, after=1)
     assert {life.restarts for life in second} == {0}
     scene.order("exit 0", round=second[0].round)
@@ -591,7 +592,7 @@ def test_a_frozen_coordinator_costs_a_round_and_no_restart(scene: Scene) -> None
 def test_a_coordinator_that_was_started_by_hand(scene: Scene) -> None:
     """Agents that may not start one wait for it, and go on without it until there is another."""
     agents = [scene.start(name, "2", "--max-restarts", "1", is_host="false", **OUTLIVING) for name in "ab"]
-    agents[0].await_line("no coordinator can be reached at 127.0.0.1")
+    agents[0].await_line("cannot reach 127.0.0.1")
     coordinator = scene.start_coordinator()
     first = scene.await_world(2)
     coordinator.send(signal.SIGKILL)

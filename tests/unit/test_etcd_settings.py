@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from holdfast.rendezvous.membership.node_lease import LeaseSettings
-from holdfast.rendezvous.membership.model import Admit, Settings
 
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.etcd.options import KEYS, EtcdOptions
+from holdfast.rendezvous.membership.model import Admit, Settings
+from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.tls import TlsFiles
 
@@ -30,15 +30,17 @@ def read(endpoint: str = "", **config: Any) -> EtcdOptions:
 DEFAULTS = EtcdOptions(min_nodes=2, max_nodes=4)
 
 
-def session(**changes: float) -> LeaseSettings:
+def lease(**changes: float) -> LeaseSettings:
     return replace(DEFAULTS.lease, **changes)
 
 
 def test_nothing_said() -> None:
     assert read() == DEFAULTS
-    assert DEFAULTS.lease == LeaseSettings(heartbeat_s=1.0, lease_s=6.0, reconnect_grace_s=0.5)
+    assert DEFAULTS.lease == LeaseSettings(
+        heartbeat_s=1.0, lease_s=6.0, reconnect_grace_s=0.5, does_refusal_renew=False, locate_after_s=2.0
+    )
     assert DEFAULTS.settings(RestartPolicy(3)) == Settings(
-        2, 4, 600.0, 5.0, 1.0, 6.0, 2.0, 10.0, Admit.NOW, RestartPolicy(3)
+        2, 4, 600.0, 5.0, 1.0, 6.0, 2.0, 10.0, Admit.NOW, RestartPolicy(3), leader_lease_s=5
     )
     assert (DEFAULTS.leader_lease_s, DEFAULTS.coordinator_port, DEFAULTS.outage_timeout_s) == (5, 0, 3600.0)
     assert DEFAULTS.may_host
@@ -50,12 +52,12 @@ VALUES: list[tuple[str, Any, dict[str, Any]]] = [
     ("outage_timeout", "60", {"outage_timeout_s": 60.0}),
     ("last_call", 0.5, {"last_call_s": 0.5}),
     ("last_call_timeout", "7", {"last_call_s": 7.0}),
-    ("heartbeat", "0.5", {"session": session(heartbeat_s=0.5)}),
-    ("keep_alive_interval", 0.5, {"session": session(heartbeat_s=0.5)}),
-    ("lease", "2.5", {"session": session(lease_s=2.5, heartbeat_s=0.625)}),
-    ("keep_alive_max_attempt", "3", {"session": session(lease_s=3.0)}),
+    ("heartbeat", "0.5", {"lease": lease(heartbeat_s=0.5)}),
+    ("keep_alive_interval", 0.5, {"lease": lease(heartbeat_s=0.5)}),
+    ("lease", "2.5", {"lease": lease(lease_s=2.5, heartbeat_s=0.625)}),
+    ("keep_alive_max_attempt", "3", {"lease": lease(lease_s=3.0)}),
     ("drop_timeout", "3", {"drop_timeout_s": 3.0}),
-    ("reconnect_grace", "0.3", {"session": session(reconnect_grace_s=0.3)}),
+    ("reconnect_grace", "0.3", {"lease": lease(reconnect_grace_s=0.3)}),
     ("close_linger", 1, {"close_linger_s": 1.0}),
     ("close_timeout", "1", {"close_linger_s": 1.0}),
     ("admit", "on-restart", {"admit": Admit.ON_RESTART}),

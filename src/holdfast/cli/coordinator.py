@@ -93,12 +93,12 @@ async def _serve_for_a_run(args: argparse.Namespace) -> None:
     from holdfast.rendezvous.coordinator import launch, memory
 
     sock = socket.socket(fileno=args.fd)
-    log = memory.default_directory() / f"coordinator-{memory.endpoint_name(*sock.getsockname()[:2])}.log"
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if args.office is not None:
-        await _serve_in_office(args, sock, log)
+        await _serve_in_office(args, sock)
         return
+    log = memory.log_path(memory.endpoint_name(*sock.getsockname()[:2]))
     coordinator = _coordinator(args, sock, _IDLE_TIMEOUT_S)
     try:
         await coordinator.serve(lambda: _withdraw(log))
@@ -108,17 +108,20 @@ async def _serve_for_a_run(args: argparse.Namespace) -> None:
         log.unlink(missing_ok=True)
 
 
-async def _serve_in_office(args: argparse.Namespace, sock: socket.socket, log: Path) -> None:
-    """For one run on etcd, for as long as etcd renews its lease."""
+async def _serve_in_office(args: argparse.Namespace, sock: socket.socket) -> None:
+    """For one run on etcd, for as long as etcd renews its lease. Its port is any, so its log is named by the run: the
+    coordinators that a host has one after the other add to it, and the one that sees the end of the run removes it."""
+    from holdfast.rendezvous.coordinator.memory import log_path
     from holdfast.rendezvous.etcd import memory
 
     appointment = memory.decode_appointment(args.office)
+    log = log_path(appointment.run_id)
     keeper = memory.EtcdKeeper(memory.gateway_of(appointment), appointment)
     coordinator = _coordinator(args, sock, _IDLE_TIMEOUT_S, keeper, appointment.run_id)
     try:
         await keeper.begin()
         keeper.when_over = coordinator.resign
-        await coordinator.serve(lambda: _withdraw(log))
+        await coordinator.serve(lambda: _withdraw(log, os.O_APPEND))
     finally:
         await keeper.close()
     if not keeper.reason_to_resign:
@@ -159,7 +162,7 @@ def _allow_many_connections() -> None:
             pass
 
 
-def _withdraw(log: Path) -> None:
+def _withdraw(log: Path, how: int = os.O_TRUNC) -> None:
     """Tell whoever started us that all is well, and keep nothing of it: its terminal, its directory."""
     from holdfast.rendezvous.coordinator import launch, memory
 
@@ -167,7 +170,7 @@ def _withdraw(log: Path) -> None:
     output = os.open(os.devnull, os.O_WRONLY)
     try:
         memory.make_private(log.parent)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | how | os.O_NOFOLLOW, 0o600)
     except OSError:
         pass  # Then nobody reads what it says.
     for fd in (1, 2):

@@ -147,7 +147,7 @@ OPTIONS: tuple[Option, ...] = (
         NODES,
         "How the nodes find each other: static, from the node's rank and the master's address given here; "
         "tcp (c10d is another name for it), at a coordinator at the endpoint; etcd (etcd-v3 is another name for it), "
-        "in an etcd cluster; or the name of an installed plug-in.",
+        "at a coordinator that etcd elects; or the name of an installed plug-in.",
         metavar="NAME",
         default="static",
     ),
@@ -175,9 +175,9 @@ OPTIONS: tuple[Option, ...] = (
         "More settings for the rendezvous; for tcp: join_timeout, outage_timeout, last_call, heartbeat, lease, "
         "drop_timeout, reconnect_grace, close_linger, admit, on_isolation, is_host, read_timeout, token_file, "
         "tls_cert, tls_key, tls_ca; for static also coordinator_port (default: the master port + 1; off to go "
-        "without); for etcd: join_timeout, outage_timeout, last_call, heartbeat, lease, close_linger, admit, "
-        "on_isolation, read_timeout, prefix (/holdfast if left out), protocol (http or https, for endpoints that say "
-        "neither), user, password_file (else HOLDFAST_ETCD_PASSWORD of the environment), tls_cert, tls_key, tls_ca.",
+        "without); for etcd those of tcp and leader_lease, coordinator_port (any free one if left out), prefix "
+        "(/holdfast if left out), protocol (http or https, for endpoints that say neither), user, password_file (else "
+        "HOLDFAST_ETCD_PASSWORD of the environment), cert, key, cacert (TLS files for etcd alone), agent_tls.",
         metavar="KEY=VALUE,...",
         default="",
     ),
@@ -236,7 +236,7 @@ OPTIONS: tuple[Option, ...] = (
         ("--lease",),
         NODES,
         "How long a node may be silent before its place is given away; its own side kills its workers before "
-        "that (5s if left out, for etcd 15s). For etcd it is rounded up to whole seconds, at least 2.",
+        "that (5s if left out, for etcd 6s).",
         metavar="TIME",
         parse=values.duration_s,
     ),
@@ -252,7 +252,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--on-isolation",),
         NODES,
-        "What a node does that cannot reach the coordinator, or etcd: stop, its workers are killed before its place is "
+        "What a node does that cannot reach the coordinator: stop, its workers are killed before its place is "
         "given away; continue, they run on, at the risk that two worlds run at once (stop if left out).",
         metavar="WHAT",
         choices=("stop", "continue"),
@@ -261,7 +261,7 @@ OPTIONS: tuple[Option, ...] = (
         ("--token-file",),
         NODES,
         "A file with a secret that every node of the run must know. Left out, it is HOLDFAST_TOKEN of the "
-        "environment, or none. Not for etcd, which has users and passwords.",
+        "environment, or none.",
         metavar="FILE",
     ),
     Option(("--tls-cert",), NODES, "Speak TLS, with this certificate.", metavar="FILE"),

@@ -346,7 +346,7 @@ class FixedEndpoint:
     def target(self) -> Target:
         return self._target
 
-    def locate(self, known_term: int, found: Callable[[], None]) -> None:
+    def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], None]) -> None:
         """There is no other place to look at."""
 
     def stop(self) -> None:

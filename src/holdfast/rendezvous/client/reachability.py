@@ -55,7 +55,7 @@ class Reachability:
         """`who` is to be reached, and where."""
         self.since: float | None = now
         self.last_problem = ""
-        self._who = who
+        self.who = who
         self._join_timeout_s = join_timeout_s
         self._outage_timeout_s = outage_timeout_s
         self._has_been_welcome = False
@@ -76,7 +76,7 @@ class Reachability:
     def surrender(self) -> str:
         """Why it gives up."""
         problem = f"; the last attempt: {self.last_problem}" if self.last_problem else ""
-        return f"could not reach {self._who} within {self._patience_s:g} s{problem}"
+        return f"could not reach {self.who} within {self._patience_s:g} s{problem}"
 
     def failed(self, obstacle: Obstacle, problem: str, now: float) -> Say | GiveUp | None:
         self.last_problem = problem
@@ -91,7 +91,7 @@ class Reachability:
         self._speak_at = now + _NEXT_WORD_AFTER_S
         self._has_spoken = True
         tried = f"({self._tried(now)}, {self._goes_on(now)})"
-        return Say(f"cannot reach {self._who}: {problem} {tried}")
+        return Say(f"cannot reach {self.who}: {problem} {tried}")
 
     def _elapsed_s(self, now: float) -> float:
         return 0.0 if self.since is None else now - self.since
@@ -110,7 +110,7 @@ class Reachability:
         had_spoken = self._has_spoken
         self.since, self._obstacle, self._attempts, self._has_spoken = None, None, 0, False
         self._has_been_welcome = True
-        return Say(f"reached {self._who}") if had_spoken else None
+        return Say(f"reached {self.who}") if had_spoken else None
 
     def lost(self, now: float) -> None:
         self.since = now

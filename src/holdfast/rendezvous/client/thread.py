@@ -50,8 +50,9 @@ class Locator(Protocol):
     def refused(self, target: Target) -> None:
         """Nothing listens there. A locator may start a coordinator."""
 
-    def locate(self, known_term: int, found: Callable[[], None]) -> None:
-        """Look in the background whether a coordinator of a higher term is in office; call `found` if so."""
+    def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], None]) -> None:
+        """Look in the background whether a coordinator of a higher term is in office; call `found` if so. A locator
+        may start one if there is none and `is_wanted` still says so."""
 
     def stop(self) -> None: ...
 
@@ -77,6 +78,7 @@ class Client:
         self._sock: socket.socket | None = None
         self._frames: Frames | None = None
         self._target: Target | None = None  # Of the last connection.
+        self._heard = 0  # Words of coordinators.
         self._outgoing = bytearray()
         self._lock = threading.Lock()
         self._inbox: collections.deque[node.AgentEvent | node_lease.LeaderMoved | StoreRequest] = collections.deque()
@@ -216,9 +218,21 @@ class Client:
                 case node_lease.SetLease(until):
                     self._set_lease(until)
                 case node_lease.Locate():
-                    self._locator.locate(self._node.term, self._leader_moved)
+                    self._locate()
                 case _:
                     self._deliver(command)
+
+    def _locate(self) -> None:
+        """If a coordinator is heard of meanwhile, the run goes on there, or it may have ended:
+
+        1. the connection of a node that was frozen is closed; it looks for the coordinator, and dials the one it knows,
+        2. there it hears that the run is over; all nodes know now, so the coordinator ends, and its key is gone,
+        3. the look of step 1 finds no key. It must not start a coordinator for a run that is over.
+        """
+        heard = self._heard
+        self._locator.locate(
+            self._node.term, lambda: self._heard == heard and not self._is_stopping, self._leader_moved
+        )
 
     def _leader_moved(self) -> None:
         """In the locator's thread."""
@@ -233,6 +247,7 @@ class Client:
             self._cannot_connect(target, error)
             return
         self._target = target
+        self._heard += 1
         self._say(self.reach.reached())
         self._step(node.Welcomed(welcome.term, welcome.last_round))
         with self._lock:
@@ -244,7 +259,7 @@ class Client:
         is_refused = target is not None and isinstance(error, ConnectionRefusedError)
         # Another coordinator's refusal says nothing about the one that this node was connected to.
         was_ours = self._target is None or (target is not None and target.address == self._target.address)
-        self._say(self.reach.failed(_obstacle(error), _words(error, target), time.monotonic()))
+        self._say(self.reach.failed(_obstacle(error), _words(error, target, self.reach.who), time.monotonic()))
         # Before anything that takes time: a refusal may extend the lease.
         self._step(node_lease.ConnectFailed(is_refused and was_ours, random.random()))
         if is_refused and target is not None:
@@ -256,7 +271,7 @@ class Client:
         except (OSError, HoldfastError) as error:
             # The system may be out of something for a moment, or the name may not resolve.
             obstacle = Obstacle.CANNOT_HOST if isinstance(error, HoldfastError) else _obstacle(error)
-            self._say(self.reach.failed(obstacle, _words(error, target), time.monotonic()))
+            self._say(self.reach.failed(obstacle, _words(error, target, self.reach.who), time.monotonic()))
 
     def _say(self, word: reachability.Say | reachability.GiveUp | None) -> None:
         if isinstance(word, reachability.GiveUp):
@@ -305,6 +320,7 @@ class Client:
 
     def _take_messages(self, frames: Frames) -> None:
         while (message := frames.next()) is not None:
+            self._heard += 1
             if isinstance(message, StoreAnswer):
                 with self._lock:
                     answer = self._answers.get(message.number)
@@ -369,7 +385,11 @@ def _obstacle(error: OSError | HoldfastError) -> Obstacle:
     return Obstacle.UNREACHABLE
 
 
-def _words(error: OSError | HoldfastError, target: Target | None) -> str:
+def _words(error: OSError | HoldfastError, target: Target | None, who: str) -> str:
+    """What went wrong, and where if that is not `who` the user wants to reach."""
     if isinstance(error, socket.gaierror) and target is not None:
         return endpoints.unresolved(target.host, error)
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    if not isinstance(error, OSError):
+        return str(error) or type(error).__name__
+    text = error.strerror or str(error) or type(error).__name__
+    return text if target is None or target.endpoint in who else f"the coordinator at {target.endpoint}: {text}"

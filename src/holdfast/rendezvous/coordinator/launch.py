@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import select
 import signal
@@ -28,6 +29,8 @@ from collections.abc import Mapping
 
 from holdfast.errors import HostError
 from holdfast.rendezvous.endpoints import endpoint_text
+
+logger = logging.getLogger(__name__)
 
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EINVAL, errno.EAFNOSUPPORT)
 _START_PATIENCE_S = 10.0
@@ -164,6 +167,7 @@ def _words_until_ready(fd: int) -> str | None:
         said += data
     else:
         return None
-    lines = said.decode(errors="replace").strip().splitlines() or [""]
-    last = lines[-1].removeprefix("holdfast coordinator: error: ")
-    return None if last == READY else last
+    *others, last = said.decode(errors="replace").strip().splitlines() or [""]
+    for line in others:
+        logger.warning("the coordinator: %s", line)
+    return None if last == READY else last.removeprefix("holdfast coordinator: error: ")

@@ -100,6 +100,11 @@ def endpoint_name(address: str, port: int) -> str:
     return f"{quote(address, safe='')}-{port}"
 
 
+def log_path(name: str) -> Path:
+    """Where a coordinator that an agent started writes to."""
+    return default_directory() / f"coordinator-{quote(name, safe='%')[:100]}.log"
+
+
 def _remove_quietly(path: Path) -> None:
     try:
         path.unlink()

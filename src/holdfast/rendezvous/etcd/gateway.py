@@ -218,7 +218,7 @@ class Gateway:
                 if len(failures) == len(self._members) and all(each.is_lasting for each in failures.values()):
                     raise Refused(f"etcd: {self._listed(failures)}") from None
         reason = "the client is closed" if self._closing.is_set() else self._listed(failures)
-        raise Unavailable(f"etcd has not answered within {self.request_timeout_s:g} s: {reason}", is_unknown)
+        raise Unavailable(f"etcd has not answered within {self.request_timeout_s:.2g} s: {reason}", is_unknown)
 
     def _listed(self, failures: dict[int, _Failed]) -> str:
         return "; ".join(f"{self._members[number].name}: {failure}" for number, failure in failures.items())

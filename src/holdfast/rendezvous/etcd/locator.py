@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import secrets
 import select
@@ -21,15 +22,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
-from holdfast.errors import HoldfastError, UserError
+from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.records import record
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.coordinator.memory import boot_id
+from holdfast.rendezvous.endpoints import endpoint_text
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.etcd.gateway import EtcdError, Gateway, Get, Put, Refused, is_missing, parse_etcd_endpoint
 from holdfast.rendezvous.etcd.memory import Appointment, decode_leader, encode_leader, keys_of
@@ -40,7 +43,7 @@ from holdfast.rendezvous.membership.model import NodeFacts, is_loopback
 logger = logging.getLogger(__name__)
 
 _LONGEST_REQUEST_S = 5.0
-_NONE_YET = "no coordinator is in office"
+_MEMORY_LEASE_S = 60  # And twice the time for which workers may live on after the last coordinator.
 
 
 @record
@@ -64,8 +67,10 @@ class _Hosted:
         threading.Thread(target=self._watch, name="holdfast-coordinator-watch", daemon=True).start()
 
     def _watch(self) -> None:
-        ready, _, _ = select.select([self._life.fileno(), self._let_go], [], [])
-        if self._let_go not in ready:
+        poller = select.poll()
+        for each in (self._life.fileno(), self._let_go):
+            poller.register(each, select.POLLIN)
+        if self._let_go not in dict(poller.poll()):
             self._when_dead()
         self.is_over = True
         self._life.close()
@@ -91,6 +96,8 @@ class EtcdLocator:
         self._tls = options.client_tls()
         self._lock = threading.Lock()  # One search at a time.
         self._leader: Leader | None = None
+        self._refused: tuple[str, int] | None = None  # Where nothing listens any more.
+        self._problem = ""  # Why the last look at etcd did not tell who coordinates.
         self._hosted: list[_Hosted] = []
         self._is_version_checked = False
         self._is_stopped = False
@@ -102,15 +109,19 @@ class EtcdLocator:
         leader = self._leader
         if leader is None:
             with self._lock:
-                leader = self._search(0)
+                leader = self._search(0, lambda: not self._is_stopped)
+        if self._problem and (leader.host, leader.port) == self._refused:
+            raise ConnectionError(errno.EHOSTUNREACH, self._problem)
         return Target(leader.host, leader.port, self._run_id, self._options.token, self._tls)
 
     def refused(self, target: Target) -> None:
         """Another coordinator may be in office: `locate` finds out."""
+        self._refused = target.address
 
-    def locate(self, known_term: int, found: Callable[[], None]) -> None:
+    def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], None]) -> None:
         if not self._lock.locked():
-            threading.Thread(target=self._look, args=(known_term, found), name="holdfast-locate", daemon=True).start()
+            look = partial(self._look, known_term, is_wanted, found)
+            threading.Thread(target=look, name="holdfast-locate", daemon=True).start()
 
     def stop(self) -> None:
         self._is_stopped = True
@@ -120,24 +131,25 @@ class EtcdLocator:
 
     # Looking.
 
-    def _look(self, known_term: int, found: Callable[[], None]) -> None:
+    def _look(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], None]) -> None:
         with self._lock:
             before = self._leader
             try:
-                leader = self._search(known_term)
+                leader = self._search(known_term, is_wanted)
             except (HoldfastError, OSError) as error:
-                logger.debug("cannot find out who coordinates run %r: %s", self._run_id, error)
+                self._problem = (isinstance(error, OSError) and error.strerror) or str(error)
                 return
+            self._problem = ""
         if leader.term > known_term and leader != before:
             found()
 
-    def _search(self, known_term: int) -> Leader:
+    def _search(self, known_term: int, is_wanted: Callable[[], bool]) -> Leader:
         """The coordinator in office; this node's own, if there was none. Raises OSError if there is none yet."""
         try:
             self._check_version()
             leader = decode_leader(self._gateway.get(self._leader_key))
             if leader is None:
-                leader = self._campaign(known_term)
+                leader = self._campaign(known_term, is_wanted)
         except Refused:
             raise
         except EtcdError as error:
@@ -161,26 +173,44 @@ class EtcdLocator:
 
     # Becoming the host of the next coordinator.
 
-    def _campaign(self, known_term: int) -> Leader:
-        if not self._options.may_host or self._is_stopped:
-            raise ConnectionError(errno.EAGAIN, f"{_NONE_YET}, and this node may not start one (is_host=false)")
-        with launch.bind(self._options.local_addr or self._address, self._options.coordinator_port) as sock:
+    def _campaign(self, known_term: int, is_wanted: Callable[[], bool]) -> Leader:
+        if not self._options.may_host:
+            problem = "no coordinator is in office, and this node may not start one (is_host=false)"
+            raise ConnectionError(errno.EAGAIN, problem)
+        try:
+            return self._host_or_find(known_term, is_wanted)
+        except HostError as error:
+            # Another node may be able to. A port may be held by a coordinator that is about to step down.
+            problem = f"no coordinator is in office, and this node cannot start one: {error}"
+            raise ConnectionError(errno.EAGAIN, problem) from None
+
+    def _host_or_find(self, known_term: int, is_wanted: Callable[[], bool]) -> Leader:
+        with self._bind() as sock:
             sent_at = time.monotonic()
             lease = self._gateway.grant_lease(self._options.leader_lease_s)
             host, port = self._address, int(sock.getsockname()[1])
             mine = Leader(host, port, secrets.token_hex(16), known_term + 1, boot_id=boot_id())
             try:
-                leader = self._create(mine, lease)
-                if leader == mine:
+                leader = self._create(mine, lease) if is_wanted() else None
+                if leader == mine and is_wanted():
                     self._host(sock, Appointed(mine, lease, sent_at))
                     return mine
             except BaseException:
                 self._revoke(lease)
                 raise
         self._revoke(lease)
-        if leader is None:
-            raise ConnectionError(errno.EAGAIN, _NONE_YET)
+        if leader is None or leader == mine:
+            raise ConnectionError(errno.EAGAIN, "no coordinator is in office")
         return leader
+
+    def _bind(self) -> socket.socket:
+        try:
+            return launch.bind(self._address, self._options.coordinator_port)
+        except launch.NotThisHost:
+            if not self._options.local_addr:
+                raise
+            # The user says that others reach this node there, which may be so although no interface has the address.
+            return launch.bind("", self._options.coordinator_port)
 
     def _create(self, mine: Leader, lease: int) -> Leader | None:
         """The leader key as it is afterwards."""
@@ -208,6 +238,7 @@ class EtcdLocator:
             appointed.lease,
             options.leader_lease_s,
             appointed.sent_at,
+            _MEMORY_LEASE_S + 2 * math.ceil(options.leader_lease_s + options.lease.lease_s),
         )
         ours, theirs = socket.socketpair()
         try:
@@ -218,7 +249,8 @@ class EtcdLocator:
             raise
         finally:
             theirs.close()
-        logger.debug("started a coordinator of term %d at port %d", appointed.leader.term, appointed.leader.port)
+        where = endpoint_text(appointed.leader.host, appointed.leader.port)
+        logger.info("this node hosts the coordinator of run %r at %s", self._run_id, where)
         self._hosted = [hosted for hosted in self._hosted if not hosted.is_over]
         self._hosted.append(_Hosted(ours, lambda: self._revoke(appointed.lease)))
 

@@ -4,6 +4,10 @@ An agent that won the election hands an `Appointment` to the coordinator process
 the shell around `election.Office`. Renewals and writes are blocking calls, each kind in a thread of its own, so that a
 write that waits for an answer does not hold up a renewal. Everything else happens in the coordinator's loop.
 
+The memory has a lease of its own, which each coordinator gets anew and renews: a run of which every process was killed
+leaves nothing in etcd for long, but workers that are out of reach are gone before it. If that lease ends early, or
+something else writes to the leader key, the coordinator steps down, and its successor puts that right.
+
 A value that cannot be read counts as lost: it is logged, and nothing of it is believed.
 """
 
@@ -16,24 +20,34 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar, assert_never
+from typing import assert_never
 from urllib.parse import quote
 
 import msgspec
 
-from holdfast.errors import HostError
+from holdfast.errors import HostError, UserError
+from holdfast.rendezvous.endpoints import endpoint_text, parse_rendezvous_endpoint
 from holdfast.rendezvous.etcd import election, options
 from holdfast.rendezvous.etcd.election import Leader, Office
-from holdfast.rendezvous.etcd.gateway import Delete, EtcdError, Gateway, Get, LeaseGone, Operation, Put, has_value
+from holdfast.rendezvous.etcd.gateway import (
+    Delete,
+    EtcdError,
+    Gateway,
+    Get,
+    LeaseGone,
+    Operation,
+    Put,
+    Refused,
+    has_value,
+)
 from holdfast.rendezvous.membership import protocol  # noqa: F401  # it sets the limits of what is read
 from holdfast.rendezvous.membership.model import Memory
 from holdfast.rendezvous.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 MAX_VALUE_BYTES = 1 << 20  # etcd refuses requests of more than 1.5 MiB, unless it was told otherwise.
+_HIGHEST_TERM = 1 << 53
 
 _leader_decoder = msgspec.json.Decoder(Leader)
 _memory_decoder = msgspec.json.Decoder(Memory)
@@ -53,6 +67,7 @@ class Appointment:
     lease: int
     lease_s: int
     renewed_at: float
+    memory_lease_s: int
 
 
 def decode_appointment(text: str) -> Appointment:
@@ -81,12 +96,17 @@ def encode_leader(leader: Leader) -> bytes:
 
 
 def decode_leader(value: bytes | None) -> Leader | None:
+    """Raises HostError if something else is stored there."""
     if value is None:
         return None
     try:
-        return _leader_decoder.decode(value)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise HostError(f"the key of the run's coordinator in etcd cannot be read: {error}") from None
+        leader = _leader_decoder.decode(value)
+        parse_rendezvous_endpoint(endpoint_text(leader.host, leader.port), 0)
+        if not 0 <= leader.term < _HIGHEST_TERM:
+            raise ValueError(f"the term {leader.term} is out of range")
+        return leader
+    except (UserError, ValueError, RecursionError) as error:
+        raise HostError(f"what is stored in etcd as the run's leader cannot be read: {error}") from None
 
 
 def encode_memory(memory: Memory) -> bytes:
@@ -103,6 +123,9 @@ class EtcdKeeper:
         self._gateway = gateway
         self._run_id = appointment.run_id
         self._lease = appointment.lease
+        self._memory_lease: int | None = None
+        self._memory_lease_s = appointment.memory_lease_s
+        self._memory_renewed_at = 0.0
         self._leader_key, self._memory_key = keys_of(appointment.prefix, appointment.run_id)
         self._office = Office(appointment.leader, appointment.lease_s, appointment.renewed_at)
         self.when_over: Callable[[str], None] = lambda reason: None
@@ -118,23 +141,30 @@ class EtcdKeeper:
         self.reason_to_resign = ""
 
     async def begin(self) -> None:
-        """Read the memory, and be of a higher term than it. Raises HostError if the office ends before that."""
+        """Read the memory, and write it down again as that of this coordinator, which raises the term above it.
+        Raises HostError if the office ends before that."""
         self._arm()
+        self._memory = self._decoded(await self._read())
+        if self._memory is not None and self._memory != Memory():
+            written = asyncio.Event()
+            self.when_over = lambda _: written.set()
+            self.raise_term(self._memory.term, lambda _: None)
+            self.remember(self._run_id, self._memory, written.set)
+            await written.wait()
+        self._check_in_office()
+
+    async def _read(self) -> bytes | None:
         while True:
             try:
-                value = await self._loop.run_in_executor(self._writes, self._gateway.get, self._memory_key)
-                break
+                return await self._loop.run_in_executor(self._writes, self._gateway.get, self._memory_key)
+            except Refused as error:
+                raise HostError(str(error)) from None
             except EtcdError as error:
                 logger.warning("cannot read what etcd remembers of run %r: %s", self._run_id, error)
-            if not self.may_serve():
-                raise HostError(f"the coordinator cannot serve: {self.reason_to_resign}")
-        self._memory = self._decoded(value)
-        if self._memory is not None and self._memory.term >= self._office.term:
-            raised = asyncio.Event()
-            self.when_over = lambda _: raised.set()
-            self.raise_term(self._memory.term, lambda _: raised.set())
-            await raised.wait()
-        if self._is_over:
+            self._check_in_office()
+
+    def _check_in_office(self) -> None:
+        if not self.may_serve():
             raise HostError(f"the coordinator cannot serve: {self.reason_to_resign}")
 
     def _decoded(self, value: bytes | None) -> Memory | None:
@@ -142,7 +172,7 @@ class EtcdKeeper:
             return None
         try:
             return _memory_decoder.decode(value)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             logger.error("what etcd remembers of run %r cannot be read, and counts as lost: %s", self._run_id, error)
             return Memory()
 
@@ -227,25 +257,41 @@ class EtcdKeeper:
     def _renew(self) -> election.Event:
         sent_at = time.monotonic()
         try:
-            return election.RenewalAnswered(sent_at, self._gateway.keep_alive(self._lease) > 0)
+            is_alive = self._gateway.keep_alive(self._lease) > 0 and self._keep_memory(sent_at)
+            return election.RenewalAnswered(sent_at, is_alive)
         except EtcdError as error:
             logger.warning("cannot renew the lease of this coordinator: %s", error)
             return election.RenewalFailed()
 
+    def _keep_memory(self, now: float) -> bool:
+        """False if etcd has ended the memory's lease."""
+        lease = self._memory_lease
+        if lease is None or now < self._memory_renewed_at + self._memory_lease_s / 3:
+            return True
+        self._memory_renewed_at = now
+        return self._gateway.keep_alive(lease) > 0
+
     def _write(self, write: election.Write) -> election.Event:
-        then: list[Operation] = [Put(self._leader_key, encode_leader(write.after), self._lease)]
-        if write.memory is not None:
-            then.append(Put(self._memory_key, encode_memory(write.memory)))
-        guard = has_value(self._leader_key, encode_leader(write.before))
         try:
+            then: list[Operation] = [Put(self._leader_key, encode_leader(write.after), self._lease)]
+            if write.memory is not None:
+                then.append(Put(self._memory_key, encode_memory(write.memory), self._lease_for_memory()))
+            guard = has_value(self._leader_key, encode_leader(write.before))
             done = self._gateway.transact([guard], then, [Get(self._leader_key)])
-            found = write.after if done.succeeded else decode_leader(done.values[0])
-            return election.WriteAnswered(found)
+            return election.WriteAnswered(write.after if done.succeeded else decode_leader(done.values[0]))
         except LeaseGone:
             return election.RenewalAnswered(time.monotonic(), is_alive=False)
-        except (EtcdError, HostError) as error:
+        except HostError:
+            return election.WriteAnswered(None)  # Something else is stored there, so the key is lost.
+        except EtcdError as error:
             logger.warning("cannot write down what run %r must not forget: %s", self._run_id, error)
             return election.WriteFailed()
+
+    def _lease_for_memory(self) -> int:
+        if self._memory_lease is None:
+            self._memory_renewed_at = time.monotonic()
+            self._memory_lease = self._gateway.grant_lease(self._memory_lease_s)
+        return self._memory_lease
 
     def _arm(self) -> None:
         at = self._office.next_deadline()

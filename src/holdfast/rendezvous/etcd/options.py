@@ -49,7 +49,11 @@ class EtcdOptions(options.Options):
     may start a coordinator; None means that it may. `coordinator_port` 0 is any free port."""
 
     outage_timeout_s: float = DEFAULT_OUTAGE_TIMEOUT_S
-    lease: LeaseSettings = field(default_factory=lambda: LeaseSettings(lease_s=DEFAULT_LEASE_S))
+    lease: LeaseSettings = field(
+        default_factory=lambda: LeaseSettings(
+            lease_s=DEFAULT_LEASE_S, does_refusal_renew=False, locate_after_s=_LOCATE_AFTER_S
+        )
+    )
     endpoints: tuple[str, ...] = ("localhost",)
     prefix: str = DEFAULT_PREFIX
     user: str | None = None
