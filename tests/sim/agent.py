@@ -138,10 +138,13 @@ class Agent:
 
     def connect_failed(self, attempt: object, was_refused: bool) -> None:
         if self.dial is attempt:
-            link, self.dial, self.dialled = self.dialled, None, None
-            if link is not None and link.agent_open:
-                self.network.close_by_agent(link)
+            self._abandon_dial()
             self.tell(node_lease.ConnectFailed(was_refused, self.engine.random.random()))
+
+    def _abandon_dial(self) -> None:
+        link, self.dial, self.dialled = self.dialled, None, None
+        if link is not None and link.agent_open:
+            self.network.close_by_agent(link)
 
     def disconnected(self, link: Link) -> None:
         if self.dialled is link:
@@ -171,6 +174,7 @@ class Agent:
         if self._needs_address:
             self.connect()
         else:
+            self._abandon_dial()
             self.tell(node_lease.LeaderMoved())
 
     def found_none(self) -> None:

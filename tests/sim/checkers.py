@@ -118,11 +118,11 @@ class RoundsRise(Checker):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._last = 0
+        self._last = self._written = 0
         self._last_of: dict[str, int] = {}
 
     def data_lost(self) -> None:
-        self._last = 0
+        self._last = self._written = 0
 
     def world_sealed(self, world: World) -> None:
         if world.round <= self._last:
@@ -135,8 +135,9 @@ class RoundsRise(Checker):
         self._last_of[group.node] = group.round
 
     def remembered(self, memory: Memory) -> None:
-        if memory.last_round < self._last:
-            self.object(f"round {memory.last_round} was written down after round {self._last}")
+        if memory.last_round < self._written:
+            self.object(f"round {memory.last_round} was written down after round {self._written}")
+        self._written = memory.last_round
 
 
 class SizeWithinBounds(Checker):
@@ -249,6 +250,10 @@ class _Ledger(Checker):
         self._begin()
         self._started_at = self.now()
 
+    def data_lost(self) -> None:
+        """Until the next round is sealed: the coordinator may adopt one that has the same number as another."""
+        self.world = None
+
     def connection_closed(self, key: str) -> None:
         self.closed_at[key] = self.now()
 
@@ -266,9 +271,12 @@ class _Ledger(Checker):
                     self._fail(facts.key, place.round, message.failure)
                 self.is_failure_known |= message.stop is not None and message.stop.is_failure
                 self.was_stopped_otherwise |= message.stop is not None and not message.stop.is_failure
-                self.rejoined.add(facts.key)
+                earlier = {key for key in world.keys if key.startswith(f"{facts.node_id}/")}
                 if message.has_lost_place:
-                    self._lose_earlier_self(facts.node_id)
+                    self.lost |= earlier - self.rejoined - self.finished
+                else:
+                    self.rejoined |= earlier  # It was lost while it waited, and had no workers then.
+                self.rejoined.add(facts.key)
             case protocol.Return(facts, _, place, Stage.FINISHED) if place.order == world.order:
                 self.finished.add(facts.key)
             case protocol.Succeeded(round) if round == world.round:
@@ -281,11 +289,6 @@ class _Ledger(Checker):
 
     def _is_in_time(self) -> bool:
         return self.now() - self._started_at < self.settings.lease_s
-
-    def _lose_earlier_self(self, node_id: str) -> None:
-        assert self.world is not None
-        known = self.rejoined | self.finished
-        self.lost |= {key for key in self.world.keys if key.startswith(f"{node_id}/") and key not in known}
 
     def _fail(self, key: str, round: int, failure: Failure) -> None:
         assert self.world is not None
@@ -319,6 +322,11 @@ class MembershipIsFree(_Ledger):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._most_charged = 0
+        self._was_data_lost = False
+
+    def data_lost(self) -> None:
+        super().data_lost()
+        self._was_data_lost = True
 
     def remembered(self, memory: Memory) -> None:
         if memory.restarts_used > self._most_charged:
@@ -328,6 +336,8 @@ class MembershipIsFree(_Ledger):
             self._must_be_a_failure("the run was ended")
 
     def _must_be_a_failure(self, what: str) -> None:
+        if self.world is None and self._was_data_lost:
+            return
         if self.world is None or not self.failures:
             self.object(f"{what} although nothing had failed")
         if self.missing():

@@ -90,7 +90,7 @@ STORIES: list[tuple[str, list[Callable[[Checks], None]]]] = [
     ("ranks_agree", [sealed(1, A, B), placed(A, World.of(1, 1, (A, B)), 0), placed(B, World.of(1, 1, (A, B), 1), 1)]),
     ("rounds_rise", [sealed(2, A, B), sealed(2, A, C)]),
     ("rounds_rise", [sealed(2, A, B), sealed(1, A, B)]),
-    ("rounds_rise", [sealed(2, A, B), wrote(1)]),
+    ("rounds_rise", [wrote(2), wrote(1)]),
     ("size_within_bounds", [sealed(1, A)]),
     ("size_within_bounds", [sealed(1, A, B, C, D)]),
     ("one_round_per_node", [did("workers_started", group(A, 1, 0)), did("workers_started", group(A, 1, 0))]),
