@@ -176,7 +176,7 @@ class Run(RuleBasedStateMachine):
         others = [agent for agent in self.agents.values() if agent.key not in keys and agent.place is not None]
         may_run = [agent for agent in others if agent.place is not None and agent.place.order >= self.last_order]
         assert self.now >= self.may_start_at or not may_run, "after a crash, members of the last round may run"
-        self.last_order = place.order
+        self.last_order, self.may_start_at = place.order, self.now  # From here on this coordinator knows its members.
         assert not self.rounds or round > self.rounds[-1], "rounds only rise"
         self.rounds.append(round)
         assert self.settings.min_nodes <= len(keys) <= self.settings.max_nodes

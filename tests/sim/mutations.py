@@ -22,6 +22,7 @@ from holdfast.rendezvous.membership.formation import Formation
 from holdfast.rendezvous.membership.model import Memory, Sealed, Stage, World
 from holdfast.rendezvous.membership.node import Participant
 from holdfast.rendezvous.membership.node_lease import NodeLease
+from holdfast.rendezvous.membership.past import Past
 from holdfast.rendezvous.membership.protocol import Remember
 from holdfast.rendezvous.membership.restart_policy import Budget
 from holdfast.rendezvous.membership.run import Membership
@@ -99,7 +100,7 @@ def _judge_at_once(original: Any) -> Any:
     def stop(self: Membership, *arguments: Any, **named: Any) -> Any:
         commands = original(self, *arguments, **named)
         if commands:
-            self._owing.clear()
+            self._present.owing.clear()
         return commands
 
     return stop
@@ -121,7 +122,7 @@ def _drop_at_once(original: Any) -> Any:
 def _blame_stopped(original: Any) -> Any:
     def failed(self: Membership, key: str, round: int, failure: Any) -> Any:
         if self._is_current(key, round):
-            self._failures.setdefault(key, failure)
+            self._present.failures.setdefault(key, failure)
         return original(self, key, round, failure)
 
     return failed
@@ -220,9 +221,9 @@ def _all_count_as_now(original: Any) -> Any:
 
 def _whatever_is_known(original: Any) -> Any:
     def learn(self: Membership, last: Any, heard_round: int, now: float) -> Any:
-        was_unknown = self._is_past_unknown
+        was_unknown = self._past.is_unknown
         commands = original(self, last, heard_round, now)
-        self._is_past_unknown = was_unknown
+        self._past.is_unknown = was_unknown
         return commands
 
     return learn
@@ -251,7 +252,7 @@ def _hear_nothing(original: Any) -> Any:
 
 
 def _wait_in_any_case(original: Any) -> Any:
-    return lambda self, now: max(original(self, now), self._started_at + self.settings.lease_s)
+    return lambda self, settings, now: max(original(self, settings, now), self._started_at + settings.lease_s)
 
 
 # On etcd.
@@ -294,9 +295,9 @@ def _for_a_node_lease_only(original: Any) -> Any:
 
 def _by_what_members_say(original: Any) -> Any:
     def learn(self: Membership, last: Any, heard_round: int, now: float) -> Any:
-        if last is None or not self._has_seen_no_round:
+        if last is None or not self._past.has_seen_no_round:
             return original(self, last, heard_round, now)
-        self._awaited.clear()
+        self._past.awaited.clear()
         return self._adopt(last, now)
 
     return learn
@@ -340,16 +341,16 @@ MUTATIONS = [
         _FENCING),
     mutation_of("the spawner ignores the lease", Host, "set_lease", _always(None), _FENCING),
     mutation_of("a place that comes too late is taken", Participant, "_sealed", _start_whatever_is_late, "ranks_agree"),
-    mutation_of("a restarted coordinator does not wait", Membership, "_others_may_run_until",
-        lambda original: lambda self, now: now, _FENCING),
+    mutation_of("a restarted coordinator does not wait", Past, "others_may_run_until",
+        lambda original: lambda self, settings, now: now, _FENCING),
     mutation_of("an agent joins before its workers are gone", Lifecycle, "_stop", _join_at_once, _RAISE, _FENCING),
     # Judging.
     mutation_of("a stopped round is judged at once", Membership, "_stop", _judge_at_once, _FENCING, _FREE),
     mutation_of("a lost node is charged to the budget", Membership, "_judge",
-        _before(lambda self: self._departed.clear()), _FREE),
+        _before(lambda self: self._present.departed.clear()), _FREE),
     mutation_of("failures of a planned stop are charged", Membership, "_failed", _blame_stopped,
         scenario="a_failure_crosses_a_planned_stop"),
-    mutation_of("failures cost nothing", Membership, "_judge", _before(lambda self: self._failures.clear()),
+    mutation_of("failures cost nothing", Membership, "_judge", _before(lambda self: self._present.failures.clear()),
         "failures_are_charged"),
     mutation_of("a failure is reported once", Participant, "_join_message", _message_without(failure=None),
         "no_failure_is_forgotten"),
@@ -357,10 +358,10 @@ MUTATIONS = [
         scenario="the_coordinator_dies_while_it_stops_a_round"),
     mutation_of("the last failure is the cause", restart_policy, "root_cause",
         lambda original: lambda failures: failures[-1], "root_cause"),
-    mutation_of("one success is everybody's", Membership, "_finish", _after(lambda self: self._unfinished.clear()),
+    mutation_of("one success is everybody's", Membership, "_finish", _after(lambda self: self._present.unfinished.clear()),
         "success_is_unanimous"),
     mutation_of("a stop has no end", Membership, "_expel_stuck",
-        lambda original: lambda self, now: setattr(self, "_stop_by", None) or [], scenario="a_stuck_agent_is_expelled"),
+        lambda original: lambda self, now: setattr(self._present, "stop_by", None) or [], scenario="a_stuck_agent_is_expelled"),
     mutation_of("a stop is not told again", Membership, "_stop_again", _always([]),
         scenario="a_failure_at_the_coordinators_death"),
     # Worlds.
@@ -377,14 +378,14 @@ MUTATIONS = [
     mutation_of("restarts do not age", Budget, "__init__", _all_count_as_now, scenario="old_restarts_stay_old"),
     mutation_of("it is forgotten that a round was charged", Membership, "__init__",
         _memory_without(is_round_over=False), "restarts_within_budget", first_seed=500),
-    mutation_of("a lease is waited for although all are back", Membership, "_others_may_run_until", _wait_in_any_case,
+    mutation_of("a lease is waited for although all are back", Past, "others_may_run_until", _wait_in_any_case,
         scenario="all_are_back"),
     mutation_of("the settings are forgotten", Membership, "__init__", _memory_without(settings=None),
         "only_misfits_are_refused"),
     mutation_of("not all members are waited for", Membership, "__init__",
-        _after(lambda self: self._awaited.discard(min(self._awaited, default=""))), _FENCING),
+        _after(lambda self: self._past.awaited.discard(min(self._past.awaited, default=""))), _FENCING),
     mutation_of("an adopted round does not wait", Membership, "_adopt",
-        _after(lambda self: setattr(self, "_returns_until", self._now + 0.2)), "nobody_lost_without_reason"),
+        _after(lambda self: setattr(self._present, "returns_until", self._now + 0.2)), "nobody_lost_without_reason"),
     # A coordinator that has lost its memory.
     mutation_of("what nodes know of rounds is nothing", Membership, "_learn_the_past", _whatever_is_known, _FENCING),
     mutation_of("a node without a place knows of no round", Participant, "_join_message",

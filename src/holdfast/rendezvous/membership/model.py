@@ -115,6 +115,25 @@ class Stage(StrEnum):
     LEAVING = "LEAVING"
 
 
+class Phase(StrEnum):
+    FORMING = "FORMING"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    ENDED = "ENDED"
+
+
+# How a run may go from phase to phase, and why. The diagram in the documentation is made from this.
+PHASE_CHANGES: tuple[tuple[Phase, str, Phase], ...] = (
+    (Phase.FORMING, "all nodes have joined, or the last call is over", Phase.RUNNING),
+    (Phase.FORMING, "a member of an earlier round comes back", Phase.RUNNING),
+    (Phase.FORMING, "too few in time, or closed", Phase.ENDED),
+    (Phase.RUNNING, "a failure, a lost or leaving member, a newcomer to admit", Phase.STOPPING),
+    (Phase.RUNNING, "all workers have succeeded, or closed", Phase.ENDED),
+    (Phase.STOPPING, "all members are accounted for, and the run goes on", Phase.FORMING),
+    (Phase.STOPPING, "the policy gives up, or closed", Phase.ENDED),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
     """What a node brings when it joins.

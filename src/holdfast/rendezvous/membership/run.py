@@ -46,13 +46,14 @@ place again and not taken for one that has left.
 from __future__ import annotations
 
 from collections import deque
-from enum import StrEnum
 from typing import assert_never
 
 from holdfast.errors import InternalError
 from holdfast.rendezvous.membership import restart_policy
+from holdfast.rendezvous.membership.ending import Ending
 from holdfast.rendezvous.membership.formation import Formation, arrange, named, too_few
 from holdfast.rendezvous.membership.model import (
+    PHASE_CHANGES,
     Admit,
     End,
     Ended,
@@ -60,6 +61,7 @@ from holdfast.rendezvous.membership.model import (
     NodeFacts,
     Notice,
     Outcome,
+    Phase,
     Place,
     Progress,
     Refused,
@@ -70,6 +72,7 @@ from holdfast.rendezvous.membership.model import (
     World,
 )
 from holdfast.rendezvous.membership.nodes import Node, NodeTable, rejection_of
+from holdfast.rendezvous.membership.past import Past
 from holdfast.rendezvous.membership.protocol import (
     Close,
     Command,
@@ -91,32 +94,13 @@ from holdfast.rendezvous.membership.protocol import (
     TimePassed,
 )
 from holdfast.rendezvous.membership.restart_policy import HANG, Budget, Failure
+from holdfast.rendezvous.membership.round import Round
 
 _STORY_LENGTH = 40
 _SILENT_HEARTBEATS = 2.5  # A node that sent none for so long is not sealed into a world.
-_STOP_MARGIN_S = 15.0  # What a node may need to stop beyond its grace: stacks, the sweep, a busy machine.
-_MEMBERS_WRITTEN_DOWN = 4096
-_MEMBERS_WRITTEN_DOWN_BYTES = 1 << 19  # So that the memory fits into a value of etcd, whatever the nodes are called.
 _REFUSALS_TOLD_EVERY_S = 1.0
 
 
-class Phase(StrEnum):
-    FORMING = "FORMING"
-    RUNNING = "RUNNING"
-    STOPPING = "STOPPING"
-    ENDED = "ENDED"
-
-
-# How a run may go from phase to phase, and why. The diagram in the documentation is made from this.
-PHASE_CHANGES: tuple[tuple[Phase, str, Phase], ...] = (
-    (Phase.FORMING, "all nodes have joined, or the last call is over", Phase.RUNNING),
-    (Phase.FORMING, "a member of an earlier round comes back", Phase.RUNNING),
-    (Phase.FORMING, "too few in time, or closed", Phase.ENDED),
-    (Phase.RUNNING, "a failure, a lost or leaving member, a newcomer to admit", Phase.STOPPING),
-    (Phase.RUNNING, "all workers have succeeded, or closed", Phase.ENDED),
-    (Phase.STOPPING, "all members are accounted for, and the run goes on", Phase.FORMING),
-    (Phase.STOPPING, "the policy gives up, or closed", Phase.ENDED),
-)
 _ALLOWED = frozenset((before, after) for before, _, after in PHASE_CHANGES)
 
 
@@ -136,36 +120,15 @@ class Membership:
         self.settings = past.settings
         self.phase = Phase.FORMING if past.outcome is None else Phase.ENDED
         self.outcome = past.outcome
-        self.world: World | None = None
         self.round = past.last_round
         self._budget = Budget(now, past.restarts_used, past.restart_ages_s)
-        self._last_order = (past.round_term, past.last_round)
-        self._last_members = past.members
-        self._is_last_over = past.is_round_over
-        # What may still run of a round that this coordinator did not seal: members that are not back, by node id.
-        self._awaited = {key.rpartition("/")[0] for key in past.members}
-        # Too many to be written down, or what was written cannot be read.
-        self._is_past_unknown = memory is not None and not past.members
-        self._extra_wait_s = extra_wait_s
-        self._has_seen_no_round = True
-        self._started_at = self._now = now
+        self._past = Past(memory, now, extra_wait_s)
+        self._now = now
         self._nodes = NodeTable()
-        self._owing: set[str] = set()  # Members of this round whose workers may be alive.
-        self._unfinished: set[str] = set()  # Members of this round whose workers have not succeeded.
-        self._returns_until: float | None = None  # Until when unknown members of an adopted round may come back.
-        self._stopped_at = now
-        self._stop_by: float | None = None  # Until when all members must be back from a stop.
-        self._is_stopped_for_failure = False
-        self._failures: dict[str, Failure] = {}  # In the order in which they were reported, one for each node.
-        self._departed: dict[str, str] = {}  # Members that went away, and how.
-        self._previous = {key: rank for rank, key in enumerate(past.members)}  # The ranks of the last round.
+        self._round: Round | None = None  # That runs or is being stopped.
         self._formation = Formation(now)
         self._refusal_told_at = -_REFUSALS_TOLD_EVERY_S + now
-        self._forget_at: float | None = None
-        self._has_lost_nodes = False
-        self._had_room_at_end = False
-        self._is_end_told = False
-        self._is_forgotten = False
+        self._ending = Ending()
         self._story: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
 
     # What the shell calls.
@@ -182,8 +145,15 @@ class Membership:
     def next_deadline(self) -> float | None:
         """When `TimePassed` is due unless something happens before."""
         if self.phase is Phase.ENDED:
-            return None if self._is_forgotten else self._forget_at
-        candidates = [self._next_loss_at(), self._formation.report_at, self._returns_until, self._stop_by]
+            return self._ending.next_deadline()
+        silent = self._nodes.most_silent()  # All leases are equally long, so the next one to end is its.
+        candidates = [
+            self._nodes.next_drop_at(),
+            self._formation.report_at,
+            self._lease_ends(silent) if silent else None,
+        ]
+        if self._round is not None:
+            candidates += [self._round.returns_until, self._round.stop_by]
         if self.phase is Phase.FORMING and self.settings is not None:
             candidates += self._formation.deadlines(self.settings, self._now)
         return min((each for each in candidates if each is not None), default=None)
@@ -197,6 +167,10 @@ class Membership:
 
     def story(self) -> str:
         return "\n".join(f"{at:.3f} {event} -> {list(commands)}" for at, event, commands in self._story)
+
+    @property
+    def world(self) -> World | None:
+        return self._round.world if self._round is not None else None
 
     @property
     def restarts_used(self) -> int:
@@ -264,7 +238,7 @@ class Membership:
 
     def _joined(self, join: Join, now: float) -> list[Command]:
         facts, last = join.facts, join.place
-        if facts.key in self._owing and self.world is not None and (last is None or last.order < self.world.order):
+        if self._owes(facts.key) and (last is None or last.order < self._present.world.order):
             return self._tell_again(self._nodes[facts.key], now)
         ours = self.settings or join.settings
         problem = rejection_of(facts, join.settings, ours, self._nodes, lambda node: self._is_silent(node, now))
@@ -273,14 +247,14 @@ class Membership:
         self.settings = ours
         commands = self._learn_the_past(last, join.heard_round, now)
         commands += self._replace_earlier_self(facts)
-        if last is not None:
-            self._take_up(facts, last)
+        if last is not None and self._round is not None:
+            self._round.take_up(facts, last, now)
         if join.failure is not None and last is not None:
             commands += self._failed(facts.key, last.round, join.failure)
-        if facts.key in self._owing:
+        if self._owes(facts.key):
             commands += self._stopped_before(join)
-        self._owing.discard(facts.key)
-        self._awaited.discard(facts.node_id)
+            self._present.owing.discard(facts.key)
+        self._past.awaited.discard(facts.node_id)
         self._nodes.add(facts, Stage.WAITING, now)
         return commands + ([] if self.phase is not Phase.RUNNING or self._has_room() else self._stand_by((facts.key,)))
 
@@ -291,7 +265,7 @@ class Membership:
         if join.has_lost_place:
             return self._stop(f"{name} has lost its place", departed=join.facts)
         if join.stop is not None and not join.stop.is_failure:
-            self._departed.setdefault("", join.stop.reason)  # What failed since then is put down to that.
+            self._present.departed.setdefault("", join.stop.reason)  # What failed since then is put down to that.
         if self.phase is not Phase.RUNNING:
             return []
         if join.stop is None:
@@ -319,16 +293,10 @@ class Membership:
         learned is written down, so that the next coordinator knows it whoever comes first."""
         if last is not None:
             self._budget.used = max(self._budget.used, last.restarts_used)
-        knows_more = heard_round > self.round or (last is not None and last.order > self._last_order)
+        knows_more = self._past.learn(last, heard_round > self.round)
         self.round = max(self.round, heard_round, last.round if last is not None else 0)
-        if not self._has_seen_no_round:
-            return []
-        if knows_more:
-            self._is_past_unknown, self._is_last_over = True, False
-            self._last_members, self._previous = (), {}
         commands: list[Command] = []
-        is_newest = last is not None and last.round == self.round and last.order >= self._last_order
-        if last is not None and is_newest and not self._is_last_over:
+        if last is not None and self._past.may_adopt(last, self.round):
             commands = self._adopt(last, now)
         return [*commands, Remember(self._memory(now))] if knows_more else commands
 
@@ -336,30 +304,14 @@ class Membership:
         """Go on with a round that another coordinator sealed. Its members are unknown until they come back, which they
         have a lease for. Nodes that wait are told that they stand by."""
         assert self.settings is not None
-        self._begin(World(place))
-        self._returns_until = now + self.settings.lease_s
+        self._begin(Round(World(place), now + self.settings.lease_s), is_ours=False)
         return [] if self._has_room() else self._stand_by(self._nodes.waiting_keys())
-
-    def _take_up(self, facts: NodeFacts, place: Place) -> bool:
-        """A member of an adopted round is back, with its workers or without."""
-        world = self.world
-        if world is None or world.order != place.order or self._returns_until is None:
-            return False
-        if facts.key in world.ranks or not world.take_up(place.rank, facts):
-            return False
-        self._owing.add(facts.key)
-        self._unfinished.add(facts.key)
-        if self._stop_by is not None:  # It hears of the stop only now.
-            self._stop_by = max(self._stop_by, self._now + facts.grace_s + _STOP_MARGIN_S)
-        if not world.missing:
-            self._returns_until = None
-        return True
 
     def _returned(self, back: Return, now: float) -> list[Command]:
         self.settings = self.settings or back.settings
         facts, place = back.facts, back.place
         commands = self._learn_the_past(place, place.round, now)
-        if self._take_up(facts, place):
+        if self._round is not None and self._round.take_up(facts, place, now):
             self._nodes.add(facts, Stage.RUNNING, now)
         node = self._nodes.get(facts.key)
         is_member = self.world is not None and self.world.order == place.order
@@ -372,15 +324,16 @@ class Membership:
 
     def _tell_again(self, node: Node, now: float) -> list[Command]:
         """It is a member of a round of which it has not heard."""
-        assert self.world is not None
         self._nodes.reopen(node, now)
-        return [Tell((node.key,), Sealed(node.key, self.world.place_of(node.key))), *self._stop_again(node)]
+        place = self._present.world.place_of(node.key)
+        return [Tell((node.key,), Sealed(node.key, place)), *self._stop_again(node)]
 
     def _stop_again(self, node: Node) -> list[Command]:
         """It may have missed that the round is being stopped."""
-        if self.phase is not Phase.STOPPING or self.world is None:
+        if self.phase is not Phase.STOPPING:
             return []
-        stop = Stop(self.world.round, "the round was stopped meanwhile", self._is_stopped_for_failure)
+        round = self._present
+        stop = Stop(round.world.round, "the round was stopped meanwhile", round.is_stopped_for_failure)
         return [Tell((node.key,), stop)]
 
     def _was_silent(self, key: str, now: float) -> bool:
@@ -398,17 +351,16 @@ class Membership:
 
     def _failed(self, key: str, round: int, failure: Failure) -> list[Command]:
         """Workers that fail after the round was stopped for another reason fail because of the stop."""
-        is_of_stop = self.phase is Phase.STOPPING and not self._is_stopped_for_failure
+        is_of_stop = self.phase is Phase.STOPPING and not self._present.is_stopped_for_failure
         if is_of_stop or not self._is_current(key, round):
             return []
-        self._failures.setdefault(key, failure)
+        self._present.failures.setdefault(key, failure)
         return self._stop(failure.text, is_failure=True, is_hang=failure.exception == HANG)
 
     def _finish(self, node: Node) -> None:
         if node.stage is Stage.RUNNING:
             node.stage = Stage.FINISHED
-            self._owing.discard(node.key)
-            self._unfinished.discard(node.key)
+            self._present.finish(node.key)
 
     def _leaving(self, key: str) -> list[Command]:
         node = self._nodes.get(key)
@@ -420,14 +372,23 @@ class Membership:
     def _left(self, key: str) -> list[Command]:
         node = self._nodes.get(key)
         if node is not None:
-            self._awaited.discard(node.facts.node_id)
-            if self.round == 0 and not self._has_lost_nodes and len(self._nodes) == 1:
+            self._past.awaited.discard(node.facts.node_id)
+            if self.round == 0 and not self._ending.has_lost_nodes and len(self._nodes) == 1:
                 self.settings = None  # Nothing is left of the run. A node that was lost may come back.
         return self._gone(key, "left")
 
     def _is_current(self, key: str, round: int) -> bool:
         """Whether a member speaks of the present round. The one place where stale reports are dropped."""
-        return key in self._owing and self.world is not None and round == self.world.round
+        return self._owes(key) and round == self._present.world.round
+
+    def _owes(self, key: str) -> bool:
+        """Whether the node is a member of the present round whose workers may be alive."""
+        return self._round is not None and key in self._round.owing
+
+    @property
+    def _present(self) -> Round:
+        assert self._round is not None
+        return self._round
 
     # Losing nodes.
 
@@ -441,35 +402,29 @@ class Membership:
         while (node := self._nodes.most_silent()) is not None and self._lease_ends(node) <= now:
             commands += self._lose(node.key, f"is lost: it was silent for {self.settings.lease_s:g} s")
             commands.append(Expel(node.key, f"it was silent for {self.settings.lease_s:g} s"))
-        if self._returns_until is not None and now >= self._returns_until:
-            commands += self._lose_unknown()
-        if self._stop_by is not None and now >= self._stop_by:
+        returns_until = self._round.returns_until if self._round is not None else None
+        if returns_until is not None and now >= returns_until:
+            self._ending.has_lost_nodes = True
+            commands += self._stop(self._present.give_up_unknown())
+        stop_by = self._round.stop_by if self._round is not None else None
+        if stop_by is not None and now >= stop_by:
             commands += self._expel_stuck(now)
         return commands
 
     def _lose(self, key: str, how: str) -> list[Command]:
-        self._has_lost_nodes = True
+        self._ending.has_lost_nodes = True
         return self._gone(key, how)
-
-    def _lose_unknown(self) -> list[Command]:
-        """Members of an adopted round that have not come back."""
-        assert self.world is not None
-        self._returns_until, self._has_lost_nodes = None, True
-        count = self.world.missing
-        which = "1 node" if count == 1 else f"{count} nodes"
-        reason = f"{which} of round {self.world.round} did not come back after the coordinator was replaced"
-        self._departed.setdefault("", reason)
-        return self._stop(reason)
 
     def _expel_stuck(self, now: float) -> list[Command]:
         """Members that have not come back from the stop. They are lost when their leases have surely ended. One that
         returns because it has not heard of this is expelled again."""
         assert self.settings is not None
-        self._stop_by = now + self.settings.lease_s
-        in_time = f"within {now - self._stopped_at:.0f} s"
-        stuck = [node for key in sorted(self._owing) if (node := self._nodes[key]).is_open]
+        present = self._present
+        present.stop_by = now + self.settings.lease_s
+        in_time = f"within {now - present.stopped_at:.0f} s"
+        stuck = [node for key in sorted(present.owing) if (node := self._nodes[key]).is_open]
         for node in stuck:
-            self._departed.setdefault(node.key, f"{node.facts.node_id} did not stop its workers {in_time}")
+            present.departed.setdefault(node.key, f"{node.facts.node_id} did not stop its workers {in_time}")
             self._nodes.drop(node, now + self.settings.lease_s)
         if not stuck:
             return []
@@ -482,32 +437,23 @@ class Membership:
         assert self.settings is not None
         return node.heard_at + self.settings.lease_s
 
-    def _next_loss_at(self) -> float | None:
-        """The next time at which a node may be lost. All leases are equally long, so the most silent node tells."""
-        node = self._nodes.most_silent()
-        candidates = [self._nodes.next_drop_at(), self._lease_ends(node) if node else None]
-        return min((each for each in candidates if each is not None), default=None)
-
     def _gone(self, key: str, how: str) -> list[Command]:
         """A node is out, and none of its workers can be alive."""
         node = self._nodes.get(key)
         if node is None:
             return []
         self._nodes.remove(key)
-        if key not in self._owing:
+        if not self._owes(key):
             return []
-        self._owing.discard(key)
+        self._present.owing.discard(key)
         return self._stop(f"{node.facts.node_id} {how}", departed=node.facts)
 
     # Rounds.
 
-    def _begin(self, world: World) -> None:
+    def _begin(self, round: Round, *, is_ours: bool) -> None:
         self._enter(Phase.RUNNING)
-        self._has_seen_no_round = False
-        self.world, self.round = world, world.round
-        self._last_order, self._is_last_over = world.order, False
-        self._owing, self._unfinished = set(world.keys), set(world.keys)
-        self._failures, self._departed = {}, {}
+        self._round, self.round = round, round.world.round
+        self._past.begin(round.world, is_ours=is_ours)
         self._formation.reset()
 
     def _enter(self, phase: Phase) -> None:
@@ -519,19 +465,17 @@ class Membership:
         self, reason: str, departed: NodeFacts | None = None, *, is_failure: bool = False, is_hang: bool = False
     ) -> list[Command]:
         """Stop the round for all members. Whether the run goes on is decided when all are accounted for."""
-        assert self.world is not None
+        round = self._present
         if departed is not None:
-            self._departed.setdefault(departed.key, reason)
+            round.departed.setdefault(departed.key, reason)
         if self.phase is not Phase.RUNNING:
             return []
         self._enter(Phase.STOPPING)
-        self._is_stopped_for_failure = is_failure
-        present = [self._nodes[key] for key in self.world.keys if key in self._nodes]
-        grace_s = max((node.facts.grace_s for node in present), default=0.0)
-        self._stopped_at, self._stop_by = self._now, self._now + grace_s + _STOP_MARGIN_S
+        members = [self._nodes[key] for key in round.world.keys if key in self._nodes]
+        round.stop(is_failure, max((node.facts.grace_s for node in members), default=0.0), self._now)
         gone = departed.key if departed else ""
-        keys = tuple(node.key for node in present if node.key != gone)
-        return [Tell(keys, Stop(self.world.round, reason, is_failure, is_hang))]
+        keys = tuple(node.key for node in members if node.key != gone)
+        return [Tell(keys, Stop(round.world.round, reason, is_failure, is_hang))]
 
     def _maybe_admit(self, now: float) -> list[Command]:
         """Let waiting nodes in below max. Mostly one has just joined; it may also have been silent when the round was
@@ -541,46 +485,39 @@ class Membership:
 
     def _has_room(self) -> bool:
         assert self.settings is not None
-        assert self.world is not None
-        return self.settings.admit is Admit.NOW and self.world.size < self.settings.max_nodes
+        return self.settings.admit is Admit.NOW and self._present.world.size < self.settings.max_nodes
 
     def _stand_by(self, keys: tuple[str, ...]) -> list[Command]:
         """Also so that nodes without a place know of the round, should the coordinator lose its memory."""
-        assert self.world is not None
-        text = f"{self.world.description}, this node stands by"
-        return [Tell(keys, StandBy(self.world.round, text))] if keys else []
+        text = f"{self._present.world.description}, this node stands by"
+        return [Tell(keys, StandBy(self._present.world.round, text))] if keys else []
 
     def _advance(self, now: float) -> list[Command]:
         """What is due now that the event has been taken in."""
         commands: list[Command] = []
-        if self.phase is Phase.RUNNING and not self._unfinished and not self._are_members_unknown:
+        if self.phase is Phase.RUNNING and self._present.has_succeeded:
             commands += self._end(Outcome(End.SUCCEEDED, "all workers have succeeded"))
         if self.phase is Phase.RUNNING and self._nodes.waiting:
             commands += self._maybe_admit(now)
-        if self.phase is Phase.STOPPING and not self._owing and self._returns_until is None:
+        if self.phase is Phase.STOPPING and self._present.is_accounted_for:
             commands += self._judge(now)
         if self.phase is Phase.FORMING:
             commands += self._form(now)
-        if self.phase is Phase.ENDED:
-            commands += self._maybe_forget(now)
+        if self.outcome and self._ending.should_forget(self.outcome, self.settings, not self._nodes, now):
+            commands.append(ForgetRun())
         return commands
-
-    @property
-    def _are_members_unknown(self) -> bool:
-        return self.world is not None and self.world.missing > 0
 
     def _judge(self, now: float) -> list[Command]:
         """All members of the stopped round are accounted for: what was it, and does the run go on?"""
         assert self.settings is not None
-        assert self.world is not None
+        round = self._present
+        self._past.end(tuple(key for key in round.world.keys if key in self._nodes), round.world.ranks)
         commands: list[Command] = []
-        self._is_last_over = True
-        self._last_members = tuple(key for key in self.world.keys if key in self._nodes)
-        if self._failures and self._departed:
-            excuse = restart_policy.excuse([*self._departed.values()], self.round)
+        if round.failures and round.departed:
+            excuse = restart_policy.excuse([*round.departed.values()], self.round)
             commands.append(Tell(self._nodes.open_keys(), Notice(excuse)))
-        if self._failures and not self._departed:
-            cause = restart_policy.root_cause(list(self._failures.values()))
+        if round.failures and not round.departed:
+            cause = restart_policy.root_cause(list(round.failures.values()))
             decision = restart_policy.decide(self.settings.policy, self._budget, cause, now)
             if isinstance(decision, restart_policy.GiveUp):
                 return self._end(Outcome(End.FAILED, decision.reason, cause))
@@ -590,8 +527,7 @@ class Membership:
                 commands.append(Remember(self._memory(now)))
             if text := restart_policy.announcement(decision):
                 commands.append(Tell(self._nodes.open_keys(), Notice(text)))
-        self._previous = self.world.ranks
-        self.world = self._stop_by = None
+        self._round = None
         self._enter(Phase.FORMING)
         return commands
 
@@ -599,7 +535,7 @@ class Membership:
         if not self._nodes or self.settings is None:
             self._formation.reset()
             return []
-        self._formation.held_until = self._others_may_run_until(now)
+        self._formation.held_until = self._past.others_may_run_until(self.settings, now)
         self._formation.count(len(self._nodes.waiting), self.settings, now)
         if self._formation.has_timed_out(self.settings, now):
             missing = too_few(self._nodes.names_waiting(), self.settings.min_nodes, self.settings.join_timeout_s)
@@ -615,24 +551,15 @@ class Membership:
         is_everyone = self.round > 0 and ready_count == len(self._nodes)
         return self._formation.may_seal(ready_count, is_everyone, self.settings, now)
 
-    def _others_may_run_until(self, now: float) -> float:
-        """Until when members of a round that this coordinator did not seal may run out of its sight."""
-        assert self.settings is not None
-        if not self._awaited and not self._is_past_unknown:
-            return now
-        return self._started_at + self.settings.lease_s + max(self._extra_wait_s, self.settings.leader_lease_s)
-
     def _ready(self, now: float) -> list[NodeFacts]:
         """The nodes that can be sealed into a world, in order of arrival."""
         return [node.facts for node in self._nodes.waiting_in_order() if not self._is_silent(node, now)]
 
     def _seal(self, ready: list[NodeFacts], now: float) -> list[Command]:
         assert self.settings is not None
-        members = arrange(self._previous, ready, self.settings.max_nodes)
+        members = arrange(self._past.ranks, ready, self.settings.max_nodes)
         world = World.of(self.term, self.round + 1, members, self.restarts_used)
-        self._begin(world)
-        self._awaited.clear()
-        self._is_past_unknown = False
+        self._begin(Round(world), is_ours=True)
         for key in world.keys:
             self._nodes[key].stage = Stage.RUNNING
             self._nodes.waiting.discard(key)
@@ -652,45 +579,25 @@ class Membership:
 
     def _end(self, outcome: Outcome) -> list[Command]:
         self._enter(Phase.ENDED)
-        self._had_room_at_end = self._is_below_max()
         self.outcome = outcome
-        self._is_end_told = True
+        self._ending.tell(self._is_below_max())
         keys = self._nodes.open_keys()
         told: list[Command] = [Tell(keys, Ended(outcome))] if keys else []
         return [Remember(self._memory(self._now)), *told]
 
     def _is_below_max(self) -> bool:
         """Whether a node may yet come that was meant for this run: its last round had room for it."""
-        size = self.world.size if self.world is not None else len(self._previous)
+        size = self.world.size if self.world is not None else len(self._past.ranks)
         return self.settings is not None and 0 < size < self.settings.max_nodes
 
-    def _maybe_forget(self, now: float) -> list[Command]:
-        """At once if all nodes have confirmed the end, so that the run's name can be used again. A node that was lost
-        may still come back, one that was meant for the run may come late, and a closed run stays closed, for a while.
-        """
-        if self._forget_at is None:
-            self._forget_at = now + (self.settings.close_linger_s if self.settings else 0.0)
-        is_closed = self.outcome is not None and self.outcome.end is End.CLOSED
-        may_more_come = is_closed or self._has_lost_nodes or self._had_room_at_end
-        have_all_heard = self._is_end_told and not self._nodes
-        if self._is_forgotten or not (now >= self._forget_at or (have_all_heard and not may_more_come)):
-            return []
-        self._is_forgotten = True
-        return [ForgetRun()]
-
     def _memory(self, now: float) -> Memory:
-        world = self.world
-        members = self._last_members if self._is_last_over or world is None else () if world.missing else world.keys
-        size_bytes = sum(len(key.encode()) for key in members)
-        if len(members) > _MEMBERS_WRITTEN_DOWN or size_bytes > _MEMBERS_WRITTEN_DOWN_BYTES:
-            members = ()
         window_s = self.settings.policy.window_s if self.settings else None
         return Memory(
             term=self.term,
-            round_term=self._last_order[0],
+            round_term=self._past.order[0],
             last_round=self.round,
-            members=members,
-            is_round_over=self._is_last_over,
+            members=self._past.members_to_write_down(self.world),
+            is_round_over=self._past.is_over,
             restarts_used=self.restarts_used,
             restart_ages_s=self._budget.ages_s(window_s, now),
             settings=self.settings,
@@ -699,13 +606,13 @@ class Membership:
 
     def check(self) -> None:
         """The invariants; tests and the simulator call this after every step."""
-        keys = self.world.keys if self.world else ()
-        assert (self.phase in (Phase.RUNNING, Phase.STOPPING)) <= (self.world is not None)
+        round = self._round
+        assert (self.phase in (Phase.RUNNING, Phase.STOPPING)) <= (round is not None)
         assert (self.phase is Phase.ENDED) == (self.outcome is not None)
-        assert (self._returns_until is None) or (self.world is not None and self.world.missing > 0)
+        assert round is None or round.returns_until is None or round.world.missing > 0
         self._nodes.check()
         if self.phase is not Phase.ENDED:
-            assert self._owing <= {key for key in keys if key in self._nodes}
+            assert round is None or round.owing <= {key for key in round.world.keys if key in self._nodes}
             waiting = {node.key for node in self._nodes if node.stage is Stage.WAITING and node.is_open}
             assert self._nodes.waiting == waiting
         if self.settings and self.world:
