@@ -295,7 +295,7 @@ class Run(RuleBasedStateMachine):
         if self.run.phase is Phase.ENDED:
             assert self.run.outcome is not None
             assert self.memory.outcome == self.run.outcome
-        if self.run.phase is Phase.FORMING and not self.run.node_count:
+        if self.run.phase is Phase.FORMING and not self.run._nodes:
             assert self.run.next_deadline() is None, "nobody is there, so nobody is waited for"
 
 

@@ -167,7 +167,9 @@ class NodeTable:
         return node is not None and node.drop_at == at
 
     def check(self) -> None:
-        assert self.waiting <= self._nodes.keys()
+        assert self.waiting == {
+            key for key, node in self._nodes.items() if node.stage is Stage.WAITING and node.is_open
+        }
         assert self._by_silence.keys() == {key for key, node in self._nodes.items() if node.is_open}
         assert self._dropping == {key for key, node in self._nodes.items() if not node.is_open}
 

@@ -177,10 +177,6 @@ class Membership:
         return self._budget.used
 
     @property
-    def node_count(self) -> int:
-        return len(self._nodes)
-
-    @property
     def is_blank(self) -> bool:
         """Whether nothing would be lost if the run were forgotten."""
         return self.round == 0 and self.outcome is None and not self._nodes
@@ -246,7 +242,9 @@ class Membership:
             return self._refuse(facts, problem, now)
         self.settings = ours
         commands = self._learn_the_past(last, join.heard_round, now)
-        commands += self._replace_earlier_self(facts)
+        earlier = self._nodes.earlier_self(facts)
+        if earlier is not None:  # A new incarnation joins when nothing of the one before it is alive.
+            commands += self._gone(earlier, "has lost its place")
         if last is not None and self._round is not None:
             self._round.take_up(facts, last, now)
         if join.failure is not None and last is not None:
@@ -271,11 +269,6 @@ class Membership:
         if join.stop is None:
             return self._stop(f"{name} has left the round", departed=join.facts)
         return self._stop(join.stop.reason, is_failure=join.stop.is_failure, is_hang=join.stop.is_hang)
-
-    def _replace_earlier_self(self, facts: NodeFacts) -> list[Command]:
-        """A new incarnation joins when nothing of the one before it is alive."""
-        key = self._nodes.earlier_self(facts)
-        return [] if key is None else self._gone(key, "has lost its place")
 
     def _refuse(self, facts: NodeFacts, problem: str, now: float) -> list[Command]:
         """The nodes that wait hear of it too: they may be waiting for this one."""
@@ -303,8 +296,7 @@ class Membership:
     def _adopt(self, place: Place, now: float) -> list[Command]:
         """Go on with a round that another coordinator sealed. Its members are unknown until they come back, which they
         have a lease for. Nodes that wait are told that they stand by."""
-        assert self.settings is not None
-        self._begin(Round(World(place), now + self.settings.lease_s), is_ours=False)
+        self._begin(Round(World(place), now + self._agreed.lease_s), is_ours=False)
         return [] if self._has_room() else self._stand_by(self._nodes.waiting_keys())
 
     def _returned(self, back: Return, now: float) -> list[Command]:
@@ -346,8 +338,7 @@ class Membership:
     def _closed(self, key: str, now: float) -> None:
         node = self._nodes.get(key)
         if node is not None and node.is_open and self.phase is not Phase.ENDED:
-            assert self.settings is not None
-            self._nodes.drop(node, now + self.settings.drop_timeout_s)
+            self._nodes.drop(node, now + self._agreed.drop_timeout_s)
 
     def _failed(self, key: str, round: int, failure: Failure) -> list[Command]:
         """Workers that fail after the round was stopped for another reason fail because of the stop."""
@@ -386,6 +377,11 @@ class Membership:
         return self._round is not None and key in self._round.owing
 
     @property
+    def _agreed(self) -> Settings:
+        assert self.settings is not None
+        return self.settings
+
+    @property
     def _present(self) -> Round:
         assert self._round is not None
         return self._round
@@ -418,14 +414,13 @@ class Membership:
     def _expel_stuck(self, now: float) -> list[Command]:
         """Members that have not come back from the stop. They are lost when their leases have surely ended. One that
         returns because it has not heard of this is expelled again."""
-        assert self.settings is not None
         present = self._present
-        present.stop_by = now + self.settings.lease_s
+        present.stop_by = now + self._agreed.lease_s
         in_time = f"within {now - present.stopped_at:.0f} s"
         stuck = [node for key in sorted(present.owing) if (node := self._nodes[key]).is_open]
         for node in stuck:
             present.departed.setdefault(node.key, f"{node.facts.node_id} did not stop its workers {in_time}")
-            self._nodes.drop(node, now + self.settings.lease_s)
+            self._nodes.drop(node, now + self._agreed.lease_s)
         if not stuck:
             return []
         names, others = [node.facts.node_id for node in stuck], self._nodes.open_keys()
@@ -434,8 +429,7 @@ class Membership:
         return [Tell(others, told), *(Expel(node.key, f"it did not stop its workers {in_time}") for node in stuck)]
 
     def _lease_ends(self, node: Node) -> float:
-        assert self.settings is not None
-        return node.heard_at + self.settings.lease_s
+        return node.heard_at + self._agreed.lease_s
 
     def _gone(self, key: str, how: str) -> list[Command]:
         """A node is out, and none of its workers can be alive."""
@@ -484,8 +478,7 @@ class Membership:
         return self._stop(f"{newcomers[0].node_id} joins") if newcomers else []
 
     def _has_room(self) -> bool:
-        assert self.settings is not None
-        return self.settings.admit is Admit.NOW and self._present.world.size < self.settings.max_nodes
+        return self._agreed.admit is Admit.NOW and self._present.world.size < self._agreed.max_nodes
 
     def _stand_by(self, keys: tuple[str, ...]) -> list[Command]:
         """Also so that nodes without a place know of the round, should the coordinator lose its memory."""
@@ -509,7 +502,6 @@ class Membership:
 
     def _judge(self, now: float) -> list[Command]:
         """All members of the stopped round are accounted for: what was it, and does the run go on?"""
-        assert self.settings is not None
         round = self._present
         self._past.end(tuple(key for key in round.world.keys if key in self._nodes), round.world.ranks)
         commands: list[Command] = []
@@ -518,7 +510,7 @@ class Membership:
             commands.append(Tell(self._nodes.open_keys(), Notice(excuse)))
         if round.failures and not round.departed:
             cause = restart_policy.root_cause(list(round.failures.values()))
-            decision = restart_policy.decide(self.settings.policy, self._budget, cause, now)
+            decision = restart_policy.decide(self._agreed.policy, self._budget, cause, now)
             if isinstance(decision, restart_policy.GiveUp):
                 return self._end(Outcome(End.FAILED, decision.reason, cause))
             self._formation.not_before = now + decision.delay_s
@@ -547,17 +539,15 @@ class Membership:
         return self._maybe_report_progress(now)
 
     def _is_time_to_seal(self, ready_count: int, now: float) -> bool:
-        assert self.settings is not None
         is_everyone = self.round > 0 and ready_count == len(self._nodes)
-        return self._formation.may_seal(ready_count, is_everyone, self.settings, now)
+        return self._formation.may_seal(ready_count, is_everyone, self._agreed, now)
 
     def _ready(self, now: float) -> list[NodeFacts]:
         """The nodes that can be sealed into a world, in order of arrival."""
         return [node.facts for node in self._nodes.waiting_in_order() if not self._is_silent(node, now)]
 
     def _seal(self, ready: list[NodeFacts], now: float) -> list[Command]:
-        assert self.settings is not None
-        members = arrange(self._past.ranks, ready, self.settings.max_nodes)
+        members = arrange(self._past.ranks, ready, self._agreed.max_nodes)
         world = World.of(self.term, self.round + 1, members, self.restarts_used)
         self._begin(Round(world), is_ours=True)
         for key in world.keys:
@@ -567,12 +557,11 @@ class Membership:
         return [Remember(self._memory(now)), *told, *self._stand_by(self._nodes.waiting_keys())]
 
     def _maybe_report_progress(self, now: float) -> list[Command]:
-        assert self.settings is not None
         waiting = len(self._nodes.waiting)
         if not self._formation.should_report(waiting, now):
             return []
-        left_s = self._formation.left_s(self.settings, now)
-        progress = Progress(waiting, self.settings.min_nodes, self.settings.max_nodes, left_s)
+        left_s = self._formation.left_s(self._agreed, now)
+        progress = Progress(waiting, self._agreed.min_nodes, self._agreed.max_nodes, left_s)
         return [Tell(self._nodes.waiting_keys(), progress)]
 
     # The end.
@@ -580,15 +569,11 @@ class Membership:
     def _end(self, outcome: Outcome) -> list[Command]:
         self._enter(Phase.ENDED)
         self.outcome = outcome
-        self._ending.tell(self._is_below_max())
+        size = self.world.size if self.world is not None else len(self._past.ranks)
+        self._ending.tell(had_room=self.settings is not None and 0 < size < self.settings.max_nodes)
         keys = self._nodes.open_keys()
         told: list[Command] = [Tell(keys, Ended(outcome))] if keys else []
         return [Remember(self._memory(self._now)), *told]
-
-    def _is_below_max(self) -> bool:
-        """Whether a node may yet come that was meant for this run: its last round had room for it."""
-        size = self.world.size if self.world is not None else len(self._past.ranks)
-        return self.settings is not None and 0 < size < self.settings.max_nodes
 
     def _memory(self, now: float) -> Memory:
         window_s = self.settings.policy.window_s if self.settings else None
@@ -613,8 +598,6 @@ class Membership:
         self._nodes.check()
         if self.phase is not Phase.ENDED:
             assert round is None or round.owing <= {key for key in round.world.keys if key in self._nodes}
-            waiting = {node.key for node in self._nodes if node.stage is Stage.WAITING and node.is_open}
-            assert self._nodes.waiting == waiting
         if self.settings and self.world:
             assert self.settings.min_nodes <= self.world.size <= self.settings.max_nodes
             policy = self.settings.policy
