@@ -266,11 +266,11 @@ class _Ledger(Checker):
             self.back.add(key)
         match message:
             case protocol.Join(facts, place=Place() as place) if place.order >= world.order:
+                earlier = {key for key in world.keys if key.startswith(f"{facts.node_id}/")}
                 if message.failure is not None:
-                    self._fail(facts.key, place.round, message.failure)
+                    self._fail(min(earlier, default=""), place.round, message.failure)
                 self.is_failure_known |= message.stop is not None and message.stop.is_failure
                 self.was_stopped_otherwise |= message.stop is not None and not message.stop.is_failure
-                earlier = {key for key in world.keys if key.startswith(f"{facts.node_id}/")}
                 if message.has_lost_place:
                     self.lost |= earlier - self.rejoined - self.finished
                 else:
