@@ -246,13 +246,12 @@ class _Ledger(Checker):
         """By an earlier coordinator, for another reason than a failure."""
         self.was_stopped_for_failure: bool | None = None
 
+    is_uncertain = False
+    """Which round the coordinator speaks of, until the next one is sealed."""
+
     def coordinator_started(self) -> None:
         self._begin()
         self._started_at = self.now()
-
-    def data_lost(self) -> None:
-        """Until the next round is sealed: the coordinator may adopt one that has the same number as another."""
-        self.world = None
 
     def connection_closed(self, key: str) -> None:
         self.closed_at[key] = self.now()
@@ -267,11 +266,11 @@ class _Ledger(Checker):
             self.back.add(key)
         match message:
             case protocol.Join(facts, place=Place() as place) if place.order >= world.order:
+                earlier = {key for key in world.keys if key.startswith(f"{facts.node_id}/")}
                 if message.failure is not None:
-                    self._fail(facts.key, place.round, message.failure)
+                    self._fail(min(earlier, default=""), place.round, message.failure)
                 self.is_failure_known |= message.stop is not None and message.stop.is_failure
                 self.was_stopped_otherwise |= message.stop is not None and not message.stop.is_failure
-                earlier = {key for key in world.keys if key.startswith(f"{facts.node_id}/")}
                 if message.has_lost_place:
                     self.lost |= earlier - self.rejoined - self.finished
                 else:
@@ -310,7 +309,7 @@ class _Ledger(Checker):
         return [key for key in self.world.keys if key not in present]
 
     def world_sealed(self, world: World) -> None:
-        self.world = world
+        self.world, self.is_uncertain = world, False
         self._begin()
         self.back.update(world.keys)
 
@@ -322,11 +321,10 @@ class MembershipIsFree(_Ledger):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._most_charged = 0
-        self._was_data_lost = False
 
     def data_lost(self) -> None:
-        super().data_lost()
-        self._was_data_lost = True
+        """The coordinator may adopt a round that has the same number as another."""
+        self.is_uncertain = True
 
     def remembered(self, memory: Memory) -> None:
         if memory.restarts_used > self._most_charged:
@@ -336,7 +334,7 @@ class MembershipIsFree(_Ledger):
             self._must_be_a_failure("the run was ended")
 
     def _must_be_a_failure(self, what: str) -> None:
-        if self.world is None and self._was_data_lost:
+        if self.is_uncertain:
             return
         if self.world is None or not self.failures:
             self.object(f"{what} although nothing had failed")
@@ -386,9 +384,12 @@ class NoFailureIsForgotten(_Ledger):
 class RootCause(_Ledger):
     """The cause that a run ended of was reported in its last round, and is no consequence if anything else was."""
 
+    def data_lost(self) -> None:
+        self.is_uncertain = True
+
     def remembered(self, memory: Memory) -> None:
         cause = memory.outcome.cause if memory.outcome else None
-        if cause is None:
+        if cause is None or self.is_uncertain:
             return
         if cause not in self.failures:
             self.object(f"nobody reported {cause.text!r}")
@@ -586,18 +587,24 @@ class OneInOffice(Checker):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._elected: list[ElectedCoordinator] = []
+        self._rightful: set[str] = set()
+        """Their tokens."""
+
+    def leader_written(self, leader: Leader) -> None:
+        self._rightful.add(leader.token)
 
     def data_lost(self) -> None:
-        self._elected.clear()
+        self._rightful.clear()
 
     lease_dropped = data_lost
 
     def elected(self, coordinator: ElectedCoordinator) -> None:
-        if not _may_serve(coordinator):
+        if not _may_serve(coordinator) or coordinator.office.leader.token not in self._rightful:
             return
         self._elected = [each for each in self._elected if _may_serve(each)]
         for other in self._elected:
-            self.object(f"{other.name} still serves when {coordinator.name} is elected")
+            if other.office.leader.token in self._rightful:
+                self.object(f"{other.name} still serves when {coordinator.name} is elected")
         self._elected.append(coordinator)
 
 

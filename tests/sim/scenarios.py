@@ -533,6 +533,18 @@ def a_leader_is_cut_off_from_etcd() -> str:
 
 
 @scenario
+def an_answer_that_is_late_renews_no_longer() -> str:
+    """The renewal was carried out at once, and its answer takes 0.9 s; then nothing gets through to etcd. The leader
+    counts from when it asked, so it stops before c, which has just been started, finds no key."""
+    script = EtcdScript(min_nodes=2, max_nodes=3, admit=Admit.ON_RESTART)
+    script.nodes("ab")
+    script.cut_from_etcd("a", at=3.0, for_s=0.9, up=False)
+    script.cut_from_etcd("a", at=3.95, for_s=20.0)
+    script.node("c", at=8.1)
+    return script.tell(until=9.0)
+
+
+@scenario
 def a_leader_resigns_and_is_gone() -> str:
     """The same, and when it has said that it resigns nothing reaches its host any more, so nobody is refused there. b
     and c believe it: they have the rest of their leases, not half a second."""

@@ -198,12 +198,13 @@ class EtcdScript(Script):
         coordinator.freeze()
         self.engine.after(for_s, coordinator.thaw)
 
-    def cut_from_etcd(self, name: str, at: float, for_s: float) -> None:
-        self.engine.at(at, self._cut_from_etcd, name, for_s)
+    def cut_from_etcd(self, name: str, at: float, for_s: float, *, up: bool = True) -> None:
+        """Not `up`: requests get there, and the answers do not come back."""
+        self.engine.at(at, self._cut_from_etcd, name, for_s, up)
 
-    def _cut_from_etcd(self, name: str, for_s: float) -> None:
-        self.engine.note("network", "is cut between etcd and", name)
-        self.gateway.cut(self.hosts[name], up=True, down=True)
+    def _cut_from_etcd(self, name: str, for_s: float, up: bool) -> None:
+        self.engine.note("network", "is cut between etcd and", name, "" if up else "for answers")
+        self.gateway.cut(self.hosts[name], up=up, down=True)
         self.engine.after(for_s, self.gateway.heal, self.hosts[name])
 
     def lose_quorum(self, at: float, for_s: float) -> None:

@@ -70,7 +70,9 @@ def calm(checks: Checks) -> None:
 
 
 def coordinator(*, may_serve: bool = True) -> Any:
-    return SimpleNamespace(name="c", is_up=True, local_now=0.0, office=SimpleNamespace(may_serve=lambda now: may_serve))
+    return SimpleNamespace(
+        name="c", is_up=True, local_now=0.0, office=SimpleNamespace(may_serve=lambda now: may_serve, leader=LEADER)
+    )
 
 
 def later(seconds: float) -> Callable[[Checks], None]:
@@ -135,7 +137,9 @@ STORIES: list[tuple[str, list[Callable[[Checks], None]]]] = [
         did("leader_written", LEADER), did("leader_written", Leader("b", 1, "other", 2)),
         did("leader_written", Leader("a", 1, "token", 1, turn=1)),
     ]),
-    ("one_in_office", [did("elected", coordinator()), did("elected", coordinator())]),
+    ("one_in_office", [
+        did("leader_written", LEADER), did("elected", coordinator()), did("elected", coordinator()),
+    ]),
     ("only_in_office", [did("told", coordinator(may_serve=False), "anything", Memory())]),
     ("tellings_are_backed", [did("told", coordinator(), Ended(SUCCEEDED), Memory())]),
     ("tellings_are_backed", [did("told", coordinator(), Sealed(A.key, PLACE), None)]),

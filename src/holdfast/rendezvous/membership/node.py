@@ -332,7 +332,7 @@ class Participant:
                 assert self.place is not None
                 lost = PlaceLost(self.place.round, reason)
                 self._become_stranger()
-                self._has_lost_place = True
+                self._has_lost_place, self._failure, self._stop = True, None, None
                 self._stand(Standing.OUTSIDE)
                 self.place = None
                 return [*self._step_lease(node_lease.PlaceRevoked(), now), lost]
@@ -341,7 +341,6 @@ class Participant:
         return []
 
     def _become_stranger(self) -> None:
-        self._failure = self._stop = None
         self.facts = replace(self.facts, incarnation=self.facts.incarnation + 1)
 
     def _finish(self, end: Ended | Refused, now: float) -> list[Command]:

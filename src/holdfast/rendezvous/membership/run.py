@@ -66,6 +66,7 @@ from holdfast.rendezvous.membership.model import (
     Progress,
     Refused,
     Sealed,
+    Settings,
     Stage,
     StandBy,
     Stop,
