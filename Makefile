@@ -18,10 +18,9 @@ test: $(VENV)/.test
 
 test-all: test
 
-# Runs that never were, with faults drawn from a seed; a seed that fails says how to see it again.
+# Runs that never were, every other one on etcd, with faults drawn from a seed; one that fails says how to see it again.
 sim: $(VENV)/.test
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --jobs $(JOBS)
-	$(BIN)/python -m tests.sim --etcd --seeds $(SEEDS) --jobs $(JOBS)
 
 # The tests, while random processes of theirs stand still for a moment: what depends on luck shows.
 frost: $(VENV)/.test

@@ -93,8 +93,7 @@ def test_a_newcomer_waits_for_a_frozen_coordinator(
         process.process.send_signal(signal.SIGSTOP)
         try:
             a.join()
-            for left_s in (29, 28):
-                await_log(caplog, f", trying for {left_s} s more)")
+            support.wait_until(lambda: caplog.text.count(", trying for ") > 2, "it goes on after what it said first")
             assert a.take() == []
         finally:
             process.process.send_signal(signal.SIGCONT)
@@ -139,11 +138,11 @@ def test_a_node_that_never_comes_back_from_a_stop_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(run, "_STOP_MARGIN_S", 0.3)
-    with coordinator_thread(tmp_path) as port, Peer(port) as peer, node(port, "1:2", lease=1, last_call=5) as a:
+    with coordinator_thread(tmp_path) as port, Peer(port) as peer, node(port, "1:2", lease=2, last_call=5) as a:
         a.introduce("default", 1, RestartPolicy(), grace_s=0.2)
         peer.enter().join("stuck", agreed(a), grace_s=0.2)
-        assert form(a)[0].found.world_size == 2
         stuck = Stuck(peer)
+        assert form(a)[0].found.world_size == 2
         a.report_failure(1, Failure(text="no reason"))
         assert await_push(a, Stop).is_failure
         (second,) = form(a)

@@ -648,6 +648,7 @@ def test_tls_files_that_cannot_be_used(certificates: Certificates) -> None:
 def test_another_client_finds_the_same(etcd: EtcdServer, etcd_gateway: Gateway) -> None:
     """`etcd3gw` knows the gateway of etcd, too, and nothing of us."""
     import etcd3gw
+
     theirs = etcd3gw.Etcd3Client(etcd.get_host(), etcd.get_port(), api_path="/v3/")
     etcd_gateway.put(b"k", bytes(range(256)))
     assert theirs.get("k") == [bytes(range(256))]

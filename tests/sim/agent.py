@@ -69,8 +69,6 @@ class Agent:
         """The present attempt to connect, and the connection that may come of it."""
         self.dialled: Link | None = None
         self._needs_address = False
-        self.last_address: Address | None = None
-        """That of the coordinator that the node was last connected to."""
         self.participant = Participant(facts, settings, NodeLease(lease))
         self.machine = Lifecycle(peers_timeout_s)
         self.place: Place | None = None
@@ -140,11 +138,13 @@ class Agent:
 
     def connect_failed(self, attempt: object, was_refused: bool) -> None:
         if self.dial is attempt:
-            link, self.dial, self.dialled = self.dialled, None, None
-            if link is not None and link.agent_open:
-                self.network.close_by_agent(link)
-            is_of_last = self.locator.address is self.last_address
-            self.tell(node_lease.ConnectFailed(was_refused and is_of_last, self.engine.random.random()))
+            self._abandon_dial()
+            self.tell(node_lease.ConnectFailed(was_refused, self.engine.random.random()))
+
+    def _abandon_dial(self) -> None:
+        link, self.dial, self.dialled = self.dialled, None, None
+        if link is not None and link.agent_open:
+            self.network.close_by_agent(link)
 
     def disconnected(self, link: Link) -> None:
         if self.dialled is link:
@@ -157,7 +157,7 @@ class Agent:
         if isinstance(message, protocol.Welcome):
             if self.dialled is link:
                 self.dial = self.dialled = None
-                self.link, self.last_address = link, link.coordinator.address
+                self.link = link
                 self.tell(node.Welcomed(message.term, message.last_round))
         elif self.link is link:
             self.tell(node.Received(message))
@@ -174,6 +174,7 @@ class Agent:
         if self._needs_address:
             self.connect()
         else:
+            self._abandon_dial()
             self.tell(node_lease.LeaderMoved())
 
     def found_none(self) -> None:

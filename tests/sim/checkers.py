@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.etcd.election import Leader
+from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import (
     End,
     Ended,
@@ -52,8 +52,9 @@ HOOKS = (
     "stepped",
     "data_lost",
     "leader_written",
+    "elected",
+    "lease_dropped",
     "told",
-    "resigned",
 )
 
 
@@ -117,11 +118,11 @@ class RoundsRise(Checker):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._last = 0
+        self._last = self._written = 0
         self._last_of: dict[str, int] = {}
 
     def data_lost(self) -> None:
-        self._last = 0
+        self._last = self._written = 0
 
     def world_sealed(self, world: World) -> None:
         if world.round <= self._last:
@@ -134,8 +135,9 @@ class RoundsRise(Checker):
         self._last_of[group.node] = group.round
 
     def remembered(self, memory: Memory) -> None:
-        if memory.last_round < self._last:
-            self.object(f"round {memory.last_round} was written down after round {self._last}")
+        if memory.last_round < self._written:
+            self.object(f"round {memory.last_round} was written down after round {self._written}")
+        self._written = memory.last_round
 
 
 class SizeWithinBounds(Checker):
@@ -248,6 +250,10 @@ class _Ledger(Checker):
         self._begin()
         self._started_at = self.now()
 
+    def data_lost(self) -> None:
+        """Until the next round is sealed: the coordinator may adopt one that has the same number as another."""
+        self.world = None
+
     def connection_closed(self, key: str) -> None:
         self.closed_at[key] = self.now()
 
@@ -265,9 +271,12 @@ class _Ledger(Checker):
                     self._fail(facts.key, place.round, message.failure)
                 self.is_failure_known |= message.stop is not None and message.stop.is_failure
                 self.was_stopped_otherwise |= message.stop is not None and not message.stop.is_failure
-                self.rejoined.add(facts.key)
+                earlier = {key for key in world.keys if key.startswith(f"{facts.node_id}/")}
                 if message.has_lost_place:
-                    self._lose_earlier_self(facts.node_id)
+                    self.lost |= earlier - self.rejoined - self.finished
+                else:
+                    self.rejoined |= earlier  # It was lost while it waited, and had no workers then.
+                self.rejoined.add(facts.key)
             case protocol.Return(facts, _, place, Stage.FINISHED) if place.order == world.order:
                 self.finished.add(facts.key)
             case protocol.Succeeded(round) if round == world.round:
@@ -280,11 +289,6 @@ class _Ledger(Checker):
 
     def _is_in_time(self) -> bool:
         return self.now() - self._started_at < self.settings.lease_s
-
-    def _lose_earlier_self(self, node_id: str) -> None:
-        assert self.world is not None
-        known = self.rejoined | self.finished
-        self.lost |= {key for key in self.world.keys if key.startswith(f"{node_id}/") and key not in known}
 
     def _fail(self, key: str, round: int, failure: Failure) -> None:
         assert self.world is not None
@@ -318,6 +322,11 @@ class MembershipIsFree(_Ledger):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._most_charged = 0
+        self._was_data_lost = False
+
+    def data_lost(self) -> None:
+        super().data_lost()
+        self._was_data_lost = True
 
     def remembered(self, memory: Memory) -> None:
         if memory.restarts_used > self._most_charged:
@@ -327,6 +336,8 @@ class MembershipIsFree(_Ledger):
             self._must_be_a_failure("the run was ended")
 
     def _must_be_a_failure(self, what: str) -> None:
+        if self.world is None and self._was_data_lost:
+            return
         if self.world is None or not self.failures:
             self.object(f"{what} although nothing had failed")
         if self.missing():
@@ -552,21 +563,46 @@ class StoppingIsBounded(Checker):
             self._until = max(self._until, self.now() + 2 * self.settings.lease_s)
 
 
-class TermsRise(Checker):
-    """Every coordinator that is elected has a higher term than all before it, unless etcd has lost its data. Nobody
-    writes in the name of another."""
+class WritesAreInTurn(Checker):
+    """A coordinator writes in its time, each thing once and in order. A request that is carried out late, after the
+    coordinator was replaced or has asked for something else, changes nothing."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._last: Leader | None = None
-
-    def data_lost(self) -> None:
-        self._last = None
+        self._last: dict[str, tuple[int, int]] = {}
+        self._present = ""
 
     def leader_written(self, leader: Leader) -> None:
-        last, self._last = self._last, leader
-        if last is not None and leader.token == last.token and (leader.term, leader.turn) <= (last.term, last.turn):
-            self.object(f"turn {leader.turn} of term {leader.term} came after {last.turn} of {last.term}")
+        before = self._last.get(leader.token)
+        if before is not None and (leader.token != self._present or (leader.term, leader.turn) <= before):
+            self.object(f"{leader} was written after {self._present} had {self._last[self._present]}")
+        self._present = leader.token
+        self._last[leader.token] = (leader.term, leader.turn)
+
+
+class OneInOffice(Checker):
+    """When a coordinator is elected, the one before it serves no more; unless etcd ended its lease early or lost it."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._elected: list[ElectedCoordinator] = []
+
+    def data_lost(self) -> None:
+        self._elected.clear()
+
+    lease_dropped = data_lost
+
+    def elected(self, coordinator: ElectedCoordinator) -> None:
+        if not _may_serve(coordinator):
+            return
+        self._elected = [each for each in self._elected if _may_serve(each)]
+        for other in self._elected:
+            self.object(f"{other.name} still serves when {coordinator.name} is elected")
+        self._elected.append(coordinator)
+
+
+def _may_serve(coordinator: ElectedCoordinator) -> bool:
+    return coordinator.is_up and coordinator.office.may_serve(coordinator.local_now)
 
 
 class OnlyInOffice(Checker):
@@ -615,7 +651,8 @@ RULES: tuple[type[Checker], ...] = (
     NobodyLostWithoutReason,
     OnlyMisfitsAreRefused,
     StoppingIsBounded,
-    TermsRise,
+    WritesAreInTurn,
+    OneInOffice,
     OnlyInOffice,
     TellingsAreBacked,
 )

@@ -12,12 +12,12 @@ from typing import Any, assert_never
 
 from holdfast.rendezvous.etcd import election
 from holdfast.rendezvous.etcd.election import Leader, Office
-from holdfast.rendezvous.membership import model, node_lease
+from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership.model import Memory
 from holdfast.rendezvous.membership.protocol import Remember
 from tests.sim.agent import Agent
 from tests.sim.checkers import Checks
-from tests.sim.coordinator import Coordinator, Greet, Item, RaiseTerm
+from tests.sim.coordinator import Coordinator, Item, RaiseTerm
 from tests.sim.engine import Alarm, Engine, Violation
 from tests.sim.etcd import Gateway
 from tests.sim.host import Host
@@ -59,6 +59,7 @@ class ElectedCoordinator(Coordinator):
     def begin(self) -> None:
         self.engine.note(self.name, "is elected, of term", str(self.office.term))
         self.host.coordinators.append(self)
+        self.checks.elected(self)
         self.address.listener = self
         self._office_alarm.set(self.office.next_deadline())
         self._read_memory()
@@ -160,7 +161,6 @@ class ElectedCoordinator(Coordinator):
 
     def _resign(self) -> None:
         self.engine.note(self.name, "resigns")
-        self.checks.resigned(self)
         self._end(model.Resigned())
 
     def _forget(self) -> None:

@@ -105,6 +105,7 @@ class Etcd:
     def drop_lease(self) -> None:
         if self.leader is not None:
             self.engine.note("etcd", "ends the leader's lease early")
+            self.checks.lease_dropped()
             self.revoke(self._lease_of_leader)
 
     def lose_quorum(self) -> None:

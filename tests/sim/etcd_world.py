@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from holdfast.rendezvous.membership.model import Memory, NodeFacts, Settings
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from tests.sim.agent import Agent

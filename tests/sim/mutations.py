@@ -15,6 +15,8 @@ from unittest.mock import patch
 from msgspec.structs import replace as replace_in_message
 
 from holdfast.agent.lifecycle import Lifecycle
+from holdfast.rendezvous.etcd import election
+from holdfast.rendezvous.etcd.election import Office
 from holdfast.rendezvous.membership import node_lease, protocol, restart_policy, run
 from holdfast.rendezvous.membership.formation import Formation
 from holdfast.rendezvous.membership.model import Memory, Sealed, Stage, World
@@ -23,6 +25,8 @@ from holdfast.rendezvous.membership.node_lease import NodeLease
 from holdfast.rendezvous.membership.protocol import Remember
 from holdfast.rendezvous.membership.restart_policy import Budget
 from holdfast.rendezvous.membership.run import Membership
+from tests.sim.elected import Candidate, ElectedCoordinator
+from tests.sim.etcd import Etcd
 from tests.sim.host import Host
 
 
@@ -39,6 +43,7 @@ class Mutation:
     first_seed: int = 0
     """The search begins here."""
     scenario: str = ""
+    is_on_etcd: bool = False
 
     def apply(self) -> AbstractContextManager[Any]:
         return patch.object(self.owner, self.attribute, self.change(getattr(self.owner, self.attribute)))
@@ -52,11 +57,52 @@ def mutation_of(
     *rules: str,
     first_seed: int = 0,
     scenario: str = "",
+    is_on_etcd: bool = False,
 ) -> Mutation:
-    return Mutation(name, owner, attribute, change, rules, first_seed, scenario)
+    return Mutation(name, owner, attribute, change, rules, first_seed, scenario, is_on_etcd)
 
 
 # How things are changed.
+
+
+def _always(value: Any) -> Any:
+    return lambda original: lambda *arguments, **named: value
+
+
+def _before(do: Callable[[Any], Any]) -> Any:
+    """Do something to the machine first."""
+    return lambda original: lambda self, *arguments, **named: (do(self), original(self, *arguments, **named))[1]
+
+
+def _after(do: Callable[[Any], Any]) -> Any:
+    def change(original: Any) -> Any:
+        def changed(self: Any, *arguments: Any, **named: Any) -> Any:
+            result = original(self, *arguments, **named)
+            do(self)
+            return result
+
+        return changed
+
+    return change
+
+
+def _without(kind: type) -> Any:
+    """Commands of that kind are not given."""
+    return lambda original: lambda *arguments: [c for c in original(*arguments) if not isinstance(c, kind)]
+
+
+def _message_without(**fields: Any) -> Any:
+    return lambda original: lambda self: replace_in_message(original(self), **fields)
+
+
+def _judge_at_once(original: Any) -> Any:
+    def stop(self: Membership, *arguments: Any, **named: Any) -> Any:
+        commands = original(self, *arguments, **named)
+        if commands:
+            self._owing.clear()
+        return commands
+
+    return stop
 
 
 def _lease_of_half_the_length(original: Any) -> Any:
@@ -72,24 +118,6 @@ def _drop_at_once(original: Any) -> Any:
     return closed
 
 
-def _judge_at_once(original: Any) -> Any:
-    def stop(self: Membership, *arguments: Any, **named: Any) -> Any:
-        commands = original(self, *arguments, **named)
-        if commands:
-            self._owing.clear()
-        return commands
-
-    return stop
-
-
-def _blame_departed(original: Any) -> Any:
-    def judge(self: Membership, now: float) -> Any:
-        self._departed.clear()
-        return original(self, now)
-
-    return judge
-
-
 def _blame_stopped(original: Any) -> Any:
     def failed(self: Membership, key: str, round: int, failure: Any) -> Any:
         if self._is_current(key, round):
@@ -97,15 +125,6 @@ def _blame_stopped(original: Any) -> Any:
         return original(self, key, round, failure)
 
     return failed
-
-
-def _adopt_without_waiting(original: Any) -> Any:
-    def adopt(self: Membership, place: Any, now: float) -> Any:
-        commands = original(self, place, now)
-        self._returns_until = now + 0.2
-        return commands
-
-    return adopt
 
 
 def _memory_without(**fields: Any) -> Any:
@@ -129,18 +148,6 @@ def _without_restarts(original: Any) -> Any:
         self._learn_the_past = forget
 
     return init
-
-
-def _same_round(original: Any) -> Any:
-    def seal(self: Membership, ready: Any, now: float) -> Any:
-        self.round = max(0, self.round - 1)
-        return original(self, ready, now)
-
-    return seal
-
-
-def _unremembered(original: Any) -> Any:
-    return lambda self, ready, now: [c for c in original(self, ready, now) if not isinstance(c, Remember)]
 
 
 def _one_too_many(original: Any) -> Any:
@@ -181,18 +188,6 @@ def _call_it_refused(original: Any) -> Any:
     return lambda self, was_refused, jitter, now: original(self, True, jitter, now)
 
 
-def _say_it_once(original: Any) -> Any:
-    return lambda self: replace_in_message(original(self), failure=None)
-
-
-def _say_nothing_of_the_stop(original: Any) -> Any:
-    return lambda self: replace_in_message(original(self), stop=None)
-
-
-def _say_nothing_of_rounds(original: Any) -> Any:
-    return lambda self: replace_in_message(original(self), heard_round=0)
-
-
 def _tell_those_present(original: Any) -> Any:
     return lambda self, key, message, now: original(self, key, message, now) and []
 
@@ -205,26 +200,6 @@ def _start_whatever_is_late(original: Any) -> Any:
         return commands
 
     return sealed
-
-
-def _succeed_with_the_first(original: Any) -> Any:
-    def finish(self: Membership, node: Any) -> None:
-        original(self, node)
-        self._unfinished.clear()
-
-    return finish
-
-
-def _forgive_failures(original: Any) -> Any:
-    def judge(self: Membership, now: float) -> Any:
-        self._failures.clear()
-        return original(self, now)
-
-    return judge
-
-
-def _last_failure(original: Any) -> Any:
-    return lambda failures: failures[-1]
 
 
 def _two_outcomes(original: Any) -> Any:
@@ -253,19 +228,6 @@ def _whatever_is_known(original: Any) -> Any:
     return learn
 
 
-def _await_nobody(original: Any) -> Any:
-    def init(self: Membership, now: float, memory: Memory | None = None, **named: Any) -> None:
-        original(self, now, memory, **named)
-        self._awaited = set(list(self._awaited)[1:])
-
-    return init
-
-
-def _as_it_was(original: Any) -> Any:
-    """A node that returns is not told again that its round is being stopped."""
-    return lambda self, node: []
-
-
 def _only_the_first_round(original: Any) -> Any:
     def may_seal(self: Formation, ready: int, is_everyone: bool, settings: Any, now: float) -> bool:
         is_first = not is_everyone and self.not_before == 0.0
@@ -276,32 +238,12 @@ def _only_the_first_round(original: Any) -> Any:
     return may_seal
 
 
-def _never(original: Any) -> Any:
-    return lambda self, node: math.inf
-
-
 def _do_not_mind(original: Any) -> Any:
     return lambda self, jitter, now: self._retreat(jitter, now) or self._locate(now)
 
 
-def _do_nothing(original: Any) -> Any:
-    return lambda self, *arguments: None
-
-
 def _join_at_once(original: Any) -> Any:
     return lambda self, *, at_once: [*original(self, at_once=at_once), *self._join()]
-
-
-def _empty(original: Any) -> Any:
-    return lambda self, *arguments: []
-
-
-def _let_them(original: Any) -> Any:
-    def expel(self: Membership, now: float) -> Any:
-        self._stop_by = None
-        return []
-
-    return expel
 
 
 def _hear_nothing(original: Any) -> Any:
@@ -312,137 +254,177 @@ def _wait_in_any_case(original: Any) -> Any:
     return lambda self, now: max(original(self, now), self._started_at + self.settings.lease_s)
 
 
+# On etcd.
+
+
+def _any_leader(original: Any) -> Any:
+    def write(self: Etcd, write: election.Write) -> Any:
+        return original(self, replace_record(write, before=self.leader))
+
+    return write
+
+
+def _any_turn(original: Any) -> Any:
+    def write(self: Etcd, write: election.Write) -> Any:
+        is_own = self.leader is not None and self.leader.token == write.before.token
+        return original(self, replace_record(write, before=self.leader) if is_own else write)
+
+    return write
+
+
+def replace_record(record: Any, **changes: Any) -> Any:
+    return type(record)(*(changes.get(name, getattr(record, name)) for name in record.__match_args__))
+
+
+def _from_the_answer(original: Any) -> Any:
+    def step(self: Office, event: Any, now: float) -> Any:
+        if isinstance(event, election.RenewalAnswered):
+            event = election.RenewalAnswered(now, event.is_alive)
+        return original(self, event, now)
+
+    return step
+
+
+def _for_a_node_lease_only(original: Any) -> Any:
+    def init(self: Membership, now: float, memory: Memory | None = None, **named: Any) -> None:
+        original(self, now, memory, **{**named, "extra_wait_s": 0.0})
+
+    return init
+
+
+def _by_what_members_say(original: Any) -> Any:
+    def learn(self: Membership, last: Any, heard_round: int, now: float) -> Any:
+        if last is None or not self._has_seen_no_round:
+            return original(self, last, heard_round, now)
+        self._awaited.clear()
+        return self._adopt(last, now)
+
+    return learn
+
+
+def _for_ever(original: Any) -> Any:
+    def react(self: NodeLease, event: Any, now: float) -> Any:
+        if isinstance(event, node_lease.CoordinatorResigned):
+            self.may_outlive_lease = True
+        return original(self, event, now)
+
+    return react
+
+
+def _unbelieved(original: Any) -> Any:
+    def react(self: NodeLease, event: Any, now: float) -> Any:
+        return [] if isinstance(event, node_lease.CoordinatorResigned) else original(self, event, now)
+
+    return react
+
+
+def _told_and_forgotten(original: Any) -> Any:
+    return lambda self, *arguments: original(self, *arguments) or True
+
+
 _FENCING = "one_world_at_once"
 _RAISE = "machines_never_raise"
 _FREE = "membership_is_free"
 
+# fmt: off
 MUTATIONS = [
     # Fencing: workers outlive the place of their node, or the place is given away before they are gone.
     mutation_of("the agent uses its whole lease", node_lease, "_LEASE_SHARE", lambda original: 1.0, _FENCING),
-    mutation_of(
-        "the coordinator waits for half a lease", Membership, "_lease_ends", _lease_of_half_the_length, _FENCING
-    ),
+    mutation_of("the coordinator waits for half a lease", Membership, "_lease_ends", _lease_of_half_the_length,
+        _FENCING),
     mutation_of("a closed connection is given up at once", Membership, "_closed", _drop_at_once, _FENCING),
     mutation_of("an agent does not mind a closed connection", NodeLease, "_disconnected", _do_not_mind, _FENCING),
-    mutation_of(
-        "an agent takes a silent network for a refusal", NodeLease, "_connect_failed", _call_it_refused, _FENCING
-    ),
-    mutation_of(
-        "the lease is lifted when the place is lost", NodeLease, "_lose_place_if_due", _lift_the_lease, _FENCING
-    ),
-    mutation_of("the spawner ignores the lease", Host, "set_lease", _do_nothing, _FENCING),
+    mutation_of("an agent takes a silent network for a refusal", NodeLease, "_connect_failed", _call_it_refused,
+        _FENCING),
+    mutation_of("the lease is lifted when the place is lost", NodeLease, "_lose_place_if_due", _lift_the_lease,
+        _FENCING),
+    mutation_of("the spawner ignores the lease", Host, "set_lease", _always(None), _FENCING),
     mutation_of("a place that comes too late is taken", Participant, "_sealed", _start_whatever_is_late, "ranks_agree"),
-    mutation_of(
-        "a restarted coordinator does not wait",
-        Membership,
-        "_others_may_run_until",
-        lambda original: lambda self, now: now,
-        _FENCING,
-    ),
+    mutation_of("a restarted coordinator does not wait", Membership, "_others_may_run_until",
+        lambda original: lambda self, now: now, _FENCING),
     mutation_of("an agent joins before its workers are gone", Lifecycle, "_stop", _join_at_once, _RAISE, _FENCING),
     # Judging.
     mutation_of("a stopped round is judged at once", Membership, "_stop", _judge_at_once, _FENCING, _FREE),
-    mutation_of("a lost node is charged to the budget", Membership, "_judge", _blame_departed, _FREE),
-    mutation_of(
-        "failures of a planned stop are charged",
-        Membership,
-        "_failed",
-        _blame_stopped,
-        scenario="a_failure_crosses_a_planned_stop",
-    ),
-    mutation_of("failures cost nothing", Membership, "_judge", _forgive_failures, "failures_are_charged"),
-    mutation_of("a failure is reported once", Participant, "_join_message", _say_it_once, "no_failure_is_forgotten"),
-    mutation_of(
-        "a join does not say why its node stopped",
-        Participant,
-        "_join_message",
-        _say_nothing_of_the_stop,
-        scenario="the_coordinator_dies_while_it_stops_a_round",
-    ),
-    mutation_of("the last failure is the cause", restart_policy, "root_cause", _last_failure, "root_cause"),
-    mutation_of("one success is everybody's", Membership, "_finish", _succeed_with_the_first, "success_is_unanimous"),
-    mutation_of("a stop has no end", Membership, "_expel_stuck", _let_them, scenario="a_stuck_agent_is_expelled"),
-    mutation_of(
-        "a stop is not told again",
-        Membership,
-        "_stop_again",
-        _as_it_was,
-        scenario="a_failure_at_the_coordinators_death",
-    ),
+    mutation_of("a lost node is charged to the budget", Membership, "_judge",
+        _before(lambda self: self._departed.clear()), _FREE),
+    mutation_of("failures of a planned stop are charged", Membership, "_failed", _blame_stopped,
+        scenario="a_failure_crosses_a_planned_stop"),
+    mutation_of("failures cost nothing", Membership, "_judge", _before(lambda self: self._failures.clear()),
+        "failures_are_charged"),
+    mutation_of("a failure is reported once", Participant, "_join_message", _message_without(failure=None),
+        "no_failure_is_forgotten"),
+    mutation_of("a join does not say why its node stopped", Participant, "_join_message", _message_without(stop=None),
+        scenario="the_coordinator_dies_while_it_stops_a_round"),
+    mutation_of("the last failure is the cause", restart_policy, "root_cause",
+        lambda original: lambda failures: failures[-1], "root_cause"),
+    mutation_of("one success is everybody's", Membership, "_finish", _after(lambda self: self._unfinished.clear()),
+        "success_is_unanimous"),
+    mutation_of("a stop has no end", Membership, "_expel_stuck",
+        lambda original: lambda self, now: setattr(self, "_stop_by", None) or [], scenario="a_stuck_agent_is_expelled"),
+    mutation_of("a stop is not told again", Membership, "_stop_again", _always([]),
+        scenario="a_failure_at_the_coordinators_death"),
     # Worlds.
     mutation_of("a world larger than max is sealed", run, "arrange", _one_too_many, "size_within_bounds", _RAISE),
     mutation_of("survivors change places", run, "arrange", _newest_first, "survivors_keep_order"),
     mutation_of("every node is its own master", World, "place_of", _own_master, "ranks_agree"),
-    mutation_of("the round is not counted on", Membership, "_seal", _same_round, "rounds_rise"),
-    mutation_of(
-        "later rounds have no last call",
-        Formation,
-        "may_seal",
-        _only_the_first_round,
-        scenario="a_later_round_has_a_last_call",
-    ),
+    mutation_of("the round is not counted on", Membership, "_seal",
+        _before(lambda self: setattr(self, "round", max(0, self.round - 1))), "rounds_rise"),
+    mutation_of("later rounds have no last call", Formation, "may_seal", _only_the_first_round,
+        scenario="a_later_round_has_a_last_call"),
     # A coordinator that is restarted.
-    mutation_of("a sealed round is not written down", Membership, "_seal", _unremembered, "rounds_rise", _FENCING),
+    mutation_of("a sealed round is not written down", Membership, "_seal", _without(Remember), "rounds_rise", _FENCING),
     mutation_of("the restarts are forgotten", Membership, "__init__", _without_restarts, "restarts_within_budget"),
     mutation_of("restarts do not age", Budget, "__init__", _all_count_as_now, scenario="old_restarts_stay_old"),
-    mutation_of(
-        "it is forgotten that a round was charged",
-        Membership,
-        "__init__",
-        _memory_without(is_round_over=False),
-        "restarts_within_budget",
-        first_seed=500,
-    ),
-    mutation_of(
-        "a lease is waited for although all are back",
-        Membership,
-        "_others_may_run_until",
-        _wait_in_any_case,
-        scenario="all_are_back",
-    ),
-    mutation_of(
-        "the settings are forgotten", Membership, "__init__", _memory_without(settings=None), "only_misfits_are_refused"
-    ),
-    mutation_of("not all members are waited for", Membership, "__init__", _await_nobody, _FENCING),
-    mutation_of(
-        "an adopted round does not wait", Membership, "_adopt", _adopt_without_waiting, "nobody_lost_without_reason"
-    ),
+    mutation_of("it is forgotten that a round was charged", Membership, "__init__",
+        _memory_without(is_round_over=False), "restarts_within_budget", first_seed=500),
+    mutation_of("a lease is waited for although all are back", Membership, "_others_may_run_until", _wait_in_any_case,
+        scenario="all_are_back"),
+    mutation_of("the settings are forgotten", Membership, "__init__", _memory_without(settings=None),
+        "only_misfits_are_refused"),
+    mutation_of("not all members are waited for", Membership, "__init__",
+        _after(lambda self: self._awaited.discard(min(self._awaited, default=""))), _FENCING),
+    mutation_of("an adopted round does not wait", Membership, "_adopt",
+        _after(lambda self: setattr(self, "_returns_until", self._now + 0.2)), "nobody_lost_without_reason"),
     # A coordinator that has lost its memory.
     mutation_of("what nodes know of rounds is nothing", Membership, "_learn_the_past", _whatever_is_known, _FENCING),
-    mutation_of(
-        "a node without a place knows of no round",
-        Participant,
-        "_join_message",
-        _say_nothing_of_rounds,
-        scenario="a_standby_meets_a_coordinator_without_memory",
-    ),
-    mutation_of(
-        "a welcome tells nothing of rounds",
-        Participant,
-        "_welcomed",
-        _hear_nothing,
-        scenario="a_newcomer_meets_a_coordinator_without_memory",
-    ),
+    mutation_of("a node without a place knows of no round", Participant, "_join_message",
+        _message_without(heard_round=0), scenario="a_standby_meets_a_coordinator_without_memory"),
+    mutation_of("a welcome tells nothing of rounds", Participant, "_welcomed", _hear_nothing,
+        scenario="a_newcomer_meets_a_coordinator_without_memory"),
+    mutation_of("what nodes know is not written down", Membership, "_learn_the_past", _without(Remember),
+        scenario="what_nodes_know_is_written_down"),
+    # A coordinator that etcd elects.
+    mutation_of("its whole lease is served", election, "_SERVED_SHARE", lambda original: 1.0, "one_in_office",
+        is_on_etcd=True),
+    mutation_of("a renewal counts from its answer", Office, "step", _from_the_answer, "one_in_office", is_on_etcd=True,
+        first_seed=930),
+    mutation_of("writes are not guarded", Etcd, "write", _any_leader, "writes_are_in_turn", _RAISE, is_on_etcd=True),
+    mutation_of("writes do not wait for their turn", Etcd, "write", _any_turn, "writes_are_in_turn", is_on_etcd=True),
+    mutation_of("the lease is not looked at before an answer", ElectedCoordinator, "_may_serve", _always(True),
+        "only_in_office", is_on_etcd=True),
+    mutation_of("nodes are told before it is written down", ElectedCoordinator, "_is_kept", _told_and_forgotten,
+        "tellings_are_backed", is_on_etcd=True),
+    mutation_of("the next coordinator waits for a node lease only", Membership, "__init__", _for_a_node_lease_only,
+        scenario="a_member_lives_on_the_word_of_the_leader_before"),
+    mutation_of("members say who may still run", Membership, "_learn_the_past", _by_what_members_say,
+        scenario="only_one_has_heard_of_the_round"),
+    mutation_of("a term is not raised", Membership, "raise_term", _always(False), "settles", "ends_and_everybody_knows",
+        is_on_etcd=True, first_seed=540),
+    mutation_of("a resignation frees from the lease", NodeLease, "_react", _for_ever, _FENCING, is_on_etcd=True),
+    mutation_of("a resignation is not believed", NodeLease, "_react", _unbelieved,
+        scenario="a_leader_resigns_and_is_gone"),
+    mutation_of("a node that hears nothing does not look", NodeLease, "_locate_at", _always(None),
+        scenario="a_frozen_leader_goes_on"),
+    mutation_of("the lease of a dead coordinator is not revoked", Candidate, "_revoke", _always(None),
+        scenario="the_coordinators_process_dies"),
     # The end, and getting there.
-    mutation_of(
-        "the end is forgotten",
-        Membership,
-        "__init__",
-        _memory_without(outcome=None),
-        "ended_run_stays_ended",
-        "one_outcome",
-    ),
+    mutation_of("the end is forgotten", Membership, "__init__", _memory_without(outcome=None), "ended_run_stays_ended",
+        "one_outcome"),
     mutation_of("the outcome changes", Membership, "_take_after_end", _two_outcomes, "one_outcome"),
-    mutation_of(
-        "a node that comes after the end is told nothing",
-        Membership,
-        "_take_after_end",
-        _tell_those_present,
-        "settles",
-        "ends_and_everybody_knows",
-    ),
-    mutation_of(
-        "newcomers are let in when they join only", Membership, "_maybe_admit", _admit_at_the_join_only, "settles"
-    ),
-    mutation_of("silent nodes are never lost", Membership, "_lease_ends", _never, "settles"),
+    mutation_of("a node that comes after the end is told nothing", Membership, "_take_after_end", _tell_those_present,
+        "settles", "ends_and_everybody_knows"),
+    mutation_of("newcomers are let in when they join only", Membership, "_maybe_admit", _admit_at_the_join_only,
+        "settles"),
+    mutation_of("silent nodes are never lost", Membership, "_lease_ends", _always(math.inf), "settles"),
 ]
+# fmt: on

@@ -408,6 +408,35 @@ def a_newcomer_meets_a_coordinator_without_memory() -> str:
 
 
 @scenario
+def only_one_has_heard_of_the_round() -> str:
+    """A round with a third node is sealed and written down; the coordinator dies when only that one has heard of it. It
+    runs, out of reach. The other two tell the next coordinator of the round before, and are all that there was of it.
+    But the memory knows better."""
+    script = Script(min_nodes=2, max_nodes=3, last_call_s=0.1)
+    script.nodes("ab")
+    script.node("c", at=3.0)
+    script.reset("a", at=3.106)
+    script.reset("b", at=3.106)
+    script.kill_coordinator(at=3.112, for_s=0.3)
+    script.cut("c", at=3.115, for_s=10.0)
+    return script.tell(until=10.0)
+
+
+@scenario
+def what_nodes_know_is_written_down() -> str:
+    """The coordinator loses its memory, and the next one adopts the round of which the nodes tell it. When that one
+    dies, too, a node is first at the third that was started a moment ago and knows of nothing. The memory does."""
+    script = Script(min_nodes=1, max_nodes=2)
+    script.nodes("ab")
+    script.kill_coordinator(at=3.0, for_s=0.2, with_its_memory=True)
+    script.kill_coordinator(at=5.0, for_s=0.2)
+    script.cut("a", at=5.15, for_s=8.0)
+    script.cut("b", at=5.15, for_s=8.0)
+    script.node("c", at=5.3)
+    return script.tell(until=12.0)
+
+
+@scenario
 def all_are_back() -> str:
     """The coordinator dies between two rounds, after it has charged the first. The next one finds written down who its
     members were. When all of them have joined, nothing of the round can be alive, so it waits for nothing else; and it
@@ -501,6 +530,31 @@ def a_leader_is_cut_off_from_etcd() -> str:
     script.nodes("abc")
     script.cut_from_etcd("a", at=3.0, for_s=20.0)
     return script.tell(until=14.0)
+
+
+@scenario
+def a_leader_resigns_and_is_gone() -> str:
+    """The same, and when it has said that it resigns nothing reaches its host any more, so nobody is refused there. b
+    and c believe it: they have the rest of their leases, not half a second."""
+    script = EtcdScript(min_nodes=2, max_nodes=3)
+    script.nodes("abc")
+    script.cut_from_etcd("a", at=3.0, for_s=20.0)
+    script.cut("a", at=6.535, for_s=20.0)
+    return script.tell(until=9.0)
+
+
+@scenario
+def a_member_lives_on_the_word_of_the_leader_before() -> str:
+    """etcd ends the leader's lease early, and the leader does not know. c, which stands by, is elected beside it and
+    would do for a world. b has answers from the first leader for most of its lease; then nothing reaches b, and its
+    workers live for most of a node lease more. The second leader waits for both."""
+    script = EtcdScript(min_nodes=1, max_nodes=2)
+    script.nodes("abc")
+    script.cut_from_etcd("a", at=3.04, for_s=20.0)
+    script.end_lease_early(at=3.05)
+    script.reset("c", at=3.06)
+    script.cut("b", at=6.4, for_s=20.0)
+    return script.tell(until=16.0)
 
 
 @scenario

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.etcd.election import Leader
+from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import (
     End,
     Ended,
@@ -70,7 +70,7 @@ def calm(checks: Checks) -> None:
 
 
 def coordinator(*, may_serve: bool = True) -> Any:
-    return SimpleNamespace(name="c", local_now=0.0, office=SimpleNamespace(may_serve=lambda now: may_serve))
+    return SimpleNamespace(name="c", is_up=True, local_now=0.0, office=SimpleNamespace(may_serve=lambda now: may_serve))
 
 
 def later(seconds: float) -> Callable[[Checks], None]:
@@ -90,7 +90,7 @@ STORIES: list[tuple[str, list[Callable[[Checks], None]]]] = [
     ("ranks_agree", [sealed(1, A, B), placed(A, World.of(1, 1, (A, B)), 0), placed(B, World.of(1, 1, (A, B), 1), 1)]),
     ("rounds_rise", [sealed(2, A, B), sealed(2, A, C)]),
     ("rounds_rise", [sealed(2, A, B), sealed(1, A, B)]),
-    ("rounds_rise", [sealed(2, A, B), wrote(1)]),
+    ("rounds_rise", [wrote(2), wrote(1)]),
     ("size_within_bounds", [sealed(1, A)]),
     ("size_within_bounds", [sealed(1, A, B, C, D)]),
     ("one_round_per_node", [did("workers_started", group(A, 1, 0)), did("workers_started", group(A, 1, 0))]),
@@ -130,7 +130,12 @@ STORIES: list[tuple[str, list[Callable[[Checks], None]]]] = [
     ]),
     ("nobody_lost_without_reason", [calm, did("expelled", A.key)]),
     ("nobody_lost_without_reason", [calm, did("lease_ended", group(A, 1, 0))]),
-    ("terms_rise", [did("leader_written", LEADER), did("leader_written", LEADER)]),
+    ("writes_are_in_turn", [did("leader_written", LEADER), did("leader_written", LEADER)]),
+    ("writes_are_in_turn", [
+        did("leader_written", LEADER), did("leader_written", Leader("b", 1, "other", 2)),
+        did("leader_written", Leader("a", 1, "token", 1, turn=1)),
+    ]),
+    ("one_in_office", [did("elected", coordinator()), did("elected", coordinator())]),
     ("only_in_office", [did("told", coordinator(may_serve=False), "anything", Memory())]),
     ("tellings_are_backed", [did("told", coordinator(), Ended(SUCCEEDED), Memory())]),
     ("tellings_are_backed", [did("told", coordinator(), Sealed(A.key, PLACE), None)]),

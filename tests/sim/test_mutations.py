@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.sim.engine import Violation
+from tests.sim.etcd_world import simulate
 from tests.sim.mutations import MUTATIONS, Mutation
 from tests.sim.scenarios import SCENARIOS
-from tests.sim.etcd_world import simulate
 
 SEEDS_AT_MOST = 1000
 
@@ -22,7 +22,8 @@ def checker_of(seed: int) -> str:
 
 @pytest.mark.parametrize("mutation", [each for each in MUTATIONS if each.rules], ids=lambda mutation: mutation.name)
 def test_the_mutation_is_noticed(mutation: Mutation) -> None:
-    seeds = range(mutation.first_seed, mutation.first_seed + SEEDS_AT_MOST)
+    first = mutation.first_seed + mutation.is_on_etcd  # Every other seed is on etcd.
+    seeds = range(first, first + 2 * SEEDS_AT_MOST, 2)
     with mutation.apply():
         noticed = next((seed for seed in seeds if checker_of(seed) in mutation.rules), None)
     assert noticed is not None, f"none of {SEEDS_AT_MOST} seeds objects: {mutation.name}"

@@ -10,8 +10,8 @@ import pytest
 
 from tests.sim.__main__ import failure_of
 from tests.sim.engine import Violation
-from tests.sim.mutations import MUTATIONS
 from tests.sim.etcd_world import simulate
+from tests.sim.mutations import MUTATIONS
 
 CHUNKS = 20
 SEEDS_IN_A_CHUNK = 50

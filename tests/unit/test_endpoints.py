@@ -100,6 +100,8 @@ def test_endpoint_with_a_bad_port(endpoint: str, port: str) -> None:
         ("/tmp/file", "/tmp/file"),
         ("http://host:1", "http://host"),
         ("[fe80::1%eth0]:80", "[fe80::1%eth0]"),
+        ("host..example:1", "host..example"),
+        (f"{'a' * 64}.example:1", f"{'a' * 64}.example"),
     ],
 )
 def test_endpoint_with_a_bad_host(endpoint: str, host: str) -> None:

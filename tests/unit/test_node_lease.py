@@ -260,14 +260,14 @@ MOVES: dict[str, Script] = {
     "to another leader at once, if the present one is silent": [
         *MEMBER,
         (104.0, TIME, [SendHeartbeat(2)]),
-        (107.0, LeaderMoved(), [HangUp(), Locate(), SetLease(108.0)]),
+        (107.0, LeaderMoved(), [HangUp(), Locate()]),
         (107.0, TIME, [Connect()]),
         (107.25, Connected(), [SendHeartbeat(3)]),
         (107.5, HeartbeatAnswered(3), [SetLease(116.25)]),
     ],
     "to another leader at once, if the connection is closed": [
         *CUT_OFF_THERE,
-        (102.0, LeaderMoved(), []),
+        (102.0, LeaderMoved(), [SetLease(110.0)]),
         (102.0, TIME, [Connect()]),
         (102.0, LeaderMoved(), []),
     ],

@@ -669,7 +669,7 @@ RECOVERING: dict[str, Script] = {
         (0.0, returned("b", RETRY, place(2, 1)), [Expel("b/0", GIVEN_AWAY.format(2))]),
     ],
     "a later round than was written down is adopted": [
-        (0.0, returned("b", RETRY, place(5, 1)), []),
+        (0.0, returned("b", RETRY, place(5, 1)), written(5, 1)),
         (1.0, returned("a", RETRY, A3), [Expel("a/0", GIVEN_AWAY.format(3))]),
     ],
     "after the adoption a later round is only counted": [
@@ -726,9 +726,9 @@ RECOVERING: dict[str, Script] = {
 
 # A coordinator without memory: a container has started again with an empty file system.
 FORGETFUL: dict[str, Script] = {
-    "all members return": [(0.0, returned("a", RETRY, A3), []), (1.0, returned("b", RETRY, B3), [])],
+    "all members return": [(0.0, returned("a", RETRY, A3), written(3, 1)), (1.0, returned("b", RETRY, B3), [])],
     "two have stopped, the third still runs: it is told, and waited for": [
-        (0.0, joined("a", UP_TO_3, place(5, 0, 3)), stop("", "a has left the round", 5)),
+        (0.0, joined("a", UP_TO_3, place(5, 0, 3)), [*written(5), *stop("", "a has left the round", 5)]),
         (0.0, joined("b", UP_TO_3, place(5, 1, 3)), []),
         (20.0, heard("a"), []),
         (20.0, heard("b"), []),
@@ -741,7 +741,7 @@ FORGETFUL: dict[str, Script] = {
         (50.0, TIME, sealed(6, "a b c")),
     ],
     "two have stopped, the third is out of sight: nothing is sealed for a lease": [
-        (0.0, joined("a", settings(2, 3), place(5, 0, 3)), stop("", "a has left the round", 5)),
+        (0.0, joined("a", settings(2, 3), place(5, 0, 3)), [*written(5), *stop("", "a has left the round", 5)]),
         (0.0, joined("b", settings(2, 3), place(5, 1, 3)), []),
         (49.9, heard("a"), []),
         (49.9, heard("b"), []),
@@ -749,7 +749,7 @@ FORGETFUL: dict[str, Script] = {
     ],
     "one that only stood by has heard of the round: nothing is sealed for a lease": [
         (0.0, joined("x", PAIR), []),
-        (0.5, knows("y", PAIR, 5), []),
+        (0.5, knows("y", PAIR, 5), written(5)),
         (1.5, TIME, progress("x y", 2, 2, 28.5)),
         (49.9, heard("x"), []),
         (49.9, heard("y"), []),
@@ -844,7 +844,8 @@ def test_a_coordinator_without_memory_adopts_as_well() -> None:
 
 def test_restarts_that_a_node_knows_of_are_used_up() -> None:
     """Whatever was written down is gone with the disk that it was on."""
-    run = after([(0.0, joined("a", RETRY, A3), stop("", "a has left the round", 3)), (0.0, joined("b", RETRY, B3), [])])
+    first = (0.0, joined("a", RETRY, A3), [*written(3, 1), *stop("", "a has left the round", 3)])
+    run = after([first, (0.0, joined("b", RETRY, B3), [])])
     play(run, [(1.0, TIME, progress("a b", 2, 2, 29.0)), (49.0, heard("a"), []), (49.0, heard("b"), [])])
     play(run, [(50.0, TIME, sealed(4, "a b", 1))])
     play(run, [(51.0, failed("a", 4), broke("a", "a b", 4)), (52.0, joined("a", RETRY, place(4, 0, used=1)), [])])
@@ -853,7 +854,7 @@ def test_restarts_that_a_node_knows_of_are_used_up() -> None:
 
 def test_a_round_that_a_node_has_seen_is_never_used_again() -> None:
     run = after(
-        [(0.0, knows("a", PAIR, 8), []), (0.0, joined("b", PAIR), []), (1.0, TIME, progress("a b", 2, 2, 29.0))]
+        [(0.0, knows("a", PAIR, 8), written(8)), (0.0, joined("b", PAIR), []), (1.0, TIME, progress("a b", 2, 2, 29.0))]
     )
     play(run, [(49.0, heard("a"), []), (49.0, heard("b"), []), (50.0, TIME, sealed(9, "a b"))])
 

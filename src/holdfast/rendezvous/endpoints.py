@@ -53,9 +53,18 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
     if port is None:
         raise UserError(f"rendezvous endpoint {text!r}: port {port_text!r} is not a number from 0 to 65535")
     host = _without_brackets(host_text)
-    if _HOST.fullmatch(host) is None:
+    if _HOST.fullmatch(host) is None or not _can_be_looked_up(host):
         raise UserError(f"rendezvous endpoint {text!r}: {host_text!r} is not a host name or an IP address")
     return host, port
+
+
+def _can_be_looked_up(host: str) -> bool:
+    """The parts of a name are not empty, and not too long. To look up another one is an error of a strange kind."""
+    try:
+        host.encode("idna")
+        return True
+    except UnicodeError:
+        return False
 
 
 def _split(text: str) -> tuple[str, str | None]:

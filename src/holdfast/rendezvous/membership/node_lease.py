@@ -110,7 +110,7 @@ class CoordinatorResigned:
 
 @record
 class LeaderMoved:
-    """Another coordinator has replaced the one that the node was last connected to, which can write nothing any more."""
+    """Another coordinator has replaced the one that the node was connected to, which can write nothing any more."""
 
 
 @record
@@ -299,9 +299,7 @@ class NodeLease:
         """The connection is silent, or none is there: go to the present coordinator at once. Nothing can be given away
         any more by the one before it."""
         commands = self._hang_up(now) if self.line is Line.OPEN else []
-        if self.line is Line.CLOSED:
-            self._connect_at = now
-        self._closed_at = None
+        self.line, self._connect_at, self._closed_at = Line.CLOSED, now, None
         return commands
 
     def _locate_at(self) -> float | None:

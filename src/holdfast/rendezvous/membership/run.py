@@ -315,8 +315,8 @@ class Membership:
         return commands
 
     def _learn_the_past(self, last: Place | None, heard_round: int, now: float) -> list[Command]:
-        """What a node knows of earlier rounds. If that is more than the memory does, the memory was lost; what is learned
-        is written down, so that the next coordinator knows it whoever comes first."""
+        """What a node knows of earlier rounds. If that is more than the memory does, the memory was lost; what is
+        learned is written down, so that the next coordinator knows it whoever comes first."""
         if last is not None:
             self._budget.used = max(self._budget.used, last.restarts_used)
         knows_more = heard_round > self.round or (last is not None and last.order > self._last_order)
@@ -324,7 +324,8 @@ class Membership:
         if not self._has_seen_no_round:
             return []
         if knows_more:
-            self._is_past_unknown, self._is_last_over, self._previous = True, False, ()
+            self._is_past_unknown, self._is_last_over = True, False
+            self._last_members, self._previous = (), {}
         commands: list[Command] = []
         is_newest = last is not None and last.round == self.round and last.order >= self._last_order
         if last is not None and is_newest and not self._is_last_over:
