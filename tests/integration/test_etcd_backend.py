@@ -286,10 +286,34 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) != errno.ECONNREFUSED
 
 
+def locator_of(place: Place, endpoint: str) -> EtcdLocator:
+    options = EtcdOptions.from_parameters(RendezvousParameters("etcd", endpoint, place.run_id, 1, 1))
+    return EtcdLocator(place.run_id, options, NodeFacts("a", address="127.0.0.1"))
+
+
+def test_the_lease_of_a_coordinator_that_ended_during_an_outage_is_revoked_after_it(
+    etcd: EtcdServer, place: Place
+) -> None:
+    """Else the next coordinator would have to wait until it ends."""
+    lease = place.gateway.grant_lease(600)
+    place.gateway.put(place.leader_key, b"left", lease)
+    relay = Relay(etcd.get_port())
+    locator = locator_of(place, f"127.0.0.1:{relay.port}")
+    try:
+        relay.be_silent(True)
+        locator._revoke(lease)
+        assert place.left() == [place.leader_key]
+        relay.be_silent(False)
+        locator.locate(7, lambda: False, lambda: None)
+        support.wait_until(lambda: not place.left(), "the end of the key")
+    finally:
+        locator.stop()
+        relay.close()
+
+
 def test_a_look_that_is_not_wanted_any_more_starts_no_coordinator(place: Place) -> None:
     """A node that looked for its coordinator has heard meanwhile that the run is over."""
-    params = RendezvousParameters("etcd", place.endpoint, place.run_id, 1, 1)
-    locator = EtcdLocator(place.run_id, EtcdOptions.from_parameters(params), NodeFacts("a", address="127.0.0.1"))
+    locator = locator_of(place, place.endpoint)
     locator.locate(7, lambda: False, lambda: pytest.fail("there is none to be found"))
     support.wait_until(lambda: not own_threads(), "the end of the look")
     assert not place.left()

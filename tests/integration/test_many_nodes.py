@@ -324,8 +324,7 @@ def test_a_lost_node_explains_the_failures_around_it(scene: Scene, how: str) -> 
 
 
 def test_a_node_that_is_told_to_stop_leaves_the_run(scene: Scene) -> None:
-    """That is no loss: when the run ends it is not kept for a node that may come back."""
-    agents = {name: scene.start(name, "1:2", last_call=LONG_S, close_linger=2 * LONG_S) for name in "ab"}
+    agents = {name: scene.start(name, "1:2", last_call=LONG_S) for name in "ab"}
     leaver = agents[scene.await_world(2)[0].node]
     leaver.send(signal.SIGTERM)
     assert leaver.wait() == 143
@@ -340,9 +339,10 @@ def test_a_node_that_is_told_to_stop_leaves_the_run(scene: Scene) -> None:
 
 
 def test_a_standby_may_leave(scene: Scene) -> None:
-    scene.start("a", "1")
+    """That is no loss: when the run ends it is not kept for a node that may come back."""
+    scene.start("a", "1", close_linger=2 * LONG_S)
     scene.await_world(1)
-    b = scene.start("b", "1")
+    b = scene.start("b", "1", close_linger=2 * LONG_S)
     b.await_line("this node stands by")
     b.send(signal.SIGTERM)
     assert b.wait() == 143

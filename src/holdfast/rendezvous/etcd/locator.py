@@ -21,6 +21,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -99,6 +100,7 @@ class EtcdLocator:
         self._refused: tuple[str, int] | None = None  # Where nothing listens any more.
         self._problem = ""  # Why the last look at etcd did not tell who coordinates.
         self._hosted: list[_Hosted] = []
+        self._unrevoked: deque[int] = deque()  # Leases of coordinators that ended while etcd was out of reach.
         self._is_version_checked = False
         self._is_stopped = False
 
@@ -147,6 +149,7 @@ class EtcdLocator:
         """The coordinator in office; this node's own, if there was none. Raises OSError if there is none yet."""
         try:
             self._check_version()
+            self._revoke_rest()
             leader = decode_leader(self._gateway.get(self._leader_key))
             if leader is None:
                 leader = self._campaign(known_term, is_wanted)
@@ -257,8 +260,14 @@ class EtcdLocator:
     def _revoke(self, lease: int) -> None:
         try:
             self._gateway.revoke_lease(lease)
-        except EtcdError as error:
-            logger.debug("the lease of a coordinator that is gone ends by itself: %s", error)
+        except EtcdError:
+            self._unrevoked.append(lease)
+
+    def _revoke_rest(self) -> None:
+        """An etcd that is back gives all leases their whole time again, for which no other coordinator could begin."""
+        while self._unrevoked:
+            self._gateway.revoke_lease(self._unrevoked[0])
+            self._unrevoked.popleft()
 
 
 def gateway_to(options: EtcdOptions, request_timeout_s: float) -> Gateway:

@@ -141,14 +141,15 @@ class EtcdKeeper:
         self.reason_to_resign = ""
 
     async def begin(self) -> None:
-        """Read the memory, and write it down again as that of this coordinator, which raises the term above it.
+        """Read the memory, be of a higher term than it, and write it down again under a lease of this coordinator's.
         Raises HostError if the office ends before that."""
         self._arm()
         self._memory = self._decoded(await self._read())
         if self._memory is not None and self._memory != Memory():
             written = asyncio.Event()
             self.when_over = lambda _: written.set()
-            self.raise_term(self._memory.term, lambda _: None)
+            if self._memory.term >= self._office.term:
+                self.raise_term(self._memory.term, lambda _: None)
             self.remember(self._run_id, self._memory, written.set)
             await written.wait()
         self._check_in_office()
