@@ -388,7 +388,8 @@ def test_the_report_in_the_readme_is_what_is_printed(tmp_path: Path) -> None:
 def test_two_terminals_show_what_the_readme_shows(tmp_path: Path) -> None:
     [shown] = [block for block in fences(README, "") if "joined, waiting for" in block]
     [line] = [line for block in fences(README, "sh") for line in block.splitlines() if "127.0.0.1:29400" in line]
-    line = line.replace(":29400", f":{support.free_port()}")
+    port = str(support.free_port())
+    line, shown = line.replace("29400", port), shown.replace("29400", port)
     said = tmp_path / "first"
     with said.open("w") as file:
         first = subprocess.Popen(command_of(line), stdout=subprocess.DEVNULL, stderr=file, **surroundings(tmp_path))
