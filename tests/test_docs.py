@@ -22,15 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from holdfast.rendezvous.restart import RestartPolicy
-from holdfast.rendezvous.vocabulary import Settings
 
 from holdfast.agent import WorkerGroup, WorkerSpec, lifecycle
 from holdfast.agent.environment import RoundFacts, worker_environments
 from holdfast.cli import run as cli
-from holdfast.rendezvous import elected, etcd_options, participant, tcp_options
-from holdfast.rendezvous import legacy_membership as membership
+from holdfast.rendezvous import options
 from holdfast.rendezvous.api import RendezvousParameters
+from holdfast.rendezvous.etcd import options as etcd_options
+from holdfast.rendezvous.membership import node as node_machine
+from holdfast.rendezvous.membership import run as run_machine
+from holdfast.rendezvous.membership.model import Settings
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests import support
 
 ROOT = Path(__file__).parent.parent
@@ -81,9 +83,8 @@ def _lifecycle_changes() -> list[Change]:
 # The machine -> its changes, where it begins, and where it ends.
 MACHINES: dict[str, tuple[Sequence[Change], StrEnum, StrEnum]] = {
     "lifecycle": (_lifecycle_changes(), lifecycle.Phase.IDLE, lifecycle.Phase.ENDED),
-    "membership": (membership.PHASE_CHANGES, membership.Phase.FORMING, membership.Phase.ENDED),
-    "elected": (elected.OFFICE_CHANGES, elected.Office.FOLLOWING, elected.Office.FOLLOWING),
-    "participant": (participant.STANDING_CHANGES, participant.Standing.OUTSIDE, participant.Standing.DONE),
+    "run": (run_machine.PHASE_CHANGES, run_machine.Phase.FORMING, run_machine.Phase.ENDED),
+    "node": (node_machine.STANDING_CHANGES, node_machine.Standing.OUTSIDE, node_machine.Standing.DONE),
 }
 
 
@@ -204,11 +205,13 @@ def test_every_row_of_the_behaviour_page_is_read() -> None:
 
 
 def test_modules_in_the_documents_exist() -> None:
-    for document in (ARCHITECTURE, ROOT / "docs" / "glossary.md"):
-        for text in inline_code(document):
-            if re.fullmatch(r"[\w/]+\.py", text):
-                places = (ROOT / text, ROOT / "src" / "holdfast" / text)
-                assert any(place.is_file() for place in places), f"{name_of(document)}: there is no {text}"
+    pages = [ARCHITECTURE, ROOT / "docs" / "glossary.md", *(ROOT / "docs" / "decisions").glob("*.md")]
+    names = {(name_of(page), text) for page in pages for text in inline_code(page) if re.fullmatch(r"[\w/]+\.py", text)}
+    sources = ROOT / "src"
+    assert (
+        sorted((page, text) for page, text in names if not (ROOT / text).is_file() and not any(sources.rglob(text)))
+        == []
+    )
 
 
 def test_names_in_the_readme_can_be_imported() -> None:
@@ -229,7 +232,7 @@ def table_under(heading: str, page: Path) -> list[list[str]]:
     return rows[2:]
 
 
-@pytest.mark.parametrize(("page", "keys"), [(MANY_NODES, tcp_options.KEYS), (ETCD, etcd_options.KEYS)])
+@pytest.mark.parametrize(("page", "keys"), [(MANY_NODES, options.KEYS), (ETCD, etcd_options.KEYS)])
 def test_the_table_of_settings_has_every_key(page: Path, keys: dict[str, tuple[str, ...]]) -> None:
     names = {key.strip("`"): set(INLINE_CODE.findall(aliases)) for key, aliases, *_ in table_under("Settings", page)}
     assert names == {key: set(aliases) for key, aliases in keys.items()}
@@ -237,11 +240,11 @@ def test_the_table_of_settings_has_every_key(page: Path, keys: dict[str, tuple[s
 
 @pytest.mark.parametrize(
     ("page", "backend", "kind", "count"),
-    [(MANY_NODES, "tcp", tcp_options.TcpOptions, 9), (ETCD, "etcd", etcd_options.EtcdOptions, 7)],
+    [(MANY_NODES, "tcp", options.Options, 9), (ETCD, "etcd", etcd_options.EtcdOptions, 10)],
 )
 def test_defaults_in_the_table_of_settings(page: Path, backend: str, kind: Any, count: int) -> None:
     found = kind.from_parameters(RendezvousParameters(backend, "host:1", "run", 1, 2))
-    agreed = {**as_dictionary(found.settings(RestartPolicy())), **as_dictionary(found.session), **as_dictionary(found)}
+    agreed = {**as_dictionary(found.settings(RestartPolicy())), **as_dictionary(found.lease), **as_dictionary(found)}
     checked = 0
     for name, _, default, same, _ in table_under("Settings", page):
         key = name.strip("`")
@@ -385,7 +388,8 @@ def test_the_report_in_the_readme_is_what_is_printed(tmp_path: Path) -> None:
 def test_two_terminals_show_what_the_readme_shows(tmp_path: Path) -> None:
     [shown] = [block for block in fences(README, "") if "joined, waiting for" in block]
     [line] = [line for block in fences(README, "sh") for line in block.splitlines() if "127.0.0.1:29400" in line]
-    line = line.replace(":29400", f":{support.free_port()}")
+    port = str(support.free_port())
+    line, shown = line.replace("29400", port), shown.replace("29400", port)
     said = tmp_path / "first"
     with said.open("w") as file:
         first = subprocess.Popen(command_of(line), stdout=subprocess.DEVNULL, stderr=file, **surroundings(tmp_path))

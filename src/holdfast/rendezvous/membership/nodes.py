@@ -152,6 +152,8 @@ class NodeTable:
     def reopen(self, node: Node, now: float) -> None:
         node.drop_at = None
         self._dropping.discard(node.key)
+        if node.stage is Stage.WAITING:
+            self.waiting.add(node.key)
         self.hear(node.key, now)
 
     def dropped_by(self, now: float) -> list[str]:

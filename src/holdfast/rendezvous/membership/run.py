@@ -399,12 +399,11 @@ class Membership:
         while (node := self._nodes.most_silent()) is not None and self._lease_ends(node) <= now:
             commands += self._lose(node.key, f"is lost: it was silent for {self.settings.lease_s:g} s")
             commands.append(Expel(node.key, f"it was silent for {self.settings.lease_s:g} s"))
-        returns_until = self._round.returns_until if self._round is not None else None
-        if returns_until is not None and now >= returns_until:
+        round = self._round
+        if round is not None and round.returns_until is not None and now >= round.returns_until:
             self._ending.has_lost_nodes = True
-            commands += self._stop(self._present.give_up_unknown())
-        stop_by = self._round.stop_by if self._round is not None else None
-        if stop_by is not None and now >= stop_by:
+            commands += self._stop(round.give_up_unknown())
+        if round is not None and round.stop_by is not None and now >= round.stop_by:
             commands += self._expel_stuck(now)
         return commands
 
@@ -473,8 +472,7 @@ class Membership:
         return [Tell(keys, Stop(round.world.round, reason, is_failure, is_hang))]
 
     def _maybe_admit(self, now: float) -> list[Command]:
-        """Let waiting nodes in below max. Mostly one has just joined; it may also have been silent when the round was
-        sealed, or have been there before a restarted coordinator adopted the round."""
+        """Let waiting nodes in below max: newcomers, and those that were silent when the round was sealed."""
         newcomers = self._ready(now) if self._has_room() else []
         return self._stop(f"{newcomers[0].node_id} joins") if newcomers else []
 
@@ -561,9 +559,8 @@ class Membership:
         waiting = len(self._nodes.waiting)
         if not self._formation.should_report(waiting, now):
             return []
-        left_s = self._formation.left_s(self._agreed, now)
-        progress = Progress(waiting, self._agreed.min_nodes, self._agreed.max_nodes, left_s)
-        return [Tell(self._nodes.waiting_keys(), progress)]
+        agreed, left_s = self._agreed, self._formation.left_s(self._agreed, now)
+        return [Tell(self._nodes.waiting_keys(), Progress(waiting, agreed.min_nodes, agreed.max_nodes, left_s))]
 
     # The end.
 
