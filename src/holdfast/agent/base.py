@@ -425,9 +425,8 @@ class SimpleElasticAgent(ElasticAgent):
     def _enter_round(self, sealed: Sealed) -> None:
         assert self._coordination is not None
         before, self._place = self._place, sealed.place
-        used = sealed.place.restarts_used
-        if before is not None and used > before.restarts_used and self._coordination.verdict is None:
-            logger.warning("restart %d of %d", used, self._policy.max_restarts)
+        if before is not None and self._restarts_used > before.restarts_used and self._coordination.verdict is None:
+            logger.warning("restart %d of %d", self._restarts_used, self._policy.max_restarts)
         self._record_join()
         found = self._coordination.found(sealed)
         group, spec = self._worker_group, self._worker_group.spec

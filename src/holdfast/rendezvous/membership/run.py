@@ -318,8 +318,7 @@ class Membership:
     def _tell_again(self, node: Node, now: float) -> list[Command]:
         """It is a member of a round of which it has not heard."""
         self._nodes.reopen(node, now)
-        place = self._present.world.place_of(node.key)
-        return [Tell((node.key,), Sealed(node.key, place)), *self._stop_again(node)]
+        return [Tell((node.key,), Sealed(node.key, self._present.world.place_of(node.key))), *self._stop_again(node)]
 
     def _stop_again(self, node: Node) -> list[Command]:
         """It may have missed that the round is being stopped."""
@@ -467,8 +466,7 @@ class Membership:
         self._enter(Phase.STOPPING)
         members = [self._nodes[key] for key in round.world.keys if key in self._nodes]
         round.stop(is_failure, max((node.facts.grace_s for node in members), default=0.0), self._now)
-        gone = departed.key if departed else ""
-        keys = tuple(node.key for node in members if node.key != gone)
+        keys = tuple(node.key for node in members if departed is None or node.key != departed.key)
         return [Tell(keys, Stop(round.world.round, reason, is_failure, is_hang))]
 
     def _maybe_admit(self, now: float) -> list[Command]:
@@ -559,8 +557,8 @@ class Membership:
         waiting = len(self._nodes.waiting)
         if not self._formation.should_report(waiting, now):
             return []
-        agreed, left_s = self._agreed, self._formation.left_s(self._agreed, now)
-        return [Tell(self._nodes.waiting_keys(), Progress(waiting, agreed.min_nodes, agreed.max_nodes, left_s))]
+        left_s, low, high = self._formation.left_s(self._agreed, now), self._agreed.min_nodes, self._agreed.max_nodes
+        return [Tell(self._nodes.waiting_keys(), Progress(waiting, low, high, left_s))]
 
     # The end.
 
