@@ -34,7 +34,7 @@ from holdfast.rendezvous import (
     RendezvousInfo,
     RendezvousStoreInfo,
 )
-from holdfast.rendezvous.membership.model import End, Ended, Outcome, PlaceLost, Stop
+from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import Failure
 from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.rendezvous.static import StandaloneRendezvous, StaticTCPRendezvous
@@ -619,6 +619,28 @@ def test_two_pushes_at_once_stop_the_workers_once() -> None:
     agent = Scripted(WorkerSpec("r", 1, Interrupted(), entrypoint="-", monitor_interval=0.01), [S.HEALTHY] * 9)
     assert agent.run().state is S.SUCCEEDED
     assert agent.calls.count("stop") == 1
+
+
+class Late(Overtaken):
+    """The run has used three restarts when this node comes."""
+
+    def join(self) -> None:
+        SoloCoordination.join(self)
+        self._mailbox.put(Sealed("", Place(0, 1, 0, 1, restarts_used=3)))
+
+    def take(self) -> list[Any]:
+        return [push for push in super().take() if not isinstance(push, Sealed) or push.place.restarts_used]
+
+    def report_success(self, round: int, timeout_s: float) -> None:
+        SoloCoordination.report_success(self, round, timeout_s)
+
+
+def test_a_late_node_does_not_speak_of_restarts_before_its_time(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    agent = Scripted(WorkerSpec("r", 1, Late(), entrypoint="-", max_restarts=50, monitor_interval=0.01), [S.SUCCEEDED])
+    assert agent.run().state is S.SUCCEEDED
+    assert agent._restarts_used == 3
+    assert not [line for line in caplog.messages if line.startswith("restart")]
 
 
 class Valued(Scripted):
