@@ -50,6 +50,7 @@ HOOKS = (
     "refused",
     "coordinator_thawed",
     "stepped",
+    "decided",
     "data_lost",
     "leader_written",
     "elected",
@@ -430,22 +431,27 @@ class RestartsWithinBudget(Checker):
         self._most_lost = 0
         self._charged_at: list[float] = []
         self._charged_round = 0
-        self._written_at = 0.0
+        self._written_at = self._decided_at = 0.0
 
     def coordinator_started(self) -> None:
         gap_s = self.now() - self._written_at
         self._charged_at = [at + gap_s for at in self._charged_at]
+        self._written_at = self.now()
+
+    def decided(self, memory: Memory) -> None:
+        """On etcd it may be written down much later."""
+        self._decided_at = self.now()
 
     def data_lost(self) -> None:
         self._most_lost = max(self._used, self._most_lost)
         self._used, self._charged_at = 0, []
 
     def world_sealed(self, world: World) -> None:
-        if world.restarts_used != self._used:
+        if world.restarts_used != self._used and world.restarts_used > self._most_lost:
             self.object(f"{world.restarts_used} restarts in round {world.round}, written down are {self._used}")
 
     def remembered(self, memory: Memory) -> None:
-        self._written_at = self.now()
+        self._written_at = self._decided_at
         if memory.outcome is not None:
             self._end(memory.outcome)
         before = self._used
@@ -458,13 +464,13 @@ class RestartsWithinBudget(Checker):
             self.object(f"round {memory.last_round} was charged twice")
         self._charged_round = memory.last_round
         self._used = memory.restarts_used
-        self._charged_at.append(self.now())
+        self._charged_at.append(self._decided_at)
         if self._counted() > self.settings.policy.max_restarts:
             self.object(f"{self._counted()} restarts, allowed are {self.settings.policy.max_restarts}")
 
     def _counted(self, slowness: float = 1.0) -> int:
         window_s = self.settings.policy.window_s
-        return sum(1 for at in self._charged_at if window_s is None or self.now() - at < slowness * window_s)
+        return sum(1 for at in self._charged_at if window_s is None or self._decided_at - at < slowness * window_s)
 
     def _end(self, outcome: Outcome) -> None:
         is_exhausted = outcome.cause is not None and "used up" in outcome.reason

@@ -203,6 +203,8 @@ class Coordinator:
             if machine.world is not before and _is_seal(command):
                 before = machine.world
                 self._outbox.append(machine.world)
+            if isinstance(command, Remember):
+                self.checks.decided(command.memory)
             self._outbox.append(command)
         self._flush()
         self._alarm.set(self.machine.next_deadline() if self.machine else None)

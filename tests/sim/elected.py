@@ -13,7 +13,7 @@ from typing import Any, assert_never
 from holdfast.rendezvous.etcd import election
 from holdfast.rendezvous.etcd.election import Leader, Office
 from holdfast.rendezvous.membership import model
-from holdfast.rendezvous.membership.model import Memory
+from holdfast.rendezvous.membership.model import Memory, World
 from holdfast.rendezvous.membership.protocol import Remember
 from tests.sim.agent import Agent
 from tests.sim.checkers import Checks
@@ -152,6 +152,9 @@ class ElectedCoordinator(Coordinator):
         if isinstance(item, Remember):
             self.last_memory = item.memory
         super()._carry_out(item)
+        memory = self.etcd.memory
+        if isinstance(item, World) and (memory is None or memory.last_round < item.round):
+            self.checks.data_lost()  # It was written down, and lost before this coordinator knew.
 
     def _send(self, link: Link, message: Any) -> None:
         self.checks.told(self, message, self.etcd.memory)
