@@ -30,7 +30,7 @@ def test_a_crowd_forms_one_world(crowds: ModuleType, tmp_path: Path) -> None:
 
     with coordinator(tmp_path) as server:
         assert asyncio.run(form(server.port)) == set(range(50))
-        server.await_line("round 1 sealed with 50 nodes")
+        server.await_line("round 1 begins with 50 nodes")
 
 
 def test_the_script_measures_and_prints_a_table() -> None:

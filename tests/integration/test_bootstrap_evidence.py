@@ -488,6 +488,7 @@ FORKED = """
     if pid == 0:
         bootstrap.finish_forked(bootstrap.run_function(lambda: (function, ()), box))
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    from holdfast.process.blackbox import read_blackbox
     found = read_blackbox(os.pread(box, 1 << 20, 0))
     import pickle
     value = found.value and pickle.loads(found.value)

@@ -100,10 +100,10 @@ def test_what_one_node_says_is_not_too_long_for_the_others(server: CoordinatorPr
     with Peer(server.port) as waiting, Peer(server.port) as intruder:
         waiting.enter().join("a", Settings(2, 2))
         waiting.ask("check", "anything")
-        policy = RestartPolicy(fatal_exceptions=frozenset({"E" * 100_000}))
+        policy = RestartPolicy(fatal_exceptions=frozenset(f"E{number:03}" + "x" * 250 for number in range(200)))
         intruder.enter().join("b", Settings(2, 2, policy=policy))
         assert intruder.await_kind(model.Refused).reason.endswith(" ...")
-        assert waiting.await_kind(model.Notice).text.startswith("node b was turned away: --fatal-exceptions EEE")
+        assert waiting.await_kind(model.Notice).text.startswith("node b was turned away: --fatal-exceptions E000")
         waiting.send(protocol.Heartbeat(1))
         assert waiting.await_kind(protocol.HeartbeatAnswer).number == 1
 

@@ -15,7 +15,8 @@ from holdfast.rendezvous.api import RendezvousClosedError
 from holdfast.rendezvous.client import handshake, reachability
 from holdfast.rendezvous.coordinator import server as servers
 from holdfast.rendezvous.handler import CoordinatorHandler
-from holdfast.rendezvous.membership import protocol, run
+from holdfast.rendezvous.membership import protocol
+from holdfast.rendezvous.membership import round as rounds
 from holdfast.rendezvous.membership.model import Ended, Expelled, NodeFacts, Sealed, Settings, Stop
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 from tests import support
@@ -137,7 +138,7 @@ def agreed(handler: CoordinatorHandler) -> Settings:
 def test_a_node_that_never_comes_back_from_a_stop_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(run, "_STOP_MARGIN_S", 0.3)
+    monkeypatch.setattr(rounds, "STOP_MARGIN_S", 0.3)
     with coordinator_thread(tmp_path) as port, Peer(port) as peer, node(port, "1:2", lease=2, last_call=5) as a:
         a.introduce("default", 1, RestartPolicy(), grace_s=0.2)
         peer.enter().join("stuck", agreed(a), grace_s=0.2)

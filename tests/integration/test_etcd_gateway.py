@@ -23,11 +23,11 @@ from holdfast.rendezvous.etcd.gateway import (
     Compare,
     Delete,
     EtcdError,
+    EtcdRefused,
     Gateway,
     Get,
     LeaseGone,
     Put,
-    Refused,
     Transacted,
     Unavailable,
     has_value,
@@ -158,7 +158,7 @@ def test_a_lease_that_is_not_kept_alive_ends(etcd_gateway: Gateway) -> None:
 
 
 def test_too_large_a_value(etcd_gateway: Gateway) -> None:
-    with pytest.raises(Refused, match=r"too large|larger than max"):
+    with pytest.raises(EtcdRefused, match=r"too large|larger than max"):
         etcd_gateway.put(b"k", bytes(2 << 20))
 
 
@@ -238,7 +238,7 @@ def count_attempts(gateway: Gateway) -> list[str]:
 
 def test_endpoints_that_do_not_work_are_passed_over(etcd: EtcdServer) -> None:
     with listener(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n") as web, listener() as silent:
-        bad = [f"127.0.0.1:{support.free_port()}", "no-such-host.invalid", "x" * 70]
+        bad = [f"127.0.0.1:{support.free_port()}", "no-such-host.invalid", "x" * 60]
         bad += [f"127.0.0.1:{web}", f"127.0.0.1:{silent}"]
         with Gateway([*bad, etcd.get_endpoint()], request_timeout_s=12) as gateway:
             gateway.put(b"k", b"v")
@@ -317,13 +317,13 @@ def test_a_connection_that_etcd_has_closed_is_not_used(proxy: Proxy, etcd_gatewa
 def test_a_web_server_is_refused_at_once(status: str, body: bytes, headers: bytes, complaint: str) -> None:
     with answering(status, body, headers) as server, Gateway([server.endpoint], request_timeout_s=3600) as gateway:
         for ask in (lambda: gateway.get(b"k"), lambda: gateway.keep_alive(1), gateway.check_version):
-            with pytest.raises(Refused, match=f"^etcd: {server.endpoint}: .*{complaint}"):
+            with pytest.raises(EtcdRefused, match=f"^etcd: {server.endpoint}: .*{complaint}"):
                 ask()
 
 
 def test_an_oversized_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_ANSWER_BYTES", 1 << 20)
-    with answering("200 OK", b" " * (2 << 20)) as server, pytest.raises(Refused, match="more than 1 MiB"):
+    with answering("200 OK", b" " * (2 << 20)) as server, pytest.raises(EtcdRefused, match="more than 1 MiB"):
         Gateway([server.endpoint]).get(b"k")
 
 
@@ -361,7 +361,7 @@ def test_versions(version: str) -> None:
         if version in ("3.4.0", "3.10.1", "4.0.0-rc.1", "4"):
             gateway.check_version()
         else:
-            with pytest.raises(Refused, match=f"etcd '{version}' at {server.endpoint} is too old: .* 3.4 or later"):
+            with pytest.raises(EtcdRefused, match=f"etcd '{version}' at {server.endpoint} is too old: .* 3.4 or later"):
                 gateway.check_version()
         gateway.close()
 
@@ -484,7 +484,7 @@ def test_a_user_may_do_what_the_role_says(locked: EtcdServer) -> None:
         gateway.put(b"a", b"1")
         assert gateway.get(b"a") == b"1"
         for call in (lambda: gateway.get(b"z"), lambda: gateway.transact([is_missing(b"z")], [Put(b"z", b"")])):
-            with pytest.raises(Refused, match="permission denied"):
+            with pytest.raises(EtcdRefused, match="permission denied"):
                 call()
 
 
@@ -499,13 +499,13 @@ def test_a_user_may_do_what_the_role_says(locked: EtcdServer) -> None:
 def test_a_wrong_password(locked: EtcdServer, user: str | None, password: str | None, complaint: str) -> None:
     endpoint = locked.get_endpoint()
     gateway = Gateway([endpoint], user=user, password=password, request_timeout_s=3600)
-    with gateway, pytest.raises(Refused, match=f"etcd at {endpoint}: .*{complaint}"):
+    with gateway, pytest.raises(EtcdRefused, match=f"etcd at {endpoint}: .*{complaint}"):
         gateway.get(b"k")
 
 
 def test_a_password_where_none_is_wanted(etcd: EtcdServer) -> None:
     gateway = Gateway([etcd.get_endpoint()], user="me", password="pw")
-    with gateway, pytest.raises(Refused, match="is not enabled"):
+    with gateway, pytest.raises(EtcdRefused, match="is not enabled"):
         gateway.get(b"k")
 
 
@@ -534,7 +534,7 @@ def test_a_token_that_etcd_has_forgotten_is_renewed(locked: EtcdServer) -> None:
             time.sleep(1.5)  # Each use makes it live on.
             try:
                 gateway._members[0].ask("/v3/kv/range", b'{"key":"YQ=="}', token, *[time.monotonic() + LONG_S] * 2)
-            except Refused:
+            except EtcdRefused:
                 return True
             return False
 
@@ -618,7 +618,7 @@ def test_certificates_are_renewed(secure: EtcdServer, certificates: Certificates
                 connection.hang_up()
             gateway.put(b"k", b"v")
 
-        with pytest.raises(Refused, match="TLS: CERTIFICATE_VERIFY_FAILED"):
+        with pytest.raises(EtcdRefused, match="TLS: CERTIFICATE_VERIFY_FAILED"):
             put_on_a_new_connection()
         renew(right)
         put_on_a_new_connection()
@@ -629,7 +629,7 @@ def test_certificates_are_renewed(secure: EtcdServer, certificates: Certificates
                 put_on_a_new_connection()
             renew(right)
         renew(wrong)
-        with pytest.raises(Refused, match="TLS: CERTIFICATE_VERIFY_FAILED"):
+        with pytest.raises(EtcdRefused, match="TLS: CERTIFICATE_VERIFY_FAILED"):
             put_on_a_new_connection()
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from holdfast.errors import HostError, UserError
-from holdfast.rendezvous.etcd.gateway import Gateway, Refused
+from holdfast.rendezvous.etcd.gateway import EtcdRefused, Gateway
 from holdfast.testing import etcd_server
 from holdfast.testing.etcd_server import EtcdCluster, EtcdServer, find_etcd_binary
 from tests import support
@@ -275,7 +275,7 @@ def test_with_authentication() -> None:
             client.put(b"k", b"v")
         with (
             server.get_client(user=None, password=None) as client,
-            pytest.raises(Refused, match="user name is empty"),
+            pytest.raises(EtcdRefused, match="user name is empty"),
         ):
             client.put(b"k", b"v")
 

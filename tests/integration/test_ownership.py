@@ -202,14 +202,14 @@ import holdfast
 del sys.path[0]
 import socket
 from holdfast.process.link import SpawnerLink
-from holdfast.rendezvous import hosting
+from holdfast.rendezvous.coordinator import launch
 for with_site_packages in (False, True):
     link = SpawnerLink.launch(with_site_packages=with_site_packages)
     link.kill_all()
     print(*map(str, link.reports(None)))
     link.close()
 with socket.socket() as guard:
-    hosting.start_coordinator(hosting.bind("127.0.0.1", 0), guard, [])
+    launch.start_coordinator(launch.bind("127.0.0.1", 0), guard, [])
 print(holdfast.__file__)
 """
 

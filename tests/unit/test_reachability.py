@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.rendezvous.client.reachability import GiveUp, Obstacle, Reachability, Say
+from holdfast.rendezvous.client.reachability import Abandon, Obstacle, Reachability, Say
 
 
 def attempt(now: float = 0.0) -> Reachability:
     return Reachability("host:1", 600.0, 60.0, now)
 
 
-def words(reach: Reachability, obstacle: Obstacle, times: list[float]) -> list[Say | GiveUp | None]:
+def words(reach: Reachability, obstacle: Obstacle, times: list[float]) -> list[Say | Abandon | None]:
     return [reach.failed(obstacle, "it is down", now) for now in times]
 
 
@@ -61,15 +61,15 @@ def test_that_it_is_reached_after_all_is_said_to_whoever_was_told() -> None:
 def test_a_mistake_ends_the_first_attempt_within_seconds(obstacle: Obstacle, gives_up_at: float | None) -> None:
     times = [5.0 * step for step in range(100)]
     found = words(attempt(), obstacle, times)
-    ends = [now for now, word in zip(times, found, strict=True) if isinstance(word, GiveUp)]
+    ends = [now for now, word in zip(times, found, strict=True) if isinstance(word, Abandon)]
     assert (ends[0] if ends else None) == gives_up_at
 
 
 def test_a_mistake_counts_from_its_own_beginning() -> None:
     reach = attempt()
     for start in (0.0, 100.0, 200.0):
-        assert not isinstance(reach.failed(Obstacle.HUNG_UP, "it hung up", start), GiveUp)
-        assert not isinstance(reach.failed(Obstacle.UNREACHABLE, "refused", start + 50), GiveUp)
+        assert not isinstance(reach.failed(Obstacle.HUNG_UP, "it hung up", start), Abandon)
+        assert not isinstance(reach.failed(Obstacle.UNREACHABLE, "refused", start + 50), Abandon)
 
 
 def test_a_frozen_coordinator_is_waited_for_as_long_as_the_line_says() -> None:
@@ -77,7 +77,7 @@ def test_a_frozen_coordinator_is_waited_for_as_long_as_the_line_says() -> None:
     times = [5.0 * step for step in range(120)]
     found = words(reach, Obstacle.SILENT, times)
     assert found[1] == Say("cannot reach host:1: it is down (tried 2 times in 5 s, trying for 595 s more)")
-    assert not [word for word in found if isinstance(word, GiveUp)]
+    assert not [word for word in found if isinstance(word, Abandon)]
     assert reach.gives_up_at() == 600.0
     assert reach.surrender() == "could not reach host:1 within 600 s; the last attempt: it is down"
 
@@ -98,9 +98,9 @@ def test_nothing_ends_a_later_attempt(obstacle: Obstacle) -> None:
     reach.lost(100.0)
     times = [100.0 + step for step in range(200)]
     found = words(reach, obstacle, times)
-    assert not [word for word in found if isinstance(word, GiveUp)]
+    assert not [word for word in found if isinstance(word, Abandon)]
     assert found[3] == Say("cannot reach host:1: it is down (tried 4 times in 3 s, still trying)")
 
 
 def test_a_mistake_is_told_as_it_is() -> None:
-    assert attempt().failed(Obstacle.TURNED_AWAY, "wrong token", 0.5) == GiveUp("wrong token")
+    assert attempt().failed(Obstacle.TURNED_AWAY, "wrong token", 0.5) == Abandon("wrong token")

@@ -44,7 +44,7 @@ class Say:
 
 
 @record
-class GiveUp:
+class Abandon:
     text: str
 
 
@@ -78,14 +78,14 @@ class Reachability:
         problem = f"; the last attempt: {self.last_problem}" if self.last_problem else ""
         return f"could not reach {self.who} within {self._patience_s:g} s{problem}"
 
-    def failed(self, obstacle: Obstacle, problem: str, now: float) -> Say | GiveUp | None:
+    def failed(self, obstacle: Obstacle, problem: str, now: float) -> Say | Abandon | None:
         self.last_problem = problem
         self._attempts += 1
         if obstacle is not self._obstacle:
             self._obstacle, self._obstacle_since = obstacle, now
         patience_s = None if self._has_been_welcome else _PATIENCE_S.get(obstacle)
         if patience_s is not None and now - self._obstacle_since >= patience_s:
-            return GiveUp(problem if not patience_s else f"{problem} ({self._tried(now)})")
+            return Abandon(problem if not patience_s else f"{problem} ({self._tried(now)})")
         if now < self._speak_at:
             return None
         self._speak_at = now + _NEXT_WORD_AFTER_S

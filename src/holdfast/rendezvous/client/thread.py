@@ -273,8 +273,8 @@ class Client:
             obstacle = Obstacle.CANNOT_HOST if isinstance(error, HoldfastError) else _obstacle(error)
             self._say(self.reach.failed(obstacle, _words(error, target, self.reach.who), time.monotonic()))
 
-    def _say(self, word: reachability.Say | reachability.GiveUp | None) -> None:
-        if isinstance(word, reachability.GiveUp):
+    def _say(self, word: reachability.Say | reachability.Abandon | None) -> None:
+        if isinstance(word, reachability.Abandon):
             raise RendezvousConnectionError(word.text)
         if word is not None:
             logger.warning("%s", word.text)

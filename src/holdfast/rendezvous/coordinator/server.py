@@ -102,7 +102,7 @@ class Run:
         if self._deserted_timer is not None:
             self._deserted_timer.cancel()
             self._deserted_timer = None
-        if heard_term > self._machine.term:
+        if self._machine.raise_term(heard_term):  # At once: rounds that are sealed meanwhile must be later, too.
             self._keeper.raise_term(heard_term, lambda term: self._welcome_with(term, welcome))
         else:
             welcome(self._machine.term, self._machine.round)

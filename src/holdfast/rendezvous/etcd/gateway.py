@@ -3,7 +3,7 @@
 Finding a member. A request goes to the member that answered last. If that one cannot be reached, does not answer, or
 knows no leader, the next one is asked, and so on, round after round with growing pauses, until `request_timeout_s` is
 over. A member gets an equal share of that time, so a frozen one does not use it up. An endpoint that will never work
-(wrong certificate, not an etcd) is passed over; if all are like that, `Refused` is raised at once.
+(wrong certificate, not an etcd) is passed over; if all are like that, `EtcdRefused` is raised at once.
 
 Repeating. Reads, puts, deletes and lease requests may be sent twice. A transaction that compares and writes may not:
 once it may have reached a member it is not sent again but waits for its answer as long as the time allows. If there is
@@ -14,7 +14,7 @@ answer arrives byte by byte (`_Connection`); only the lookup of a host name has 
 connection that has become readable was closed by etcd and is not used. Proxies and passwords of the environment are
 ignored.
 
-Errors are divided by who can act: `Unavailable` (time), `Refused` (a person), `LeaseGone` (the caller: a new lease).
+Errors by who can act: `Unavailable` (time), `EtcdRefused` (a person), `LeaseGone` (the caller: a new lease).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Unavailable(EtcdError):  # noqa: N818
         self.is_unknown = is_unknown
 
 
-class Refused(EtcdError):  # noqa: N818
+class EtcdRefused(EtcdError):  # noqa: N818
     """Only a person can put this right: password, permission, certificate, version, or no etcd at the endpoint.
     Nothing was carried out."""
 
@@ -186,12 +186,12 @@ class Gateway:
             pass
 
     def check_version(self) -> None:
-        """Raises `Refused` if etcd is older than the interface that this client speaks."""
+        """Raises `EtcdRefused` if etcd is older than the interface that this client speaks."""
         version = self._send("/version", None, is_write=False).etcdserver
         numbers = tuple(int(part) if part.isdecimal() else -1 for part in version.split(".")[:2])
         if numbers < OLDEST_VERSION:
             name = self._members[self._preferred].name
-            raise Refused(f"etcd {version!r} at {name} is too old: holdfast needs 3.4 or later")
+            raise EtcdRefused(f"etcd {version!r} at {name} is too old: holdfast needs 3.4 or later")
 
     def call(self, path: str, **fields: Any) -> None:
         """Any other request of the v3 interface, for its effect: `call("auth/role/add", name="reader")`."""
@@ -216,7 +216,7 @@ class Gateway:
                 if is_unknown and not is_repeatable:
                     break
                 if len(failures) == len(self._members) and all(each.is_lasting for each in failures.values()):
-                    raise Refused(f"etcd: {self._listed(failures)}") from None
+                    raise EtcdRefused(f"etcd: {self._listed(failures)}") from None
         reason = "the client is closed" if self._closing.is_set() else self._listed(failures)
         raise Unavailable(f"etcd has not answered within {self.request_timeout_s:.2g} s: {reason}", is_unknown)
 
@@ -433,7 +433,7 @@ class _Failed(Exception):  # noqa: N818
         self.is_lasting = is_lasting
 
 
-class _StaleToken(Refused):
+class _StaleToken(EtcdRefused):
     """etcd does not know the token any more."""
 
 
@@ -477,7 +477,7 @@ def _meaning(name: str, code: int, text: str) -> Exception:
         return LeaseGone(f"etcd at {name}: {text}")
     if code in _UNFINISHED:
         return _Failed(text, may_have_happened=True)
-    return Refused(f"etcd at {name}: {text}")
+    return EtcdRefused(f"etcd at {name}: {text}")
 
 
 def _not_etcd(what: str) -> _Failed:

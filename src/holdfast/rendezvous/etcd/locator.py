@@ -35,7 +35,7 @@ from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.coordinator.memory import boot_id
 from holdfast.rendezvous.endpoints import endpoint_text
 from holdfast.rendezvous.etcd.election import Leader
-from holdfast.rendezvous.etcd.gateway import EtcdError, Gateway, Get, Put, Refused, is_missing, parse_etcd_endpoint
+from holdfast.rendezvous.etcd.gateway import EtcdError, EtcdRefused, Gateway, Get, Put, is_missing, parse_etcd_endpoint
 from holdfast.rendezvous.etcd.memory import Appointment, decode_leader, encode_leader, keys_of
 from holdfast.rendezvous.etcd.options import EtcdOptions
 from holdfast.rendezvous.handler import CoordinatorHandler
@@ -153,7 +153,7 @@ class EtcdLocator:
             leader = decode_leader(self._gateway.get(self._leader_key))
             if leader is None:
                 leader = self._campaign(known_term, is_wanted)
-        except Refused:
+        except EtcdRefused:
             raise
         except EtcdError as error:
             raise ConnectionError(errno.EHOSTUNREACH, str(error)) from None

@@ -32,12 +32,12 @@ from holdfast.rendezvous.etcd.election import Leader, Office
 from holdfast.rendezvous.etcd.gateway import (
     Delete,
     EtcdError,
+    EtcdRefused,
     Gateway,
     Get,
     LeaseGone,
     Operation,
     Put,
-    Refused,
     has_value,
 )
 from holdfast.rendezvous.membership import protocol  # noqa: F401  # it sets the limits of what is read
@@ -158,7 +158,7 @@ class EtcdKeeper:
         while True:
             try:
                 return await self._loop.run_in_executor(self._writes, self._gateway.get, self._memory_key)
-            except Refused as error:
+            except EtcdRefused as error:
                 raise HostError(str(error)) from None
             except EtcdError as error:
                 logger.warning("cannot read what etcd remembers of run %r: %s", self._run_id, error)

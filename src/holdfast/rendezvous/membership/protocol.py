@@ -135,7 +135,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     nonce: Bytes
     proof: Bytes = b""
     minor: int = 0
-    term: Count = 0
+    term: Annotated[int, Meta(ge=0, le=_MAX_COUNT // 2)] = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
