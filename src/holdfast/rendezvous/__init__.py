@@ -1,7 +1,7 @@
 """Rendezvous: how nodes agree on who is in.
 
 The names below are resolved on first use. Asking for `rendezvous_handler_registry` here also registers the
-built-in backends; out-of-tree ones are looked for when a name is asked for that nobody has registered.
+built-in backends; out-of-tree ones are looked for when a name is asked for that is not registered.
 """
 
 from __future__ import annotations

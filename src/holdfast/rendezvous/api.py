@@ -207,7 +207,7 @@ class RendezvousHandler(ABC):
     def has_fixed_world(self) -> bool:
         """Whether the world is known from the start, its nodes alike, and nothing is shared at run time.
 
-        Then nobody needs to ask who is waiting, and no node can wait for another.
+        Then no agent asks whether nodes are waiting, and no node can wait for another.
         """
         return False
 

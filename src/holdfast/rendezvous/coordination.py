@@ -74,7 +74,7 @@ class Coordination(abc.ABC):
     def set_lease_sink(self, sink: Callable[[float | None], None]) -> None:  # noqa: B027
         """`sink` is told until when this node's workers may live; called at once with what holds now."""
 
-    def leaving(self) -> None:  # noqa: B027  # most have nobody to tell
+    def leaving(self) -> None:  # noqa: B027  # most have no one to tell
         """This node goes away and is stopping its workers."""
 
     def left(self) -> None:  # noqa: B027

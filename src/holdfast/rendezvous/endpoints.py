@@ -106,7 +106,7 @@ _parse_rendezvous_config = parse_rendezvous_config
 def bind_port(host: str = "127.0.0.1") -> socket.socket:
     """A socket bound to a free TCP port of `host` that does not listen.
 
-    While it is open the kernel gives the port to nobody who asks for a free one, and because of SO_REUSEADDR
+    While it is open the kernel gives the port to no process that asks for a free one, and because of SO_REUSEADDR
     on both sides a worker that asks for this very port can still listen on it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -156,7 +156,7 @@ def fields_of(params: RendezvousParameters, usual_lease_s: float = 5.0, usual_ou
 
 
 def check_known(config: dict[str, Any], keys: Keys) -> None:
-    """A setting that nobody reads would be accepted and ignored."""
+    """An unknown setting would be accepted and ignored."""
     known = frozenset(keys) | {alias for aliases in keys.values() for alias in aliases}
     unknown = sorted(set(config) - known)
     if unknown:

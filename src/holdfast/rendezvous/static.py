@@ -1,4 +1,4 @@
-"""Rendezvous for worlds that are known from the start: nobody is waited for and nobody else is let in.
+"""Rendezvous for worlds that are known from the start: no node is waited for, and no other is let in.
 
 `standalone` is one node that picks its own master port, a fresh one for each round. `static` has its ranks
 from the user, and its master address and port are given to the workers exactly as the user wrote them, so
@@ -158,7 +158,7 @@ class StaticTCPRendezvous(_KnownWorldRendezvous):
 
 
 def create_standalone_handler(params: RendezvousParameters) -> StandaloneRendezvous:
-    """The backend `standalone`. It meets nobody, so it needs no endpoint and does not look at one."""
+    """The backend `standalone`. It meets no other node, so it needs no endpoint and does not look at one."""
     _check_settings(params)
     if params.max_nodes != 1:
         raise UserError(f"backend 'standalone' is for one node, not for max_nodes {params.max_nodes}")
@@ -173,7 +173,7 @@ def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
 
     The agents of several nodes meet at a coordinator on the master's host, so that failures, restarts and the
     outcome are shared. `coordinator_port` is its port; the default is the master port + 1. With `off` each agent
-    runs its own node with its fixed rank, and nobody shares anything. One node needs no coordinator.
+    runs its own node with its fixed rank, and nothing is shared. One node needs no coordinator.
     """
     rank = _rank(params)
     master_addr, master_port = _master(params)

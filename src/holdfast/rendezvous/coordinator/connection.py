@@ -155,7 +155,7 @@ class Connection(asyncio.Protocol):
         except OSError as error:
             reason = getattr(error, "reason", "") or str(error) or "it went away"
             self._refuse(f"does not get a TLS connection: {reason}")
-            self.connection_lost(error)  # Nobody else says so about one that was never secured.
+            self.connection_lost(error)  # asyncio does not call this for one that was never secured.
         else:
             if secured is None or self._is_closing:
                 self.connection_lost(None)

@@ -1,4 +1,4 @@
-"""Who hosts the coordinator: whoever can bind the endpoint's address.
+"""Starting a coordinator process. On tcp the agent that can bind the endpoint's address does it.
 
 The agent that binds it starts a coordinator as a process of its own, hands it the bound socket, and forgets it: the
 coordinator outlives the agent. Agents on the same host that come later find the port taken and connect. If the
@@ -6,7 +6,7 @@ coordinator process dies, the next agent on that host that tries to reach it fin
 another one, which goes on with the run.
 
 The socket does not listen before the coordinator process is ready to answer. Until then every attempt to connect is
-refused, which tells the agents of a running round that nobody can have been given their places; on a socket that
+refused, which tells the agents of a running round that no place can have been given away; on a socket that
 listens already they would wait for an answer while their leases run out.
 
 Two sockets that do not listen can be bound to the same port. So that not every agent of a host starts a coordinator
@@ -36,7 +36,7 @@ _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EINVAL, errno.EAFNOSUPPORT)
 _START_PATIENCE_S = 10.0
 
 READY = "ready"
-"""What a coordinator says to whoever started it, once it serves."""
+"""What a coordinator says to the process that started it, once it serves."""
 
 
 class NotThisHost(HostError):  # noqa: N818
@@ -44,7 +44,7 @@ class NotThisHost(HostError):  # noqa: N818
 
 
 class PortTaken(HostError):  # noqa: N818
-    """Somebody listens there."""
+    """Another process listens there."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(f"cannot listen at {endpoint_text(host, port)}: the port is taken")
@@ -77,7 +77,7 @@ def _bind(family: socket.AddressFamily, address: tuple[object, ...]) -> socket.s
 
 
 def host_at(sock: socket.socket, options: list[str]) -> bool:
-    """Start a coordinator on a bound socket, unless somebody is about to."""
+    """Start a coordinator on a bound socket, unless another agent is about to."""
     with socket.socket(socket.AF_UNIX) as guard:
         address, port = sock.getsockname()[:2]
         try:
@@ -93,10 +93,10 @@ def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[s
 
     Returns when it serves. What it has to say until then is the error if it does not come to that; later it is
     silent here and keeps a log of its own. Both sockets are its own from the moment that it exists: if it died while
-    this process, frozen perhaps, still held them, nobody could take its place.
+    this process, frozen perhaps, still held them, no other could take its place.
     """
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    # The first process only makes the second, so that the coordinator is nobody's child here. It uses this holdfast and
+    # The first process only makes the second, so that the coordinator is no child of this process. It uses this holdfast and
     # no other, but nothing else from its directory before the standard library: that may be one of many packages.
     code = (
         f"import os, sys, __future__; os._exit(0) if os.fork() else None; sys.path.insert(0, {root!r}); "

@@ -204,7 +204,7 @@ class EtcdKeeper:
         )
 
     async def close(self) -> None:
-        """Give the office up, so that nobody has to wait for the lease to end."""
+        """Give the office up, so that the next coordinator need not wait for the lease to end."""
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()

@@ -340,7 +340,7 @@ class NodeLease:
         return [HangUp(), *self._disconnected(0.0, now)]
 
     def has_lapsed(self, now: float) -> bool:
-        """Whether the workers may not live any longer and nobody has said so yet."""
+        """Whether the workers may not live any longer, and the place is not yet given up."""
         until = self.workers_may_live_until()
         return until is not None and now >= until and self._lost_at is None
 

@@ -182,8 +182,8 @@ def rejection_of(
     """Why a node cannot take part in the run, in the words that its user typed; or nothing."""
     difference = ours.difference(settings)
     if difference:
-        nobody = "none of its nodes is here now; the run is forgotten when no node has come for a minute"
-        return difference if nodes else f"{difference} ({nobody})"
+        empty = "none of its nodes is here now; the run is forgotten when no node has come for a minute"
+        return difference if nodes else f"{difference} ({empty})"
     other = nodes.any()
     unreachable = _unreachable_between_hosts(facts, other.facts) if other else ""
     return unreachable or _rejection_of_rank(facts, ours.max_nodes, nodes, is_silent)

@@ -284,7 +284,7 @@ class Membership:
 
     def _learn_the_past(self, last: Place | None, heard_round: int, now: float) -> list[Command]:
         """What a node knows of earlier rounds. If that is more than the memory does, the memory was lost; what is
-        learned is written down, so that the next coordinator knows it whoever comes first."""
+        learned is written down, so that the next coordinator knows it, too."""
         if last is not None:
             self._budget.used = max(self._budget.used, last.restarts_used)
         knows_more = self._past.learn(last, heard_round > self.round)
