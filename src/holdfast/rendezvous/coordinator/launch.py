@@ -96,8 +96,8 @@ def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[s
     this process, frozen perhaps, still held them, no other could take its place.
     """
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    # The first process only makes the second, so that the coordinator is no child of this process. It uses this holdfast and
-    # no other, but nothing else from its directory before the standard library: that may be one of many packages.
+    # The first process only makes the second, so that the coordinator is no child of this one. It uses this holdfast
+    # and no other, but nothing else from its directory before the standard library: that may be one of many packages.
     code = (
         f"import os, sys, __future__; os._exit(0) if os.fork() else None; sys.path.insert(0, {root!r}); "
         "import holdfast; del sys.path[0]; from holdfast.cli.coordinator import main; sys.exit(main(sys.argv[1:]))"
