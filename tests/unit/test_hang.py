@@ -342,3 +342,13 @@ def test_signals_by_name() -> None:
 def test_words(settings: dict[str, Any], bound: Bound, moved_ago: dict[Signal, float], expected: str) -> None:
     policy = HangPolicy(**settings)
     assert words(Verdict(bound, 60.0, 600.0, moved_ago), policy) == expected
+
+
+def test_a_movement_while_stacks_are_taken_counts_however_long_that_takes() -> None:
+    """The workers stand still while they are looked at, so the time since their movement is no silence of theirs."""
+    machine = HangMachine(HangPolicy(1.0, signals=frozenset({Signal.OUTPUT})), 0.0)
+    assert isinstance(machine.step(Looked({}), 1.0)[-1], DeclareHung)
+    assert machine.step(Looked({Signal.OUTPUT: 1.5}, is_again=True), 9.0) == []
+    assert machine.next_deadline() == 10.0
+    assert isinstance(machine.step(Looked({Signal.OUTPUT: 1.5}), 10.0)[-1], DeclareHung)
+    assert machine.step(Looked({Signal.OUTPUT: 1.5}, is_again=True), 12.0) != [], "nothing has moved since"

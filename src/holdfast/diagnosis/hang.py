@@ -245,6 +245,7 @@ class HangMachine:
         # Once within the shortest bound is enough to learn in time of whatever begins one: a match, a mark.
         self._look_every_s = self._shortest_s / LOOKS_A_BOUND if is_sampled else self._shortest_s
         self._looked_at = now
+        self._broken: Bound | None = None
 
     def next_deadline(self) -> float:
         """When to look next."""
@@ -255,6 +256,8 @@ class HangMachine:
             self._counts_from = now
         elif not event.is_again:
             self._forgive_if_late(now)
+        elif self._has_moved_since_verdict(event.moved_at):
+            self._counts_from = now  # Workers stand still while their stacks are taken.
         self._looked_at = now
         for signal, at in event.moved_at.items():
             self._moved_at[signal] = min(now, max(at, self._moved_at.get(signal, self._started_at)))
@@ -263,8 +266,13 @@ class HangMachine:
         commands: list[Command] = [*self._complaints(now)]
         broken = [(bound, limit_s) for at, bound, limit_s in self._bounds() if at <= now]
         if broken:
+            self._broken = broken[0][0]
             commands.append(DeclareHung(self._verdict(*broken[0], now)))
         return commands
+
+    def _has_moved_since_verdict(self, moved_at: Mapping[Signal, float]) -> bool:
+        counted = {Signal.PATTERN} if self._broken is Bound.CADENCE else self.policy.chosen
+        return any(at > self._looked_at for signal, at in moved_at.items() if signal in counted)
 
     def _forgive_if_late(self, now: float) -> None:
         if now - self.next_deadline() > max(_LATE_S, _LATE_SHARE * self._shortest_s):
