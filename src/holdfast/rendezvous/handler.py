@@ -105,6 +105,8 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
     def next_rendezvous(self) -> RendezvousInfo:
         """For users who call the handler themselves: join, and block until there is a place."""
         self.join()
+        poller = select.poll()  # Unlike select, for any number of descriptors.
+        poller.register(self._mailbox, select.POLLIN)
         while True:
             for push in self._mailbox.take():
                 match push:
@@ -116,7 +118,7 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
                         raise UserError(f"run {self._run_id!r} rejected this node: {reason}")
                     case JoinFailed(error):
                         raise error
-            select.select([self._mailbox], [], [])
+            poller.poll()
 
     def is_closed(self) -> bool:
         return self._outcome is not None
