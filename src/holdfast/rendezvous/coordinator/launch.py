@@ -160,7 +160,9 @@ def _words_until_ready(fd: int) -> str | None:
     """None when it is ready, or takes so long that nothing can be said about it; else its last line."""
     ends = time.monotonic() + _START_PATIENCE_S
     said = b""
-    while select.select([fd], [], [], max(0.0, ends - time.monotonic()))[0]:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    while poller.poll(1000 * max(0.0, ends - time.monotonic())):
         data = os.read(fd, 1 << 16)
         if not data:
             break
