@@ -97,9 +97,10 @@ def test_the_coordinator_and_its_agent_are_lost_at_once(scene: Scene) -> None:
 
 
 def test_a_coordinator_that_is_frozen_past_its_lease_and_thawed(scene: Scene) -> None:
-    """Another one is elected meanwhile. When it wakes up it finds that its time is over, says no word, and ends."""
+    """Another one is elected meanwhile. When it wakes up it finds that its time is over, says no word, and ends. The
+    nodes' leases are the shorter ones, so that the workers are gone before another coordinator can be elected."""
     for name in "ab":
-        scene.start(name, "2", **SHORT)
+        scene.start(name, "2", leader_lease=4, lease=2)
     scene.await_world(2)
     frozen, before = scene.await_coordinator(), scene.leader()
     support.halt(frozen)
