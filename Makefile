@@ -14,7 +14,7 @@ demo: $(VENV)/.runtime
 	@$(BIN)/holdfast run --standalone --nproc-per-node 4 --max-restarts 2 --tee 3 examples/demo/train.py
 
 test: $(VENV)/.test
-	$(PYTEST) -n 2 --dist worksteal $(TESTS)
+	$(PYTEST) -n 3 --dist worksteal $(TESTS)
 
 test-all: test
 
