@@ -34,6 +34,7 @@ from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.coordinator.memory import boot_id
 from holdfast.rendezvous.endpoints import endpoint_text
+from holdfast.rendezvous.etcd import election
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.etcd.gateway import EtcdError, EtcdRefused, Gateway, Get, Put, is_missing, parse_etcd_endpoint
 from holdfast.rendezvous.etcd.memory import Appointment, decode_leader, encode_leader, keys_of
@@ -142,7 +143,7 @@ class EtcdLocator:
                 self._problem = (isinstance(error, OSError) and error.strerror) or str(error)
                 return
             self._problem = ""
-        if leader.term > known_term and leader != before:
+        if election.is_newer(leader, known_term) and leader != before:
             found()
 
     def _search(self, known_term: int, is_wanted: Callable[[], bool]) -> Leader:
