@@ -11,7 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from holdfast.process import signals
+from holdfast import signals
 from holdfast.testing.etcd_server import EtcdServer
 from tests import support
 

@@ -10,46 +10,49 @@ SOURCE = ROOT / "src" / "holdfast"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 # Who may import whom. A layer may import itself and what stands to its right of the arrow.
+_BASE = {"errors", "frozen", "lazy", "loop", "procfs", "progress_board", "signals"}
+_BELOW_AGENT = {"failures", "hangs", "process", "rendezvous", "telemetry", "timer"} | _BASE
 LAYERS = {
-    "cli": {"launcher", "agent", "rendezvous", "process", "diagnosis", "telemetry", "errors", "records"},
-    "testing": {"rendezvous", "errors", "records"},
-    "launcher": {"agent", "rendezvous", "process", "diagnosis", "telemetry", "errors", "records"},
-    "agent": {"rendezvous", "process", "timer", "diagnosis", "telemetry", "errors", "records", "steps"},
-    "rendezvous": {"telemetry", "errors", "records"},
-    "process": {"diagnosis", "telemetry", "errors", "records"},
-    "diagnosis": {"telemetry", "errors", "records"},
-    "timer": {"diagnosis", "telemetry", "errors", "records"},
-    "telemetry": {"errors", "records"},
-    "errors": set(),
-    "records": set(),
-    "steps": set(),
+    "cli": {"launcher", "agent"} | _BELOW_AGENT,
+    "testing": {"rendezvous"} | _BASE,
+    "launcher": {"agent"} | _BELOW_AGENT,
+    "agent": _BELOW_AGENT,
+    "rendezvous": {"telemetry"} | _BASE,
+    "process": {"failures", "telemetry"} | _BASE,
+    "hangs": {"process", "failures", "telemetry"} | _BASE,
+    "timer": {"hangs", "telemetry"} | _BASE,
+    "failures": {"telemetry"} | _BASE,
+    "telemetry": _BASE,
+    "loop": {"signals"},
+    "signals": {"errors"},
+    **{name: set() for name in ("errors", "frozen", "lazy", "procfs", "progress_board")},
     # The package itself resolves names for its users, and the entry point starts the command line.
-    "__init__": {"launcher", "process", "steps"},
-    "__main__": {"cli", "process"},
+    "__init__": {"lazy", "launcher", "process", "progress_board", "signals"},
+    "__main__": {"cli", "process", "signals"},
 }
 
 # Modules that only re-export names which have moved may import them.
 REEXPORTS = {"rendezvous/etcd_server.py": {"testing"}}
 
 PURE = {
-    "agent/lifecycle.py": {"holdfast.errors", "holdfast.records", "holdfast.rendezvous.membership.model"},
+    "agent/lifecycle.py": {"holdfast.errors", "holdfast.frozen", "holdfast.rendezvous.membership.model"},
     **{
-        f"rendezvous/membership/{name}.py": {"holdfast.errors", "holdfast.records", "holdfast.rendezvous.membership"}
+        f"rendezvous/membership/{name}.py": {"holdfast.errors", "holdfast.frozen", "holdfast.rendezvous.membership"}
         for name in ("model", "run", "nodes", "formation", "restart_policy", "node", "node_lease")
     },
-    "rendezvous/membership/protocol.py": {"msgspec", "holdfast.records", "holdfast.rendezvous.membership"},
+    "rendezvous/membership/protocol.py": {"msgspec", "holdfast.frozen", "holdfast.rendezvous.membership"},
     "rendezvous/membership/frames.py": {"hashlib", "hmac", "struct", "msgspec", "holdfast.rendezvous.membership"},
-    "rendezvous/etcd/election.py": {"holdfast.records", "holdfast.rendezvous.membership"},
+    "rendezvous/etcd/election.py": {"holdfast.frozen", "holdfast.rendezvous.membership"},
     "rendezvous/coordinator/kv_store.py": {"holdfast.rendezvous.membership"},
-    "rendezvous/client/reachability.py": {"holdfast.records"},
+    "rendezvous/client/reachability.py": {"holdfast.frozen"},
     "timer/table.py": set(),
-    "agent/causes.py": {"holdfast.agent.model", "holdfast.diagnosis", "holdfast.rendezvous.membership"},
+    "agent/causes.py": {"holdfast.agent.model", "holdfast.failures.report", "holdfast.rendezvous.membership"},
     "agent/ranks.py": {"holdfast.agent.model"},
-    "agent/environment.py": {"holdfast.agent.model", "holdfast.errors", "holdfast.records"},
-    "diagnosis/report.py": set(),
-    "diagnosis/hang.py": {"holdfast.errors", "holdfast.records"},
-    "diagnosis/grouping.py": {"holdfast.diagnosis.report", "holdfast.records"},
-    "process/lines.py": set(),
+    "agent/environment.py": {"holdfast.agent.model", "holdfast.errors", "holdfast.frozen"},
+    "failures/report.py": set(),
+    "hangs/policy.py": {"holdfast.errors", "holdfast.frozen"},
+    "hangs/compare.py": {"holdfast.failures.report", "holdfast.frozen"},
+    "process/output/lines.py": set(),
 }
 DATA_MODULES = {
     "__future__", "collections", "collections.abc", "dataclasses", "enum", "functools", "heapq", "itertools", "json",
@@ -121,7 +124,7 @@ def size_of(path: Path) -> int:
 
 
 def test_the_worker_bootstrap_stands_alone() -> None:
-    imported = imports_of(SOURCE / "process" / "bootstrap.py")
+    imported = imports_of(SOURCE / "process" / "spawner" / "bootstrap.py")
     assert not [name for name in imported if name.startswith("holdfast")]
 
 

@@ -6,48 +6,26 @@ only wants one of them.
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # The constant of that name in `typing`, without the import.
-if TYPE_CHECKING:
-    from typing import Any
+from holdfast import lazy
 
-    from holdfast.launcher import LaunchConfig, elastic_launch, launch_agent
-    from holdfast.process.errors import ChildFailedError, record
-    from holdfast.process.signals import SignalException
-    from holdfast.steps import progress
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from holdfast.launcher import LaunchConfig as LaunchConfig
+    from holdfast.launcher import elastic_launch as elastic_launch
+    from holdfast.launcher import launch_agent as launch_agent
+    from holdfast.process.errors import ChildFailedError as ChildFailedError
+    from holdfast.process.errors import record as record
+    from holdfast.progress_board import progress as progress
+    from holdfast.signals import SignalException as SignalException
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ChildFailedError",
-    "LaunchConfig",
-    "SignalException",
-    "elastic_launch",
-    "launch_agent",
-    "progress",
-    "record",
-]
-
-_HOMES = {
-    "LaunchConfig": "holdfast.launcher",
-    "elastic_launch": "holdfast.launcher",
-    "launch_agent": "holdfast.launcher",
-    "ChildFailedError": "holdfast.process.errors",
-    "record": "holdfast.process.errors",
-    "SignalException": "holdfast.process.signals",
-    "progress": "holdfast.steps",
-}
-
-
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "holdfast.launcher": "LaunchConfig elastic_launch launch_agent",
+        "holdfast.process.errors": "ChildFailedError record",
+        "holdfast.progress_board": "progress",
+        "holdfast.signals": "SignalException",
+    },
+)

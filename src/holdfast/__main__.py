@@ -21,9 +21,9 @@ def main() -> int:
     _occupy_standard_streams()
     _handle_signals()
     if sys.argv[1:2] == ["run"]:
-        from holdfast.process import link
+        from holdfast.process.spawner import client
 
-        link.launch_early()
+        client.launch_early()
 
     from holdfast.cli import main as command
 
@@ -33,7 +33,7 @@ def main() -> int:
 def _handle_signals() -> None:
     """Before anything else, so that no moment exists in which a signal ends the agent without a word."""
     try:
-        from holdfast.process import signals
+        from holdfast import signals
 
         signals.install_early()
     finally:
@@ -50,9 +50,9 @@ def _occupy_standard_streams() -> None:
 
 
 def _drop_spawner() -> None:
-    link = sys.modules.get("holdfast.process.link")
-    if link is not None:
-        link.drop_early()
+    client = sys.modules.get("holdfast.process.spawner.client")
+    if client is not None:
+        client.drop_early()
 
 
 def run() -> NoReturn:

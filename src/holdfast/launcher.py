@@ -17,19 +17,20 @@ from holdfast.agent import health
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import RunResult, WorkerSpec
 from holdfast.errors import UserError, mark_as_from_run
-from holdfast.process import devices, entry
+from holdfast.process import devices
 from holdfast.process.errors import ChildFailedError
-from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
-from holdfast.process.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, SignalException, parse_signals
+from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
+from holdfast.process.spawner import command
 from holdfast.rendezvous import registry
 from holdfast.rendezvous.api import DefaultTimeout, RendezvousHandler, RendezvousParameters
 from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
 from holdfast.rendezvous.membership import restart_policy
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from holdfast.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, SignalException, parse_signals
 from holdfast.telemetry import events, fallback_log, metrics
 
 if TYPE_CHECKING:
-    from holdfast.diagnosis.hang import HangPolicy
+    from holdfast.hangs.policy import HangPolicy
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
@@ -48,7 +49,7 @@ class LaunchConfig:
     `rdzv_timeout` is the older spelling of `rdzv_configs["timeout"]` and wins over it. `shutdown_timeout` is the
     grace in seconds between the first signal to a worker and SIGKILL; `exit_barrier_timeout` is for how many seconds a
     node whose workers have finished waits for the other nodes. `restart_policy` says more about restarts than
-    `max_restarts` can, and replaces it. `hang_policy` (`holdfast.diagnosis.hang.HangPolicy`) says when workers count as
+    `max_restarts` can, and replaces it. `hang_policy` (`holdfast.hangs.policy.HangPolicy`) says when workers count as
     hung; without one nobody watches for that. At `health_port` (if None, `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent
     answers whether it is alive.
     """
@@ -252,7 +253,7 @@ def _shut_down(handler: RendezvousHandler) -> None:
 
 def _get_entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]) -> str:
     """What the run is called in the failure report."""
-    name = entry.program_name(entrypoint, args)
+    name = command.program_name(entrypoint, args)
     if name or not callable(entrypoint):
         return name
     while isinstance(entrypoint, functools.partial):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from holdfast.agent.model import WorkerSpec, WorkerState
-from holdfast.process.logs import DefaultLogsSpecs
+from holdfast.process.output.logs import DefaultLogsSpecs
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.registry import get_rendezvous_handler
 from holdfast.testing.etcd_server import EtcdServer

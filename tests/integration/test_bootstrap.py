@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.process.entry import BOOTSTRAP_PATH
+from holdfast.process.spawner.command import BOOTSTRAP_PATH
 
 FACTS = r"""
 import os, sys

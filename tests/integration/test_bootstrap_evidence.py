@@ -17,14 +17,14 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from holdfast.process.blackbox import BlackBox, read_blackbox
-from holdfast.process.bootstrap import (
+from holdfast.process.spawner.bootstrap import (
     CALLSTACK_LIMIT,
     MESSAGE_LIMIT,
     error_data,
     write_json_atomically,
 )
-from holdfast.process.entry import BOOTSTRAP_PATH, function_command
+from holdfast.process.spawner.command import BOOTSTRAP_PATH, function_command
+from holdfast.process.workers.blackbox import BlackBox, read_blackbox
 
 VARIABLES = {"HOLDFAST_BLACKBOX", "HOLDFAST_PAYLOAD", "HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE"}
 
@@ -488,7 +488,7 @@ FORKED = """
     if pid == 0:
         bootstrap.finish_forked(bootstrap.run_function(lambda: (function, ()), box))
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    from holdfast.process.blackbox import read_blackbox
+    from holdfast.process.workers.blackbox import read_blackbox
     found = read_blackbox(os.pread(box, 1 << 20, 0))
     import pickle
     value = found.value and pickle.loads(found.value)

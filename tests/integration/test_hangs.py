@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.agent import hangs
-from holdfast.diagnosis import stacks
-from holdfast.diagnosis.hang import HangPolicy, Signal
 from holdfast.errors import HostError, UserError
+from holdfast.hangs import stacks, watch
+from holdfast.hangs.policy import HangPolicy, Signal
 from holdfast.launcher import LaunchConfig, elastic_launch
 from holdfast.process import DefaultLogsSpecs
 from holdfast.process.errors import ChildFailedError
@@ -134,7 +133,7 @@ def test_with_neither_the_report_says_why(tmp_path: Path, monkeypatch: pytest.Mo
 def test_stacks_that_take_too_long_do_not_hold_up_the_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hangs, "EXAMINATION_LIMIT_S", 0.5)
+    monkeypatch.setattr(watch, "EXAMINATION_LIMIT_S", 0.5)
     monkeypatch.setattr(stacks, "look_at", lambda pid, **_: time.sleep(5))
     assert elastic_launch(config(tmp_path, 1), stall)(1, 1) == {0: "1", 1: "1"}
     assert "the dump did not finish in time" in caplog.text
@@ -146,7 +145,7 @@ def test_a_full_disk_costs_the_file_only(
     def full(*_: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hangs, "write_file", full)
+    monkeypatch.setattr(watch, "write_file", full)
     assert elastic_launch(config(tmp_path, 1), stall)(1, 1) == {0: "1", 1: "1"}
     assert "the stacks are in no file: No space left on device" in caplog.text
     assert "thread MainThread" in caplog.text, "so they are in the log"
@@ -171,7 +170,7 @@ def test_a_watch_that_fails_is_off_and_the_job_goes_on(
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("this should not be")
 
-    monkeypatch.setattr(hangs.HangWatch, "_movements", broken)
+    monkeypatch.setattr(watch.HangWatch, "_movements", broken)
     assert elastic_launch(config(tmp_path, policy=QUICK), be_quick)() == {0: "done", 1: "done"}
     assert caplog.text.count("hangs are not watched for any more: RuntimeError: this should not be") == 1
 
@@ -179,7 +178,7 @@ def test_a_watch_that_fails_is_off_and_the_job_goes_on(
 def test_counters_that_cannot_be_read_end_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("holdfast.process.activity.process_io_bytes", lambda pid: None)
+    monkeypatch.setattr("holdfast.procfs.io_bytes", lambda pid: None)
     assert elastic_launch(config(tmp_path, policy=QUICK), be_quick)() == {0: "done", 1: "done"}
     assert caplog.text.count("io counters of worker") == 1
 
@@ -188,17 +187,17 @@ def test_a_group_that_moves_while_stacks_are_taken_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was slow, not hung."""
-    examine = hangs.examine
+    examine = watch.examine
     policy = HangPolicy(hang_timeout_s=1.0, signals=frozenset({Signal.OUTPUT}))
 
-    def slow(*args: Any, **options: Any) -> hangs.Finding:
+    def slow(*args: Any, **options: Any) -> watch.Finding:
         (tmp_path / "go").touch()
         deadline = time.monotonic() + 30
         while not (tmp_path / "gone").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         return examine(*args, **options)
 
-    monkeypatch.setattr(hangs, "examine", slow)
+    monkeypatch.setattr(watch, "examine", slow)
     assert elastic_launch(config(tmp_path, policy=policy), dawdle)(str(tmp_path)) == {0: "done", 1: "done"}
     assert "the workers have moved while their stacks were taken, and go on" in caplog.text
 
@@ -221,7 +220,7 @@ def test_a_policy_that_makes_no_sense_is_refused_before_anything_starts() -> Non
 
 
 def test_without_a_policy_nobody_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hangs, "HangWatch", None)
+    monkeypatch.setattr(watch, "HangWatch", None)
     launch = config(tmp_path)
     launch.hang_policy = None
     assert elastic_launch(launch, board)() == {0: None, 1: None}

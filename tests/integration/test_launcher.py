@@ -550,7 +550,7 @@ except Exception:
     ("before", "starts"),
     [
         ("", ["holdfast: rank 0 exited"]),
-        ("logging.basicConfig(format='own %(name)s: %(message)s')", ["own holdfast.agent.base: rank 0 exited"]),
+        ("logging.basicConfig(format='own %(name)s: %(message)s')", ["own holdfast.agent.agent: rank 0 exited"]),
         ("logging.getLogger('holdfast').addHandler(logging.NullHandler())", []),
     ],
 )

@@ -18,7 +18,7 @@ import pytest
 
 from holdfast.errors import HostError
 from holdfast.process import DefaultLogsSpecs, start_processes
-from holdfast.process.link import SpawnerLink
+from holdfast.process.spawner.client import SpawnerLink
 from tests import support
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
@@ -201,7 +201,7 @@ sys.path.insert(0, sys.argv[1])
 import holdfast
 del sys.path[0]
 import socket
-from holdfast.process.link import SpawnerLink
+from holdfast.process.spawner.client import SpawnerLink
 from holdfast.rendezvous.coordinator import launch
 for with_site_packages in (False, True):
     link = SpawnerLink.launch(with_site_packages=with_site_packages)

@@ -21,7 +21,7 @@ import pytest
 from holdfast.errors import UserError
 from holdfast.process import DefaultLogsSpecs, LogsDest, PContext, RunProcsResult, Std, start_processes
 from holdfast.process.errors import ProcessFailure
-from holdfast.process.outlets import Outlets
+from holdfast.process.output.streams import Outlets
 from tests import entrypoints, support
 
 START_METHODS = ("spawn", "fork", "forkserver")
@@ -467,7 +467,7 @@ def test_no_foreign_descriptors(starter: Starter, method: str) -> None:
 HELD_PIPES = """
     import os, sys
     from holdfast.process import DefaultLogsSpecs, signals, start_processes
-    from holdfast.process.lease import Lease
+    from holdfast.process.spawner.lease import Lease
 
     def held():
         links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd") if int(name) > 2]

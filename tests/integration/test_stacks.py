@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.diagnosis import stacks
-from holdfast.diagnosis.grouping import Look
 from holdfast.errors import HostError
-from holdfast.process import bootstrap, entry
-from holdfast.process.start import PContext, start_processes
+from holdfast.hangs import stacks
+from holdfast.hangs.compare import Look
+from holdfast.process.spawner import bootstrap, command
+from holdfast.process.workers.group import PContext, start_processes
 from tests.support import halt, wait_until, write_script
 
 DEADLOCK = """
@@ -99,7 +99,7 @@ def test_a_stopped_process_is_read_without_pausing(script: str) -> None:
 @contextlib.contextmanager
 def worker(tmp_path: Path, entrypoint: str, *args: str) -> Iterator[tuple[PContext, int]]:
     """A worker as an agent starts it, once it has said something."""
-    from holdfast.process.logs import DefaultLogsSpecs, Std
+    from holdfast.process.output.logs import DefaultLogsSpecs, Std
 
     logs = DefaultLogsSpecs(str(tmp_path / "logs"), redirects=Std.ALL)
     context = start_processes("test", entrypoint, {0: args}, {0: {}}, logs)
@@ -128,7 +128,7 @@ def test_without_py_spy_faulthandler_answers(tmp_path: Path, script: str) -> Non
 @pytest.mark.usefixtures("no_py_spy")
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
 def test_functions_have_a_faulthandler_too(tmp_path: Path, start_method: str) -> None:
-    from holdfast.process.logs import DefaultLogsSpecs, Std
+    from holdfast.process.output.logs import DefaultLogsSpecs, Std
 
     logs = DefaultLogsSpecs(str(tmp_path / "logs"), redirects=Std.ALL)
     context = start_processes("test", _wait, {0: ()}, {0: {}}, logs, start_method=start_method)
@@ -244,9 +244,9 @@ def test_a_users_handler_for_that_signal_stays(tmp_path: Path) -> None:
         print("survived")
         """,
     )
-    command = entry.command(sys.executable, [script]).argv
+    argv = command.command_for(sys.executable, [script]).argv
     done = subprocess.run(
-        ["sh", "-c", f'trap "" {stacks.DUMP_SIGNAL}; exec "$@"', "sh", *command], capture_output=True, text=True
+        ["sh", "-c", f'trap "" {stacks.DUMP_SIGNAL}; exec "$@"', "sh", *argv], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "survived\n", "")
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.diagnosis import stacks
 from holdfast.errors import HostError, UserError
+from holdfast.hangs import stacks
 from holdfast.timer import (
     FileTimerClient,
     FileTimerRequest,

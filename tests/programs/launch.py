@@ -19,7 +19,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from holdfast.agent import ranks
 from holdfast.launcher import LaunchConfig, elastic_launch
-from holdfast.process.logs import DefaultLogsSpecs
+from holdfast.process.output.logs import DefaultLogsSpecs
 from holdfast.rendezvous.api import RendezvousInfo, RendezvousStoreInfo, rendezvous_handler_registry
 from holdfast.rendezvous.store import InProcessStore
 from tests import entrypoints

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.diagnosis.hang import LOOKS_A_BOUND, DeclareHung, HangMachine, HangPolicy, Looked, Signal
+from holdfast.hangs.policy import LOOKS_A_BOUND, DeclareHung, HangMachine, HangPolicy, Looked, Signal
 
 START, END = 100.0, 400.0
 Move = tuple[float, Signal]

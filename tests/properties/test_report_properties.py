@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.diagnosis.report import (
+from holdfast.failures.report import (
     CAUSE_LINE_LIMIT_CHARS,
     Evidence,
     FailureFacts,

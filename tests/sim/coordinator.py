@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, assert_never
 
-from holdfast.records import record
+from holdfast.frozen import frozen
 from holdfast.rendezvous.membership import model, protocol
 from holdfast.rendezvous.membership.model import Memory, NodeFacts, World
 from holdfast.rendezvous.membership.protocol import Command, Expel, ForgetRun, From, Remember, Tell
@@ -21,14 +21,14 @@ from tests.sim.engine import Alarm, Clock, Engine, Violation
 from tests.sim.network import Address, Link, Network
 
 
-@record
+@frozen
 class RaiseTerm:
     """A node has heard of this term: the coordinator's own must be higher before it goes on."""
 
     heard: int
 
 
-@record
+@frozen
 class Greet:
     link: Link
 

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
+from holdfast import signals
 from holdfast.agent.blocking import call_interruptibly
-from holdfast.process import signals
 
 
 def test_what_it_returns_and_raises() -> None:

@@ -21,9 +21,9 @@ from holdfast.cli import run as cli
 from holdfast.cli.options import OPTIONS
 from holdfast.errors import HostError, InternalError, UserError
 from holdfast.process.errors import ChildFailedError, ProcessFailure
-from holdfast.process.logs import DefaultLogsSpecs, Std
-from holdfast.process.signals import SignalException
+from holdfast.process.output.logs import DefaultLogsSpecs, Std
 from holdfast.rendezvous.api import RendezvousTimeoutError
+from holdfast.signals import SignalException
 
 HOLDFAST = [sys.executable, "-m", "holdfast"]
 UUID4 = re.compile(r"[0-9a-f]{12}4[0-9a-f]{3}[89ab][0-9a-f]{15}")

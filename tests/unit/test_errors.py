@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.diagnosis.report import Evidence
+from holdfast.failures.report import Evidence
 from holdfast.process.errors import (
     ChildFailedError,
     ErrorHandler,

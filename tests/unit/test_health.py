@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from holdfast import loop
 from holdfast.agent import health as agent_health
 from holdfast.errors import UserError
-from holdfast.process import signals
-from holdfast.process.pulse import Pulse
+from holdfast.loop import BusyTime
 from holdfast.telemetry import health
 from holdfast.telemetry.health import AgentAlive, HealthCheckServer, create_healthcheck_server, respond
 from tests import support
@@ -291,25 +291,25 @@ def test_without_descriptors_nothing_spins_and_the_caller_waits() -> None:
 # The agent's side.
 
 
-def test_a_pulse_is_quiet_while_its_loop_waits() -> None:
-    pulse = Pulse()
+def test_a_loop_that_waits_is_not_busy() -> None:
+    busy_time = BusyTime()
     read_fd, write_fd = os.pipe()
     states = []
 
-    def loop() -> None:
-        with pulse.taken_here():
-            signals.wait_readable([read_fd], None)
+    def deciding() -> None:
+        with busy_time.measured_here():
+            loop.wait_readable([read_fd], None)
 
-    thread = threading.Thread(target=loop)
+    thread = threading.Thread(target=deciding)
     thread.start()
-    support.wait_until(lambda: pulse.busy_for_s() == 0, "a loop that waits")
-    states.append(pulse.busy_for_s())
-    signals.wait_readable([], 0)  # Somebody else's wait is nothing to it.
-    states.append(pulse.busy_for_s())
+    support.wait_until(lambda: busy_time.busy_for_s() == 0, "a loop that waits")
+    states.append(busy_time.busy_for_s())
+    loop.wait_readable([], 0)  # Somebody else's wait is nothing to it.
+    states.append(busy_time.busy_for_s())
     os.write(write_fd, b".")
     thread.join()
     assert states == [0, 0]
-    assert pulse.busy_for_s() > 0
+    assert busy_time.busy_for_s() > 0
     os.close(read_fd)
     os.close(write_fd)
 

@@ -15,7 +15,7 @@ from typing import TextIO
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.process.logs import (
+from holdfast.process.output.logs import (
     DefaultLogsSpecs,
     LogDirNotADirectoryError,
     LogsDest,
@@ -303,7 +303,7 @@ class TestLogDir:
         """In a child that gives up root's powers, so that the permission bits count."""
         code = (
             "import os, sys\n"
-            "from holdfast.process.logs import DefaultLogsSpecs\n"
+            "from holdfast.process.output.logs import DefaultLogsSpecs\n"
             "if os.getuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
             "try: DefaultLogsSpecs(sys.argv[1])\n"
             "except ValueError as error: print(error)\n"

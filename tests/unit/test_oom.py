@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.diagnosis.oom import MemoryKills, evidence, memory_killer_counter
+from holdfast.failures.oom import MemoryKills, evidence, memory_killer_counter
 
 MIB = 1024 * 1024
 V2_MOUNT = "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"

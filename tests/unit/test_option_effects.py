@@ -21,9 +21,9 @@ from holdfast.agent.model import RunResult, WorkerSpec, WorkerState
 from holdfast.cli import program
 from holdfast.cli import run as cli
 from holdfast.cli.options import OPTIONS, Option
-from holdfast.diagnosis.hang import HangPolicy, Signal
-from holdfast.process.logs import Std
-from holdfast.process.numa import AffinityMode, NumaOptions
+from holdfast.hangs.policy import HangPolicy, Signal
+from holdfast.process.output.logs import Std
+from holdfast.process.workers.cpus import AffinityMode, NumaOptions
 from holdfast.rendezvous.membership.model import Admit, Settings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests import support

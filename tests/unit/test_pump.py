@@ -23,10 +23,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InternalError
-from holdfast.process import pump as pump_module
-from holdfast.process.lines import HeldLine, LineFilter, LinePrefixer
-from holdfast.process.pump import Pump, Stream, Tail
-from holdfast.process.terminal import open_channel
+from holdfast.process.output import pump as pump_module
+from holdfast.process.output.lines import HeldLine, LineFilter, LinePrefixer
+from holdfast.process.output.pump import Pump, Stream, Tail
+from holdfast.process.output.terminal import open_channel
 
 DEADLINE_S = 60.0
 
@@ -572,8 +572,8 @@ class TestTrouble:
         """SIGPIPE and SIGXFSZ at their defaults, as a user's program may have set them."""
         code = (
             "import os, resource, signal, sys\n"
-            "from holdfast.process.pump import Pump, Stream\n"
-            "from holdfast.process.terminal import open_channel\n"
+            "from holdfast.process.output.pump import Pump, Stream\n"
+            "from holdfast.process.output.terminal import open_channel\n"
             "signal.signal(signal.SIGPIPE, signal.SIG_DFL); signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
             "gone, console = os.pipe(); os.close(gone)\n"
@@ -939,8 +939,8 @@ class TestDrainAndClose:
         """Neither the child of a fork nor the process itself waits for the thread at its end."""
         code = (
             "import os, sys\n"
-            "from holdfast.process.pump import Pump, Stream\n"
-            "from holdfast.process.terminal import open_channel\n"
+            "from holdfast.process.output.pump import Pump, Stream\n"
+            "from holdfast.process.output.terminal import open_channel\n"
             "pump = Pump(print); pump.start()\n"
             "read_fd, write_fd = open_channel(None)\n"
             "pump.add(Stream(read_fd, 'rank 0', None, 1, b'[w0]:', None))\n"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.diagnosis.report import (
+from holdfast.failures.report import (
     CAUSE_LINE_LIMIT_CHARS,
     Evidence,
     FailureFacts,

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from holdfast import loop, signals
 from holdfast.errors import UserError
-from holdfast.process import signals
-from holdfast.process.signals import SignalException, parse_signals
+from holdfast.signals import SignalException, parse_signals
 
 S = signal.Signals
 
@@ -227,21 +227,21 @@ def test_only_the_main_thread_takes_signals() -> None:
 def test_waiting_ends_when_a_descriptor_is_readable() -> None:
     read_fd, write_fd = os.pipe()
     os.write(write_fd, b"x")
-    signals.wait_readable([read_fd], None)
+    loop.wait_readable([read_fd], None)
     os.close(read_fd)
     os.close(write_fd)
 
 
 def test_waiting_ends_when_the_time_is_up() -> None:
-    signals.wait_readable([], 0.001)
-    signals.wait_readable([], -1.0)
+    loop.wait_readable([], 0.001)
+    loop.wait_readable([], -1.0)
 
 
 def test_waiting_ends_with_a_signal_from_elsewhere() -> None:
     with cut_short(), signals.deferred() as box:
         timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), S.SIGTERM))
         timer.start()
-        signals.wait_readable([], 60)
+        loop.wait_readable([], 60)
         timer.join()
         assert box.take() is S.SIGTERM
 
@@ -258,7 +258,7 @@ def test_waiting_ends_with_a_signal_that_another_thread_was_given() -> None:
         timer = threading.Timer(0.2, take_it)
         timer.start()
         with cut_short():
-            signals.wait_readable([], 60)
+            loop.wait_readable([], 60)
         is_over.set()
         timer.join()
         assert box.take() == S.SIGTERM
@@ -271,7 +271,7 @@ def test_a_wake_up_of_the_programs_own_event_loop_is_passed_on() -> None:
     with signals.deferred() as box:
         signal.raise_signal(S.SIGUSR2)
         signal.raise_signal(S.SIGTERM)
-        signals.wait_readable([], 60, new_signals_only=True)
+        loop.wait_readable([], 60, new_signals_only=True)
         assert box.take() == S.SIGTERM
     assert os.read(read_fd, 16) == bytes([S.SIGUSR2])
     assert signal.set_wakeup_fd(-1) == write_fd
@@ -282,8 +282,8 @@ def test_a_wake_up_of_the_programs_own_event_loop_is_passed_on() -> None:
 def test_a_signal_noted_before_ends_the_wait_at_once() -> None:
     with cut_short(), signals.deferred() as box:
         signal.raise_signal(S.SIGTERM)
-        signals.wait_readable([], 60)
-        signals.wait_readable([], 60)
+        loop.wait_readable([], 60)
+        loop.wait_readable([], 60)
         assert box.take() is S.SIGTERM
 
 
@@ -291,13 +291,13 @@ def test_whoever_is_stopping_waits_for_new_signals_only() -> None:
     """The note stays for later, and the wait lasts: it ends by its deadline, or by another signal."""
     with cut_short(), signals.deferred() as box:
         signal.raise_signal(S.SIGTERM)
-        signals.wait_readable([], 60, new_signals_only=True)  # The wake-up of that signal itself.
+        loop.wait_readable([], 60, new_signals_only=True)  # The wake-up of that signal itself.
         began = time.monotonic()
-        signals.wait_readable([], 0.05, new_signals_only=True)
+        loop.wait_readable([], 0.05, new_signals_only=True)
         assert time.monotonic() - began >= 0.05
         timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), S.SIGINT))
         timer.start()
-        signals.wait_readable([], 60, new_signals_only=True)
+        loop.wait_readable([], 60, new_signals_only=True)
         timer.join()
         assert [box.take(), box.take()] == [S.SIGTERM, S.SIGINT]
 
@@ -307,8 +307,8 @@ def test_other_threads_do_not_take_the_wake_up() -> None:
     read_fd, write_fd = os.pipe()
     with cut_short(), signals.deferred() as box:
         signal.raise_signal(S.SIGTERM)
-        in_thread(lambda: signals.wait_readable([read_fd], 0.01, new_signals_only=True))
-        signals.wait_readable([], 60, new_signals_only=True)
+        in_thread(lambda: loop.wait_readable([read_fd], 0.01, new_signals_only=True))
+        loop.wait_readable([], 60, new_signals_only=True)
         assert box.take() is S.SIGTERM
     os.close(read_fd)
     os.close(write_fd)

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.process import spawner, stop
-from holdfast.process.channel import Channel, channel_pair
-from holdfast.process.lease import TIME
-from holdfast.process.spawner import Spawner
+from holdfast import procfs
+from holdfast.process.spawner import server
+from holdfast.process.spawner.lease import TIME
+from holdfast.process.spawner.server import Spawner
+from holdfast.process.spawner.wire import Channel, channel_pair
 
 
 class Clock:
@@ -23,14 +24,14 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(spawner, "time", clock)
+    monkeypatch.setattr(server, "time", clock)
     return clock
 
 
 @pytest.fixture
 def leased(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Spawner, int]]:
     """A spawner without workers, and where its lease is written to."""
-    monkeypatch.setattr(stop, "descendants_of", lambda pid: [])
+    monkeypatch.setattr(procfs, "descendants_of", lambda pid: [])
     read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     agent, sock = channel_pair()
     owner = Spawner(Channel(sock), "token")

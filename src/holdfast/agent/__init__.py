@@ -5,57 +5,28 @@ The names below are resolved on first use: who only wants the data classes does 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from holdfast import lazy
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from holdfast.agent.base import ElasticAgent, SimpleElasticAgent
-    from holdfast.agent.local import LocalElasticAgent
-    from holdfast.agent.model import (
-        TORCHELASTIC_ENABLE_FILE_TIMER,
-        TORCHELASTIC_TIMER_FILE,
-        RunResult,
-        Worker,
-        WorkerGroup,
-        WorkerSpec,
-        WorkerState,
-    )
+    from holdfast.agent.agent import ElasticAgent as ElasticAgent
+    from holdfast.agent.agent import SimpleElasticAgent as SimpleElasticAgent
+    from holdfast.agent.local import LocalElasticAgent as LocalElasticAgent
+    from holdfast.agent.model import TORCHELASTIC_ENABLE_FILE_TIMER as TORCHELASTIC_ENABLE_FILE_TIMER
+    from holdfast.agent.model import TORCHELASTIC_TIMER_FILE as TORCHELASTIC_TIMER_FILE
+    from holdfast.agent.model import RunResult as RunResult
+    from holdfast.agent.model import Worker as Worker
+    from holdfast.agent.model import WorkerGroup as WorkerGroup
+    from holdfast.agent.model import WorkerSpec as WorkerSpec
+    from holdfast.agent.model import WorkerState as WorkerState
 
-__all__ = [
-    "ElasticAgent",
-    "LocalElasticAgent",
-    "RunResult",
-    "SimpleElasticAgent",
-    "TORCHELASTIC_ENABLE_FILE_TIMER",
-    "TORCHELASTIC_TIMER_FILE",
-    "Worker",
-    "WorkerGroup",
-    "WorkerSpec",
-    "WorkerState",
-]
-
-_HOMES = {
-    "ElasticAgent": "holdfast.agent.base",
-    "SimpleElasticAgent": "holdfast.agent.base",
-    "LocalElasticAgent": "holdfast.agent.local",
-    "RunResult": "holdfast.agent.model",
-    "TORCHELASTIC_ENABLE_FILE_TIMER": "holdfast.agent.model",
-    "TORCHELASTIC_TIMER_FILE": "holdfast.agent.model",
-    "Worker": "holdfast.agent.model",
-    "WorkerGroup": "holdfast.agent.model",
-    "WorkerSpec": "holdfast.agent.model",
-    "WorkerState": "holdfast.agent.model",
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'holdfast.agent' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "holdfast.agent.agent": "ElasticAgent SimpleElasticAgent",
+        "holdfast.agent.local": "LocalElasticAgent",
+        "holdfast.agent.model": (
+            "TORCHELASTIC_ENABLE_FILE_TIMER TORCHELASTIC_TIMER_FILE RunResult Worker WorkerGroup WorkerSpec WorkerState"
+        ),
+    },
+)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from holdfast.process import signals
+from holdfast import loop, signals
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ def call_interruptibly(function: Callable[..., T], *args: Any, timeout_s: float 
         left_s = None if deadline is None else deadline - time.monotonic()
         if left_s is not None and left_s <= 0:
             raise TimeoutError(f"{_name(function)} took more than {timeout_s:g} s")
-        signals.wait_readable([call.done_fd], left_s)
+        loop.wait_readable([call.done_fd], left_s)
     os.close(call.done_fd)
     return call.result()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.agent.model import RunResult
-from holdfast.diagnosis import report
+from holdfast.failures import report
 from holdfast.rendezvous.membership.restart_policy import HANG, Failure
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from holdfast.agent.model import TORCHELASTIC_TIMER_FILE, Worker, WorkerGroup
 from holdfast.errors import InternalError, UserError
-from holdfast.records import record
+from holdfast.frozen import frozen
 
 __all__ = ["RoundFacts", "log_line_prefixes", "macros", "worker_environment", "worker_environments"]
 
@@ -23,7 +23,7 @@ _OMP_NUM_THREADS = "OMP_NUM_THREADS"
 _T = TypeVar("_T")
 
 
-@record
+@frozen
 class RoundFacts:
     """What all workers of a round are told alike, besides where the group stands in the world.
 
@@ -121,7 +121,7 @@ def _given(value: _T | None, name: str) -> _T:
     return value
 
 
-@record
+@frozen
 class _Macros:
     """Placeholders that a user may write in a worker's arguments before its ranks are known."""
 

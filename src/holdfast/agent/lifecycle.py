@@ -33,7 +33,7 @@ from enum import StrEnum
 from typing import assert_never
 
 from holdfast.errors import InternalError
-from holdfast.records import record
+from holdfast.frozen import frozen
 from holdfast.rendezvous.membership.model import End, Ended, PlaceLost, Sealed, Stop
 
 _STORY_LENGTH = 32
@@ -52,29 +52,29 @@ class Phase(StrEnum):
 # Events: what has happened here. Those of the run are the pushes of `membership.model`.
 
 
-@record
+@frozen
 class RunRequested:
     pass
 
 
-@record
+@frozen
 class WorkersStarted:
     round: int
 
 
-@record
+@frozen
 class WorkersSucceeded:
     round: int
 
 
-@record
+@frozen
 class WorkersFailed:
     """At least one worker ended badly, or the group runs but is not healthy."""
 
     round: int
 
 
-@record
+@frozen
 class WorkersStopped:
     """Nothing of the group is left but the `unkillable` pids."""
 
@@ -82,7 +82,7 @@ class WorkersStopped:
     unkillable: tuple[int, ...] = ()
 
 
-@record
+@frozen
 class TimePassed:
     """The deadline that `next_deadline` named has come."""
 
@@ -106,17 +106,17 @@ Event = (
 # Commands: what is to be done.
 
 
-@record
+@frozen
 class Join:
     """Ask for a place in the next round; the answer is `Sealed` or `Ended`."""
 
 
-@record
+@frozen
 class StartWorkers:
     round: int
 
 
-@record
+@frozen
 class StopWorkers:
     """`at_once`: without grace. May come a second time, to cut the grace of the first short."""
 
@@ -124,17 +124,17 @@ class StopWorkers:
     at_once: bool = False
 
 
-@record
+@frozen
 class ReportFailure:
     round: int
 
 
-@record
+@frozen
 class ReportSuccess:
     round: int
 
 
-@record
+@frozen
 class EndRun:
     end: End
 

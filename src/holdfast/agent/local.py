@@ -13,8 +13,9 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from holdfast import loop, procfs
 from holdfast.agent import recording
-from holdfast.agent.base import SimpleElasticAgent
+from holdfast.agent.agent import SimpleElasticAgent
 from holdfast.agent.environment import RoundFacts, log_line_prefixes, macros, worker_environments
 from holdfast.agent.health import PORT_VARIABLE as TORCHELASTIC_HEALTH_CHECK_PORT
 from holdfast.agent.model import (
@@ -27,18 +28,17 @@ from holdfast.agent.model import (
 )
 from holdfast.agent.roll import Roll
 from holdfast.agent.watchdog import Watchdog
-from holdfast.process import signals, stop
 from holdfast.process.errors import ProcessFailure
-from holdfast.process.lease import Lease
-from holdfast.process.link import SpawnerLink, launch_or_take_early
-from holdfast.process.logs import DefaultLogsSpecs, LogsSpecs
-from holdfast.process.start import PContext, start_processes
+from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
+from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
+from holdfast.process.spawner.lease import Lease
+from holdfast.process.workers.group import PContext, start_processes
 from holdfast.telemetry import fallback_log
 from holdfast.telemetry.metrics import prof, put_metric
 
 if TYPE_CHECKING:
-    from holdfast.agent.hangs import Finding, HangWatch
-    from holdfast.process.activity import OutputWatch
+    from holdfast.hangs.watch import Finding, HangWatch
+    from holdfast.process.output.watch import OutputWatch
 
 __all__ = [
     "LocalElasticAgent",
@@ -177,7 +177,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         if look_at is not None:
             left_s = max(0.0, look_at - time.monotonic())
             timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
-        signals.wait_readable([self._context.fileno(), pushes_fd], timeout_s)
+        loop.wait_readable([self._context.fileno(), pushes_fd], timeout_s)
 
     @prof
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -229,7 +229,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         policy = self._worker_group.spec.hang_policy
         if policy is None or not policy.is_on:
             return None
-        from holdfast.agent.hangs import HangWatch
+        from holdfast.hangs.watch import HangWatch
 
         self._hangs = HangWatch(policy)
         return self._hangs.prepare(envs)
@@ -240,13 +240,13 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._hangs = None
 
     def _is_hung(self, context: PContext) -> bool:
-        watch, policy = self._hangs, self._worker_group.spec.hang_policy
+        watch, limits = self._hangs, self._worker_group.spec.hang_policy
         verdict = watch.look(context.running()) if watch is not None else None
-        if watch is None or policy is None or verdict is None:
+        if watch is None or limits is None or verdict is None:
             return False
-        from holdfast.diagnosis import hang
+        from holdfast.hangs import policy
 
-        reason = hang.words(verdict, policy)
+        reason = policy.words(verdict, limits)
         logger.warning("the workers hang: %s (--%s %g s); taking their stacks", reason, verdict.bound, verdict.limit_s)
         finding = self._examine(context, reason)
         if context.wait(0) is not None or watch.look_again(context.running()) is None:
@@ -266,15 +266,15 @@ class LocalElasticAgent(SimpleElasticAgent):
         return self._failed_result(context, {w.local_rank: w.global_rank for w in worker_group.workers})
 
     def _examine(self, context: PContext, reason: str) -> Finding:
-        from holdfast.agent import hangs
+        from holdfast.hangs import watch
 
         group = self._worker_group
         pids = context.running()
         workers = {w.local_rank: (w.global_rank, pids[w.local_rank]) for w in group.workers if w.local_rank in pids}
-        seen = hangs.examine(workers, reason, self._hangs)
+        seen = watch.examine(workers, reason, self._hangs)
         run_id, round = self._handler.get_run_id(), self._machine.round
         heading = f"run {run_id}, round {round}, host {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        finding = hangs.tell(seen, hangs.directory_of(context.destinations), heading)
+        finding = watch.tell(seen, watch.directory_of(context.destinations), heading)
         details = {"reason": reason, "odd_ranks": ",".join(map(str, finding.odd_ranks)), "stacks": finding.path}
         self._record(recording.hang_event(group, details, self._restarts_used))
         put_metric(f"workers.{group.spec.role}.hung", 1)
@@ -357,7 +357,7 @@ class _StuckWatch:
         if not self.is_on:
             return None
         now = time.monotonic()
-        stuck = [pid for pid in pids if (status := stop.process_status(pid)) and status.state == "D"]
+        stuck = [pid for pid in pids if (status := procfs.process_status(pid)) and status.state == "D"]
         for pid in stuck:
             if pid not in self._since:
                 logger.warning("worker %d is in uninterruptible sleep", pid)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.diagnosis.hang import HangPolicy
+    from holdfast.hangs.policy import HangPolicy
     from holdfast.process.errors import ProcessFailure
     from holdfast.rendezvous.api import RendezvousHandler
     from holdfast.rendezvous.membership.restart_policy import RestartPolicy

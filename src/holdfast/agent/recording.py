@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
-from holdfast.process import entry
+from holdfast.process.spawner import command
 from holdfast.telemetry import events
 from holdfast.telemetry.events import Event, EventSource
 from holdfast.telemetry.metrics import put_metric
@@ -97,7 +97,7 @@ def _details(group: WorkerGroup, worker: Worker | None, exit_code: int | None) -
 
 def entry_name(spec: WorkerSpec) -> str:
     """The script if there is one, else the program or the function."""
-    name = entry.program_name(spec.entrypoint, spec.args)
+    name = command.program_name(spec.entrypoint, spec.args)
     return os.path.basename(name.rstrip("/")) or spec.get_entrypoint_name()
 
 

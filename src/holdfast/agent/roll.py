@@ -12,17 +12,17 @@ import os
 import time
 from collections.abc import Iterable
 
+from holdfast import procfs
 from holdfast.agent.model import WorkerGroup
 from holdfast.errors import HostError
-from holdfast.process import stop
-from holdfast.records import record
+from holdfast.frozen import frozen
 
 _NAME = "holdfast-roll"
 _LINK = f"/memfd:{_NAME} "
 _TRIES = 20
 
 
-@record
+@frozen
 class Entry:
     """One agent. `workers` has the local rank, the global rank and the pid of each."""
 
@@ -53,7 +53,7 @@ class Roll:
 def read_all() -> list[Entry]:
     """Every agent on this host whose roll may be read."""
     entries = []
-    for pid in sorted(stop.all_pids()):
+    for pid in sorted(procfs.all_pids()):
         try:
             entry = read(pid)
         except HostError:
@@ -99,11 +99,11 @@ def running(entries: Iterable[Entry]) -> dict[int, tuple[int, int]]:
     """The workers that are still there: a number -> global rank and pid. Dead ones' pids may be somebody else's."""
     found = []
     for entry in entries:
-        below = set(stop.descendants_of(entry.agent))
+        below = set(procfs.descendants_of(entry.agent))
         found += [(rank, pid) for _, rank, pid in entry.workers if pid in below and _is_alive(pid)]
     return dict(enumerate(sorted(found)))
 
 
 def _is_alive(pid: int) -> bool:
-    status = stop.process_status(pid)
+    status = procfs.process_status(pid)
     return status is not None and status.state != "Z"

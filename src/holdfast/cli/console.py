@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
-from holdfast.process import terminal
+from holdfast.process.output import terminal
 
 PREFIX = "holdfast:"
 _DIM, _YELLOW, _RED, _PLAIN = "\033[2m", "\033[33m", "\033[31m", "\033[0m"

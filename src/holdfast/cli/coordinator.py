@@ -11,10 +11,10 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast import signals
 from holdfast.cli import console, values
 from holdfast.cli.plain import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
-from holdfast.process import signals
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.coordinator.server import Coordinator, Keeper

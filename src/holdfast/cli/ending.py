@@ -6,11 +6,12 @@ import errno
 import logging
 import os
 
+from holdfast import signals
 from holdfast.cli import console
 from holdfast.cli.options import PROGRAM
-from holdfast.diagnosis import report
 from holdfast.errors import HoldfastError, InternalError, UserError, is_from_run
-from holdfast.process import errors, signals
+from holdfast.failures import report
+from holdfast.process import errors
 
 log = logging.getLogger(__name__)
 

@@ -19,18 +19,19 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from holdfast import signals
 from holdfast.cli import console, ending, values
 from holdfast.cli.options import Option
 from holdfast.cli.parser import RunParser
 from holdfast.cli.program import check_combination, check_program, entry, get_use_env, run_script_path
 from holdfast.errors import UserError
-from holdfast.process import devices, errors, signals
+from holdfast.process import devices, errors
 
 if TYPE_CHECKING:
-    from holdfast.diagnosis.hang import HangPolicy
+    from holdfast.hangs.policy import HangPolicy
     from holdfast.launcher import LaunchConfig
-    from holdfast.process.logs import LogsSpecs
-    from holdfast.process.numa import NumaOptions
+    from holdfast.process.output.logs import LogsSpecs
+    from holdfast.process.workers.cpus import NumaOptions
     from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
 __all__ = [
@@ -274,7 +275,7 @@ def _hang_policy(args: argparse.Namespace) -> HangPolicy | None:
     given = (args.hang_timeout, args.start_timeout, args.progress_every, args.progress_signals)
     if not args.progress_pattern and all(value is None for value in given):
         return None
-    from holdfast.diagnosis.hang import HangPolicy
+    from holdfast.hangs.policy import HangPolicy
 
     return HangPolicy(
         hang_timeout_s=args.hang_timeout,
@@ -299,7 +300,7 @@ def _fresh_id() -> str:
 def _logs_specs(args: argparse.Namespace, local_world_size: int) -> LogsSpecs:
     """Made last of all: it may create directories."""
     from holdfast.cli import unused
-    from holdfast.process.logs import Std
+    from holdfast.process.output.logs import Std
 
     redirects = _for_option("--redirects", Std.from_str, args.redirects)
     tee = _for_option("--tee", Std.from_str, args.tee)
@@ -329,7 +330,7 @@ def _tidy(specs: Any) -> None:
 
 def _logs_specs_class(name: str) -> Callable[..., Any]:
     if name == "default":
-        from holdfast.process.logs import DefaultLogsSpecs
+        from holdfast.process.output.logs import DefaultLogsSpecs
 
         return DefaultLogsSpecs
     from importlib.metadata import entry_points
@@ -358,7 +359,7 @@ def _load_logs_specs(name: str, load: Callable[[], Any]) -> Callable[..., Any]:
 def _numa_options(args: argparse.Namespace) -> NumaOptions | None:
     if args.numa_binding is None:
         return None
-    from holdfast.process.numa import AffinityMode, NumaOptions
+    from holdfast.process.workers.cpus import AffinityMode, NumaOptions
 
     return NumaOptions(AffinityMode(args.numa_binding))
 

@@ -11,13 +11,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from holdfast.agent import hangs, roll
+from holdfast import procfs, signals
+from holdfast.agent import roll
 from holdfast.agent.roll import Entry
 from holdfast.cli import console
 from holdfast.cli.plain import PlainParser
-from holdfast.diagnosis import grouping
 from holdfast.errors import HoldfastError, HostError, UserError
-from holdfast.process import signals, stop
+from holdfast.hangs import compare, watch
 
 PROGRAM = "holdfast stacks"
 
@@ -93,7 +93,7 @@ def _agent(pid: int) -> Entry:
 
 def _agent_above(pid: int) -> int | None:
     """The agent that owns this process, if it belongs to one."""
-    while (status := stop.process_status(pid)) is not None and status.parent > 1:
+    while (status := procfs.process_status(pid)) is not None and status.parent > 1:
         pid = status.parent
         try:
             if roll.read(pid) is not None:
@@ -131,10 +131,10 @@ def _dump(entries: list[Entry], *, native: bool, with_all: bool) -> str:
     if not workers:
         raise HostError(f"no workers are running at the moment: {'; '.join(headings)}")
     heading = "\n".join(headings)
-    finding = hangs.examine(workers, heading, native=native)
-    parts = [heading, grouping.summary(finding.picture, frames_limit=None, groups_limit=len(workers))]
+    finding = watch.examine(workers, heading, native=native)
+    parts = [heading, compare.summary(finding.picture, frames_limit=None, groups_limit=len(workers))]
     if with_all:
-        parts.append(grouping.full_text(finding.looks))
+        parts.append(compare.full_text(finding.looks))
     return "\n\n".join(parts) + "\n"
 
 

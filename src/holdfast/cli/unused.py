@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.cli.options import OPTIONS
-from holdfast.process.logs import Std
+from holdfast.process.output.logs import Std
 
 log = logging.getLogger(__name__)
 

@@ -58,10 +58,10 @@ def names(text: str) -> frozenset[str]:
 
 
 def progress_signals(text: str) -> frozenset[Any]:
-    from holdfast.diagnosis import hang
+    from holdfast.hangs import policy
 
     try:
-        return hang.parse_signals(text)
+        return policy.parse_signals(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

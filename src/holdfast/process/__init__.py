@@ -5,49 +5,32 @@ Public names are resolved on first use: the spawner and every worker import this
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from holdfast import lazy
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from holdfast.process.errors import ProcessFailure
-    from holdfast.process.logs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, get_std_cm, to_map
-    from holdfast.process.signals import SignalException
-    from holdfast.process.start import (
-        MultiprocessContext,
-        PContext,
-        RunProcsResult,
-        SubprocessContext,
-        start_processes,
-    )
+    from holdfast.process.errors import ProcessFailure as ProcessFailure
+    from holdfast.process.output.logs import DefaultLogsSpecs as DefaultLogsSpecs
+    from holdfast.process.output.logs import LogsDest as LogsDest
+    from holdfast.process.output.logs import LogsSpecs as LogsSpecs
+    from holdfast.process.output.logs import Std as Std
+    from holdfast.process.output.logs import get_std_cm as get_std_cm
+    from holdfast.process.output.logs import to_map as to_map
+    from holdfast.process.workers.group import MultiprocessContext as MultiprocessContext
+    from holdfast.process.workers.group import PContext as PContext
+    from holdfast.process.workers.group import RunProcsResult as RunProcsResult
+    from holdfast.process.workers.group import SubprocessContext as SubprocessContext
+    from holdfast.process.workers.group import start_processes as start_processes
+    from holdfast.signals import SignalException as SignalException
 
-__all__ = [
-    "DefaultLogsSpecs",
-    "LogsDest",
-    "LogsSpecs",
-    "MultiprocessContext",
-    "PContext",
-    "ProcessFailure",
-    "RunProcsResult",
-    "SignalException",
-    "Std",
-    "SubprocessContext",
-    "get_std_cm",
-    "start_processes",
-    "to_map",
-]
-
-_HOMES = {
-    "ProcessFailure": "errors",
-    "SignalException": "signals",
-    **dict.fromkeys(("DefaultLogsSpecs", "LogsDest", "LogsSpecs", "Std", "get_std_cm", "to_map"), "logs"),
-    **dict.fromkeys(
-        ("MultiprocessContext", "PContext", "RunProcsResult", "SubprocessContext", "start_processes"), "start"
-    ),
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'holdfast.process' has no attribute {name!r}")
-    return getattr(import_module(f"holdfast.process.{home}"), name)
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "holdfast.process.errors": "ProcessFailure",
+        "holdfast.process.output.logs": "DefaultLogsSpecs LogsDest LogsSpecs Std get_std_cm to_map",
+        "holdfast.process.workers.group": (
+            "MultiprocessContext PContext RunProcsResult SubprocessContext start_processes"
+        ),
+        "holdfast.signals": "SignalException",
+    },
+)

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
-from holdfast.diagnosis import report
-from holdfast.diagnosis.report import NOT_AVAILABLE, Evidence, FailureFacts
+from holdfast.failures import report
+from holdfast.failures.report import NOT_AVAILABLE, Evidence, FailureFacts
 
 __all__ = [
     "ChildFailedError",
@@ -256,7 +256,7 @@ class ErrorHandler:
 
     def record_exception(self, e: BaseException) -> None:
         """Write `e` to the error file, if one is configured. Raises OSError if it cannot be written."""
-        from holdfast.process import bootstrap
+        from holdfast.process.spawner import bootstrap
 
         path = self._own_error_file()
         if path is not None:
@@ -287,7 +287,7 @@ class ErrorHandler:
 
     def dump_error_data(self, source: str, data: dict[str, Any], error_code: int = 0) -> None:
         """As `dump_error_file`, for data that is at hand; `source` says where it is from."""
-        from holdfast.process import bootstrap
+        from holdfast.process.spawner import bootstrap
 
         if error_code:
             self.override_error_code_in_rootcause_data(source, data, error_code)

@@ -6,51 +6,32 @@ built-in backends; out-of-tree ones are looked for when a name is asked for that
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from holdfast import lazy
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from holdfast.rendezvous.api import (
-        RendezvousClosedError,
-        RendezvousConnectionError,
-        RendezvousError,
-        RendezvousGracefulExitError,
-        RendezvousHandler,
-        RendezvousHandlerCreator,
-        RendezvousHandlerRegistry,
-        RendezvousInfo,
-        RendezvousParameters,
-        RendezvousStateError,
-        RendezvousStoreInfo,
-        RendezvousTimeoutError,
-    )
-    from holdfast.rendezvous.registry import rendezvous_handler_registry
+    from holdfast.rendezvous.api import RendezvousClosedError as RendezvousClosedError
+    from holdfast.rendezvous.api import RendezvousConnectionError as RendezvousConnectionError
+    from holdfast.rendezvous.api import RendezvousError as RendezvousError
+    from holdfast.rendezvous.api import RendezvousGracefulExitError as RendezvousGracefulExitError
+    from holdfast.rendezvous.api import RendezvousHandler as RendezvousHandler
+    from holdfast.rendezvous.api import RendezvousHandlerCreator as RendezvousHandlerCreator
+    from holdfast.rendezvous.api import RendezvousHandlerRegistry as RendezvousHandlerRegistry
+    from holdfast.rendezvous.api import RendezvousInfo as RendezvousInfo
+    from holdfast.rendezvous.api import RendezvousParameters as RendezvousParameters
+    from holdfast.rendezvous.api import RendezvousStateError as RendezvousStateError
+    from holdfast.rendezvous.api import RendezvousStoreInfo as RendezvousStoreInfo
+    from holdfast.rendezvous.api import RendezvousTimeoutError as RendezvousTimeoutError
+    from holdfast.rendezvous.registry import rendezvous_handler_registry as rendezvous_handler_registry
 
-__all__ = [
-    "RendezvousClosedError",
-    "RendezvousConnectionError",
-    "RendezvousError",
-    "RendezvousGracefulExitError",
-    "RendezvousHandler",
-    "RendezvousHandlerCreator",
-    "RendezvousHandlerRegistry",
-    "RendezvousInfo",
-    "RendezvousParameters",
-    "RendezvousStateError",
-    "RendezvousStoreInfo",
-    "RendezvousTimeoutError",
-    "rendezvous_handler_registry",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'holdfast.rendezvous' has no attribute {name!r}")
-    module = "registry" if name == "rendezvous_handler_registry" else "api"
-    value = getattr(import_module(f"holdfast.rendezvous.{module}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "holdfast.rendezvous.api": (
+            "RendezvousClosedError RendezvousConnectionError RendezvousError RendezvousGracefulExitError "
+            "RendezvousHandler RendezvousHandlerCreator RendezvousHandlerRegistry RendezvousInfo "
+            "RendezvousParameters RendezvousStateError RendezvousStoreInfo RendezvousTimeoutError"
+        ),
+        "holdfast.rendezvous.registry": "rendezvous_handler_registry",
+    },
+)

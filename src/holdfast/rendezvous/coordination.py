@@ -12,13 +12,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from holdfast.records import record
+from holdfast.frozen import frozen
 from holdfast.rendezvous.api import RendezvousInfo
 from holdfast.rendezvous.membership.model import Ended, Outcome, PlaceLost, Refused, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 
 
-@record
+@frozen
 class JoinFailed:
     """There is no way to get a place: the backend has failed, or cannot be reached."""
 

@@ -14,12 +14,12 @@ import threading
 from collections.abc import Sequence
 
 from holdfast.errors import UserError
-from holdfast.records import record
+from holdfast.frozen import frozen
 
 _Stamp = list[tuple[int, int, int] | None]
 
 
-@record
+@frozen
 class TlsFiles:
     """Paths; an empty one is not given."""
 

@@ -10,42 +10,26 @@ The names below are resolved on first use.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from holdfast import lazy
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from holdfast.timer.api import TimerClient, TimerRequest, TimerServer, configure, expires
-    from holdfast.timer.file import FileTimerClient, FileTimerRequest, FileTimerServer
-    from holdfast.timer.local import LocalTimerClient, LocalTimerServer
+    from holdfast.timer.api import TimerClient as TimerClient
+    from holdfast.timer.api import TimerRequest as TimerRequest
+    from holdfast.timer.api import TimerServer as TimerServer
+    from holdfast.timer.api import configure as configure
+    from holdfast.timer.api import expires as expires
+    from holdfast.timer.file import FileTimerClient as FileTimerClient
+    from holdfast.timer.file import FileTimerRequest as FileTimerRequest
+    from holdfast.timer.file import FileTimerServer as FileTimerServer
+    from holdfast.timer.local import LocalTimerClient as LocalTimerClient
+    from holdfast.timer.local import LocalTimerServer as LocalTimerServer
 
-__all__ = [
-    "FileTimerClient",
-    "FileTimerRequest",
-    "FileTimerServer",
-    "LocalTimerClient",
-    "LocalTimerServer",
-    "TimerClient",
-    "TimerRequest",
-    "TimerServer",
-    "configure",
-    "expires",
-]
-
-_HOMES = {
-    **dict.fromkeys(("TimerClient", "TimerRequest", "TimerServer", "configure", "expires"), "api"),
-    **dict.fromkeys(("FileTimerClient", "FileTimerRequest", "FileTimerServer"), "file"),
-    **dict.fromkeys(("LocalTimerClient", "LocalTimerServer"), "local"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'holdfast.timer' has no attribute {name!r}")
-    value = getattr(import_module(f"holdfast.timer.{home}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "holdfast.timer.api": "TimerClient TimerRequest TimerServer configure expires",
+        "holdfast.timer.file": "FileTimerClient FileTimerRequest FileTimerServer",
+        "holdfast.timer.local": "LocalTimerClient LocalTimerServer",
+    },
+)

@@ -21,14 +21,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from holdfast.diagnosis import stacks
 from holdfast.errors import UserError
+from holdfast.hangs import stacks
+from holdfast.loop import Wakeup
 from holdfast.timer import debug_info_logging, liveness, wire
 from holdfast.timer.api import RETRY_DELAY_S, TURN_GAP_S, TimerClient, check_interval, join_or_warn, wait_s
 from holdfast.timer.clock import WallClock
 from holdfast.timer.fifo import RequestPipe
 from holdfast.timer.table import TimerTable
-from holdfast.timer.wakeup import Wakeup
 from holdfast.timer.wire import FileTimerRequest
 
 __all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from queue import Empty
 from typing import TYPE_CHECKING, Any
 
-from holdfast.diagnosis import stacks
+from holdfast.hangs import stacks
+from holdfast.loop import Wakeup
 from holdfast.timer import liveness
 from holdfast.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer
 from holdfast.timer.clock import WallClock
 from holdfast.timer.table import TimerTable
-from holdfast.timer.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from multiprocessing import queues

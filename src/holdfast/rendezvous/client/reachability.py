@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from holdfast.records import record
+from holdfast.frozen import frozen
 
 
 class Obstacle(StrEnum):
@@ -38,12 +38,12 @@ _FIRST_WORD_AFTER_S = 3.0
 _NEXT_WORD_AFTER_S = 60.0
 
 
-@record
+@frozen
 class Say:
     text: str
 
 
-@record
+@frozen
 class Abandon:
     text: str
 

@@ -25,7 +25,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from holdfast.records import record
+from holdfast.frozen import frozen
 from holdfast.rendezvous.membership.model import Memory
 
 _SERVED_SHARE = 0.9
@@ -48,7 +48,7 @@ class Leader:
 # Events.
 
 
-@record
+@frozen
 class MemoryChanged:
     """The run has something new to be written down; `number` names it in `Acknowledge`."""
 
@@ -56,7 +56,7 @@ class MemoryChanged:
     memory: Memory
 
 
-@record
+@frozen
 class TermHeard:
     """A node knows of a coordinator of this term."""
 
@@ -64,7 +64,7 @@ class TermHeard:
     term: int
 
 
-@record
+@frozen
 class RenewalAnswered:
     """`is_alive` False: etcd does not know the lease any more."""
 
@@ -72,24 +72,24 @@ class RenewalAnswered:
     is_alive: bool
 
 
-@record
+@frozen
 class RenewalFailed:
     """It got no answer."""
 
 
-@record
+@frozen
 class WriteAnswered:
     """`found` is the leader key as the transaction left it, None if there is none."""
 
     found: Leader | None
 
 
-@record
+@frozen
 class WriteFailed:
     """It got no answer; it may have been carried out, or may yet be."""
 
 
-@record
+@frozen
 class TimePassed:
     pass
 
@@ -100,12 +100,12 @@ Event = MemoryChanged | TermHeard | RenewalAnswered | RenewalFailed | WriteAnswe
 # Commands.
 
 
-@record
+@frozen
 class Renew:
     """Renew the lease; answer with `RenewalAnswered` and the time before it was sent, or `RenewalFailed`."""
 
 
-@record
+@frozen
 class Write:
     """If the leader key is `before`, make it `after`, under the lease, and put the memory if there is one.
 
@@ -117,14 +117,14 @@ class Write:
     memory: Memory | None
 
 
-@record
+@frozen
 class Acknowledge:
     """What came with this number is written down."""
 
     number: int
 
 
-@record
+@frozen
 class Resign:
     """Stop serving at once."""
 

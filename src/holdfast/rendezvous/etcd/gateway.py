@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import HoldfastError, UserError
-from holdfast.records import record
+from holdfast.frozen import frozen
 from holdfast.rendezvous.endpoints import endpoint_text, parse_rendezvous_endpoint
 from holdfast.rendezvous.tls import ReloadingTls, TlsFiles
 
@@ -106,7 +106,7 @@ def has_value(key: bytes, value: bytes) -> Compare:
     return Compare(key, "VALUE", value)
 
 
-@record
+@frozen
 class Transacted:
     """`values` has one entry for each `Get` of the branch that ran; None is a key that does not exist."""
 

@@ -28,7 +28,7 @@ from functools import partial
 import msgspec
 
 from holdfast.errors import HoldfastError, HostError, UserError
-from holdfast.records import record
+from holdfast.frozen import frozen
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.coordinator import launch
@@ -48,7 +48,7 @@ _LONGEST_REQUEST_S = 5.0
 _MEMORY_LEASE_S = 60  # And twice the time for which workers may live on after the last coordinator.
 
 
-@record
+@frozen
 class Appointed:
     """A leader key that this node created, its lease, and the time before the lease was asked for."""
 

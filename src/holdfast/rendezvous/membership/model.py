@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Any
 
-from holdfast.records import record
+from holdfast.frozen import frozen
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 
 MAX_NODES = 1 << 17
@@ -311,7 +311,7 @@ class Memory:
 # What an agent is told. The machine of the run gives these, the wire carries them, the agent's lifecycle takes them.
 
 
-@record
+@frozen
 class Sealed:
     """A round begins, and this node has a place in it. `key` says which incarnation of the node it is meant for."""
 
@@ -319,7 +319,7 @@ class Sealed:
     place: Place
 
 
-@record
+@frozen
 class StandBy:
     """A round runs without this node, which waits for the next one."""
 
@@ -341,26 +341,26 @@ class Stop:
     is_hang: bool = False
 
 
-@record
+@frozen
 class Expelled:
     """The node's place was given away: its workers must be gone at once, and it joins as a stranger."""
 
     reason: str
 
 
-@record
+@frozen
 class Refused:
     """The node cannot take part in this run."""
 
     reason: str
 
 
-@record
+@frozen
 class Ended:
     outcome: Outcome
 
 
-@record
+@frozen
 class Progress:
     """How far the round is that the node waits for. `seconds_left` is until the join timeout."""
 
@@ -370,19 +370,19 @@ class Progress:
     seconds_left: float
 
 
-@record
+@frozen
 class Notice:
     """Something for people to read in the node's log."""
 
     text: str
 
 
-@record
+@frozen
 class Resigned:
     """The coordinator steps down and closes its connections; another one will wait for the leases to end."""
 
 
-@record
+@frozen
 class PlaceLost:
     """Not on the wire: the node has lost its place in this round, by its own count or because it was expelled. Its
     workers are being killed, and it is unknown to the run until it joins again."""

@@ -22,7 +22,7 @@ from enum import StrEnum
 from typing import assert_never
 
 from holdfast.errors import InternalError
-from holdfast.records import record
+from holdfast.frozen import frozen
 from holdfast.rendezvous.membership import node_lease
 from holdfast.rendezvous.membership.model import (
     Ended,
@@ -88,47 +88,47 @@ _ALLOWED = frozenset((before, after) for before, _, after in STANDING_CHANGES)
 # Events: what the agent does, and what comes on the connection.
 
 
-@record
+@frozen
 class JoinRequested:
     """The node has no workers and wants a place in the next round. The agent holds `port`, a new one each time."""
 
     port: int
 
 
-@record
+@frozen
 class FailureReported:
     round: int
     failure: Failure
 
 
-@record
+@frozen
 class SuccessReported:
     round: int
 
 
-@record
+@frozen
 class LeaveRequested:
     """The node goes away; its workers are being stopped."""
 
 
-@record
+@frozen
 class LeaveCompleted:
     """Its workers are gone."""
 
 
-@record
+@frozen
 class CloseRequested:
     """The user ends the run for all nodes."""
 
     reason: str
 
 
-@record
+@frozen
 class Received:
     message: FromCoordinator
 
 
-@record
+@frozen
 class Welcomed:
     """There is a connection to a coordinator of this term, which knows of rounds up to this one."""
 
@@ -142,7 +142,7 @@ AgentEvent = (
 Event = AgentEvent | Welcomed | node_lease.Event
 
 
-@record
+@frozen
 class Send:
     message: FromNode
 

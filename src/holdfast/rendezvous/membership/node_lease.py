@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import assert_never
 
-from holdfast.records import record
+from holdfast.frozen import frozen
 
 _LEASE_SHARE = 0.9
 _LOCATE_EVERY_S = 0.5
@@ -59,12 +59,12 @@ class Line(StrEnum):
 # Events.
 
 
-@record
+@frozen
 class Connected:
     pass
 
 
-@record
+@frozen
 class ConnectFailed:
     """`was_refused`: the host of the coordinator that the node was connected to answered that nothing listens there.
     `jitter` is a random number from 0 to 1."""
@@ -73,17 +73,17 @@ class ConnectFailed:
     jitter: float = 0.0
 
 
-@record
+@frozen
 class Disconnected:
     jitter: float = 0.0
 
 
-@record
+@frozen
 class HeartbeatAnswered:
     number: int
 
 
-@record
+@frozen
 class PlaceTaken:
     """The node is a member of a round now, and has workers to lose.
 
@@ -93,27 +93,27 @@ class PlaceTaken:
     asked_at: float
 
 
-@record
+@frozen
 class PlaceRevoked:
     """The node was told that its place is gone: its workers must not live any longer."""
 
 
-@record
+@frozen
 class PlaceGivenUp:
     """The node has no workers any more, or those that it has belong to a run that is over."""
 
 
-@record
+@frozen
 class CoordinatorResigned:
     """The coordinator has said that it steps down, and is about to close the connection."""
 
 
-@record
+@frozen
 class LeaderMoved:
     """Another coordinator has replaced the one that the node was connected to, which can write nothing any more."""
 
 
-@record
+@frozen
 class TimePassed:
     pass
 
@@ -135,34 +135,34 @@ Event = (
 # Commands.
 
 
-@record
+@frozen
 class Connect:
     pass
 
 
-@record
+@frozen
 class SendHeartbeat:
     number: int
 
 
-@record
+@frozen
 class SetLease:
     """The workers may live until then. None means no limit."""
 
     until: float | None
 
 
-@record
+@frozen
 class HangUp:
     """Close the connection: it is open, but nothing comes through any more."""
 
 
-@record
+@frozen
 class LosePlace:
     """The workers are killed, and the node is unknown to the run."""
 
 
-@record
+@frozen
 class Locate:
     """Find out, without hanging up, who coordinates now."""
 

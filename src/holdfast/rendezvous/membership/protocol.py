@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from holdfast.records import record
+from holdfast.frozen import frozen
 from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership.model import (
     MAX_NODES,
@@ -312,7 +312,7 @@ def clipped(failure: Failure) -> Failure:
 # What the machine of a run takes and gives.
 
 
-@record
+@frozen
 class From:
     """A message of the node with that key."""
 
@@ -320,14 +320,14 @@ class From:
     message: FromNode
 
 
-@record
+@frozen
 class ConnectionClosed:
     """The connection on which the node spoke last is closed."""
 
     key: str
 
 
-@record
+@frozen
 class TimePassed:
     """The deadline that `next_deadline` named has come."""
 
@@ -335,20 +335,20 @@ class TimePassed:
 Event = From | ConnectionClosed | TimePassed
 
 
-@record
+@frozen
 class Tell:
     keys: tuple[str, ...]
     message: Push
 
 
-@record
+@frozen
 class Remember:
     """Write this down. The commands that follow wait until that is done."""
 
     memory: Memory
 
 
-@record
+@frozen
 class Expel:
     """Tell the node that its place was given away, and close its connection."""
 
@@ -356,7 +356,7 @@ class Expel:
     reason: str
 
 
-@record
+@frozen
 class ForgetRun:
     """The run is over, and no node is left that has to hear of it."""
 

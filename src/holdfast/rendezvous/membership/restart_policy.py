@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.records import record
+from holdfast.frozen import frozen
 
 # Stands for the exception of workers that did not end but hung.
 HANG = "hang"
@@ -69,13 +69,13 @@ def objection_to(policy: RestartPolicy) -> str:
     return ""
 
 
-@record
+@frozen
 class Restart:
     delay_s: float
     is_charged: bool
 
 
-@record
+@frozen
 class GiveUp:
     reason: str
 

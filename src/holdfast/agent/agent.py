@@ -1,0 +1,551 @@
+"""Agents: the contract, and the one that drives `lifecycle` through four hooks.
+
+`SimpleElasticAgent` turns commands of the machine into calls of its hooks, and what they return into events. The
+other source of events is the run's `Coordination`, which says which round comes next and pushes what the run has
+decided. A subclass that implements `_start_workers`, `_stop_workers`, `_monitor_workers` and `_shutdown` is a whole
+agent: it is asked for the state of its workers every `monitor_interval`. One that can do better overrides
+`_wait_for_change` to return the moment something happened.
+
+Signals are noted from the beginning of `run` to its end and surface where nothing is half done: while waiting
+for the rendezvous, for the workers, or for the other nodes. The workers then get the same signal, the grace
+period, and the exception goes on to the caller.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import logging
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, assert_never
+
+from holdfast import loop, signals
+from holdfast.agent import causes, exchange, health, hooks, lifecycle, ranks, recording
+from holdfast.agent.blocking import call_interruptibly
+from holdfast.agent.lifecycle import Lifecycle
+from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from holdfast.errors import HoldfastError, HostError, UserError
+from holdfast.failures import report
+from holdfast.loop import BusyTime
+from holdfast.process.errors import ProcessFailure
+from holdfast.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousTimeoutError,
+    is_kind,
+)
+from holdfast.rendezvous.coordination import Coordination, JoinFailed, Push
+from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Refused, Sealed, Stop
+from holdfast.rendezvous.membership.restart_policy import HANG, RestartPolicy
+from holdfast.rendezvous.solo import SoloCoordination
+from holdfast.signals import SignalException
+from holdfast.telemetry.events import Event, record
+from holdfast.telemetry.metrics import prof, put_metric
+
+__all__ = ["DEFAULT_ROLE", "ElasticAgent", "SimpleElasticAgent"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ROLE = "default"
+
+_IN_ROUND = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.WAITING)
+
+# For how long a node that has reported a hang keeps its workers, so that every node can take stacks.
+_OTHERS_LOOK_S = 2.0
+
+
+class ElasticAgent(abc.ABC):
+    """Owns the workers of one node."""
+
+    @abc.abstractmethod
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the workers to the end, through restarts and changes of membership."""
+
+    @abc.abstractmethod
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        """The group of workers as it stands."""
+
+
+class SimpleElasticAgent(ElasticAgent):
+    """An agent for workers of one role."""
+
+    def __init__(self, spec: WorkerSpec, exit_barrier_timeout: float = 300, shutdown_timeout: float = 30) -> None:
+        self._worker_group = WorkerGroup(spec)
+        self._machine = Lifecycle(exit_barrier_timeout)
+        self._shutdown_timeout = shutdown_timeout
+        self._coordination: Coordination | None = None
+        self._place: Place | None = None
+        self._join_began = 0.0
+        self._run_outcome: Outcome | None = None
+        self._result = RunResult(WorkerState.INIT)
+        self._total_execution_time = 0
+        self._restart_began: float | None = None
+        self._health_check_server: Any = None
+        self._busy_time = BusyTime()
+        self._is_stopping = False
+        self._was_told_of_hang = False
+
+    # Hooks.
+
+    @abc.abstractmethod
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start one worker for each local rank; returns their ids."""
+
+    @abc.abstractmethod
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop every worker of the group and everything they started."""
+
+    @abc.abstractmethod
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """How the workers stand at this moment. Only looks."""
+
+    @abc.abstractmethod
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+        """Stop the workers with that signal and release everything. Called once at the end, may find nothing."""
+
+    def _wait_for_change(self, worker_group: WorkerGroup, pushes_fd: int, timeout_s: float | None) -> None:
+        """Return when it may be worth asking for the state of the workers, when the descriptor of the pushes can
+        be read, or when the time is up. A signal must cut it short."""
+        interval_s = worker_group.spec.monitor_interval
+        loop.wait_readable([pushes_fd], interval_s if timeout_s is None else min(interval_s, timeout_s))
+
+    def _examine_workers(self, worker_group: WorkerGroup) -> RunResult | None:
+        """The run hangs: see where these workers are. The result if the cause is among them."""
+        return None
+
+    def _unkillable(self) -> tuple[int, ...]:
+        """After a stop: the pids that even SIGKILL did not end."""
+        return ()
+
+    def _killed_ranks(self) -> tuple[int, ...]:
+        """After a stop: the global ranks that did not end by themselves within the grace period."""
+        return ()
+
+    def _settle(self, result: RunResult) -> RunResult:
+        """The result with what is known only after the workers were stopped."""
+        return result
+
+    def _get_alive_time(self) -> float:
+        """When this agent was last known to be alive, in seconds since the epoch; the health check asks for it.
+
+        A loop that waits is alive now, whatever it waits for. Another meaning is a matter of overriding this.
+        """
+        return time.time() - self._busy_time.busy_for_s()
+
+    # What others see.
+
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        return self._worker_group
+
+    @property
+    def _policy(self) -> RestartPolicy:
+        spec = self._worker_group.spec
+        return spec.restart_policy or RestartPolicy(spec.max_restarts)
+
+    @property
+    def _restarts_used(self) -> int:
+        return self._place.restarts_used if self._place else 0
+
+    @property
+    def _remaining_restarts(self) -> int:
+        return max(0, self._policy.max_restarts - self._restarts_used)
+
+    @prof
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        began = time.monotonic()
+        is_shut_down = False
+        self._is_stopping = False
+        with self._busy_time.measured_here(), health.served(self._health_server()), signals.deferred():
+            try:
+                result = self._invoke_run(role)
+                self._total_execution_time = int(time.monotonic() - began)
+                recording.put_run_metrics(
+                    self._worker_group.spec.role, result, self._restarts_used, self._policy.max_restarts
+                )
+                self._record_worker_events(result)
+                return result
+            except SignalException as received:
+                logger.warning("got %s%s", received.sigval.name, self._what_is_stopped(received.sigval))
+                self._leave(received.sigval)
+                received.killed_ranks = self._killed_ranks()
+                is_shut_down = True
+                raise
+            except Exception as error:
+                if not is_kind(error, RendezvousGracefulExitError):
+                    raise
+                logger.info("this node is not needed any more and leaves: %s", error)
+                return RunResult(WorkerState.SUCCEEDED)
+            finally:
+                self._total_execution_time = int(time.monotonic() - began)
+                self._is_stopping = True
+                if not is_shut_down:
+                    hooks.call(self._shutdown, timeout=self._shutdown_timeout)
+
+    def _what_is_stopped(self, number: signal.Signals) -> str:
+        if self._machine.phase not in (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING):
+            return ""
+        if not self._shutdown_timeout:
+            return ", killing the workers"
+        hurry = "; Ctrl-C again kills them" if number == signal.SIGINT else ""
+        return f", stopping the workers (up to {self._shutdown_timeout:g} s{hurry})"
+
+    def _leave(self, death_sig: signal.Signals) -> None:
+        """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
+        self._is_stopping = True
+        if self._coordination is not None:
+            self._coordination.leaving()
+        hooks.call(self._shutdown, death_sig, timeout=self._shutdown_timeout)
+        if self._coordination is not None and not self._unkillable():
+            self._coordination.left()
+
+    # The shell around the machine.
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        spec = self._worker_group.spec
+        self._machine = Lifecycle(self._machine.peers_timeout_s)
+        self._coordination = self._coordinate()
+        self._coordination.introduce(spec.role, spec.local_world_size, self._policy, self._shutdown_timeout)
+        pending: deque[lifecycle.Event | Push] = deque([lifecycle.RunRequested()])
+        while self._machine.end is None:
+            if not pending:
+                pending.extend(self._next_events(self._coordination))
+                continue
+            event = self._taken(pending.popleft())
+            results = [
+                result
+                for command in self._machine.step(event, time.monotonic())
+                for result in self._execute(command, self._coordination)
+            ]
+            # Its results go before what was pushed meanwhile: a round that is stopped is not stopped twice.
+            pending.extendleft(reversed(results))
+        return self._final_result(self._machine.end)
+
+    def _coordinate(self) -> Coordination:
+        handler = self._handler
+        if isinstance(handler, Coordination):
+            return handler
+        return SoloCoordination(handler, self._worker_group.spec.monitor_interval)
+
+    def _execute(self, command: lifecycle.Command, run: Coordination) -> list[lifecycle.Event]:
+        group = self._worker_group
+        match command:
+            case lifecycle.Join():
+                signals.inbox().raise_pending()  # One that came while the workers were being stopped.
+                self._join(group, run)
+            case lifecycle.StartWorkers(round):
+                self._was_told_of_hang = False
+                self._initialize_workers(group)
+                return [lifecycle.WorkersStarted(round)]
+            case lifecycle.StopWorkers(round, at_once):
+                self._restart_began = time.monotonic()
+                self._stop_group(group, at_once)
+                group.state = WorkerState.STOPPED
+                return [lifecycle.WorkersStopped(round, self._unkillable())]
+            case lifecycle.ReportFailure(round):
+                failure = causes.failure_of(self._result, os.uname().nodename)
+                run.report_failure(round, failure)
+                self._tell_failure(run)
+                if failure.exception == HANG and run.has_leases and not self._was_told_of_hang:
+                    self._let_others_look(group)
+            case lifecycle.ReportSuccess(round):
+                if (group.group_world_size or 1) > 1:
+                    logger.info("the workers of this node have finished, waiting for the other nodes")
+                run.report_success(round, self._machine.peers_timeout_s)
+            case lifecycle.EndRun():
+                pass
+            case _:
+                assert_never(command)
+        return []
+
+    def _let_others_look(self, group: WorkerGroup) -> None:
+        """Once these workers are gone, those of the other nodes get an error and are not where they hung any more."""
+        if (group.group_world_size or 1) > 1:
+            loop.wait_readable([], _OTHERS_LOOK_S)
+
+    def _stop_group(self, group: WorkerGroup, at_once: bool) -> None:
+        """A hook cannot be told to hurry; whoever has lost its place has its workers killed by the spawner.
+
+        Nobody knows yet whether a restart follows. A hook that asks is told so, as it may release what the next
+        round needs if none does; `_shutdown` comes at the end in any case."""
+        hooks.call(self._stop_workers, group, is_restart=True)
+
+    def _next_events(self, run: Coordination) -> list[lifecycle.Event | Push]:
+        """Wait until something happens; then say what."""
+        group = self._worker_group
+        signals.inbox().raise_pending()
+        deadline = self._machine.next_deadline()
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if self._machine.phase is not lifecycle.Phase.RUNNING or run.has_lapsed:
+            loop.wait_readable([run.fileno()], left_s)
+        else:
+            self._wait_for_change(group, run.fileno(), run.ask_every_s)
+        signals.inbox().raise_pending()
+        if deadline is not None and time.monotonic() >= deadline:
+            logger.warning("timed out after %g s waiting for other nodes to finish", self._machine.peers_timeout_s)
+            return [lifecycle.TimePassed(self._machine.round)]
+        events: list[lifecycle.Event | Push] = []
+        # Workers that die because the lease has run out have not failed; the push that says so is on its way.
+        if self._machine.phase is lifecycle.Phase.RUNNING and not run.has_lapsed:
+            events += self._look_at_workers(group)
+        return events or [*run.take()]
+
+    def _look_at_workers(self, group: WorkerGroup) -> list[lifecycle.Event]:
+        result = self._monitor_workers(group)
+        group.state = result.state
+        self._publish_state(group)
+        round = self._machine.round
+        match result.state:
+            case WorkerState.SUCCEEDED:
+                self._result = result
+                return [lifecycle.WorkersSucceeded(round)]
+            case WorkerState.FAILED | WorkerState.UNHEALTHY:
+                self._result = result
+                return [lifecycle.WorkersFailed(round)]
+            case WorkerState.HEALTHY:
+                return []
+        raise HoldfastError(
+            f"[{group.spec.role}] the worker group is in state {result.state.name}, which should not be"
+        )
+
+    def _taken(self, event: lifecycle.Event | Push) -> lifecycle.Event:
+        """What an event means for this node, now that it is its turn."""
+        match event:
+            case Sealed() if event.place.round > self._machine.round:
+                self._enter_round(event)
+            case Stop(round, reason) if round == self._machine.round and self._machine.phase in _IN_ROUND:
+                logger.warning("the round is stopped: %s", reason)
+                if event.is_hang and self._machine.phase is lifecycle.Phase.RUNNING and self._is_cause_of_hang():
+                    return lifecycle.WorkersFailed(round)
+            case PlaceLost(round, reason) if round == self._machine.round and self._machine.phase in _IN_ROUND:
+                logger.warning("this node has lost its place, its workers are killed: %s", reason)
+            case Ended(outcome):
+                self._learn_outcome(outcome)
+            case Refused(reason):
+                raise UserError(f"run {self._handler.get_run_id()!r} rejected this node: {reason}")
+            case JoinFailed(error):
+                self._record_join(f"{type(error).__name__}: {error}")
+                raise error
+        assert not isinstance(event, (Refused, JoinFailed))
+        return event
+
+    def _is_cause_of_hang(self) -> bool:
+        """Another node has found the run hanging. Before its own workers are stopped this one looks where they are;
+        if one of them is where no peer could help it, that is this node's failure."""
+        self._was_told_of_hang = True
+        result = self._examine_workers(self._worker_group)
+        if result is None:
+            return False
+        self._result = result
+        return True
+
+    def _learn_outcome(self, outcome: Outcome) -> None:
+        self._run_outcome = outcome
+        is_told = self._coordination is not None and self._coordination.verdict is not None
+        if outcome.cause is not None and self._policy.max_restarts and not is_told:
+            logger.warning("no restart: %s", outcome.reason)
+
+    @property
+    def _handler(self) -> RendezvousHandler:
+        handler = self._worker_group.spec.rdzv_handler
+        if handler is None:
+            raise UserError("the worker spec has no rendezvous handler")
+        return handler
+
+    def _final_result(self, end: End) -> RunResult:
+        if end is End.SUCCEEDED:
+            self._tell_success()
+            return self._result if self._has_finished else RunResult(WorkerState.SUCCEEDED)
+        self._worker_group.state = WorkerState.FAILED
+        settled = self._settle(self._result)
+        if self._machine.unkillable:
+            self._tell_unkillable(settled)
+        result = RunResult(WorkerState.FAILED, failures=settled.failures, stopped=settled.stopped)
+        if self._run_outcome is not None:
+            self._add_agreed_cause(result, self._run_outcome)
+        return result
+
+    def _tell_unkillable(self, settled: RunResult) -> None:
+        trouble = (
+            f"processes that cannot be killed are left on this node: {', '.join(map(str, self._machine.unkillable))}"
+        )
+        if not settled.failures:
+            raise HostError(trouble)
+        logger.error(trouble)
+
+    def _add_agreed_cause(self, result: RunResult, outcome: Outcome) -> None:
+        """What the run as a whole ended of, which need not be what happened here."""
+        agreed = outcome.cause
+        if agreed is None:
+            if not result.failures:
+                error = RendezvousClosedError if outcome.end is End.CLOSED else RendezvousTimeoutError
+                raise error(outcome.reason)
+            return
+        if (self._worker_group.group_world_size or 1) == 1 and agreed.rank in result.failures:
+            return  # By now all is known of the workers of this node, and there are no others.
+        result.root = agreed.rank
+        if agreed.rank not in result.failures:
+            hang = agreed.text if agreed.exception == HANG else ""
+            evidence = report.Evidence(error={"message": {"message": agreed.text}}, hang=hang)
+            result.failures[agreed.rank] = ProcessFailure(-1, 0, agreed.exitcode, "", evidence, node=agreed.node)
+        if (self._worker_group.group_world_size or 1) > 1:
+            result.cause = f"{agreed.text}, on node {agreed.node}"
+
+    def _tell_failure(self, run: Coordination) -> None:
+        """Without restarts the final report follows at once and says it all."""
+        if run.verdict is None:
+            logger.warning("%s", causes.cause_of(self._result))
+        elif run.outcome is None or self._policy.max_restarts:
+            logger.warning("%s; %s", causes.cause_of(self._result), run.verdict)
+
+    @property
+    def _has_finished(self) -> bool:
+        """Whether this node's workers are among those that brought the run to its end. A node that stood by then is
+        not, whatever became of the workers that it had before."""
+        return self._worker_group.state is WorkerState.SUCCEEDED
+
+    def _tell_success(self) -> None:
+        if not self._has_finished:
+            logger.info("the run has succeeded; this node was not needed")
+            return
+        logger.info("%s", recording.finish_line(self._worker_group, self._restarts_used))
+
+    # Start of a round.
+
+    def _join(self, group: WorkerGroup, run: Coordination) -> None:
+        group.state = WorkerState.INIT if self._place is None else WorkerState.STOPPED
+        self._join_began = time.monotonic()
+        run.join()
+
+    def _enter_round(self, sealed: Sealed) -> None:
+        assert self._coordination is not None
+        before, self._place = self._place, sealed.place
+        if before is not None and self._restarts_used > before.restarts_used and self._coordination.verdict is None:
+            logger.warning("restart %d of %d", self._restarts_used, self._policy.max_restarts)
+        self._record_join()
+        found = self._coordination.found(sealed)
+        group, spec = self._worker_group, self._worker_group.spec
+        group.store = found.store
+        group.group_rank = found.rank
+        group.group_world_size = found.world_size
+        group.master_addr = spec.master_addr or found.bootstrap_store_info.master_addr
+        group.master_port = spec.master_port or found.bootstrap_store_info.master_port
+        with self.record_duration("ASSIGN_WORKER_RANKS"):
+            group.workers = self._assign_worker_ranks(found.store, found.rank, found.world_size, spec)
+
+    def _record_join(self, raw_error: str | None = None) -> None:
+        """A rendezvous spans several turns of the loop, so its time is put together here."""
+        duration_ms = _elapsed_ms(self._join_began)
+        self._record(self._event("RENDEZVOUS", raw_error=raw_error, duration_ms=duration_ms))
+        put_metric(f"SimpleElasticAgent._rendezvous.{'failure' if raw_error else 'success'}", 1)
+        put_metric("SimpleElasticAgent._rendezvous.duration.ms", duration_ms)
+
+    @prof
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        if self._place is not None and self._place.shapes:
+            members = [ranks.Member(role, size) for role, size in self._place.shape_of_each()]
+            return ranks.assign_ranks(members, group_rank)
+        if group_world_size == 1 or self._are_nodes_alike():
+            world = ranks.identical_world(spec.role, spec.local_world_size, group_world_size)
+            return ranks.assign_ranks(world, group_rank)
+        return call_interruptibly(exchange.exchange_ranks, store, group_rank, group_world_size, spec)
+
+    def _are_nodes_alike(self) -> bool:
+        is_said = os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1"
+        return is_said or getattr(self._handler, "has_fixed_world", False)
+
+    @prof
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        ids = self._start_workers(worker_group)
+        for local_rank, id_ in ids.items():
+            worker = worker_group.workers[local_rank]
+            worker.id = id_
+            self._record(self._event("START", worker))
+        worker_group.state = WorkerState.HEALTHY
+        self._tell_start(worker_group)
+        if self._restart_began is not None:
+            # A restart spans two commands of the machine, so its time is put together here.
+            put_metric("SimpleElasticAgent._restart_workers.success", 1)
+            put_metric("SimpleElasticAgent._restart_workers.duration.ms", _elapsed_ms(self._restart_began))
+            self._restart_began = None
+
+    def _tell_start(self, group: WorkerGroup) -> None:
+        logger.info("%s", recording.start_line(group))
+        first = group.workers[0]
+        logger.debug(
+            "round %d: global ranks %d..%d of %d, master %s:%s, restarts used %d",
+            self._machine.round,
+            first.global_rank,
+            group.workers[-1].global_rank,
+            first.world_size,
+            group.master_addr,
+            group.master_port,
+            self._restarts_used,
+        )
+
+    # What is told to others.
+
+    def _health_server(self) -> Any:
+        if self._health_check_server is None:
+            self._health_check_server = health.server_at(health.port_from_environment())
+        health.introduce(self._health_check_server, self._get_alive_time, self._health)
+        return self._health_check_server
+
+    def _health(self) -> dict[str, Any]:
+        phase = self._machine.phase
+        if self._is_stopping and phase is not lifecycle.Phase.ENDED:
+            phase = lifecycle.Phase.STOPPING
+        return {"phase": phase.name.lower(), "round": self._machine.round, "restarts": self._restarts_used}
+
+    def _publish_state(self, group: WorkerGroup) -> None:
+        put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
+        put_metric(f"workers.{group.spec.role}.{group.state.name.lower()}", 1)
+
+    # Events.
+
+    def get_event_succeeded(self) -> Event:
+        return self._event("SUCCEEDED")
+
+    def get_event_failed(self) -> Event:
+        import traceback
+
+        return self._event("FAILED", raw_error=traceback.format_exc())
+
+    def _event(self, state: str, worker: Worker | None = None, **facts: Any) -> Event:
+        restarts, run_time_s = self._restarts_used, self._total_execution_time
+        return recording.status_event(self._worker_group, state, restarts, run_time_s, worker, **facts)
+
+    def _record(self, event: Event) -> None:
+        record(event, self._worker_group.spec.event_log_handler)
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        for worker in self._worker_group.workers:
+            failure = result.failures.get(worker.global_rank)
+            facts: dict[str, Any] = {}
+            if failure is not None:
+                facts = {"raw_error": json.dumps(failure.error_file_data), "exit_code": failure.exitcode}
+            self._record(self._event(recording.final_state(worker, result), worker, **facts))
+
+    @contextmanager
+    def record_duration(self, state: str) -> Iterator[None]:
+        """Record an event of that name when the block ends, with how long it took and the error that it raised."""
+        began = time.monotonic()
+        raw_error = None
+        try:
+            yield
+        except BaseException as error:
+            raw_error = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._record(self._event(state, raw_error=raw_error, duration_ms=_elapsed_ms(began)))
+
+
+def _elapsed_ms(began: float) -> int:
+    return int((time.monotonic() - began) * 1000)

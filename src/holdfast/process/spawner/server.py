@@ -1,0 +1,402 @@
+"""The spawner: the single-threaded process that forks, owns and reaps an agent's workers.
+
+Why a process of its own: the agent has threads, and forking a threaded process is a gamble; the agent may be
+killed, and then somebody must see to it that no worker survives; and what a worker leaves behind must fall
+into the hands of somebody who cleans up. The spawner is that somebody. It is a subreaper, so every orphan of
+every worker becomes its child. It ignores every signal that can be ignored. It does what the agent says:
+
+    prepare(environment, directory, ignored signals)     what the next workers inherit
+    start(id, kind, argv, changes to the environment, cpus, names of the descriptors)
+    kill(patience)                                       end every tree, say `swept` when it is done
+    lease()                                              with a pipe that says until when workers may live
+    goodbye()                                            end every tree and yourself
+
+and reports `started` (with a pidfd), `refused`, `exited` (in the order in which it reaped them) and `swept`.
+
+When the agent's end of the socket closes, for whatever reason, the spawner kills every tree and exits. When
+the spawner itself is killed, the kernel kills the workers (their parent-death signal).
+
+A worker is started in one of three ways: `exec` runs a program; `payload` forks this process and calls a
+function that was sent pickled (start method forkserver); `memory` forks this process and calls a function that
+it already holds, because this spawner is itself a fork of the caller's process (start method fork).
+"""
+
+from __future__ import annotations
+
+import _socket
+import ctypes
+import errno
+import math
+import os
+import select
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn
+
+from holdfast import procfs
+from holdfast.process.spawner.lease import drain
+from holdfast.process.spawner.wire import Channel, Message
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+# What a person or a terminal might send to everything at once. The spawner ends when its agent does.
+_DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+# Python ignores these for itself; a program that it starts expects the usual.
+_PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
+
+Call = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+class _Worker:
+    __slots__ = ("id", "mark", "pid")
+
+    def __init__(self, id_: int, pid: int, mark: bytes) -> None:
+        self.id = id_
+        self.pid = pid
+        self.mark = mark
+
+
+class Spawner:
+    """The process's one loop. `calls` are the functions that a fork of the caller's process holds."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        token: str,
+        calls: dict[int, Call] | None = None,
+        handlers: dict[Any, Any] | None = None,
+    ) -> None:
+        self._channel = channel
+        self._token = token.encode()
+        self._calls = calls or {}
+        self._handlers = handlers
+        self._pid = os.getpid()
+        self._orders: deque[tuple[Message, list[int]]] = deque()
+        self._workers: dict[int, _Worker] = {}
+        self._unburied: list[_Worker] = []
+        self._reaped = 0
+        self._sweep_deadline: float | None = None
+        self._environment: dict[bytes, bytes] = {}
+        self._directory: bytes | None = None
+        self._ignored: tuple[int, ...] = ()
+        self._agent: tuple[int, ...] = ()
+        self._lease_fd: int | None = None
+        self._lease_until = math.inf
+        self._is_lease_enforced = False
+        self._is_over = False
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def serve(self) -> None:
+        self._become_owner()
+        poller = select.poll()
+        poller.register(self._wake_read, select.POLLIN)
+        # The socket stays open if the agent's program had forked a child that holds it too, so that the agent
+        # itself is watched as well.
+        self._agent = _pidfd(os.getppid())
+        for fd in self._agent:
+            poller.register(fd, select.POLLIN)
+        while self._channel.is_open and not self._is_over:
+            wanted = select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0)
+            poller.register(self._channel.fileno(), wanted)
+            if self._lease_fd is not None:
+                poller.register(self._lease_fd, select.POLLIN)
+            if any(fd in self._agent for fd, _ in poller.poll(self._poll_timeout_ms())):
+                break
+            self._drain_wakeups()
+            self._channel.flush()
+            self._reap()
+            self._orders.extend(self._channel.receive())
+            while self._orders:
+                self._obey(*self._orders.popleft())
+            self._reap()
+            self._enforce_lease()
+            self._go_on_sweeping()
+        self._kill_everything()
+
+    def _become_owner(self) -> None:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        for number in _DEAF_TO:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Whatever the thread that started us had blocked.
+        signal.signal(signal.SIGCHLD, _do_nothing)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+
+    def _poll_timeout_ms(self) -> float | None:
+        # A lease that was enforced when it had expired is no deadline any more. Whether it has expired by now says
+        # nothing: that may have happened after it was looked at last.
+        deadlines = [] if self._is_lease_enforced or self._lease_until == math.inf else [self._lease_until]
+        if self._sweep_deadline is not None:
+            deadlines.append(self._sweep_deadline)
+        return max(0.0, (min(deadlines) - time.monotonic()) * 1000) if deadlines else None
+
+    def _drain_wakeups(self) -> None:
+        try:
+            while os.read(self._wake_read, 512):
+                pass
+        except BlockingIOError:
+            pass
+
+    # What the agent says.
+
+    def _obey(self, message: Message, fds: list[int]) -> None:
+        match message:
+            case ("prepare", environment, directory, ignored):
+                self._environment, self._directory, self._ignored = environment, directory, ignored
+            case ("start", id_, kind, argv, changes, cpus, names):
+                self._start(id_, kind, argv, changes, cpus, dict(zip(names, fds, strict=True)))
+            case ("lease",):
+                self._take_lease(fds[0])
+            case ("kill", patience_s):
+                self._sweep_deadline = time.monotonic() + patience_s
+                self._go_on_sweeping()
+            case ("goodbye",):
+                self._is_over = True
+            case _:
+                raise ValueError(f"the spawner does not know the message {message[0]!r}")
+
+    def _start(
+        self,
+        id_: int,
+        kind: str,
+        argv: list[bytes],
+        changes: dict[bytes, bytes],
+        cpus: list[int],
+        fds: dict[str, int],
+    ) -> None:
+        mark = self._token + b".%d" % id_
+        environment = {**self._environment, **changes, procfs.MARK_VARIABLE.encode(): mark}
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._refuse(id_, error.errno or errno.EAGAIN, (read_fd, write_fd, *fds.values()))
+            return
+        if pid == 0:
+            os.close(read_fd)
+            self._run_worker(kind, id_, argv, environment, cpus, fds, write_fd)
+        os.close(write_fd)
+        for fd in fds.values():
+            os.close(fd)
+        self._workers[pid] = _Worker(id_, pid, mark)
+        failure = os.read(read_fd, 16)  # Ends as soon as the program runs, or says why it does not.
+        os.close(read_fd)
+        if failure:
+            os.waitpid(pid, 0)
+            del self._workers[pid]
+            self._refuse(id_, int(failure), ())
+            return
+        self._channel.send(("started", id_, pid), _pidfd(pid))
+
+    def _refuse(self, id_: int, number: int, fds: tuple[int, ...]) -> None:
+        for fd in fds:
+            os.close(fd)
+        self._channel.send(("refused", id_, number))
+
+    # In the worker.
+
+    def _run_worker(
+        self,
+        kind: str,
+        id_: int,
+        argv: list[bytes],
+        environment: dict[bytes, bytes],
+        cpus: list[int],
+        fds: dict[str, int],
+        failure_fd: int,
+    ) -> NoReturn:
+        try:
+            self._leave_home(cpus)
+            for target, name in enumerate(("stdin", "stdout", "stderr")):
+                os.dup2(fds[name], target)
+                os.close(fds.pop(name))
+            if kind == "exec":
+                for name, fd in fds.items():
+                    os.set_inheritable(fd, True)
+                    environment[name.encode()] = b"%d" % fd
+                self._reset_signals(_PYTHON_IGNORES)
+                os.execvpe(argv[0], argv, environment)
+            os.close(failure_fd)
+            self._call_function(kind, id_, environment, fds)
+        except OSError as error:
+            os.write(failure_fd, b"%d" % (error.errno or errno.EIO))
+        except BaseException:
+            _print_exception()
+        os._exit(127)
+
+    def _leave_home(self, cpus: list[int]) -> None:
+        os.setsid()
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != self._pid:
+            os._exit(127)  # The spawner died before the kernel knew that we wanted to die with it.
+        if self._directory is not None:
+            os.chdir(self._directory)
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+
+    def _reset_signals(self, also: tuple[int, ...] = ()) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (*_DEAF_TO, *also):
+            signal.signal(number, signal.SIG_IGN if number in self._ignored else signal.SIG_DFL)
+
+    def _call_function(self, kind: str, id_: int, environment: dict[bytes, bytes], fds: dict[str, int]) -> NoReturn:
+        from holdfast.process.spawner import bootstrap
+
+        self._reset_signals()
+        if signal.SIGINT not in self._ignored:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in (self._handlers or {}).items():
+            signal.signal(number, handler)
+        os.environb.clear()
+        os.environb.update(environment)
+        self._channel.close()
+        others = [fd for _, fds_of_another in self._orders for fd in fds_of_another]
+        lease = () if self._lease_fd is None else (self._lease_fd,)
+        for fd in (self._wake_read, self._wake_write, *lease, *self._agent, *others):
+            os.close(fd)
+        call = self._calls[id_] if kind == "memory" else bootstrap.payload_call(fds["HOLDFAST_PAYLOAD"])
+        peers = bootstrap.Peers(*(fds.get(name, -1) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")))
+        bootstrap.finish_forked(bootstrap.run_function(call, fds["HOLDFAST_BLACKBOX"], peers))
+
+    # Ends.
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            worker = self._workers.pop(pid, None)
+            if worker is not None:
+                self._reaped += 1
+                self._channel.send(("exited", worker.id, os.waitstatus_to_exitcode(status), self._reaped))
+                self._unburied.append(worker)
+        if self._unburied and self._sweep_deadline is None:
+            self._kill_orphans()
+
+    def _kill_orphans(self) -> None:
+        """What a dead worker left behind goes with it; a worker is forgotten once nothing of it is found."""
+        orphans = [pid for pid in procfs.children_of(self._pid) if pid not in self._workers]
+        found: list[_Worker] = []
+        for pid in orphans:
+            owner = self._owner(pid)
+            if owner is not None:
+                found.append(owner)
+                for each in (pid, *procfs.descendants_of(pid)):
+                    procfs.kill(each)
+        self._unburied = [worker for worker in self._unburied if worker in found]
+
+    def _owner(self, pid: int) -> _Worker | None:
+        status = procfs.process_status(pid)
+        if status is None:
+            return None
+        by_session = (worker for worker in self._unburied if worker.pid == status.session)
+        mark = procfs.mark_of(pid)
+        by_mark = (worker for worker in self._unburied if worker.mark == mark)
+        return next(by_session, None) or next(by_mark, None)
+
+    def _go_on_sweeping(self) -> None:
+        """Kill whatever is below us. Each death wakes the loop, which looks again: a process that forked
+        while it was being killed leaves a child, and that child is ours now."""
+        if self._sweep_deadline is None:
+            return
+        left = procfs.descendants_of(self._pid)
+        for pid in left:
+            procfs.kill(pid)
+        if left and time.monotonic() < self._sweep_deadline:
+            return
+        self._sweep_deadline = None
+        self._unburied = []
+        self._channel.send(("swept", [(pid, _state(pid)) for pid in left]))
+
+    def _take_lease(self, fd: int) -> None:
+        """The number stays the same for as long as we live, so that whoever polls it need not know of the change."""
+        if self._lease_fd is None:
+            self._lease_fd = fd
+        else:
+            os.dup2(fd, self._lease_fd, inheritable=False)
+            os.close(fd)
+
+    def _enforce_lease(self) -> None:
+        """Past the lease nothing may live, not even what is started after it."""
+        if self._lease_fd is None:
+            return
+        until = drain(self._lease_fd)
+        if until is not None:
+            self._lease_until = until
+        self._is_lease_enforced = time.monotonic() >= self._lease_until
+        if self._is_lease_enforced:
+            for pid in procfs.descendants_of(self._pid):
+                procfs.kill(pid)
+
+    def _kill_everything(self) -> None:
+        """The agent is gone. Nobody waits for an answer, so this takes as long as the kernel needs."""
+        while left := procfs.descendants_of(self._pid):
+            for pid in left:
+                procfs.kill(pid)
+            try:
+                os.waitpid(-1, 0)
+            except ChildProcessError:
+                return
+
+
+def _pidfd(pid: int) -> tuple[int, ...]:
+    try:
+        return (os.pidfd_open(pid),)
+    except OSError:
+        return ()  # An old kernel.
+
+
+def _state(pid: int) -> str:
+    status = procfs.process_status(pid)
+    return status.state if status else "gone"
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """A handler must exist for the wake-up descriptor to be written."""
+
+
+def _print_exception() -> None:
+    import traceback
+
+    traceback.print_exc()
+
+
+def handlers_now() -> dict[Any, Any]:
+    """This process's handlers of the signals to which a spawner is deaf, for workers that inherit its memory."""
+    handlers = {number: signal.getsignal(number) for number in _DEAF_TO}
+    return {number: handler for number, handler in handlers.items() if handler is not None}
+
+
+def serve_forked(
+    sock: _socket.socket, agent_fd: int, token: str, calls: dict[int, Call], handlers: dict[Any, Any]
+) -> NoReturn:
+    """Be the spawner in a fork of the caller's process. Nothing of the caller's clean-up may run here."""
+    status = 1
+    try:
+        os.close(agent_fd)
+        os.setsid()
+        Spawner(Channel(sock), token, calls, handlers).serve()
+        status = 0
+    except BaseException:
+        _print_exception()
+    os._exit(status)
+
+
+def main() -> NoReturn:
+    sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, int(sys.argv[1]))
+    os.set_inheritable(sock.fileno(), False)
+    try:
+        Spawner(Channel(sock), sys.argv[2]).serve()
+    except OSError as error:
+        # Out of descriptors or memory. The agent learns that we are gone, and tells the user in one line.
+        os._exit(error.errno or 1)
+    os._exit(0)  # There is nothing to take apart.

@@ -1,0 +1,1 @@
+"""One life of a worker group: starting, watching, stopping, and the evidence of failures."""

@@ -1,0 +1,525 @@
+"""Starting, watching and stopping one group of processes.
+
+A `PContext` is one life of a worker group. Its parts: the spawner, which owns the processes; a black box for
+each worker (memory that outlives it, in which the bootstrap leaves the return value, the traceback or the stack
+at the moment of a fatal signal); and the pump, which carries what workers write to files and the console.
+
+Events come from the spawner through `SpawnerLink` and are kept in one `Slot` a worker (see `slots`). `wait` only
+looks and waits; it stops nothing. `close` is the kill ladder (see `stop`).
+
+stderr always passes through the pump unless it is redirected to a file, so that the last lines of a worker that
+fails are known; on a terminal the worker is given a terminal.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from holdfast import procfs, signals
+from holdfast.errors import HostError, UserError
+from holdfast.failures import oom
+from holdfast.failures.report import Evidence
+from holdfast.process.errors import ProcessFailure
+from holdfast.process.output.logs import LogsDest, LogsSpecs
+from holdfast.process.output.streams import Outlets, dup_or_null
+from holdfast.process.spawner import calls, command
+from holdfast.process.spawner.client import (
+    Exited,
+    Refused,
+    Report,
+    SpawnerLink,
+    SpawnerLost,
+    Started,
+    StartOrder,
+    Swept,
+    starting,
+)
+from holdfast.process.spawner.lease import Lease
+from holdfast.process.workers.worker import Slot, Stop, UnreadableValue
+
+if TYPE_CHECKING:
+    from holdfast.process.output.watch import OutputWatch
+
+logger = logging.getLogger(__name__)
+
+# A black box, a pidfd, and a pipe and a file for each of two streams.
+_DESCRIPTORS_A_WORKER = 6
+_DESCRIPTORS_TO_SPARE = 64
+
+DEFAULT_GRACE_S = 30.0
+# Each order has about five descriptors in flight. More at once would not start anything sooner.
+_MOST_UNDERWAY = 16
+
+
+@dataclass(slots=True)
+class RunProcsResult:
+    """How a group of processes ended; the keys are local ranks."""
+
+    return_values: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)
+    stdouts: dict[int, str] = field(default_factory=dict)
+    stderrs: dict[int, str] = field(default_factory=dict)
+
+    def is_failed(self) -> bool:
+        return bool(self.failures)
+
+
+class PContext(abc.ABC):
+    """A group of processes that start and stop together. Made by `start_processes`."""
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any] | str,
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: dict[int, str] | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+        *,
+        numa_options: Any = None,
+        link: SpawnerLink | None = None,
+        lease: Lease | None = None,
+        watch: OutputWatch | None = None,
+    ) -> None:
+        _check_ranks("args", args, len(args))
+        _check_ranks("envs", envs, len(args))
+        self.name = name
+        self.entrypoint = entrypoint
+        self.args = args
+        self.envs = envs
+        self.nprocs = len(args)
+        self.destinations: LogsDest = logs_specs.reify(envs)
+        self.stdouts = self.destinations.stdouts
+        self.stderrs = self.destinations.stderrs
+        self.error_files = self.destinations.error_files
+        self.filtered_stdout = self.destinations.filtered_stdout
+        self.filtered_stderr = self.destinations.filtered_stderr
+        self.survivors: tuple[tuple[int, str], ...] = ()
+        self._outlets = Outlets(
+            name,
+            self.destinations,
+            log_line_prefixes or {},
+            {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters},
+            watch,
+        )
+        self._numa_options = numa_options
+        self._link = link
+        self._owns_link = link is None
+        self._lease = lease
+        self._slots: dict[int, Slot] = {}
+        self._resources = ExitStack()
+        self._kills_before: oom.MemoryKills | None = None
+        self._stop: Stop | None = None
+        self._lost_how = ""
+        self._is_swept = False
+        self._is_closed = False
+
+    # Starting.
+
+    def start(self) -> None:
+        """Start every process, or none: if one cannot be started the others are ended and the reason is raised."""
+        if self._slots:
+            raise ValueError(f"the processes of {self.name!r} were started before")
+        self._resources.enter_context(signals.deferred())
+        try:
+            with starting():
+                self._start()
+        except BaseException:
+            self.close(signal.SIGKILL, 0)
+            raise
+
+    def _start(self) -> None:
+        self._kills_before = oom.memory_killer_counter()
+        if self._link is None:
+            self._link = self._make_link()
+        if self._lease is not None:
+            self._link.lend_lease(self._lease)
+        _allow_descriptors(_DESCRIPTORS_A_WORKER * self.nprocs)
+        self._link.prepare()
+        self._outlets.start()
+        for rank in range(self.nprocs):
+            self._start_one(self._link, rank)
+            self._await_starts(_MOST_UNDERWAY)
+        self._await_starts(0)
+
+    def _await_starts(self, most_underway: int) -> None:
+        """Wait until no more than that many are on their way; an order that cannot be carried out raises."""
+        while sum(slot.is_underway for slot in self._slots.values()) > most_underway:
+            self._take_reports(None, new_signals_only=True)
+        for rank, slot in self._slots.items():
+            if slot.refusal is not None:
+                raise OSError(slot.refusal, os.strerror(slot.refusal), self._display_name(rank))
+        if any(slot.pid is None and slot.exitcode is not None for slot in self._slots.values()):
+            raise HostError(f"the processes of {self.name} were not all started: the spawner {self._lost_how}")
+
+    def _start_one(self, link: SpawnerLink, rank: int) -> None:
+        self._slots[rank] = Slot(rank, os.memfd_create(f"holdfast-{rank}", os.MFD_CLOEXEC))
+        with ExitStack() as unsent:
+            fds = {
+                "stdin": _keep(unsent, dup_or_null(0)),
+                "stdout": _keep(unsent, self._outlets.open_stdout(rank)),
+                "stderr": _keep(unsent, self._outlets.open_stderr(rank)),
+            }
+            kind, argv = self._describe(rank, fds, unsent)
+            link.start(StartOrder(rank, kind, argv, self.envs[rank], self._cpus(rank), fds))
+            unsent.pop_all()
+
+    @abc.abstractmethod
+    def _describe(self, rank: int, fds: dict[str, int], unsent: ExitStack) -> tuple[str, tuple[str, ...]]:
+        """How the spawner starts this rank: the kind and the command line. May add descriptors."""
+
+    def _make_link(self) -> SpawnerLink:
+        return SpawnerLink.launch()
+
+    def _blackbox_for(self, rank: int) -> int:
+        return os.dup(self._slots[rank].blackbox_fd)
+
+    def _cpus(self, rank: int) -> frozenset[int]:
+        if self._numa_options is None:
+            return frozenset()
+        from holdfast.process.workers import cpus
+
+        return cpus.cpus_for(self._numa_options, rank, self.nprocs)
+
+    # Watching.
+
+    def pids(self) -> dict[int, int]:
+        """Local rank -> pid, also after the end."""
+        return {rank: slot.pid for rank, slot in self._slots.items() if slot.pid is not None}
+
+    def fileno(self) -> int:
+        """Readable when something happened to a process; for a loop that waits for other things too."""
+        if self._link is None:
+            raise ValueError(f"the processes of {self.name!r} have not been started")
+        return self._link.fileno()
+
+    def has_ended(self) -> bool:
+        """Whether `wait` would return a result at once, of what was heard so far."""
+        codes = [slot.exitcode for slot in self._slots.values()]
+        return None not in codes or any(codes)
+
+    def blame(self, pid: int, note: str) -> None:
+        """Whatever its end, this process counts as failed, for the reason in the note."""
+        for slot in self._slots.values():
+            if slot.pid == pid:
+                slot.note = note
+
+    def blame_hang(self, pid: int, words: str, stack: str, note: str, *, is_waiting: bool) -> None:
+        """This process, which still runs, is why the group hangs, or waits for the one that is; the words say for
+        how long, and where it was found."""
+        for slot in self._slots.values():
+            if slot.pid == pid:
+                slot.hang, slot.hang_stack, slot.is_waiting = words, stack, is_waiting
+                slot.note = note
+
+    def running(self) -> dict[int, int]:
+        """Local rank -> pid of those that still work: they have neither ended, as far as was heard, nor returned."""
+        slots = self._slots.items()
+        return {
+            rank: slot.pid
+            for rank, slot in slots
+            if slot.pid is not None and slot.is_running and not slot.has_returned()
+        }
+
+    def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
+        """The result once every process succeeded or any failed; None while they run.
+
+        Waits at most `timeout` seconds (0 only looks, a negative value has no limit) and stops nothing. A signal
+        that came surfaces here as a `SignalException`. `period` is there for callers that pass it: nothing polls.
+        """
+        deadline = None if timeout < 0 else time.monotonic() + timeout
+        while True:
+            signals.inbox().raise_pending()
+            self._take_reports(0.0)
+            result = self._result()
+            if result is not None:
+                return result
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                return None
+            self._take_reports(left_s)
+
+    def _take_reports(self, timeout_s: float | None, *, new_signals_only: bool = False) -> None:
+        if self._link is not None:
+            for report in self._link.reports(timeout_s, new_signals_only=new_signals_only):
+                self._note(report)
+
+    def _note(self, report: Report) -> None:
+        match report:
+            case Started(rank, pid, pidfd):
+                self._slots[rank].pid, self._slots[rank].pidfd = pid, pidfd
+            case Refused(rank, number):
+                self._slots[rank].refusal = number
+            case Exited(rank, exitcode, order):
+                self._slots[rank].end(exitcode, order, self._stop)
+            case Swept(survivors):
+                self._is_swept = True
+                self.survivors = survivors
+            case SpawnerLost(how):
+                self._lose_everything(how)
+
+    def _lose_everything(self, how: str) -> None:
+        self._is_swept = True
+        self._lost_how = how
+        for slot in self._slots.values():
+            if slot.exitcode is None:
+                slot.note = f"the spawner that owned it {how}"
+                slot.end(-signal.SIGKILL, None, self._stop)
+
+    def _display_name(self, rank: int) -> str:
+        return self.entrypoint if isinstance(self.entrypoint, str) else calls.name_of(self.entrypoint)
+
+    # Results.
+
+    def _result(self) -> RunProcsResult | None:
+        failures = self.failures()
+        if failures:
+            return RunProcsResult(failures=failures, stdouts=self.stdouts, stderrs=self.stderrs)
+        if any(slot.exitcode is None for slot in self._slots.values()):
+            return None
+        # Asked for after `close`: who was stopped has not succeeded.
+        stopped = {rank: self._failure(slot) for rank, slot in self._slots.items() if slot.exitcode}
+        if stopped:
+            return RunProcsResult(failures=stopped, stdouts=self.stdouts, stderrs=self.stderrs)
+        try:
+            values = {rank: slot.return_value() for rank, slot in self._slots.items()}
+        except UnreadableValue:
+            return self._result()  # The slot now carries the failure.
+        return RunProcsResult(return_values=values, stdouts=self.stdouts, stderrs=self.stderrs)
+
+    def failures(self) -> dict[int, ProcessFailure]:
+        """What failed by itself so far, with the evidence there is at this moment."""
+        return {rank: self._failure(slot) for rank, slot in self._failed().items()}
+
+    def stopped(self) -> dict[int, str]:
+        """Local rank -> how holdfast ended it, for those that did not end by themselves."""
+        failed = self._failed()
+        return {
+            rank: slot.how_stopped()
+            for rank, slot in self._slots.items()
+            if rank not in failed and (slot.stop or (slot.is_running and self._is_closed))
+        }
+
+    def _failed(self) -> dict[int, Slot]:
+        if not any(slot.failed_by_itself() for slot in self._slots.values()):
+            return {}
+        return {rank: slot for rank, slot in self._slots.items() if slot.failed_by_itself() or slot.has_raised()}
+
+    def _failure(self, slot: Slot) -> ProcessFailure:
+        assert slot.pid is not None
+        evidence = Evidence(
+            error=slot.box().error,
+            stack=slot.stack(),
+            stderr_tail=self._outlets.stderr_tail(slot.local_rank),
+            memory=self._memory_evidence(slot),
+            note=slot.note,
+            hang=slot.hang,
+            is_waiting=slot.is_waiting,
+        )
+        error_file = self.error_files.get(slot.local_rank, "")
+        # One that hangs has no exit status yet, or never will; the one that it has got says how it was stopped. One
+        # that has raised is about to end with 1.
+        exitcode = int(slot.has_raised()) if slot.exitcode is None else slot.exitcode
+        return ProcessFailure(slot.local_rank, slot.pid, exitcode, error_file, evidence, slot.order)
+
+    def _memory_evidence(self, slot: Slot) -> str:
+        # A shell whose child was killed says so with its own exit code.
+        if slot.exitcode not in (-signal.SIGKILL, 128 + signal.SIGKILL) or slot.stop is not None:
+            return ""
+        return oom.evidence(self._kills_before, oom.memory_killer_counter())
+
+    # Stopping.
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: float = DEFAULT_GRACE_S) -> None:
+        """The kill ladder, then everything this context holds is released. May be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._climb_ladder(signal.Signals(death_sig or signal.SIGTERM), max(0.0, timeout))
+        finally:
+            self._release()
+
+    def _climb_ladder(self, number: signal.Signals, grace_s: float) -> None:
+        if self._link is None or not self._slots:
+            return
+        self._take_reports(0.0)
+        self._stop = Stop(number, grace_s)
+        self._dismiss_returned()
+        self._signal_leaders(number)
+        deadline = time.monotonic() + grace_s
+        while any(slot.is_running for slot in self._slots.values()):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or signals.inbox().wants_haste:
+                break
+            self._take_reports(left_s, new_signals_only=True)
+        self._sweep()
+
+    def _dismiss_returned(self) -> None:  # noqa: B027  (nobody waits, unless a subclass has such workers)
+        """Workers that have returned and wait for others wait no longer."""
+
+    def _signal_leaders(self, number: signal.Signals) -> None:
+        for slot in self._slots.values():
+            if slot.is_running:
+                slot.send(number)
+                if slot.hang:  # It may be stopped, and would not hear of it.
+                    slot.send(signal.SIGCONT)
+
+    def _sweep(self) -> None:
+        """Kill what is left of every tree and make sure of it."""
+        assert self._link is not None
+        self._link.kill_all()
+        deadline = time.monotonic() + procfs.KILL_PATIENCE_S + 1.0
+        while not self._is_swept and (left_s := deadline - time.monotonic()) > 0:
+            self._take_reports(left_s, new_signals_only=True)
+        if not self._is_swept:
+            logger.error("the spawner of %s does not answer and is killed with everything below it", self.name)
+            self._link.kill_spawner()
+            self._lose_everything("did not answer and was killed")
+        for pid, state in self.survivors:
+            logger.error("process %d (state %s) of %s cannot be killed", pid, state, self.name)
+
+    def _release(self) -> None:
+        self._outlets.close(will_end=not self.survivors)
+        if self._owns_link and self._link is not None:
+            self._link.close()
+        for slot in self._slots.values():
+            slot.close()
+        self._resources.close()
+
+
+def _allow_descriptors(wanted: int) -> None:
+    """Raise this process's limit of open files if so many more would not fit. The spawner was started before, so
+    workers keep the limit that the user gave them."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + wanted + _DESCRIPTORS_TO_SPARE
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+class SubprocessContext(PContext):
+    """Processes that execute a program."""
+
+    def _describe(self, rank: int, fds: dict[str, int], unsent: ExitStack) -> tuple[str, tuple[str, ...]]:
+        assert isinstance(self.entrypoint, str)
+        described = command.command_for(self.entrypoint, [_text(each) for each in self.args[rank]])
+        if described.is_python:
+            fds["HOLDFAST_BLACKBOX"] = _keep(unsent, self._blackbox_for(rank))
+        return "exec", described.argv
+
+
+class MultiprocessContext(PContext):
+    """Processes that call a function and hand back what it returns."""
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any],
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        start_method: str,
+        *others: Any,
+        **more: Any,
+    ) -> None:
+        if start_method not in ("spawn", "fork", "forkserver"):
+            raise UserError(f"unknown start method {start_method!r}; there are spawn, fork and forkserver")
+        self.start_method = start_method
+        self._peers = calls.Peers()
+        sent = args if start_method != "fork" else {}
+        self._payloads = {rank: calls.pickled_call(entrypoint, values) for rank, values in sent.items()}
+        super().__init__(name, entrypoint, args, envs, *others, **more)
+        if start_method != "spawn":  # Neither a cold spawner nor one that is older than this call will do.
+            self._link, self._owns_link = None, True
+
+    def _make_link(self) -> SpawnerLink:
+        if self.start_method == "fork":
+            return SpawnerLink.fork({rank: self._call_in_memory(rank) for rank in range(self.nprocs)})
+        return SpawnerLink.launch(with_site_packages=self.start_method == "forkserver")
+
+    def _call_in_memory(self, rank: int) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
+        assert callable(self.entrypoint)
+        call = (self.entrypoint, tuple(self.args[rank]))
+        return lambda: call
+
+    def _start(self) -> None:
+        with self._peers.starting():
+            super()._start()
+
+    def _describe(self, rank: int, fds: dict[str, int], unsent: ExitStack) -> tuple[str, tuple[str, ...]]:
+        fds["HOLDFAST_BLACKBOX"] = _keep(unsent, self._blackbox_for(rank))
+        if self.nprocs > 1:
+            fds |= {name: _keep(unsent, fd) for name, fd in self._peers.descriptors().items()}
+        if self.start_method == "fork":
+            return "memory", ()
+        fds["HOLDFAST_PAYLOAD"] = _keep(unsent, calls.memory_file(self._payloads[rank]))
+        if self.start_method == "forkserver":
+            return "payload", ()
+        return "exec", command.function_command().argv
+
+    def _dismiss_returned(self) -> None:
+        self._peers.dismiss()
+
+    def _release(self) -> None:
+        super()._release()
+        self._peers.close()
+
+
+def start_processes(
+    name: str,
+    entrypoint: Callable[..., Any] | str,
+    args: dict[int, tuple[Any, ...]],
+    envs: dict[int, dict[str, str]],
+    logs_specs: LogsSpecs,
+    log_line_prefixes: dict[int, str] | None = None,
+    start_method: str = "spawn",
+    numa_options: Any = None,
+    duplicate_stdout_filters: list[str] | None = None,
+    duplicate_stderr_filters: list[str] | None = None,
+    *,
+    link: SpawnerLink | None = None,
+    lease: Lease | None = None,
+    watch: OutputWatch | None = None,
+) -> PContext:
+    """Start one process for each local rank: of a program (a text entry point) or of a function.
+
+    `args` and `envs` map each local rank 0..n-1 to its arguments and its additional environment. A `link` to a
+    spawner that is already there saves starting another one. A `watch` is told when workers write something.
+    """
+    others = (logs_specs, log_line_prefixes, duplicate_stdout_filters, duplicate_stderr_filters)
+    common: dict[str, Any] = {"numa_options": numa_options, "link": link, "lease": lease, "watch": watch}
+    context: PContext
+    if isinstance(entrypoint, str):
+        context = SubprocessContext(name, entrypoint, args, envs, *others, **common)
+    else:
+        context = MultiprocessContext(name, entrypoint, args, envs, start_method, *others, **common)
+    context.start()
+    return context
+
+
+def _check_ranks(what: str, mapping: Mapping[int, Any], count: int) -> None:
+    expected = set(range(count))
+    if set(mapping) != expected:
+        raise RuntimeError(f"{what} must have the local ranks {sorted(expected)} as keys, not {sorted(mapping)}")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else os.fsdecode(value) if isinstance(value, bytes) else str(value)
+
+
+def _keep(stack: ExitStack, fd: int) -> int:
+    """Closed with the stack, unless the stack is emptied first."""
+    stack.callback(os.close, fd)
+    return fd

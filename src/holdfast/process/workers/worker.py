@@ -1,0 +1,162 @@
+"""One worker process as whoever started it sees it: what was reported of it, and what that means.
+
+What a worker did by itself and what was done to it are kept apart: an end that comes after the kill ladder began
+counts as ours, unless the worker left evidence of a failure of its own.
+
+A worker whose exception has left the program may take long to end: exit handlers, libraries that take themselves down,
+a large heap. Its peers notice that it is gone, and may be faster. So a worker that has raised counts as failed from
+the moment that another one has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast import procfs
+from holdfast.process.workers.blackbox import BlackBox, read_blackbox
+
+# A worker that ends so after it was told to stop still failed by itself.
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS})
+
+_READ_BYTES = 1 << 20
+
+# How faulthandler begins what it writes on a fatal signal.
+_CRASH = "Fatal Python error"
+
+
+class UnreadableValue(Exception):  # noqa: N818
+    """A return value came that this process cannot unpickle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """How the group is being stopped."""
+
+    signal: signal.Signals
+    grace_s: float
+
+
+@dataclass(slots=True)
+class Slot:
+    """What is known of one worker."""
+
+    local_rank: int
+    blackbox_fd: int
+    pid: int | None = None
+    pidfd: int | None = None
+    exitcode: int | None = None
+    order: int | None = None
+    refusal: int | None = None
+    """The number of the error for which it could not be started."""
+    stop: Stop | None = None
+    """Set if it ended while the group was being stopped."""
+    note: str = ""
+    """Why it counts as failed, whatever its exit code says."""
+    hang: str = ""
+    """For how long the group had shown no progress, and where this worker was then; it counts as failed, too."""
+    hang_stack: str = ""
+    is_waiting: bool = False
+    _box: BlackBox | None = None
+    _box_size: int = 0
+
+    @property
+    def is_underway(self) -> bool:
+        """Whether it was ordered, and nothing was heard of it yet."""
+        return self.pid is None and self.exitcode is None and self.refusal is None
+
+    @property
+    def is_running(self) -> bool:
+        return self.pid is not None and self.exitcode is None
+
+    def end(self, exitcode: int, order: int | None, stop: Stop | None) -> None:
+        self.exitcode, self.order, self.stop = exitcode, order, stop
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal it. One that is gone, or that has changed its user, must not keep others from their signal; what
+        cannot be killed is named after the sweep."""
+        assert self.pid is not None
+        if self.pidfd is None:
+            procfs.kill(self.pid, number)
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def failed_by_itself(self) -> bool:
+        if self.hang:
+            return True
+        if self.exitcode is None:
+            return False
+        if self.note:
+            return True
+        if self.exitcode == 0:
+            return False
+        if self.stop is None or -self.exitcode in _CRASHES:
+            return True
+        # The error was on record before the end: who raised and was then stopped while it cleaned up has raised.
+        return self.box().error is not None
+
+    def has_raised(self) -> bool:
+        """An exception has left its program, and it has not ended yet."""
+        return self.is_running and self.box().error is not None
+
+    def how_stopped(self) -> str:
+        """For a worker that did not end by itself."""
+        if self.stop is None:
+            return f"SIGKILL, but process {self.pid} cannot be killed"
+        name = self.stop.signal.name
+        if self.exitcode in (0, -self.stop.signal):
+            return name
+        if self.exitcode == -signal.SIGKILL:
+            return f"SIGKILL, {self.stop.grace_s:g} s after {name}"
+        return f"{name}, exit code {self.exitcode}"
+
+    def has_returned(self) -> bool:
+        """Its function has returned, and it waits until those of the others have."""
+        return self.is_running and self.box().value is not None
+
+    def box(self) -> BlackBox:
+        """What is in its black box. It is read again only if it has changed; after `close` it does not."""
+        size = os.fstat(self.blackbox_fd).st_size if self.blackbox_fd >= 0 else self._box_size
+        if self._box is None or size != self._box_size:
+            self._box, self._box_size = read_blackbox(_read_all(self.blackbox_fd)), size
+        return self._box
+
+    def stack(self) -> str:
+        """Where it was when it crashed or was found hanging."""
+        if self.hang:
+            return self.hang_stack
+        # What stands before was asked for, while it was well.
+        text = self.box().text
+        return text[text.rindex(_CRASH) :] if _CRASH in text else ""
+
+    def return_value(self) -> Any:
+        data = self.box().value
+        if data is None:
+            return None
+        try:
+            return pickle.loads(data)
+        except Exception as error:
+            self.note = f"its return value cannot be read back: {type(error).__name__}: {error}"
+            raise UnreadableValue from None
+
+    def close(self) -> None:
+        """Let go of the descriptors, and keep what was in the black box."""
+        self.box()
+        os.close(self.blackbox_fd)
+        self.blackbox_fd = -1
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+def _read_all(fd: int) -> bytes:
+    """The whole of a memory file, from its beginning. The worker can write to it, and cut it, while it is read."""
+    data = bytearray()
+    while piece := os.pread(fd, _READ_BYTES, len(data)):
+        data += piece
+    return bytes(data)

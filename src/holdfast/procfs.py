@@ -1,0 +1,154 @@
+"""The kill ladder, and who belongs to whose tree.
+
+A worker is the leader of a session of its own, and everything it starts belongs to it. The ladder is the same
+on every path (a failure, a restart, a signal, the end): the signal to the leaders, all at once; the grace
+period, counted for all of them in parallel; then SIGKILL to everything that is left, leaders and descendants
+alike, and a look that it is really gone. A process that even SIGKILL does not end (uninterruptible sleep) is
+named, and nobody waits for it longer than `KILL_PATIENCE_S`.
+
+Finding a tree: the spawner is a subreaper, so whatever a worker leaves behind becomes the spawner's own child.
+Such an orphan is the dead worker's if it is in the worker's session or carries the worker's mark in its
+environment. When the whole group goes, no question is asked: every descendant of the spawner goes.
+
+This module is imported by the spawner, so it imports next to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+_TICKS_A_S = os.sysconf("SC_CLK_TCK")
+KILL_PATIENCE_S = 5.0
+MARK_VARIABLE = "HOLDFAST_TREE"
+
+
+def children_of(pid: int) -> list[int]:
+    """The direct children of a process, of all its threads. Empty when it is gone."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+    found: list[int] = []
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as listing:
+                found.extend(int(child) for child in listing.read().split())
+        except FileNotFoundError:
+            if not _kernel_lists_children():
+                return _children_by_scan(pid)
+        except OSError:
+            continue
+    return found
+
+
+def _kernel_lists_children() -> bool:
+    pid = os.getpid()
+    return os.path.exists(f"/proc/{pid}/task/{pid}/children")
+
+
+def _children_by_scan(pid: int) -> list[int]:
+    """For kernels that keep no list of children: ask every process for its parent."""
+    return [each for each in all_pids() if (status := process_status(each)) and status.parent == pid]
+
+
+def all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+class ProcessStatus:
+    """What /proc says of a process: its state letter, parent, session and start time."""
+
+    __slots__ = ("parent", "session", "start_time", "state")
+
+    def __init__(self, state: str, parent: int, session: int, start_time: int) -> None:
+        self.state = state
+        self.parent = parent
+        self.session = session
+        self.start_time = start_time
+
+
+def process_status(pid: int) -> ProcessStatus | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            text = stat.read()
+    except OSError:
+        return None
+    # The name may hold spaces and brackets; what follows the last bracket is plain.
+    fields = text[text.rindex(b")") + 2 :].split()
+    return ProcessStatus(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
+
+
+def descendants_of(pid: int) -> list[int]:
+    found: list[int] = []
+    frontier = [pid]
+    while frontier:
+        below = [child for each in frontier for child in children_of(each)]
+        found.extend(below)
+        frontier = below
+    return found
+
+
+def mark_of(pid: int) -> bytes:
+    """The mark that the process was started with, or nothing."""
+    prefix = MARK_VARIABLE.encode() + b"="
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as environ:
+            entries = environ.read().split(b"\0")
+    except OSError:
+        return b""
+    return next((entry[len(prefix) :] for entry in entries if entry.startswith(prefix)), b"")
+
+
+def kill(pid: int, number: int = 9) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        pass  # It changed its user; whoever waits for it will name it as one that could not be killed.
+
+
+def sweep_marked(mark_prefix: bytes, sessions: frozenset[int]) -> list[int]:
+    """Kill every process that belongs to a spawner which is no more; returns those that were found.
+
+    Workers die with their spawner (the kernel sees to that), but what they had started does not.
+    """
+    own = os.getpid()
+    found = []
+    for pid in all_pids():
+        status = process_status(pid)
+        if pid == own or status is None or status.state == "Z":
+            continue
+        if status.session in sessions or mark_of(pid).startswith(mark_prefix):
+            kill(pid)
+            found.append(pid)
+    return found
+
+
+def cpu_s(pid: int) -> float | None:
+    """None if the process is there but may not be asked; one that is gone has used nothing."""
+    text = _read(f"/proc/{pid}/stat")
+    if not text:
+        return None if text is None else 0.0
+    fields = text[text.rindex(b")") + 2 :].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_A_S
+
+
+def io_bytes(pid: int) -> int | None:
+    """What it has read and written through the system's calls, from disks or not."""
+    text = _read(f"/proc/{pid}/io")
+    if not text:
+        return None if text is None else 0
+    counts = dict(line.split(b": ") for line in text.splitlines())
+    return int(counts[b"rchar"]) + int(counts[b"wchar"])
+
+
+def _read(path: str) -> bytes | None:
+    """Nothing if the process is gone, None if it is not ours to read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+    except OSError:
+        return None

@@ -1,0 +1,296 @@
+"""Choosing CPUs on machines that are made of files."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import HostError
+from holdfast.process.workers.cpus import AffinityMode, NumaOptions, cpus_for, parse_cpu_list
+
+NVIDIA, AMD, OTHER = "0x10de", "0x1002", "0x1a03"
+
+
+@dataclass
+class Cpu:
+    node: int
+    package: int
+    siblings: str
+    # Cache type and level -> the CPUs that share it.
+    caches: dict[tuple[str, int], str] = field(default_factory=dict)
+
+
+@dataclass
+class Machine:
+    """A sysfs tree, and what this process may use of it."""
+
+    root: Path
+    allowed: frozenset[int]
+
+    def cpus(
+        self,
+        mode: AffinityMode,
+        local_rank: int,
+        local_world_size: int,
+        fall_back: bool = False,
+        **environ: str,
+    ) -> list[int]:
+        options = NumaOptions(mode, fall_back)
+        chosen = cpus_for(options, local_rank, local_world_size, str(self.root), self.allowed, environ)
+        return sorted(chosen)
+
+    def all_cpus(self, mode: AffinityMode, local_world_size: int, **environ: str) -> list[list[int]]:
+        return [self.cpus(mode, rank, local_world_size, **environ) for rank in range(local_world_size)]
+
+
+def build(root: Path, cpus: list[Cpu], extra_nodes: dict[int, str] | None = None) -> Machine:
+    nodes: dict[int, str] = dict(extra_nodes or {})
+    for number, cpu in enumerate(cpus):
+        nodes[cpu.node] = f"{nodes[cpu.node]},{number}" if nodes.get(cpu.node) else str(number)
+        home = root / f"sys/devices/system/cpu/cpu{number}"
+        (home / "topology").mkdir(parents=True)
+        (home / "topology/physical_package_id").write_text(f"{cpu.package}\n")
+        (home / "topology/thread_siblings_list").write_text(f"{cpu.siblings}\n")
+        (home / "cache").mkdir()
+        (home / "cache/uevent").touch()
+        for index, ((kind, level), shared) in enumerate(cpu.caches.items()):
+            cache = home / f"cache/index{index}"
+            cache.mkdir()
+            (cache / "type").write_text(f"{kind}\n")
+            (cache / "level").write_text(f"{level}\n")
+            (cache / "shared_cpu_list").write_text(f"{shared}\n")
+    for number, listed in nodes.items():
+        home = root / f"sys/devices/system/node/node{number}"
+        home.mkdir(parents=True)
+        (home / "cpulist").write_text(f"{listed}\n")
+    (root / "sys/devices/system/node/online").write_text("0\n")
+    return Machine(root, frozenset(range(len(cpus))))
+
+
+def add_device(machine: Machine, address: str, node: int, vendor: str = NVIDIA, kind: str = "0x030200") -> None:
+    home = machine.root / f"sys/bus/pci/devices/{address}"
+    home.mkdir(parents=True)
+    (home / "vendor").write_text(f"{vendor}\n")
+    (home / "class").write_text(f"{kind}\n")
+    (home / "numa_node").write_text(f"{node}\n")
+
+
+@pytest.fixture
+def two_sockets(tmp_path: Path) -> Machine:
+    """2 sockets of 2 NUMA nodes of 4 cores of 1 thread: node n has CPUs 4n to 4n+3; caches in pairs."""
+    cpus = []
+    for number in range(16):
+        pair = number // 2 * 2
+        caches = {
+            ("Data", 1): str(number),
+            ("Instruction", 1): str(number),
+            ("Unified", 2): str(number),
+            ("Unified", 3): f"{pair}-{pair + 1}",
+        }
+        cpus.append(Cpu(node=number // 4, package=number // 8, siblings=str(number), caches=caches))
+    return build(tmp_path, cpus)
+
+
+@pytest.fixture
+def threads(tmp_path: Path) -> Machine:
+    """1 node of 5 cores of 2 threads: core c has CPUs c and c+5."""
+    return build(tmp_path, [Cpu(0, 0, f"{number % 5},{number % 5 + 5}") for number in range(10)])
+
+
+NODE, SOCKET = AffinityMode.NODE, AffinityMode.SOCKET
+EXCLUSIVE, CORE_COMPLEX = AffinityMode.EXCLUSIVE, AffinityMode.CORE_COMPLEX
+
+
+def span(first: int, last: int) -> list[int]:
+    return list(range(first, last + 1))
+
+
+def test_names() -> None:
+    assert [mode.value for mode in AffinityMode] == ["node", "socket", "exclusive", "core-complex"]
+    assert NumaOptions(NODE) == NumaOptions(affinity_mode=NODE, should_fall_back_if_binding_fails=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [("", []), ("0", [0]), ("0-3", [0, 1, 2, 3]), ("0-1,8,10-11\n", [0, 1, 8, 10, 11])],
+)
+def test_cpu_lists(text: str, cpus: list[int]) -> None:
+    assert sorted(parse_cpu_list(text)) == cpus
+
+
+@pytest.mark.parametrize(
+    ("workers", "nodes"),
+    [(1, [0]), (2, [0, 2]), (3, [0, 1, 2]), (4, [0, 1, 2, 3]), (6, [0, 0, 1, 2, 2, 3]), (8, [0, 0, 1, 1, 2, 2, 3, 3])],
+)
+def test_without_devices_workers_are_spread(workers: int, nodes: list[int], two_sockets: Machine) -> None:
+    assert two_sockets.all_cpus(NODE, workers) == [span(4 * node, 4 * node + 3) for node in nodes]
+
+
+def test_nodes_without_usable_cpus_do_not_count(tmp_path: Path) -> None:
+    machine = build(tmp_path, [Cpu(0, 0, "0"), Cpu(1, 0, "1"), Cpu(2, 1, "2")], extra_nodes={7: ""})
+    machine.allowed = frozenset({0, 2})
+    assert machine.all_cpus(NODE, 2) == [[0], [2]]
+
+
+def test_device_nodes_in_the_order_of_addresses(two_sockets: Machine) -> None:
+    add_device(two_sockets, "10000:01:00.0", 0)
+    add_device(two_sockets, "0000:a1:00.0", 3, vendor=AMD, kind="0x038000")
+    add_device(two_sockets, "0000:1b:00.0", 2, kind="0x030000")
+    add_device(two_sockets, "0000:02:00.0", 1, vendor=OTHER, kind="0x030000")
+    add_device(two_sockets, "0000:03:00.0", 1, kind="0x068000")
+    assert two_sockets.all_cpus(NODE, 3) == [span(8, 11), span(12, 15), span(0, 3)]
+
+
+def test_a_device_that_does_not_say_where_it_is(two_sockets: Machine) -> None:
+    add_device(two_sockets, "0000:01:00.0", -1)
+    assert two_sockets.cpus(NODE, 0, 1) == span(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("shown", "nodes"),
+    [
+        ("3,1", [3, 1]),
+        ("0, 2 ,-1", [0, 2]),
+        ("", [0, 2]),
+        ("-1", [0, 2]),
+    ],
+)
+def test_visible_devices(shown: str, nodes: list[int], two_sockets: Machine) -> None:
+    """With nothing visible the two workers are spread as if there were no devices."""
+    for node in range(4):
+        add_device(two_sockets, f"0000:0{node + 1}:00.0", node)
+    expected = [span(4 * node, 4 * node + 3) for node in nodes]
+    assert two_sockets.all_cpus(NODE, 2, CUDA_VISIBLE_DEVICES=shown) == expected
+
+
+def test_an_index_that_is_not_there_ends_the_list(two_sockets: Machine) -> None:
+    for node in range(4):
+        add_device(two_sockets, f"0000:0{node + 1}:00.0", node)
+    assert two_sockets.cpus(NODE, 0, 2, CUDA_VISIBLE_DEVICES="1,9,2") == span(4, 7)
+    with pytest.raises(HostError, match="local rank 1 has no device of its own: 1 visible"):
+        two_sockets.cpus(NODE, 1, 2, CUDA_VISIBLE_DEVICES="1,9,2")
+
+
+def test_devices_by_uuid(two_sockets: Machine) -> None:
+    add_device(two_sockets, "0000:01:00.0", 0)
+    with pytest.raises(HostError, match="CUDA_VISIBLE_DEVICES=GPU-12 names devices by something else"):
+        two_sockets.cpus(NODE, 0, 1, CUDA_VISIBLE_DEVICES="GPU-12")
+
+
+def test_a_variable_about_devices_that_are_not_there(two_sockets: Machine) -> None:
+    assert two_sockets.cpus(NODE, 0, 1, CUDA_VISIBLE_DEVICES="GPU-12") == span(0, 3)
+
+
+def test_node_within_what_is_allowed(two_sockets: Machine) -> None:
+    add_device(two_sockets, "0000:01:00.0", 1)
+    two_sockets.allowed = frozenset({0, 5, 6, 9})
+    assert two_sockets.cpus(NODE, 0, 1) == [5, 6]
+
+
+def test_socket(two_sockets: Machine) -> None:
+    assert two_sockets.all_cpus(SOCKET, 4) == [span(0, 7), span(0, 7), span(8, 15), span(8, 15)]
+    two_sockets.allowed = frozenset({1, 6, 14})
+    assert two_sockets.all_cpus(SOCKET, 3) == [[1, 6], [1, 6], [14]]
+
+
+def test_exclusive_divides_whole_cores(threads: Machine) -> None:
+    assert threads.all_cpus(EXCLUSIVE, 1) == [span(0, 9)]
+    assert threads.all_cpus(EXCLUSIVE, 2) == [[0, 1, 2, 5, 6, 7], [3, 4, 8, 9]]
+    assert threads.all_cpus(EXCLUSIVE, 3) == [[0, 1, 5, 6], [2, 3, 7, 8], [4, 9]]
+    assert threads.all_cpus(EXCLUSIVE, 5) == [[0, 5], [1, 6], [2, 7], [3, 8], [4, 9]]
+
+
+def test_exclusive_within_what_is_allowed(threads: Machine) -> None:
+    threads.allowed = frozenset({0, 1, 6, 9})
+    assert threads.all_cpus(EXCLUSIVE, 3) == [[0], [1, 6], [9]]
+
+
+def test_exclusive_counts_the_workers_of_the_same_node(two_sockets: Machine) -> None:
+    for index, node in enumerate([0, 2, 0, 2, 0]):
+        add_device(two_sockets, f"0000:0{index}:00.0", node)
+    assert two_sockets.all_cpus(EXCLUSIVE, 5) == [[0, 1], [8, 9], [2], [10, 11], [3]]
+    assert two_sockets.all_cpus(EXCLUSIVE, 2) == [span(0, 3), span(8, 11)]
+
+
+def test_exclusive_with_too_few_cores(threads: Machine) -> None:
+    with pytest.raises(HostError, match="NUMA node 0 has 5 usable cores for 6 workers; exclusive needs one each"):
+        threads.cpus(EXCLUSIVE, 0, 6)
+
+
+def test_core_complex_in_turn(two_sockets: Machine) -> None:
+    for index in range(3):
+        add_device(two_sockets, f"0000:0{index}:00.0", 1)
+    assert two_sockets.all_cpus(CORE_COMPLEX, 3) == [[4, 5], [6, 7], [4, 5]]
+
+
+def test_core_complex_largest_first(two_sockets: Machine) -> None:
+    two_sockets.allowed = frozenset({0, 2, 3})
+    assert two_sockets.all_cpus(CORE_COMPLEX, 2) == [[2, 3], [0]]
+
+
+def test_core_complex_does_not_look_at_instruction_caches(tmp_path: Path) -> None:
+    caches = {("Data", 1): "0-1", ("Instruction", 4): "0-3"}
+    others = {("Data", 1): "2-3", ("Instruction", 4): "0-3"}
+    machine = build(tmp_path, [Cpu(0, 0, str(n), caches if n < 2 else others) for n in range(4)])
+    assert machine.all_cpus(CORE_COMPLEX, 2) == [[0, 1], [2, 3]]
+
+
+def without_nodes(machine: Machine) -> None:
+    machine.allowed = frozenset({99})
+
+
+def device_elsewhere(machine: Machine) -> None:
+    add_device(machine, "0000:01:00.0", 3)
+    machine.allowed = frozenset({0})
+
+
+def without_topology(machine: Machine) -> None:
+    (machine.root / "sys/devices/system/cpu/cpu0/topology/physical_package_id").unlink()
+
+
+def without_caches(machine: Machine) -> None:
+    for cache in sorted((machine.root / "sys/devices/system/cpu/cpu0/cache").glob("index*/*"), reverse=True):
+        cache.unlink()
+        if not any(cache.parent.iterdir()):
+            cache.parent.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "mode", "text"),
+    [
+        (without_nodes, NODE, "no NUMA node with a usable CPU is described in .*/sys/devices/system/node"),
+        (device_elsewhere, NODE, "NUMA node 3 has no CPU that this process may use"),
+        (without_topology, SOCKET, "cannot read .*/cpu0/topology/physical_package_id: No such file"),
+        (without_caches, CORE_COMPLEX, "the caches of CPU 0 are not described in .*/cpu0/cache"),
+    ],
+)
+def test_failures_and_falling_back(
+    spoil: Callable[[Machine], None],
+    mode: AffinityMode,
+    text: str,
+    two_sockets: Machine,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    spoil(two_sockets)
+    with pytest.raises(HostError, match=text):
+        two_sockets.cpus(mode, 0, 1)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        assert two_sockets.cpus(mode, 0, 1, fall_back=True) == sorted(two_sockets.allowed)
+    [record] = caplog.records
+    assert record.getMessage().startswith("local rank 0 is not bound to CPUs: ")
+
+
+@pytest.mark.parametrize("mode", AffinityMode)
+def test_this_machine(mode: AffinityMode) -> None:
+    """On the real tree: CPUs that this process may use, or a clear refusal."""
+    try:
+        chosen = cpus_for(NumaOptions(mode), 0, 1, environ={"CUDA_VISIBLE_DEVICES": ""})
+    except HostError as error:
+        pytest.skip(f"this machine does not describe itself: {error}")
+    assert chosen
+    assert chosen <= os.sched_getaffinity(0)

@@ -1,0 +1,183 @@
+"""Frames with descriptors over a socket that takes and gives whatever piece it likes."""
+
+from __future__ import annotations
+
+import _socket
+import errno
+import os
+import random
+import resource
+import select
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from holdfast.process.spawner.wire import Channel, channel_pair
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    ours, socket = channel_pair()
+    theirs = Channel(socket)
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def transfer(sender: Channel, receiver: Channel, count: int = 1) -> list[tuple[Any, list[int]]]:
+    """Both ends as their loops run them, until that many messages have come."""
+    messages: list[tuple[Any, list[int]]] = []
+    while len(messages) < count:
+        sender.flush()
+        assert select.select([receiver.fileno()], [], [], 30)[0], "nothing comes any more"
+        messages += receiver.receive()
+    return messages
+
+
+def file_of(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ("kill", 5.0),
+        ("refused", 3, 2),
+        ("exited", 0, -11, 7),
+        ("swept", [(12, "D"), (13, "Z")]),
+        ("start", 0, "exec", [b"a", b"\xff"], {b"X": b"\xfe"}, [], ("stdin",)),
+        ("prepare", {}, None, ()),
+    ],
+)
+def test_messages_arrive_as_they_were_sent(ends: tuple[Channel, Channel], message: tuple[Any, ...]) -> None:
+    ours, theirs = ends
+    ours.send(message)
+    assert transfer(ours, theirs) == [(message, [])]
+
+
+def test_messages_keep_their_order_in_both_directions(ends: tuple[Channel, Channel]) -> None:
+    ours, theirs = ends
+    for index in range(500):
+        ours.send(("a", index))
+        theirs.send(("b", index))
+    assert [message for message, _ in transfer(ours, theirs, 500)] == [("a", index) for index in range(500)]
+    assert [message for message, _ in transfer(theirs, ours, 500)] == [("b", index) for index in range(500)]
+
+
+def test_descriptors_arrive_with_their_message(ends: tuple[Channel, Channel]) -> None:
+    ours, theirs = ends
+    sent = []
+    for index in range(20):
+        fds = tuple(os.memfd_create(f"{index}.{each}") for each in range(index % 6))
+        sent.append([file_of(fd) for fd in fds])
+        ours.send(("take", index), fds)
+        for fd in fds:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(fd)
+    received = transfer(ours, theirs, 20)
+    assert [[file_of(fd) for fd in fds] for _, fds in received] == sent
+    for _, fds in received:
+        for fd in fds:
+            assert not os.get_inheritable(fd)
+            os.close(fd)
+
+
+@pytest.mark.usefixtures("no_descriptor_leak")
+def test_a_frame_of_several_megabytes_with_descriptors() -> None:
+    ours, socket = channel_pair()
+    theirs = Channel(socket)
+    body = random.Random(1).randbytes(5 << 20)
+    ours.send(("big", body), (os.memfd_create("one"), os.memfd_create("two")))
+    ours.send(("small",), (os.memfd_create("three"),))
+    assert ours.has_unsent, "the socket cannot take it all at once"
+    (big, fds), (small, more) = transfer(ours, theirs, 2)
+    assert big == ("big", body)
+    assert small == ("small",)
+    names = [os.readlink(f"/proc/self/fd/{fd}") for fd in (*fds, *more)]
+    assert names == [f"/memfd:{name} (deleted)" for name in ("one", "two", "three")]
+    assert not ours.has_unsent
+    for fd in (*fds, *more):
+        os.close(fd)
+    ours.close()
+    theirs.close()
+
+
+def test_a_frame_that_comes_byte_by_byte() -> None:
+    recorder, wire = channel_pair()
+    frames = []
+    for message in (("slow", b"x" * 40), ("next",)):
+        recorder.send(message)
+        frames.append(wire.recv(4096))
+    near, far = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    receiver = Channel(far)
+    counts = []
+    for byte in b"".join(frames):
+        near.send(bytes([byte]))
+        counts.append(len(receiver.receive()))
+    assert counts == [*[0] * (len(frames[0]) - 1), 1, *[0] * (len(frames[1]) - 1), 1]
+    for each in (recorder, wire, near, receiver):
+        each.close()
+
+
+def test_the_end_is_seen_after_what_came_before_it(ends: tuple[Channel, Channel]) -> None:
+    ours, theirs = ends
+    ours.send(("last words",))
+    ours.close()
+    assert theirs.receive() == [(("last words",), [])]
+    assert not theirs.is_open
+    assert theirs.receive() == []
+
+
+def test_half_a_frame_before_the_end_is_no_message(ends: tuple[Channel, Channel]) -> None:
+    ours, theirs = ends
+    ours.send(("torn", b"x" * (4 << 20)))
+    theirs.receive()
+    ours.close()
+    assert theirs.receive() == []
+    assert not theirs.is_open
+
+
+@pytest.mark.usefixtures("no_descriptor_leak")
+def test_sending_to_nobody_closes_the_descriptors_and_raises_nothing() -> None:
+    ours, socket = channel_pair()
+    socket.close()
+    ours.send(("hello",), (os.memfd_create("a"),))
+    ours.send(("hello",), (os.memfd_create("b"),))
+    assert not ours.has_unsent
+    assert ours.receive() == []
+    assert not ours.is_open
+    ours.close()
+
+
+@pytest.mark.usefixtures("no_descriptor_leak")
+def test_closing_releases_descriptors_that_nobody_took() -> None:
+    ours, socket = channel_pair()
+    theirs = Channel(socket)
+    ours.send(("torn", b"x" * (4 << 20)), (os.memfd_create("a"), os.memfd_create("b")))
+    ours.send(("unsent",), (os.memfd_create("c"),))
+    theirs.receive()
+    ours.close()
+    theirs.close()
+
+
+def test_descriptors_that_find_no_place_are_an_error_and_not_a_mix_up(ends: tuple[Channel, Channel]) -> None:
+    ours, theirs = ends
+    ours.send(("take",), tuple(os.memfd_create(str(each)) for each in range(8)))
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fillers = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 4, before[1]))
+        free = set(range(highest + 4)) - {int(name) for name in os.listdir("/proc/self/fd")}
+        fillers = [os.memfd_create("filler") for _ in range(len(free) - 4)]
+        with pytest.raises(OSError, match="Too many open files") as caught:
+            theirs.receive()
+        assert caught.value.errno == errno.EMFILE
+        assert not theirs.is_open
+        assert theirs.receive() == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for fd in fillers:
+            os.close(fd)

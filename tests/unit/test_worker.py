@@ -1,0 +1,144 @@
+"""What a worker did by itself and what was done to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from holdfast.process.spawner import bootstrap
+from holdfast.process.workers.worker import Slot, Stop, UnreadableValue
+
+STOP = Stop(signal.SIGTERM, 2.5)
+ERROR = {"message": {"message": "ValueError: x", "extraInfo": {}}}
+
+
+@pytest.fixture
+def slot() -> Iterator[Slot]:
+    slot = Slot(0, os.memfd_create("box"), pid=4711)
+    yield slot
+    slot.close()
+
+
+def write(slot: Slot, kind: bytes, payload: bytes) -> None:
+    bootstrap.write_record(slot.blackbox_fd, kind, payload)
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "stop", "error", "note", "failed"),
+    [
+        (None, None, None, "", False),
+        (0, None, None, "", False),
+        (3, None, None, "", True),
+        (-9, None, None, "", True),
+        (0, None, None, "its value cannot be read", True),
+        (None, None, None, "it was stuck", False),
+        # While the group is being stopped, only what speaks for itself is its own failure.
+        (0, STOP, None, "", False),
+        (-15, STOP, None, "", False),
+        (-9, STOP, None, "", False),
+        (1, STOP, None, "", False),
+        (1, STOP, ERROR, "", True),
+        (-15, STOP, ERROR, "", True),
+        (-9, STOP, ERROR, "", True),
+        (-11, STOP, None, "", True),
+        (-6, STOP, None, "", True),
+        (-9, STOP, None, "it was stuck", True),
+    ],
+)
+def test_who_failed(slot: Slot, exitcode: int | None, stop: Stop | None, error: Any, note: str, failed: bool) -> None:
+    if error:
+        write(slot, bootstrap.ERROR, json.dumps(error).encode())
+    if exitcode is not None:
+        slot.end(exitcode, 1, stop)
+    slot.note = note
+    assert slot.failed_by_itself() is failed
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "stop", "how"),
+    [
+        (-15, STOP, "SIGTERM"),
+        (0, STOP, "SIGTERM"),
+        (-9, STOP, "SIGKILL, 2.5 s after SIGTERM"),
+        (1, STOP, "SIGTERM, exit code 1"),
+        (-2, Stop(signal.SIGINT, 30.0), "SIGINT"),
+        (-9, Stop(signal.SIGINT, 30.0), "SIGKILL, 30 s after SIGINT"),
+        (None, None, "SIGKILL, but process 4711 cannot be killed"),
+    ],
+)
+def test_how_it_was_stopped(slot: Slot, exitcode: int | None, stop: Stop | None, how: str) -> None:
+    if exitcode is not None:
+        slot.end(exitcode, 1, stop)
+    assert slot.how_stopped() == how
+
+
+def test_where_it_stands(slot: Slot) -> None:
+    ordered = Slot(1, slot.blackbox_fd)
+    assert (ordered.is_underway, ordered.is_running) == (True, False)
+    ordered.refusal = 2
+    assert (ordered.is_underway, ordered.is_running) == (False, False)
+    assert (slot.is_underway, slot.is_running) == (False, True)
+    slot.end(0, 1, None)
+    assert (slot.is_underway, slot.is_running) == (False, False)
+
+
+def test_one_that_has_raised_and_takes_its_time(slot: Slot) -> None:
+    assert not slot.has_raised()
+    write(slot, bootstrap.ERROR, json.dumps(ERROR).encode())
+    assert slot.has_raised()
+    assert not slot.failed_by_itself()
+    slot.end(1, 1, None)
+    assert not slot.has_raised()
+    assert slot.failed_by_itself()
+
+
+def test_the_box_of_one_that_cannot_be_killed_is_kept() -> None:
+    slot = Slot(0, os.memfd_create("box"), pid=4711)
+    write(slot, bootstrap.ERROR, json.dumps(ERROR).encode())
+    slot.close()
+    assert slot.has_raised()
+
+
+def test_values(slot: Slot) -> None:
+    assert slot.return_value() is None
+    other = Slot(1, os.memfd_create("box"), pid=1)
+    write(other, bootstrap.VALUE, pickle.dumps({"a": [1]}))
+    assert other.return_value() == {"a": [1]}
+    other.close()
+
+
+def test_a_value_that_cannot_be_read(slot: Slot) -> None:
+    write(slot, bootstrap.VALUE, b"not a pickle")
+    slot.end(0, 1, None)
+    with pytest.raises(UnreadableValue):
+        slot.return_value()
+    assert slot.note.startswith("its return value cannot be read back: UnpicklingError")
+    assert slot.failed_by_itself()
+
+
+def test_what_was_in_the_box_is_kept() -> None:
+    slot = Slot(0, os.memfd_create("box"), pid=4711)
+    write(slot, bootstrap.VALUE, pickle.dumps(5))
+    slot.end(0, 1, None)
+    slot.close()
+    assert slot.return_value() == 5
+
+
+def test_a_box_that_is_cut_while_it_is_read(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may close descriptors that it does not know, or truncate what is behind them."""
+    write(slot, bootstrap.ERROR, json.dumps(ERROR).encode())
+    read = os.pread
+
+    def read_and_cut(fd: int, count: int, offset: int) -> bytes:
+        data = read(fd, count, offset)
+        os.ftruncate(fd, 0)
+        return data
+
+    monkeypatch.setattr(os, "pread", read_and_cut)
+    assert slot.box().error == ERROR
