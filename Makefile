@@ -7,8 +7,10 @@ TESTS  ?= tests
 SEEDS  ?= 10000
 JOBS   ?= 2
 PYTEST ?= $(BIN)/pytest
+COUNT  ?= 60
+SEED   ?= 0
 
-.PHONY: demo test test-all sim frost check docs bench clean
+.PHONY: demo test test-all sim frost mutate check docs bench clean
 
 demo: $(VENV)/.runtime
 	@$(BIN)/holdfast run --standalone --nproc-per-node 4 --max-restarts 2 --tee 3 examples/demo/train.py
@@ -25,6 +27,10 @@ sim: $(VENV)/.test
 # The tests, while random processes of theirs stand still for a moment: what depends on luck shows.
 frost: $(VENV)/.test
 	$(BIN)/python -m tests.frost -n 3 --dist worksteal $(TESTS)
+
+# Small changes to the pure modules, drawn from a seed: each must be noticed by a test. See docs/mutations.md.
+mutate: $(VENV)/.test
+	$(BIN)/python -m tests.mutate --count $(COUNT) --seed $(SEED) --jobs $(JOBS)
 
 check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/ruff check .

@@ -263,3 +263,13 @@ def test_the_story_is_bounded_and_keeps_the_latest() -> None:
 def test_the_story_of_a_machine_to_which_nothing_happened() -> None:
     with pytest.raises(InvalidTransition, match="before: nothing"):
         Lifecycle(1.0).step(WorkersFailed(0), NOW)
+
+
+@pytest.mark.parametrize(("phase", "changes"), [(Phase.RUNNING, {"round": 0}), (Phase.ENDED, {"outcome": None})])
+def test_the_invariants_are_looked_at(phase: Phase, changes: dict[str, Any]) -> None:
+    machine = machine_in(phase)
+    machine.check()
+    for name, value in changes.items():
+        setattr(machine, name, value)
+    with pytest.raises(AssertionError):
+        machine.check()

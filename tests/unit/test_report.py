@@ -333,6 +333,17 @@ def test_a_block_without_evidence_has_its_fields_only() -> None:
     ]
 
 
+def test_a_traceback_is_not_shown_twice() -> None:
+    """A single line is no traceback: it is shown as the last words, too."""
+
+    def said(traceback: str, stderr: str) -> list[str]:
+        block = failure_block(0, {"traceback": traceback}, Evidence(stderr_tail=stderr))
+        return block.partition("  stderr    :\n")[2].splitlines()
+
+    assert said("Traceback:\n  File\nE: x\n", "a\nTraceback:\n  File\nE: x\n") == ["    a"]
+    assert said("E: x", "a\nE: x\n") == ["    a", "    E: x"]
+
+
 def test_a_block_shows_each_piece_of_evidence_once() -> None:
     evidence = Evidence(stack="Fatal\n\n  File\n", stderr_tail="a\nb\n", memory="m", note="n")
     assert failure_block(0, {}, evidence).split("\n") == [
