@@ -116,16 +116,17 @@ def places_of(module: str) -> list[tuple[str, int, int]]:
 def mutant_at(module: str, index: int, way: int) -> Mutant:
     tree = ast.parse((SOURCE / module).read_text())
     node = nodes_of(tree)[index]
-    before = ast.unparse(node)
+    around = [each for each in ast.walk(tree) if isinstance(each, ast.stmt) and any(x is node for x in ast.walk(each))]
+    statement = min(around, key=lambda each: len(list(ast.walk(each))))
+    before = _first_line(statement)
     list(changes_of(node))[way]()
-    after = "nothing" if hasattr(node, "_is_removed") else ast.unparse(node)
+    after = "pass" if hasattr(node, "_is_removed") else _first_line(statement)
     source = ast.unparse(ast.fix_missing_locations(_Removal().visit(tree)))
-    return Mutant(module, getattr(node, "lineno", 0), f"`{_short(before)}` -> `{_short(after)}`", source)
+    return Mutant(module, getattr(node, "lineno", 0), f"`{before}` -> `{after}`", source)
 
 
-def _short(text: str) -> str:
-    first = text.splitlines()[0]
-    return first if len(first) <= 100 else f"{first[:97]}..."
+def _first_line(statement: ast.stmt) -> str:
+    return ast.unparse(statement).splitlines()[0]
 
 
 def survives(mutant: Mutant, copy: Path) -> bool:

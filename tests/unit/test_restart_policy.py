@@ -164,8 +164,10 @@ def test_policies_that_make_no_sense(policy: RestartPolicy, words: str) -> None:
     assert bool(problem) == bool(words)
 
 
-def test_an_excuse_names_the_first_of_many() -> None:
-    gone = [f"n{number} left" for number in range(10)]
-    rest = "(the failures of round 3 are put down to that, and not charged)"
-    assert excuse(gone[:1], 3) == f"n0 left {rest}"
-    assert excuse(gone, 3) == f"{'; '.join(gone[:8])}; and 2 more {rest}"
+@pytest.mark.parametrize(
+    ("count", "who"),
+    [(1, "n0"), (8, "n0; n1; n2; n3; n4; n5; n6; n7"), (9, "n0; n1; n2; n3; n4; n5; n6; n7; and 1 more")],
+)
+def test_a_round_that_nodes_have_left_names_a_few_of_them(count: int, who: str) -> None:
+    departed = [f"n{number}" for number in range(count)]
+    assert excuse(departed, 3) == f"{who} (the failures of round 3 are put down to that, and not charged)"
