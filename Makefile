@@ -28,7 +28,7 @@ sim: $(VENV)/.test
 frost: $(VENV)/.test
 	$(BIN)/python -m tests.frost -n 3 --dist worksteal $(TESTS)
 
-# Small changes to the pure modules, drawn from a seed: each must be noticed by a test. See docs/mutations.md.
+# Small changes to the pure modules and those that own processes, drawn from a seed: each must be noticed by a test. See docs/mutations.md.
 mutate: $(VENV)/.test
 	$(BIN)/python -m tests.mutate --count $(COUNT) --seed $(SEED) --jobs $(JOBS)
 

@@ -1,4 +1,4 @@
-"""Small changes to the pure modules, each of which a test must notice: `make mutate`.
+"""Small changes to the pure modules and those that own processes, each of which a test must notice: `make mutate`.
 
     python -m tests.mutate --count 60 --seed 1 --jobs 2
 
@@ -35,9 +35,21 @@ TIMEOUT_S = 120
 TESTS = {
     "agent/lifecycle.py": ("tests/unit/test_lifecycle.py", "tests/properties/test_lifecycle.py"),
     "agent/ranks.py": ("tests/unit/test_ranks.py", "tests/properties/test_ranks_properties.py"),
-    "diagnosis/report.py": ("tests/unit/test_report.py", "tests/properties/test_report_properties.py"),
-    "diagnosis/hang.py": ("tests/unit/test_hang.py", "tests/properties/test_hang_properties.py"),
-    "rendezvous/restart.py": ("tests/unit/test_restart.py",),
+    "failures/report.py": ("tests/unit/test_report.py", "tests/properties/test_report_properties.py"),
+    "hangs/policy.py": ("tests/unit/test_hang_policy.py", "tests/properties/test_hang_properties.py"),
+    "hangs/compare.py": ("tests/unit/test_stack_compare.py",),
+    "procfs.py": ("tests/unit/test_procfs.py", "tests/integration/test_ownership.py"),
+    "process/spawner/lease.py": ("tests/unit/test_spawner.py", "tests/integration/test_ownership.py"),
+    "process/spawner/server.py": ("tests/unit/test_spawner.py", "tests/integration/test_ownership.py"),
+    "rendezvous/coordinator/kv_store.py": ("tests/unit/test_kv_store.py", "tests/properties/test_kv_store.py"),
+    "rendezvous/etcd/election.py": ("tests/unit/test_election.py", "tests/sim/test_election_rules.py"),
+    "rendezvous/membership/formation.py": (
+        "tests/unit/test_formation.py",
+        "tests/unit/test_run.py",
+        "tests/sim/test_golden.py",
+    ),
+    "rendezvous/membership/node_lease.py": ("tests/unit/test_node_lease.py", "tests/unit/test_node.py"),
+    "rendezvous/membership/restart_policy.py": ("tests/unit/test_restart_policy.py",),
     "timer/table.py": ("tests/unit/test_timer_table.py", "tests/properties/test_timer_table.py"),
 }
 

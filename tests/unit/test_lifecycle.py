@@ -265,7 +265,7 @@ def test_the_story_of_a_machine_to_which_nothing_happened() -> None:
         Lifecycle(1.0).step(WorkersFailed(0), NOW)
 
 
-@pytest.mark.parametrize(("phase", "changes"), [(Phase.RUNNING, {"round": 0}), (Phase.ENDED, {"outcome": None})])
+@pytest.mark.parametrize(("phase", "changes"), [(Phase.RUNNING, {"round": 0}), (Phase.ENDED, {"end": None})])
 def test_the_invariants_are_looked_at(phase: Phase, changes: dict[str, Any]) -> None:
     machine = machine_in(phase)
     machine.check()
