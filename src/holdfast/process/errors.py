@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
-from holdfast.failures import report
+from holdfast.failures import report, wire_evidence
 from holdfast.failures.report import NOT_AVAILABLE, Evidence, FailureFacts
 
 __all__ = [
@@ -60,7 +60,7 @@ class ProcessFailure:
     order: int | None = None
     """The place of this failure in the sequence in which the spawner reaped them."""
     node: str = ""
-    """Where it ran, if that was another node; local rank and pid are not known here then."""
+    """Where it ran, if that was another node. Its error file is there, too."""
     error_file_data: dict[str, Any] = field(init=False)
     message: str | dict[str, Any] = field(init=False)
     timestamp: int = field(init=False)
@@ -69,14 +69,29 @@ class ProcessFailure:
         # The hint about decorators is for failures of which others know no more than the exit code.
         self._silence = TRACEBACK_HINT if self.evidence is None else f"exit code {self.exitcode}, without a word"
         self.timestamp = int(time.time())
-        data = self._error_of_hang() or self._read_error_file()
+        data = self._error_of_hang() or (None if self.node else self._read_error_file())
         if data is None:
-            self.error_file = NOT_AVAILABLE
+            self.error_file = self.error_file if self.node and self.error_file else NOT_AVAILABLE
             data = self._error_of_evidence()
         if data is not None:
             self._take(data)
         else:
             self._infer()
+
+    @classmethod
+    def on_another_node(cls, node: str, exitcode: int, text: str, sent: str) -> ProcessFailure:
+        """A worker's failure as another node has sent it; `text` is the line that was known of it before."""
+        far = wire_evidence.decode(sent)
+        if far is None:
+            note = f"node {node} did not send what it knows of this failure"
+            error = {"message": {"message": text}}
+            return cls(-1, 0, exitcode, "", Evidence(error=error, note=note), node=node)
+        return cls(far.local_rank, far.pid, exitcode, far.error_file, far.evidence, node=node)
+
+    def encoded(self) -> str:
+        """All that is known of it, for the other nodes of the run."""
+        error = {} if self._has_no_error() else self.error_file_data
+        return wire_evidence.encode(self.local_rank, self.pid, self.error_file, error, self.evidence or Evidence())
 
     def signal_name(self) -> str:
         return report.signal_name(self.exitcode) or NOT_AVAILABLE
@@ -223,12 +238,12 @@ class ChildFailedError(Exception):
     def _block(self, index: int, rank: int) -> str:
         failure = self.failures[rank]
         name = report.signal_name(failure.exitcode)
-        pid = [] if failure.node else [f"(pid: {failure.pid})"]
+        pid = [f"(pid: {failure.pid})"] if failure.pid > 0 or not failure.node else []
         fields = {
             "time": failure.timestamp_isoformat(),
             # Not the fully qualified name: asking DNS may block, and at the worst moment.
             "host": failure.node or os.uname().nodename,
-            "rank": str(rank) if failure.node else f"{rank} (local_rank: {failure.local_rank})",
+            "rank": f"{rank} (local_rank: {failure.local_rank})" if failure.local_rank >= 0 else str(rank),
             "exitcode": " ".join([failure.exitcode_text(), *pid, *([f"({name})"] if name else [])]),
             "error_file": failure.error_file,
             "traceback": failure.traceback_text(),

@@ -1,0 +1,78 @@
+"""The evidence of one failure as text, so that every node of a run can show it. Pure.
+
+A node sends it once its workers are gone, with its next join; the coordinator passes it on with the outcome. It is JSON
+of at most `LIMIT_CHARS` ASCII characters: long texts are cut in the middle until it fits. The reader trusts nothing in
+it: a field of another type than expected counts as absent, and control characters do not reach the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.failures import report
+from holdfast.failures.report import Evidence
+from holdfast.frozen import frozen
+
+LIMIT_CHARS = 1 << 16
+_TEXTS = ("stack", "stderr_tail", "memory", "note", "hang")
+
+
+@frozen
+class FarFailure:
+    """What another node says of a worker of its own that failed."""
+
+    local_rank: int
+    pid: int
+    error_file: str
+    evidence: Evidence
+
+
+def encode(local_rank: int, pid: int, error_file: str, error: Mapping[str, Any], evidence: Evidence) -> str:
+    for limit in (1 << 15, 1 << 13, 1 << 11, 1 << 9, 0):
+        text = json.dumps(
+            {
+                "local_rank": local_rank,
+                "pid": pid,
+                "error_file": _cut(error_file, limit),
+                "message": _cut(report.error_text(error), limit),
+                "callstack": _cut(report.error_callstack(error), limit),
+                "timestamp": report.error_timestamp(error),
+                "is_waiting": evidence.is_waiting,
+                **{name: _cut(getattr(evidence, name), limit) for name in _TEXTS},
+            }
+        )
+        if len(text) <= LIMIT_CHARS:
+            return text
+    return ""
+
+
+def _cut(text: str, limit: int) -> str:
+    """The beginning says where it happened, the end says what."""
+    return text if len(text) <= limit else f"{text[: limit // 4]}\n... (cut) ...\n{text[-(limit * 3 // 4) :]}"
+
+
+def decode(text: str) -> FarFailure | None:
+    """None if there is none, or nothing that can be read."""
+    try:
+        said = json.loads(text) if len(text) <= LIMIT_CHARS else None
+    except (ValueError, RecursionError):
+        said = None
+    if not isinstance(said, dict):
+        return None
+    texts = {name: _plain(said.get(name)) for name in (*_TEXTS, "message", "callstack", "error_file")}
+    numbers = {name: _number(said.get(name)) for name in ("local_rank", "pid", "timestamp")}
+    extra = {"py_callstack": texts["callstack"], "timestamp": str(max(numbers["timestamp"], 0))}
+    error = {"message": {"message": texts["message"], "extraInfo": extra}} if texts["message"] else None
+    evidence = Evidence(error, **{name: texts[name] for name in _TEXTS}, is_waiting=said.get("is_waiting") is True)
+    return FarFailure(numbers["local_rank"], numbers["pid"], texts["error_file"], evidence)
+
+
+def _plain(value: object) -> str:
+    text = value if isinstance(value, str) else ""
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) and abs(value) < 1 << 53 else -1

@@ -1,0 +1,62 @@
+"""Evidence that crosses the wire: complete, bounded, and never trusted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from holdfast.failures import wire_evidence
+from holdfast.failures.report import Evidence
+from holdfast.process.errors import ChildFailedError, ProcessFailure
+
+CALLSTACK = 'Traceback (most recent call last):\n  File "t.py", line 1, in main\nValueError: boom\n'
+ERROR: dict[str, Any] = {
+    "message": {"message": "ValueError: boom", "extraInfo": {"py_callstack": CALLSTACK, "timestamp": "1700000000"}}
+}
+EVIDENCE = Evidence(ERROR, stack="Fatal", stderr_tail="last words", memory="killed", note="noted", is_waiting=True)
+
+
+def test_another_node_shows_what_the_node_itself_shows() -> None:
+    here = ProcessFailure(1, 4711, 1, "", EVIDENCE)
+    there = ProcessFailure.on_another_node("b", 1, "rank 5 failed", here.encoded())
+    assert (there.local_rank, there.pid, there.node, there.timestamp) == (1, 4711, "b", 1700000000)
+    assert (there.evidence, there.traceback_text()) == (EVIDENCE, CALLSTACK)
+    block_here, block_there = (str(ChildFailedError("t.py", {5: each})) for each in (replace(here, node="b"), there))
+    assert block_there == block_here
+
+
+def test_a_failure_without_an_exception_keeps_its_signal_and_stack() -> None:
+    here = ProcessFailure(0, 12, -11, "", Evidence(stack="Fatal Python error"))
+    there = ProcessFailure.on_another_node("b", -11, "rank 0 was killed by SIGSEGV", here.encoded())
+    assert there.message == here.message
+    assert there.evidence == here.evidence
+
+
+@pytest.mark.parametrize("filler", ["x", "\0", "é", "\U0001f600", '"'])
+def test_evidence_is_bounded(filler: str) -> None:
+    huge = filler * 1_000_000
+    error = {"message": {"message": huge, "extraInfo": {"py_callstack": f"begin {huge} end"}}}
+    sent = ProcessFailure(0, 1, 1, "", Evidence(error, huge, huge, huge, huge)).encoded()
+    assert 0 < len(sent) <= wire_evidence.LIMIT_CHARS
+    assert sent.isascii()
+    shown = ProcessFailure.on_another_node("b", 1, "", sent).traceback_text()
+    assert shown.startswith("begin ")
+    assert shown.endswith(" end")
+    assert "... (cut) ..." in shown
+
+
+@pytest.mark.parametrize("sent", ["", "junk", "[]", "null", "[" * 60_000, '{"pid": 1' + " " * 70_000 + "}"])
+def test_what_cannot_be_read_is_said_to_be_missing(sent: str) -> None:
+    failure = ProcessFailure.on_another_node("b", 3, "rank 5 exited with code 3", sent)
+    assert failure.traceback_text() == "rank 5 exited with code 3"
+    assert failure.evidence is not None
+    assert failure.evidence.note == "node b did not send what it knows of this failure"
+
+
+def test_fields_of_another_type_count_as_absent_and_no_control_character_passes() -> None:
+    sent = json.dumps({"pid": "1", "local_rank": 1 << 80, "stack": 7, "note": "\x1b]0;title\x07a\nb", "is_waiting": 1})
+    far = wire_evidence.decode(sent)
+    assert far == wire_evidence.FarFailure(-1, -1, "", Evidence(note="?]0;title?a\nb"))
