@@ -231,7 +231,13 @@ class Agent:
     def pause_loop(self, for_s: float) -> None:
         """It is kept from deciding, by a full pipe or a slow disk; the connection goes on."""
         self.engine.note(self.name, "does not get to decide anything for", for_s, "s")
-        self.loop_paused_until = self.engine.now + for_s
+        self.loop_paused_until = max(self.loop_paused_until, self.engine.now + for_s)
+        self.checks.loop_held_up(self)
+
+    @property
+    def loop_free_for_s(self) -> float:
+        """Below 0 while it is held up."""
+        return self.engine.now - self.loop_paused_until
 
     def resume_loop(self) -> None:
         self.loop_paused_until = 0.0

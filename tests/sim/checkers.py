@@ -56,6 +56,7 @@ HOOKS = (
     "elected",
     "lease_dropped",
     "told",
+    "loop_held_up",
 )
 
 
@@ -520,15 +521,46 @@ class EndedRunStaysEnded(Checker):
 
 
 class NobodyLostWithoutReason(Checker):
-    """In a calm world nobody is expelled, and no lease ends under living workers."""
+    """In a calm world nobody is expelled, and no lease ends under living workers. One reason there is: an agent whose
+    loop is held up does not come back from a stop in time, if it was free for less than its grace before the end."""
+
+    margin_s = 15.0
+    _answer_s = 1.0  # From a free loop to the coordinator, and back.
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._stopped_at: float | None = None
+        self._held_up: dict[str, Agent] = {}
+        self._expelled: set[str] = set()
+
+    def world_sealed(self, world: World) -> None:
+        self._stopped_at = None
+
+    def stop_ordered(self, stop: Stop) -> None:
+        self._stopped_at = self.now() if self._stopped_at is None else self._stopped_at
+
+    def loop_held_up(self, agent: Agent) -> None:
+        self._held_up[agent.name] = agent
+
+    def workers_started(self, group: Group) -> None:
+        self._expelled.discard(group.node)
 
     def lease_ended(self, group: Group) -> None:
-        if self.is_calm:
+        if self.is_calm and group.node not in self._expelled:
             self.object(f"{group} were killed although nothing was wrong")
 
     def expelled(self, key: str) -> None:
-        if self.is_calm:
+        node = key.rpartition("/")[0]
+        if self.is_calm and not (self._is_stop_overdue() and self._was_held_up(node)):
             self.object(f"{key} was expelled although nothing was wrong")
+        self._expelled.add(node)
+
+    def _is_stop_overdue(self) -> bool:
+        return self._stopped_at is not None and self.now() - self._stopped_at >= self.margin_s
+
+    def _was_held_up(self, node: str) -> bool:
+        agent = self._held_up.get(node)
+        return agent is not None and agent.loop_free_for_s < agent.host.grace_s + self._answer_s
 
 
 class OnlyMisfitsAreRefused(Checker):

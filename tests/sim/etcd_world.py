@@ -29,6 +29,7 @@ class EtcdWorld(FakeWorld):
         self.etcd = Etcd(self.engine, draw_clock(self.engine.random, is_coordinator=True), self.checks)
         self.gateway = Gateway(self.engine, self.network, self.etcd)
         self.addresses: list[Address] = []
+        self._quiet_until = 0.0
 
     def _make_misfortune(self) -> Misfortune:
         return EtcdMisfortune(self, self.profile)
@@ -72,7 +73,7 @@ class EtcdWorld(FakeWorld):
         """While the run is known to nodes only."""
         if not self._was_memory_lost or self.are_settings_fixed:
             return False
-        return super()._must_be_quiet() or any(map(self._knows_of_the_run, self._living()))
+        return self.engine.now < self._quiet_until or any(map(self._knows_of_the_run, self._living()))
 
     # The two phases.
 

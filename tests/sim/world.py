@@ -50,7 +50,7 @@ class FakeWorld:
         self.address = Address()
         self.disk = Disk()
         self._was_memory_lost = False
-        self._quiet_until = 0.0
+        self._is_quiet = False
 
     def _make_misfortune(self) -> Misfortune:
         return Misfortune(self, self.profile)
@@ -80,8 +80,11 @@ class FakeWorld:
         coordinator = Coordinator(self.engine, self.network, self.checks, self.clock, self.address)
         coordinator.does_hang_up = self.profile.does_coordinator_hang_up
         coordinator.start(self.disk)
-        if self._was_memory_lost and self.memory is None:
-            self._quiet_until = self.engine.now + self.profile.settings.lease_s / SLOWEST
+        self.engine.after(self.profile.settings.lease_s / SLOWEST, self._end_quiet, coordinator)
+
+    def _end_quiet(self, coordinator: Coordinator) -> None:
+        """A coordinator that has waited for a lease knows of every node whose workers may be alive."""
+        self._is_quiet = self._is_quiet and self.coordinator is not coordinator
 
     def may_lose_memory(self) -> bool:
         """Not when the run is over: a node that has not heard of its end by then would begin anew."""
@@ -95,7 +98,7 @@ class FakeWorld:
         self.engine.note("coordinator", "has lost its memory")
         self.disk.memory = None
         self.checks.data_lost()
-        self._quiet_until = float("inf")
+        self._is_quiet = True
         self._take_away_those_who_know_nothing()
 
     def _take_away_those_who_know_nothing(self) -> None:
@@ -150,7 +153,7 @@ class FakeWorld:
         agent.start()
 
     def _must_be_quiet(self) -> bool:
-        return self.engine.now < self._quiet_until
+        return self._is_quiet and self.memory is None
 
     def _make_agent(self, host: Host, facts: NodeFacts, settings: Settings) -> Agent:
         lease = LeaseSettings(settings.heartbeat_s, settings.lease_s, self.profile.reconnect_grace_s)
