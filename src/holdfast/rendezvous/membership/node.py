@@ -180,7 +180,7 @@ class Participant:
         return None if self.standing is Standing.DONE else self._lease.next_deadline()
 
     def step(self, event: Event, now: float) -> list[Command]:
-        if isinstance(event, AgentEvent) and self._lease.has_lapsed(now):
+        if self._lease.has_lapsed(now) and isinstance(event, AgentEvent):
             # First of all: workers that the spawner has killed by now have neither failed nor succeeded.
             return [*self._step_lease(node_lease.TimePassed(), now), *self.step(event, now)]
         match event:

@@ -593,7 +593,7 @@ class Membership:
         assert round is None or round.returns_until is None or round.world.missing > 0
         self._nodes.check()
         if self.phase is not Phase.ENDED:
-            assert round is None or round.owing <= {key for key in round.world.keys if key in self._nodes}
+            assert round is None or all(key in round.world.ranks and key in self._nodes for key in round.owing)
         if self.settings and self.world:
             assert self.settings.min_nodes <= self.world.size <= self.settings.max_nodes
             policy = self.settings.policy
