@@ -296,9 +296,9 @@ class Agent:
                 assert self.group.failure is not None
                 if self.participant.standing is node.Standing.MEMBER:
                     self.checks.failure_reported(self.participant.facts.key, round)
-                self.tell(node.FailureReported(round, self._named(self.group.failure)))
+                self.tell(protocol.Failed(round, self._named(self.group.failure)))
             case lifecycle.ReportSuccess(round):
-                self.tell(node.SuccessReported(round))
+                self.tell(protocol.Succeeded(round))
             case lifecycle.EndRun():
                 self.exit()
             case _:
@@ -352,7 +352,7 @@ class Agent:
             return
         self.engine.note(self.name, "gets SIGTERM")
         self.is_leaving = True
-        self.tell(node.LeaveRequested())
+        self.tell(protocol.Leaving())
         if self.group is not None and self.group.is_alive:
             self._is_stopping = True
             self.host.terminate(self.group)
@@ -360,7 +360,7 @@ class Agent:
             self._complete_leave()
 
     def _complete_leave(self) -> None:
-        self.tell(node.LeaveCompleted())
+        self.tell(protocol.Left())
         self.exit()
 
     def exit(self) -> None:

@@ -19,7 +19,7 @@ from holdfast.rendezvous.etcd import election
 from holdfast.rendezvous.etcd.election import Office
 from holdfast.rendezvous.membership import node_lease, protocol, restart_policy, run
 from holdfast.rendezvous.membership.formation import Formation
-from holdfast.rendezvous.membership.model import Memory, Sealed, Stage, World
+from holdfast.rendezvous.membership.model import Memory, Resigned, Sealed, Stage, World
 from holdfast.rendezvous.membership.node import Participant
 from holdfast.rendezvous.membership.node_lease import NodeLease
 from holdfast.rendezvous.membership.past import Past
@@ -305,7 +305,7 @@ def _by_what_members_say(original: Any) -> Any:
 
 def _for_ever(original: Any) -> Any:
     def react(self: NodeLease, event: Any, now: float) -> Any:
-        if isinstance(event, node_lease.CoordinatorResigned):
+        if isinstance(event, Resigned):
             self.may_outlive_lease = True
         return original(self, event, now)
 
@@ -314,7 +314,7 @@ def _for_ever(original: Any) -> Any:
 
 def _unbelieved(original: Any) -> Any:
     def react(self: NodeLease, event: Any, now: float) -> Any:
-        return [] if isinstance(event, node_lease.CoordinatorResigned) else original(self, event, now)
+        return [] if isinstance(event, Resigned) else original(self, event, now)
 
     return react
 

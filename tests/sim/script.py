@@ -9,7 +9,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from holdfast.rendezvous.membership import node
+from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import NodeFacts, Settings
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.restart_policy import Failure
@@ -117,7 +117,7 @@ class Script:
         self.hosts[name].kill(group, "by the kernel")
 
     def close(self, name: str, at: float) -> None:
-        self.engine.at(at, lambda: self._agent(name).tell(node.CloseRequested("closed by the user")))
+        self.engine.at(at, lambda: self._agent(name).tell(protocol.Close("closed by the user")))
 
     def cut(self, name: str, at: float, for_s: float) -> None:
         """The network does not reach the host."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 
 from holdfast.agent import lifecycle
-from holdfast.rendezvous.membership import node
+from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import Admit, Memory, NodeFacts, Settings, World
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.run import Membership, Phase
@@ -177,7 +177,7 @@ class FakeWorld:
 
     def close_run(self, host: Host) -> None:
         if host.agent is not None:
-            host.agent.hear(host.agent.tell, node.CloseRequested("closed by the user"))
+            host.agent.hear(host.agent.tell, protocol.Close("closed by the user"))
 
     # The two phases.
 
