@@ -20,10 +20,9 @@ from tests.sim.checkers import Checks
 from tests.sim.coordinator import Coordinator, Item, RaiseTerm
 from tests.sim.engine import Alarm, Engine, Violation
 from tests.sim.etcd import Gateway
+from tests.sim.faults import LEADER_LEASE_S
 from tests.sim.host import Host
 from tests.sim.network import Address, Link, Network
-
-LEADER_LEASE_S = 5.0
 
 
 class ElectedCoordinator(Coordinator):
@@ -72,7 +71,7 @@ class ElectedCoordinator(Coordinator):
         self.engine.note(self.name, "starts", "with" if memory else "with no memory", memory or "")
         if known >= self.office.term:
             self._outbox.append(RaiseTerm(known))
-        self._open(memory, term=max(self.office.term, known + 1), extra_wait_s=LEADER_LEASE_S)
+        self._open(memory, term=max(self.office.term, known + 1))
         self._is_open = True
         self._flush()
         for link, term in self._early:

@@ -6,10 +6,19 @@ from holdfast.rendezvous.membership.model import Memory, NodeFacts, Settings
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from tests.sim.agent import Agent
 from tests.sim.coordinator import Coordinator
-from tests.sim.elected import LEADER_LEASE_S, Candidate
+from tests.sim.elected import Candidate
 from tests.sim.engine import Violation
 from tests.sim.etcd import Etcd, Gateway
-from tests.sim.faults import CALM, ETCD_KINDS, ETCD_TIMINGS, FASTEST, SLOWEST, Misfortune, draw_clock
+from tests.sim.faults import (
+    CALM,
+    ETCD_KINDS,
+    ETCD_TIMINGS,
+    FASTEST,
+    LEADER_LEASE_S,
+    SLOWEST,
+    Misfortune,
+    draw_clock,
+)
 from tests.sim.host import Host
 from tests.sim.network import Address
 from tests.sim.world import FakeWorld

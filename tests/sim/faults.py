@@ -25,6 +25,8 @@ UNCOUNTED_CODE = 143
 # Any two of these differ by at most a tenth.
 SLOWEST, FASTEST = 0.9535, 1.0485
 
+LEADER_LEASE_S = 5.0
+
 KINDS = (
     "lose_connection",
     "lose_connection_for_good",
@@ -92,23 +94,22 @@ class Profile:
     work_s: float
 
 
-# Heartbeat, lease, drop timeout, reconnect grace.
-TIMINGS = ((1.0, 5.0, 2.0, 0.5), (1.0, 5.0, 2.0, 0.5), (0.5, 3.0, 1.5, 0.5), (2.0, 10.0, 4.0, 1.0))
-ETCD_TIMINGS = ((1.0, 6.0, 2.0, 0.5),)
+# Heartbeat, lease, drop timeout, reconnect grace, lease of the leader.
+Timing = tuple[float, float, float, float, float]
+TIMINGS: tuple[Timing, ...] = (
+    (1.0, 5.0, 2.0, 0.5, 0.0), (1.0, 5.0, 2.0, 0.5, 0.0), (0.5, 3.0, 1.5, 0.5, 0.0), (2.0, 10.0, 4.0, 1.0, 0.0),
+)  # fmt: skip
+ETCD_TIMINGS: tuple[Timing, ...] = ((1.0, 6.0, 2.0, 0.5, LEADER_LEASE_S),)
 
 
-def draw_profile(
-    random: Random,
-    kinds_there_are: tuple[str, ...] = KINDS,
-    timings: tuple[tuple[float, float, float, float], ...] = TIMINGS,
-) -> Profile:
+def draw_profile(random: Random, kinds_there_are: tuple[str, ...], timings: tuple[Timing, ...]) -> Profile:
     host_count = random.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, 6))
     min_nodes = random.randint(1, host_count)
     max_nodes = random.randint(min_nodes, host_count + 2)
     requests_ranks = random.random() < 0.15
     if requests_ranks:
         max_nodes = max(max_nodes, host_count)
-    heartbeat_s, lease_s, drop_timeout_s, reconnect_grace_s = random.choice(timings)
+    heartbeat_s, lease_s, drop_timeout_s, reconnect_grace_s, leader_lease_s = random.choice(timings)
     kinds = _draw_kinds(random, kinds_there_are)
     policy = _draw_policy(random)
     chance_of_failure = random.choice((0.0, 0.1, 0.3) if policy.max_restarts else (0.0, 0.0, 0.2))
@@ -123,6 +124,7 @@ def draw_profile(
         close_linger_s=random.choice((1.0, 10.0)),
         admit=random.choice((Admit.NOW, Admit.ON_RESTART)),
         policy=policy,
+        leader_lease_s=leader_lease_s,
     )
     return Profile(
         settings=settings,

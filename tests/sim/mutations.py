@@ -22,9 +22,9 @@ from holdfast.rendezvous.membership.formation import Formation
 from holdfast.rendezvous.membership.model import Memory, Resigned, Sealed, Stage, World
 from holdfast.rendezvous.membership.node import Participant
 from holdfast.rendezvous.membership.node_lease import NodeLease
-from holdfast.rendezvous.membership.past import Past
 from holdfast.rendezvous.membership.protocol import Remember
 from holdfast.rendezvous.membership.restart_policy import Budget
+from holdfast.rendezvous.membership.round import Past
 from holdfast.rendezvous.membership.run import Membership
 from tests.sim.elected import Candidate, ElectedCoordinator
 from tests.sim.etcd import Etcd
@@ -168,7 +168,7 @@ def _own_master(original: Any) -> Any:
 
 def _admit_at_the_join_only(original: Any) -> Any:
     def admit(self: Membership, now: float) -> Any:
-        newest = max(self._nodes, key=lambda node: node.arrival)
+        newest = max(self._nodes.values(), key=lambda node: node.arrival)
         has_just_joined = newest.stage is Stage.WAITING and newest.heard_at == now
         return original(self, now) if has_just_joined else []
 
@@ -240,7 +240,7 @@ def _only_the_first_round(original: Any) -> Any:
 
 
 def _do_not_mind(original: Any) -> Any:
-    return lambda self, jitter, now: self._retreat(jitter, now) or self._locate(now)
+    return lambda self, jitter, now: self._retreat(jitter, now)
 
 
 def _join_at_once(original: Any) -> Any:
@@ -286,11 +286,8 @@ def _from_the_answer(original: Any) -> Any:
     return step
 
 
-def _for_a_node_lease_only(original: Any) -> Any:
-    def init(self: Membership, now: float, memory: Memory | None = None, **named: Any) -> None:
-        original(self, now, memory, **{**named, "extra_wait_s": 0.0})
-
-    return init
+def _without_leader_lease(original: Any) -> Any:
+    return lambda self, settings, now: original(self, replace(settings, leader_lease_s=0.0), now)
 
 
 def _by_what_members_say(original: Any) -> Any:
@@ -411,7 +408,7 @@ MUTATIONS = [
         "only_in_office", is_on_etcd=True),
     mutation_of("nodes are told before it is written down", ElectedCoordinator, "_is_kept", _told_and_forgotten,
         "tellings_are_backed", is_on_etcd=True),
-    mutation_of("the next coordinator waits for a node lease only", Membership, "__init__", _for_a_node_lease_only,
+    mutation_of("the next coordinator waits for a node lease only", Past, "others_may_run_until", _without_leader_lease,
         scenario="a_member_lives_on_the_word_of_the_leader_before"),
     mutation_of("members say who may still run", Membership, "_learn_the_past", _by_what_members_say,
         scenario="only_one_has_heard_of_the_round"),

@@ -19,6 +19,7 @@ from tests.sim.coordinator import Coordinator, Disk
 from tests.sim.elected import Candidate
 from tests.sim.engine import Clock, Engine
 from tests.sim.etcd import Etcd, Gateway
+from tests.sim.faults import LEADER_LEASE_S
 from tests.sim.host import Host, Plan, Society
 from tests.sim.network import Address, Network
 
@@ -168,7 +169,7 @@ class EtcdScript(Script):
     """The same with a coordinator that etcd elects. The first node starts it, unless the script says otherwise."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"lease_s": 6.0, **settings})
+        super().__init__(**{"lease_s": 6.0, "leader_lease_s": LEADER_LEASE_S, **settings})
 
     def _open(self) -> None:
         self.network = Network(self.engine, DELAY_S, is_even=True)
