@@ -116,7 +116,7 @@ class Agent:
             self.hear(call, *arguments)
 
     def _ring(self) -> None:
-        self.hear(self.tell, node_lease.TimePassed())
+        self.hear(self.tell, protocol.TimePassed())
 
     # The connection.
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import InternalError
-from holdfast.rendezvous.membership import node_lease
+from holdfast.rendezvous.membership import node_lease, protocol
 from holdfast.rendezvous.membership.model import (
     End,
     Ended,
@@ -65,7 +65,7 @@ SUCCESS = Ended(Outcome(End.SUCCEEDED, "all workers have succeeded"))
 def outside(term: int = 1, last_round: int = 0, **settings: Any) -> Participant:
     """A node that is connected, and whose first heartbeat was answered."""
     node = Participant(NodeFacts("n"), SETTINGS, NodeLease(LeaseSettings(0.5, LEASE_S, **settings)))
-    node.step(node_lease.TimePassed(), JOINED_AT - 1.0)
+    node.step(protocol.TimePassed(), JOINED_AT - 1.0)
     node.step(Welcomed(term, last_round), JOINED_AT - 1.0)
     node.step(Received(HeartbeatAnswer(1)), JOINED_AT - 1.0)
     return node
@@ -81,7 +81,7 @@ def member(**settings: Any) -> Participant:
     """A node that has joined at `JOINED_AT`, was sealed at once, and whose second heartbeat is on its way."""
     node = waiting(**settings)
     node.step(Received(Sealed("n/0", PLACE)), JOINED_AT)
-    node.step(node_lease.TimePassed(), JOINED_AT + 0.6)
+    node.step(protocol.TimePassed(), JOINED_AT + 0.6)
     return node
 
 
@@ -100,7 +100,7 @@ def told(commands: list[Any]) -> list[Any]:
 def reconnect(node: Participant, at: float = JOINED_AT + 0.7, term: int = 1, last_round: int = 0) -> list[Any]:
     """What it says on its next connection."""
     node.step(node_lease.Disconnected(), at)
-    node.step(node_lease.TimePassed(), at + 0.06)
+    node.step(protocol.TimePassed(), at + 0.06)
     return said(node.step(Welcomed(term, last_round), at + 0.06))
 
 
@@ -270,11 +270,11 @@ def test_a_coordinator_that_was_replaced_is_never_accepted_again() -> None:
     node = member(does_refusal_renew=False, locate_after_s=0.5)
     assert reconnect(node, JOINED_AT + 0.7, term=3)
     node.step(node_lease.Disconnected(), JOINED_AT + 0.8)
-    node.step(node_lease.TimePassed(), JOINED_AT + 0.9)
+    node.step(protocol.TimePassed(), JOINED_AT + 0.9)
     commands = node.step(Welcomed(2, 9), JOINED_AT + 0.9)
     assert commands[0] == HangUp()
     assert (said(commands), node.is_connected, node.term) == ([], False, 3)
-    node.step(node_lease.TimePassed(), JOINED_AT + 1.0)
+    node.step(protocol.TimePassed(), JOINED_AT + 1.0)
     assert said(node.step(Welcomed(3, 1), JOINED_AT + 1.0)) == [Return(node.facts, SETTINGS, PLACE, Stage.RUNNING)]
 
 
@@ -283,8 +283,8 @@ def test_one_that_resigns_leaves_the_node_its_lease() -> None:
     assert node.step(Received(Resigned()), JOINED_AT + 0.7) == []
     assert node.step(node_lease.Disconnected(), JOINED_AT + 0.7) == [Locate()]
     assert node.step(node_lease.ConnectFailed(was_refused=False), JOINED_AT + 1.0) == []
-    assert told(node.step(node_lease.TimePassed(), IN_TIME)) == []
-    assert told(node.step(node_lease.TimePassed(), TOO_LATE)) == [PlaceLost(1, LOST)]
+    assert told(node.step(protocol.TimePassed(), IN_TIME)) == []
+    assert told(node.step(protocol.TimePassed(), TOO_LATE)) == [PlaceLost(1, LOST)]
 
 
 def test_a_standing_changes_only_as_the_picture_says() -> None:

@@ -43,20 +43,9 @@ class Admit(StrEnum):
     ON_RESTART = "on-restart"
 
 
-# How users write the settings that all nodes of a run must share.
-_AS_TYPED = {
-    "admit": "--admit",
-    "join_timeout_s": "--join-timeout",
-    "last_call_s": "--last-call",
-    "lease_s": "--lease",
-    "max_restarts": "--max-restarts",
-    "window_s": "--restart-window",
-    "backoff_s": "--restart-backoff",
-    "fatal_exit_codes": "--fatal-exit-codes",
-    "fatal_exceptions": "--fatal-exceptions",
-    "uncounted_exit_codes": "--uncounted-exit-codes",
-    "uncounted_exceptions": "--uncounted-exceptions",
-}
+# Settings that are no options of their own (the user writes `heartbeat=1`), and options that begin with `--restart-`.
+_WITHOUT_OPTION = {"heartbeat_s", "drop_timeout_s", "close_linger_s", "leader_lease_s", "backoff_cap_s"}
+_OF_RESTARTS = {"window_s", "backoff_s"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,25 +67,27 @@ class Settings:
     def difference(self, other: Settings) -> str:
         """The first difference between a node's settings and these of the run, as the user typed them; or nothing."""
         ours, theirs = self._nnodes(), other._nnodes()
-        if ours != theirs:
-            return f"--nnodes {theirs}, this run has --nnodes {ours}"
-        return _difference(self, other)
+        return f"--nnodes {theirs}, this run has --nnodes {ours}" if ours != theirs else _difference(self, other)
 
     def _nnodes(self) -> str:
         return str(self.max_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
 
 
 def _difference(ours: Any, theirs: Any) -> str:
-    for each in fields(ours):
-        mine, other = getattr(ours, each.name), getattr(theirs, each.name)
-        if mine == other:
-            continue
-        if is_dataclass(mine):
-            return _difference(mine, other)
-        option = _AS_TYPED.get(each.name)
-        written = f"{option} " if option else f"{each.name.removesuffix('_s')}="
-        return f"{written}{_plain(other)}, this run has {written}{_plain(mine)}"
+    for name in (each.name for each in fields(ours)):
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if mine != other:
+            written = _as_typed(name)
+            plain = f"{written}{_plain(other)}, this run has {written}{_plain(mine)}"
+            return _difference(mine, other) if is_dataclass(mine) else plain
     return ""
+
+
+def _as_typed(name: str) -> str:
+    plain = name.removesuffix("_s")
+    if name in _WITHOUT_OPTION:
+        return f"{plain}="
+    return f"--{'restart-' if name in _OF_RESTARTS else ''}{plain.replace('_', '-')} "
 
 
 def _plain(value: object) -> str:
@@ -104,9 +95,7 @@ def _plain(value: object) -> str:
         return ",".join(sorted(map(str, value))) or "none"
     if isinstance(value, float):
         return f"{value:g}"
-    if value is None:
-        return "none"
-    return str(value.value) if isinstance(value, StrEnum) else str(value)
+    return "none" if value is None else str(value)
 
 
 class Stage(StrEnum):
@@ -217,8 +206,7 @@ class World:
 
     def __init__(self, template: Place, members: Sequence[NodeFacts] = ()) -> None:
         """`template` is the place of any member."""
-        self._template = template
-        self.size = template.node_count
+        self._template, self.size = template, template.node_count
         self.members = dict(enumerate(members))
         self.ranks = {member.key: rank for rank, member in self.members.items()}
 

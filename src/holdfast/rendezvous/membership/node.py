@@ -124,7 +124,7 @@ class Participant:
     def step(self, event: Event, now: float) -> list[Command]:
         if self._lease.has_lapsed(now) and isinstance(event, AgentEvent):
             # First of all: workers that the spawner has killed by now have neither failed nor succeeded.
-            return [*self._step_lease(node_lease.TimePassed(), now), *self.step(event, now)]
+            return [*self._step_lease(protocol.TimePassed(), now), *self.step(event, now)]
         match event:
             case JoinRequested(port):
                 return self._join(port, now)
@@ -158,13 +158,10 @@ class Participant:
                     commands.append(Send(command))
                 case node_lease.LosePlace():
                     commands += self._lose_place("the coordinator was out of reach for too long", now)
-                case node_lease.Locate():
-                    if self.standing is not Standing.DONE and not self._has_left:
-                        commands.append(command)
-                case node_lease.Connect() | node_lease.SetLease() | node_lease.HangUp():
-                    commands.append(command)
+                case node_lease.Locate() if self.standing is Standing.DONE or self._has_left:
+                    pass
                 case _:
-                    assert_never(command)
+                    commands.append(command)
         return commands
 
     # What the agent does.
@@ -173,18 +170,15 @@ class Participant:
         if self._end is not None:
             return [self._end]
         commands = self._step_lease(node_lease.PlaceGivenUp(), now)
-        self.facts = replace(self.facts, port=port)
         self._stand(Standing.WAITING)
-        self.place, self._stage = None, Stage.RUNNING
-        self._asked_at = now
+        self.facts = replace(self.facts, port=port)
+        self.place, self._stage, self._asked_at = None, Stage.RUNNING, now
         return commands + self._say(self._join_message())
 
     def _join_message(self) -> Join:
         """With what was said of the last round: it may have met a closed connection, or a coordinator that is gone."""
-        failure = self._failure.failure if self._failure else None
-        return Join(
-            self.facts, self.settings, self._last_place, self._heard_round, self._has_lost_place, failure, self._stop
-        )
+        place, failure = self._last_place, self._failure.failure if self._failure else None
+        return Join(self.facts, self.settings, place, self._heard_round, self._has_lost_place, failure, self._stop)
 
     def _is_in(self, round: int) -> bool:
         return self.standing is Standing.MEMBER and self.place is not None and self.place.round == round
@@ -216,10 +210,8 @@ class Participant:
                 self._heard_round = max(self._heard_round, round)
                 return [message] if self.standing is Standing.WAITING else []
             case model.Stop(round):
-                if not self._is_in(round):
-                    return []
-                self._stop = message
-                return [message]
+                self._stop = message if self._is_in(round) else self._stop
+                return [message] if self._is_in(round) else []
             case model.Expelled(reason):
                 return self._lose_place(reason, now)
             case Refused():

@@ -10,10 +10,9 @@ the spawner, which kills them when it passes, whatever the agent is doing then. 
   its next heartbeat, and the coordinator waits `drop_timeout_s`, which is longer than both together.
 * A refused connection: nothing listens, so the coordinator process is down and no place can have been given away. The
   one that is started next waits a whole lease before it seals a world. So the lease counts anew from when the refused
-  attempt was made, and the workers go on. Where another host may start the next coordinator (etcd), a refusal by the
-  coordinator that the node was connected to proves only that the connection was not closed to give the place away: the
-  node has the rest of its lease to find the next one. The same goes for a coordinator that says that it resigns, and
-  for one that another has replaced.
+  attempt was made, and the workers go on. On etcd another host may start the next coordinator: there a refusal proves
+  only that the connection was not closed to give the place away, and the node has the rest of its lease to find the
+  next one. The same goes for a coordinator that resigns, and for one that another has replaced.
 
 When the time passes the place is lost (`LosePlace`): the node comes back as a new incarnation, a stranger. The time
 itself stays where it is, in the past, until the workers are known to be gone: a spawner that is told late, or is
@@ -31,7 +30,7 @@ from typing import assert_never
 
 from holdfast.records import record
 from holdfast.rendezvous.membership.model import Resigned
-from holdfast.rendezvous.membership.protocol import Heartbeat, HeartbeatAnswer
+from holdfast.rendezvous.membership.protocol import Heartbeat, HeartbeatAnswer, TimePassed
 
 _LEASE_SHARE = 0.9
 _LOCATE_EVERY_S = 0.5
@@ -101,11 +100,6 @@ class PlaceGivenUp:
 @record
 class LeaderMoved:
     """Another coordinator has replaced the one that the node was connected to, which can write nothing any more."""
-
-
-@record
-class TimePassed:
-    pass
 
 
 _PlaceEvent = PlaceTaken | PlaceRevoked | PlaceGivenUp
@@ -233,8 +227,7 @@ class NodeLease:
         sent_at = self._sent_at.pop(number, None)
         if sent_at is None:
             return  # It belongs to a connection before this one.
-        self._lease_from = max(self._lease_from, sent_at)
-        self._closed_at = None
+        self._lease_from, self._closed_at = max(self._lease_from, sent_at), None
         self._sent_at = {each: at for each, at in self._sent_at.items() if each > number}
 
     def _connect_failed(self, was_refused: bool, jitter: float, now: float) -> list[Command]:

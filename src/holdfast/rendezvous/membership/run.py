@@ -33,10 +33,7 @@ round and a margin is expelled; a lease later its workers must be gone, and it i
 
 A coordinator that was restarted knows what its predecessor wrote down (`Memory`). A node that comes back says which
 place it has, or had: the newest round is adopted, and its other members have a lease to come back. If all return with
-their workers running, no worker notices anything. Members of the last round may still run where this coordinator cannot
-see them, so nothing is sealed for a lease (on etcd: and the leader's lease) unless all members of the last round are
-back. If a node knows of a later round than the memory does, then the memory was lost: what nodes say counts, and only
-the full wait will do.
+their workers running, no worker notices anything. `round.Past` says how long nothing is sealed.
 
 A join is not always news. A node that was sealed into a world may not have heard of it and says its join again on a new
 connection. The place that it last had tells: it is older than the round that it is a member of, so it is told of its
@@ -75,8 +72,7 @@ class Membership:
         self.term = past.term + 1 if term is None else term
         self.settings = past.settings
         self.phase = Phase.FORMING if past.outcome is None else Phase.ENDED
-        self.outcome = past.outcome
-        self.round = past.last_round
+        self.outcome, self.round = past.outcome, past.last_round
         self._budget = restart_policy.Budget(now, past.restarts_used, past.restart_ages_s)
         self._past = Past(memory, now)
         self._now = now
@@ -142,10 +138,9 @@ class Membership:
 
     def _react(self, event: Event, now: float) -> list[Command]:
         match event:
-            case From(key, message) if self.phase is Phase.ENDED:
-                return self._take_after_end(key, message, now)
             case From(key, message):
-                return self._take(key, message, now)
+                take = self._take_after_end if self.phase is Phase.ENDED else self._take
+                return take(key, message, now)
             case protocol.ConnectionClosed(key):
                 self._closed(key, now)
                 return []
@@ -232,14 +227,12 @@ class Membership:
 
     def _refuse(self, facts: NodeFacts, problem: str, now: float) -> list[Command]:
         """The nodes that wait hear of it too: they may be waiting for this one."""
-        commands: list[Command] = [Tell((facts.key,), model.Refused(problem))]
-        if now < self._refusal_told_at + _REFUSALS_TOLD_EVERY_S:
-            return commands
+        refused = Tell((facts.key,), model.Refused(problem))
+        if now < self._refusal_told_at + _REFUSALS_TOLD_EVERY_S or not self._nodes.waiting - {facts.key}:
+            return [refused]
+        self._refusal_told_at = now
         others = tuple(key for key in self._nodes.waiting_keys() if key != facts.key)
-        if others:
-            self._refusal_told_at = now
-            commands.append(Tell(others, Notice(f"node {facts.node_id} was turned away: {problem}")))
-        return commands
+        return [refused, Tell(others, Notice(f"node {facts.node_id} was turned away: {problem}"))]
 
     def _learn_the_past(self, last: Place | None, heard_round: int, now: float) -> list[Command]:
         """What a node knows of earlier rounds. If that is more than the memory does, the memory was lost; what is
@@ -509,13 +502,11 @@ class Membership:
 
     def _end(self, outcome: Outcome) -> list[Command]:
         self._enter(Phase.ENDED)
-        self.outcome = outcome
+        self.outcome, keys = outcome, self._nodes.open_keys()
         size = self.world.size if self.world is not None else len(self._past.ranks)
         had_room = self.settings is not None and 0 < size < self.settings.max_nodes
         self._may_more_come = outcome.end is End.CLOSED or self._has_lost_nodes or had_room
-        keys = self._nodes.open_keys()
-        told: list[Command] = [Tell(keys, model.Ended(outcome))] if keys else []
-        return [Remember(self._memory(self._now)), *told]
+        return [Remember(self._memory(self._now)), *([Tell(keys, model.Ended(outcome))] if keys else [])]
 
     def _maybe_forget(self, now: float) -> list[Command]:
         """Free the name of a run that is over: at once if all nodes have confirmed the end. But a node that was lost
