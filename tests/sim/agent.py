@@ -21,10 +21,9 @@ from holdfast.rendezvous.membership.model import NodeFacts, Outcome, Place, Sett
 from holdfast.rendezvous.membership.node import Participant
 from holdfast.rendezvous.membership.node_lease import LeaseSettings, NodeLease
 from holdfast.rendezvous.membership.restart_policy import Failure
-from tests.sim.checkers import Checks
-from tests.sim.engine import Alarm, Engine, Violation
+from tests.sim.engine import Alarm, Violation
 from tests.sim.host import Group, Host
-from tests.sim.network import Address, Link, Network
+from tests.sim.network import Address, AnyWorld, Link
 
 
 class Locator(Protocol):
@@ -47,30 +46,24 @@ class Agent:
 
     def __init__(
         self,
-        engine: Engine,
-        network: Network,
-        checks: Checks,
+        world: AnyWorld,
         host: Host,
         facts: NodeFacts,
         settings: Settings,
         lease: LeaseSettings,
-        locator: Locator,
-        *,
-        peers_timeout_s: float = 3600.0,
+        where: Locator,
     ) -> None:
-        self.engine = engine
-        self.network = network
-        self.checks = checks
+        self.engine, self.network, self.checks = world.engine, world.network, world.checks
         self.host = host
         self.name = facts.node_id
-        self.locator = locator
+        self.locator = where
         self.link: Link | None = None
         self.dial: object = None
         """The present attempt to connect, and the connection that may come of it."""
         self.dialled: Link | None = None
         self._needs_address = False
         self.participant = Participant(facts, settings, NodeLease(lease))
-        self.machine = Lifecycle(peers_timeout_s)
+        self.machine = Lifecycle(3600.0)
         self.place: Place | None = None
         self.group: Group | None = None
         self.outcome: Outcome | None = None
@@ -83,8 +76,8 @@ class Agent:
         self._mailbox: deque[lifecycle.Event] = deque()
         self._is_turn_due = False
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._alarm = Alarm(engine, host.clock, self._ring)
-        self._loop_alarm = Alarm(engine, host.clock, self._loop_ring)
+        self._alarm = Alarm(self.engine, host.clock, self._ring)
+        self._loop_alarm = Alarm(self.engine, host.clock, self._loop_ring)
 
     def start(self) -> None:
         self.engine.note(self.name, "starts on", self.host.name)

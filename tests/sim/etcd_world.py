@@ -56,7 +56,7 @@ class EtcdWorld(FakeWorld):
             locate_after_s=LOCATE_AFTER_S,
         )
         where = Candidate(self.gateway, self.addresses, does_hang_up=self.profile.does_coordinator_hang_up)
-        return Agent(self.engine, self.network, self.checks, host, facts, settings, lease, where)
+        return Agent(self, host, facts, settings, lease, where)
 
     # The coordinator.
 

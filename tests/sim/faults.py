@@ -28,47 +28,16 @@ SLOWEST, FASTEST = 0.9535, 1.0485
 LEADER_LEASE_S = 5.0
 
 KINDS = (
-    "lose_connection",
-    "lose_connection_for_good",
-    "partition",
-    "partition_one_way",
-    "crash_agent",
-    "lose_host",
-    "freeze_agent",
-    "pause_loop",
-    "stick_loop",
-    "crash_coordinator",
-    "lose_memory",
-    "freeze_coordinator",
-    "leave",
-    "join_late",
-    "join_misfit",
-    "close_run",
-)
+    "lose_connection", "lose_connection_for_good", "partition", "partition_one_way", "crash_agent", "lose_host",
+    "freeze_agent", "pause_loop", "stick_loop", "crash_coordinator", "lose_memory", "freeze_coordinator", "leave",
+    "join_late", "join_misfit", "close_run",
+)  # fmt: skip
 ETCD_KINDS = (
-    "lose_connection",
-    "lose_connection_for_good",
-    "partition",
-    "partition_one_way",
-    "cut_from_etcd",
-    "crash_agent",
-    "lose_host",
-    "freeze_agent",
-    "pause_loop",
-    "stick_loop",
-    "crash_coordinator",
-    "freeze_coordinator",
-    "lose_coordinators_host",
-    "cut_coordinator_from_etcd",
-    "leave",
-    "join_late",
-    "join_misfit",
-    "close_run",
-    "lose_quorum",
-    "lose_requests",
-    "drop_lease",
-    "lose_memory",
-)
+    "lose_connection", "lose_connection_for_good", "partition", "partition_one_way", "cut_from_etcd",
+    "crash_agent", "lose_host", "freeze_agent", "pause_loop", "stick_loop", "crash_coordinator",
+    "freeze_coordinator", "lose_coordinators_host", "cut_coordinator_from_etcd", "leave", "join_late",
+    "join_misfit", "close_run", "lose_quorum", "lose_requests", "drop_lease", "lose_memory",
+)  # fmt: skip
 # With these alone no node is ever out of reach. A coordinator that is down is no reason to lose others.
 CALM = frozenset({"pause_loop", "crash_coordinator", "leave", "join_late", "join_misfit", "close_run"})
 

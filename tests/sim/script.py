@@ -58,12 +58,12 @@ class Script:
         self.engine.at(0.0, self._start_coordinator)
 
     def _start_coordinator(self) -> None:
-        Coordinator(self.engine, self.network, self.checks, Clock(), self.address).start(self.disk)
+        Coordinator(self, Clock(), self.address).start(self.disk)
 
     def _make_agent(self, host: Host, facts: NodeFacts) -> Agent:
         lease = LeaseSettings(self.settings.heartbeat_s, self.settings.lease_s)
         where = Fixed(self.address)
-        return Agent(self.engine, self.network, self.checks, host, facts, self.settings, lease, where)
+        return Agent(self, host, facts, self.settings, lease, where)
 
     def plan(self, host: Host, round: int, restarts_used: int) -> Plan:
         return self._plans.get((host.name, round), FOR_EVER)
@@ -180,7 +180,7 @@ class EtcdScript(Script):
     def _make_agent(self, host: Host, facts: NodeFacts) -> Agent:
         lease = LeaseSettings(lease_s=self.settings.lease_s, does_refusal_renew=False, locate_after_s=2.0)
         where = Candidate(self.gateway, self.addresses)
-        return Agent(self.engine, self.network, self.checks, host, facts, self.settings, lease, where)
+        return Agent(self, host, facts, self.settings, lease, where)
 
     def _coordinator(self) -> Coordinator:
         assert self.etcd.leader is not None

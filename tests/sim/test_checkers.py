@@ -10,17 +10,7 @@ import pytest
 
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.membership import protocol
-from holdfast.rendezvous.membership.model import (
-    End,
-    Ended,
-    Memory,
-    NodeFacts,
-    Outcome,
-    Sealed,
-    Settings,
-    Stop,
-    World,
-)
+from holdfast.rendezvous.membership.model import End, Ended, Memory, NodeFacts, Outcome, Sealed, Settings, Stop, World
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 from tests.sim.checkers import RULES, Checks, name_of
 from tests.sim.engine import Violation

@@ -77,7 +77,7 @@ class FakeWorld:
     def start_coordinator(self) -> None:
         if self.coordinator is not None:
             return
-        coordinator = Coordinator(self.engine, self.network, self.checks, self.clock, self.address)
+        coordinator = Coordinator(self, self.clock, self.address)
         coordinator.does_hang_up = self.profile.does_coordinator_hang_up
         coordinator.start(self.disk)
         self.engine.after(self.profile.settings.lease_s / SLOWEST, self._end_quiet, coordinator)
@@ -158,7 +158,7 @@ class FakeWorld:
     def _make_agent(self, host: Host, facts: NodeFacts, settings: Settings) -> Agent:
         lease = LeaseSettings(settings.heartbeat_s, settings.lease_s, self.profile.reconnect_grace_s)
         where = Fixed(self.address)
-        return Agent(self.engine, self.network, self.checks, host, facts, settings, lease, where)
+        return Agent(self, host, facts, settings, lease, where)
 
     def cut(self, host: Host, *, up: bool, down: bool) -> None:
         """What goes up from the host, or down to it, does not get through."""
