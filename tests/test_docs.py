@@ -29,8 +29,8 @@ from holdfast.cli import run as cli
 from holdfast.rendezvous import options
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.etcd import options as etcd_options
+from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership import node as node_machine
-from holdfast.rendezvous.membership import run as run_machine
 from holdfast.rendezvous.membership.model import Settings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests import support
@@ -83,7 +83,7 @@ def _lifecycle_changes() -> list[Change]:
 # The machine -> its changes, where it begins, and where it ends.
 MACHINES: dict[str, tuple[Sequence[Change], StrEnum, StrEnum]] = {
     "lifecycle": (_lifecycle_changes(), lifecycle.Phase.IDLE, lifecycle.Phase.ENDED),
-    "run": (run_machine.PHASE_CHANGES, run_machine.Phase.FORMING, run_machine.Phase.ENDED),
+    "run": (model.PHASE_CHANGES, model.Phase.FORMING, model.Phase.ENDED),
     "node": (node_machine.STANDING_CHANGES, node_machine.Standing.OUTSIDE, node_machine.Standing.DONE),
 }
 

@@ -21,6 +21,8 @@ def _init(self: Any, *values: Any, **named: Any) -> None:
     put = object.__setattr__
     for name, value in zip(names, values, strict=False):
         put(self, name, value)
+    if len(values) == len(names) and not named:
+        return
     for name in names[len(values) :]:
         if name in named:
             put(self, name, named.pop(name))

@@ -21,10 +21,9 @@ from holdfast.rendezvous.membership.model import NodeFacts, Outcome, Place, Sett
 from holdfast.rendezvous.membership.node import Participant
 from holdfast.rendezvous.membership.node_lease import LeaseSettings, NodeLease
 from holdfast.rendezvous.membership.restart_policy import Failure
-from tests.sim.checkers import Checks
-from tests.sim.engine import Alarm, Engine, Violation
+from tests.sim.engine import Alarm, Violation
 from tests.sim.host import Group, Host
-from tests.sim.network import Address, Link, Network
+from tests.sim.network import Address, AnyWorld, Link
 
 
 class Locator(Protocol):
@@ -47,30 +46,24 @@ class Agent:
 
     def __init__(
         self,
-        engine: Engine,
-        network: Network,
-        checks: Checks,
+        world: AnyWorld,
         host: Host,
         facts: NodeFacts,
         settings: Settings,
         lease: LeaseSettings,
-        locator: Locator,
-        *,
-        peers_timeout_s: float = 3600.0,
+        where: Locator,
     ) -> None:
-        self.engine = engine
-        self.network = network
-        self.checks = checks
+        self.engine, self.network, self.checks = world.engine, world.network, world.checks
         self.host = host
         self.name = facts.node_id
-        self.locator = locator
+        self.locator = where
         self.link: Link | None = None
         self.dial: object = None
         """The present attempt to connect, and the connection that may come of it."""
         self.dialled: Link | None = None
         self._needs_address = False
         self.participant = Participant(facts, settings, NodeLease(lease))
-        self.machine = Lifecycle(peers_timeout_s)
+        self.machine = Lifecycle(3600.0)
         self.place: Place | None = None
         self.group: Group | None = None
         self.outcome: Outcome | None = None
@@ -83,8 +76,8 @@ class Agent:
         self._mailbox: deque[lifecycle.Event] = deque()
         self._is_turn_due = False
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._alarm = Alarm(engine, host.clock, self._ring)
-        self._loop_alarm = Alarm(engine, host.clock, self._loop_ring)
+        self._alarm = Alarm(self.engine, host.clock, self._ring)
+        self._loop_alarm = Alarm(self.engine, host.clock, self._loop_ring)
 
     def start(self) -> None:
         self.engine.note(self.name, "starts on", self.host.name)
@@ -116,7 +109,7 @@ class Agent:
             self.hear(call, *arguments)
 
     def _ring(self) -> None:
-        self.hear(self.tell, node_lease.TimePassed())
+        self.hear(self.tell, protocol.TimePassed())
 
     # The connection.
 
@@ -231,7 +224,13 @@ class Agent:
     def pause_loop(self, for_s: float) -> None:
         """It is kept from deciding, by a full pipe or a slow disk; the connection goes on."""
         self.engine.note(self.name, "does not get to decide anything for", for_s, "s")
-        self.loop_paused_until = self.engine.now + for_s
+        self.loop_paused_until = max(self.loop_paused_until, self.engine.now + for_s)
+        self.checks.loop_held_up(self)
+
+    @property
+    def loop_free_for_s(self) -> float:
+        """Below 0 while it is held up."""
+        return self.engine.now - self.loop_paused_until
 
     def resume_loop(self) -> None:
         self.loop_paused_until = 0.0
@@ -290,9 +289,9 @@ class Agent:
                 assert self.group.failure is not None
                 if self.participant.standing is node.Standing.MEMBER:
                     self.checks.failure_reported(self.participant.facts.key, round)
-                self.tell(node.FailureReported(round, self._named(self.group.failure)))
+                self.tell(protocol.Failed(round, self._named(self.group.failure)))
             case lifecycle.ReportSuccess(round):
-                self.tell(node.SuccessReported(round))
+                self.tell(protocol.Succeeded(round))
             case lifecycle.EndRun():
                 self.exit()
             case _:
@@ -346,7 +345,7 @@ class Agent:
             return
         self.engine.note(self.name, "gets SIGTERM")
         self.is_leaving = True
-        self.tell(node.LeaveRequested())
+        self.tell(protocol.Leaving())
         if self.group is not None and self.group.is_alive:
             self._is_stopping = True
             self.host.terminate(self.group)
@@ -354,7 +353,7 @@ class Agent:
             self._complete_leave()
 
     def _complete_leave(self) -> None:
-        self.tell(node.LeaveCompleted())
+        self.tell(protocol.Left())
         self.exit()
 
     def exit(self) -> None:

@@ -16,9 +16,8 @@ from holdfast.rendezvous.membership import model, protocol
 from holdfast.rendezvous.membership.model import Memory, NodeFacts, World
 from holdfast.rendezvous.membership.protocol import Command, Expel, ForgetRun, From, Remember, Tell
 from holdfast.rendezvous.membership.run import Membership, Phase
-from tests.sim.checkers import Checks
-from tests.sim.engine import Alarm, Clock, Engine, Violation
-from tests.sim.network import Address, Link, Network
+from tests.sim.engine import Alarm, Clock, Violation
+from tests.sim.network import Address, AnyWorld, Link
 
 
 @frozen
@@ -46,11 +45,9 @@ class Disk:
 class Coordinator:
     """One coordinator process, with its memory on a disk."""
 
-    def __init__(self, engine: Engine, network: Network, checks: Checks, clock: Clock, address: Address) -> None:
-        self.engine = engine
-        self.network = network
+    def __init__(self, world: AnyWorld, clock: Clock, address: Address) -> None:
+        self.engine, self.network, self.checks = world.engine, world.network, world.checks
         self.clock = clock
-        self.checks = checks
         self.address = address
         self.name = address.name
         self.is_up = True
@@ -63,7 +60,7 @@ class Coordinator:
         self._links: dict[str, Link] = {}
         self._newest: dict[str, int] = {}
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._alarm = Alarm(engine, clock, self._ring)
+        self._alarm = Alarm(self.engine, clock, self._ring)
 
     # Life and death.
 

@@ -16,32 +16,22 @@ from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership.model import Memory, World
 from holdfast.rendezvous.membership.protocol import Remember
 from tests.sim.agent import Agent
-from tests.sim.checkers import Checks
 from tests.sim.coordinator import Coordinator, Item, RaiseTerm
-from tests.sim.engine import Alarm, Engine, Violation
+from tests.sim.engine import Alarm, Violation
 from tests.sim.etcd import Gateway
+from tests.sim.faults import LEADER_LEASE_S
 from tests.sim.host import Host
-from tests.sim.network import Address, Link, Network
-
-LEADER_LEASE_S = 5.0
+from tests.sim.network import Address, AnyWorld, Link
 
 
 class ElectedCoordinator(Coordinator):
     """One coordinator process on a node's host, with its memory in etcd."""
 
     def __init__(
-        self,
-        engine: Engine,
-        network: Network,
-        checks: Checks,
-        gateway: Gateway,
-        address: Address,
-        leader: Leader,
-        lease: int,
-        asked_at: float,
+        self, world: AnyWorld, gateway: Gateway, address: Address, leader: Leader, lease: int, asked_at: float
     ) -> None:
         assert address.host is not None
-        super().__init__(engine, network, checks, address.host.clock, address)
+        super().__init__(world, address.host.clock, address)
         self.host: Host = address.host
         self.gateway = gateway
         self.etcd = gateway.etcd
@@ -54,7 +44,7 @@ class ElectedCoordinator(Coordinator):
         self._writing: Item | None = None
         self._written: Item | None = None
         self._numbers = 0
-        self._office_alarm = Alarm(engine, self.clock, self._office_ring)
+        self._office_alarm = Alarm(self.engine, self.clock, self._office_ring)
 
     def begin(self) -> None:
         self.engine.note(self.name, "is elected, of term", str(self.office.term))
@@ -72,7 +62,7 @@ class ElectedCoordinator(Coordinator):
         self.engine.note(self.name, "starts", "with" if memory else "with no memory", memory or "")
         if known >= self.office.term:
             self._outbox.append(RaiseTerm(known))
-        self._open(memory, term=max(self.office.term, known + 1), extra_wait_s=LEADER_LEASE_S)
+        self._open(memory, term=max(self.office.term, known + 1))
         self._is_open = True
         self._flush()
         for link, term in self._early:
@@ -274,9 +264,7 @@ class Candidate:
             self._give_up(agent)
 
     def _win(self, agent: Agent, address: Address, leader: Leader, lease: int, asked_at: float) -> None:
-        process = ElectedCoordinator(
-            agent.engine, agent.network, agent.checks, self._gateway, address, leader, lease, asked_at
-        )
+        process = ElectedCoordinator(agent, self._gateway, address, leader, lease, asked_at)
         process.does_hang_up = self._does_hang_up
         process.has_ended = lambda: agent.hear(self._revoke, agent, lease)
         process.begin()

@@ -6,10 +6,19 @@ from holdfast.rendezvous.membership.model import Memory, NodeFacts, Settings
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from tests.sim.agent import Agent
 from tests.sim.coordinator import Coordinator
-from tests.sim.elected import LEADER_LEASE_S, Candidate
+from tests.sim.elected import Candidate
 from tests.sim.engine import Violation
 from tests.sim.etcd import Etcd, Gateway
-from tests.sim.faults import CALM, ETCD_KINDS, ETCD_TIMINGS, FASTEST, SLOWEST, Misfortune, draw_clock
+from tests.sim.faults import (
+    CALM,
+    ETCD_KINDS,
+    ETCD_TIMINGS,
+    FASTEST,
+    LEADER_LEASE_S,
+    SLOWEST,
+    Misfortune,
+    draw_clock,
+)
 from tests.sim.host import Host
 from tests.sim.network import Address
 from tests.sim.world import FakeWorld
@@ -29,6 +38,7 @@ class EtcdWorld(FakeWorld):
         self.etcd = Etcd(self.engine, draw_clock(self.engine.random, is_coordinator=True), self.checks)
         self.gateway = Gateway(self.engine, self.network, self.etcd)
         self.addresses: list[Address] = []
+        self._quiet_until = 0.0
 
     def _make_misfortune(self) -> Misfortune:
         return EtcdMisfortune(self, self.profile)
@@ -46,7 +56,7 @@ class EtcdWorld(FakeWorld):
             locate_after_s=LOCATE_AFTER_S,
         )
         where = Candidate(self.gateway, self.addresses, does_hang_up=self.profile.does_coordinator_hang_up)
-        return Agent(self.engine, self.network, self.checks, host, facts, settings, lease, where)
+        return Agent(self, host, facts, settings, lease, where)
 
     # The coordinator.
 
@@ -72,7 +82,7 @@ class EtcdWorld(FakeWorld):
         """While the run is known to nodes only."""
         if not self._was_memory_lost or self.are_settings_fixed:
             return False
-        return super()._must_be_quiet() or any(map(self._knows_of_the_run, self._living()))
+        return self.engine.now < self._quiet_until or any(map(self._knows_of_the_run, self._living()))
 
     # The two phases.
 

@@ -25,48 +25,19 @@ UNCOUNTED_CODE = 143
 # Any two of these differ by at most a tenth.
 SLOWEST, FASTEST = 0.9535, 1.0485
 
+LEADER_LEASE_S = 5.0
+
 KINDS = (
-    "lose_connection",
-    "lose_connection_for_good",
-    "partition",
-    "partition_one_way",
-    "crash_agent",
-    "lose_host",
-    "freeze_agent",
-    "pause_loop",
-    "stick_loop",
-    "crash_coordinator",
-    "lose_memory",
-    "freeze_coordinator",
-    "leave",
-    "join_late",
-    "join_misfit",
-    "close_run",
-)
+    "lose_connection", "lose_connection_for_good", "partition", "partition_one_way", "crash_agent", "lose_host",
+    "freeze_agent", "pause_loop", "stick_loop", "crash_coordinator", "lose_memory", "freeze_coordinator", "leave",
+    "join_late", "join_misfit", "close_run",
+)  # fmt: skip
 ETCD_KINDS = (
-    "lose_connection",
-    "lose_connection_for_good",
-    "partition",
-    "partition_one_way",
-    "cut_from_etcd",
-    "crash_agent",
-    "lose_host",
-    "freeze_agent",
-    "pause_loop",
-    "stick_loop",
-    "crash_coordinator",
-    "freeze_coordinator",
-    "lose_coordinators_host",
-    "cut_coordinator_from_etcd",
-    "leave",
-    "join_late",
-    "join_misfit",
-    "close_run",
-    "lose_quorum",
-    "lose_requests",
-    "drop_lease",
-    "lose_memory",
-)
+    "lose_connection", "lose_connection_for_good", "partition", "partition_one_way", "cut_from_etcd",
+    "crash_agent", "lose_host", "freeze_agent", "pause_loop", "stick_loop", "crash_coordinator",
+    "freeze_coordinator", "lose_coordinators_host", "cut_coordinator_from_etcd", "leave", "join_late",
+    "join_misfit", "close_run", "lose_quorum", "lose_requests", "drop_lease", "lose_memory",
+)  # fmt: skip
 # With these alone no node is ever out of reach. A coordinator that is down is no reason to lose others.
 CALM = frozenset({"pause_loop", "crash_coordinator", "leave", "join_late", "join_misfit", "close_run"})
 
@@ -92,23 +63,22 @@ class Profile:
     work_s: float
 
 
-# Heartbeat, lease, drop timeout, reconnect grace.
-TIMINGS = ((1.0, 5.0, 2.0, 0.5), (1.0, 5.0, 2.0, 0.5), (0.5, 3.0, 1.5, 0.5), (2.0, 10.0, 4.0, 1.0))
-ETCD_TIMINGS = ((1.0, 6.0, 2.0, 0.5),)
+# Heartbeat, lease, drop timeout, reconnect grace, lease of the leader.
+Timing = tuple[float, float, float, float, float]
+TIMINGS: tuple[Timing, ...] = (
+    (1.0, 5.0, 2.0, 0.5, 0.0), (1.0, 5.0, 2.0, 0.5, 0.0), (0.5, 3.0, 1.5, 0.5, 0.0), (2.0, 10.0, 4.0, 1.0, 0.0),
+)  # fmt: skip
+ETCD_TIMINGS: tuple[Timing, ...] = ((1.0, 6.0, 2.0, 0.5, LEADER_LEASE_S),)
 
 
-def draw_profile(
-    random: Random,
-    kinds_there_are: tuple[str, ...] = KINDS,
-    timings: tuple[tuple[float, float, float, float], ...] = TIMINGS,
-) -> Profile:
+def draw_profile(random: Random, kinds_there_are: tuple[str, ...], timings: tuple[Timing, ...]) -> Profile:
     host_count = random.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, 6))
     min_nodes = random.randint(1, host_count)
     max_nodes = random.randint(min_nodes, host_count + 2)
     requests_ranks = random.random() < 0.15
     if requests_ranks:
         max_nodes = max(max_nodes, host_count)
-    heartbeat_s, lease_s, drop_timeout_s, reconnect_grace_s = random.choice(timings)
+    heartbeat_s, lease_s, drop_timeout_s, reconnect_grace_s, leader_lease_s = random.choice(timings)
     kinds = _draw_kinds(random, kinds_there_are)
     policy = _draw_policy(random)
     chance_of_failure = random.choice((0.0, 0.1, 0.3) if policy.max_restarts else (0.0, 0.0, 0.2))
@@ -123,6 +93,7 @@ def draw_profile(
         close_linger_s=random.choice((1.0, 10.0)),
         admit=random.choice((Admit.NOW, Admit.ON_RESTART)),
         policy=policy,
+        leader_lease_s=leader_lease_s,
     )
     return Profile(
         settings=settings,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,48 +19,32 @@ from holdfast.rendezvous.etcd import election
 from holdfast.rendezvous.etcd.election import Office
 from holdfast.rendezvous.membership import node_lease, protocol, restart_policy, run
 from holdfast.rendezvous.membership.formation import Formation
-from holdfast.rendezvous.membership.model import Memory, Sealed, Stage, World
+from holdfast.rendezvous.membership.model import Memory, Resigned, Sealed, Stage, World
 from holdfast.rendezvous.membership.node import Participant
 from holdfast.rendezvous.membership.node_lease import NodeLease
-from holdfast.rendezvous.membership.past import Past
 from holdfast.rendezvous.membership.protocol import Remember
 from holdfast.rendezvous.membership.restart_policy import Budget
+from holdfast.rendezvous.membership.round import Past
 from holdfast.rendezvous.membership.run import Membership
 from tests.sim.elected import Candidate, ElectedCoordinator
 from tests.sim.etcd import Etcd
 from tests.sim.host import Host
 
 
-@dataclass(frozen=True)
 class Mutation:
-    """`change` makes of what it was what it is to be. `rules` are those that may be the first to object. Where chance
-    seldom gets there, `scenario` names one that goes another way, or breaks a rule."""
+    """`change` makes of what it was what it is to be. `rules` are those that may be the first to object; the search for
+    a seed begins at `first_seed`. Where chance seldom gets there, `scenario` names one that goes another way, or breaks
+    a rule."""
 
-    name: str
-    owner: Any
-    attribute: str
-    change: Callable[[Any], Any]
-    rules: tuple[str, ...] = ()
-    first_seed: int = 0
-    """The search begins here."""
-    scenario: str = ""
-    is_on_etcd: bool = False
+    def __init__(
+        self, name: str, owner: Any, attribute: str, change: Callable[[Any], Any], *rules: str,
+        first_seed: int = 0, scenario: str = "", is_on_etcd: bool = False,
+    ) -> None:  # fmt: skip
+        self.name, self.owner, self.attribute, self.change, self.rules = name, owner, attribute, change, rules
+        self.first_seed, self.scenario, self.is_on_etcd = first_seed, scenario, is_on_etcd
 
     def apply(self) -> AbstractContextManager[Any]:
         return patch.object(self.owner, self.attribute, self.change(getattr(self.owner, self.attribute)))
-
-
-def mutation_of(
-    name: str,
-    owner: Any,
-    attribute: str,
-    change: Callable[[Any], Any],
-    *rules: str,
-    first_seed: int = 0,
-    scenario: str = "",
-    is_on_etcd: bool = False,
-) -> Mutation:
-    return Mutation(name, owner, attribute, change, rules, first_seed, scenario, is_on_etcd)
 
 
 # How things are changed.
@@ -168,7 +152,7 @@ def _own_master(original: Any) -> Any:
 
 def _admit_at_the_join_only(original: Any) -> Any:
     def admit(self: Membership, now: float) -> Any:
-        newest = max(self._nodes, key=lambda node: node.arrival)
+        newest = max(self._nodes.values(), key=lambda node: node.arrival)
         has_just_joined = newest.stage is Stage.WAITING and newest.heard_at == now
         return original(self, now) if has_just_joined else []
 
@@ -240,7 +224,7 @@ def _only_the_first_round(original: Any) -> Any:
 
 
 def _do_not_mind(original: Any) -> Any:
-    return lambda self, jitter, now: self._retreat(jitter, now) or self._locate(now)
+    return lambda self, jitter, now: self._retreat(jitter, now)
 
 
 def _join_at_once(original: Any) -> Any:
@@ -286,11 +270,8 @@ def _from_the_answer(original: Any) -> Any:
     return step
 
 
-def _for_a_node_lease_only(original: Any) -> Any:
-    def init(self: Membership, now: float, memory: Memory | None = None, **named: Any) -> None:
-        original(self, now, memory, **{**named, "extra_wait_s": 0.0})
-
-    return init
+def _without_leader_lease(original: Any) -> Any:
+    return lambda self, settings, now: original(self, replace(settings, leader_lease_s=0.0), now)
 
 
 def _by_what_members_say(original: Any) -> Any:
@@ -305,7 +286,7 @@ def _by_what_members_say(original: Any) -> Any:
 
 def _for_ever(original: Any) -> Any:
     def react(self: NodeLease, event: Any, now: float) -> Any:
-        if isinstance(event, node_lease.CoordinatorResigned):
+        if isinstance(event, Resigned):
             self.may_outlive_lease = True
         return original(self, event, now)
 
@@ -314,7 +295,7 @@ def _for_ever(original: Any) -> Any:
 
 def _unbelieved(original: Any) -> Any:
     def react(self: NodeLease, event: Any, now: float) -> Any:
-        return [] if isinstance(event, node_lease.CoordinatorResigned) else original(self, event, now)
+        return [] if isinstance(event, Resigned) else original(self, event, now)
 
     return react
 
@@ -330,109 +311,106 @@ _FREE = "membership_is_free"
 # fmt: off
 MUTATIONS = [
     # Fencing: workers outlive the place of their node, or the place is given away before they are gone.
-    mutation_of("the agent uses its whole lease", node_lease, "_LEASE_SHARE", lambda original: 1.0, _FENCING),
-    mutation_of("the coordinator waits for half a lease", Membership, "_lease_ends", _lease_of_half_the_length,
-        _FENCING),
-    mutation_of("a closed connection is given up at once", Membership, "_closed", _drop_at_once, _FENCING,
-        first_seed=140),
-    mutation_of("an agent does not mind a closed connection", NodeLease, "_disconnected", _do_not_mind, _FENCING,
+    Mutation("the agent uses its whole lease", node_lease, "_LEASE_SHARE", lambda original: 1.0, _FENCING),
+    Mutation("the coordinator waits for half a lease", Membership, "_lease_ends", _lease_of_half_the_length, _FENCING),
+    Mutation("a closed connection is given up at once", Membership, "_closed", _drop_at_once, _FENCING, first_seed=140),
+    Mutation("an agent does not mind a closed connection", NodeLease, "_disconnected", _do_not_mind, _FENCING,
         first_seed=190),
-    mutation_of("an agent takes a silent network for a refusal", NodeLease, "_connect_failed", _call_it_refused,
-        _FENCING, first_seed=290),
-    mutation_of("the lease is lifted when the place is lost", NodeLease, "_lose_place_if_due", _lift_the_lease,
-        _FENCING, first_seed=450),
-    mutation_of("the spawner ignores the lease", Host, "set_lease", _always(None), _FENCING),
-    mutation_of("a place that comes too late is taken", Participant, "_sealed", _start_whatever_is_late, "ranks_agree"),
-    mutation_of("a restarted coordinator does not wait", Past, "others_may_run_until",
-        lambda original: lambda self, settings, now: now, _FENCING),
-    mutation_of("an agent joins before its workers are gone", Lifecycle, "_stop", _join_at_once, _RAISE, _FENCING),
+    Mutation("an agent takes a silent network for a refusal", NodeLease, "_connect_failed", _call_it_refused, _FENCING,
+        first_seed=290),
+    Mutation("the lease is lifted when the place is lost", NodeLease, "_lose_place_if_due", _lift_the_lease, _FENCING,
+        first_seed=450),
+    Mutation("the spawner ignores the lease", Host, "set_lease", _always(None), _FENCING),
+    Mutation("a place that comes too late is taken", Participant, "_sealed", _start_whatever_is_late, "ranks_agree"),
+    Mutation("a restarted coordinator does not wait", Past, "others_may_run_until", lambda original: lambda self,
+        settings, now: now, _FENCING),
+    Mutation("an agent joins before its workers are gone", Lifecycle, "_stop", _join_at_once, _RAISE, _FENCING),
     # Judging.
-    mutation_of("a stopped round is judged at once", Membership, "_stop", _judge_at_once, _FENCING, _FREE),
-    mutation_of("a lost node is charged to the budget", Membership, "_judge",
+    Mutation("a stopped round is judged at once", Membership, "_stop", _judge_at_once, _FENCING, _FREE),
+    Mutation("a lost node is charged to the budget", Membership, "_judge",
         _before(lambda self: self._present.departed.clear()), _FREE),
-    mutation_of("failures of a planned stop are charged", Membership, "_failed", _blame_stopped,
+    Mutation("failures of a planned stop are charged", Membership, "_failed", _blame_stopped,
         scenario="a_failure_crosses_a_planned_stop"),
-    mutation_of("failures cost nothing", Membership, "_judge", _before(lambda self: self._present.failures.clear()),
+    Mutation("failures cost nothing", Membership, "_judge", _before(lambda self: self._present.failures.clear()),
         "failures_are_charged"),
-    mutation_of("a failure is reported once", Participant, "_join_message", _message_without(failure=None),
+    Mutation("a failure is reported once", Participant, "_join_message", _message_without(failure=None),
         "no_failure_is_forgotten"),
-    mutation_of("a join does not say why its node stopped", Participant, "_join_message", _message_without(stop=None),
+    Mutation("a join does not say why its node stopped", Participant, "_join_message", _message_without(stop=None),
         scenario="the_coordinator_dies_while_it_stops_a_round"),
-    mutation_of("the last failure is the cause", restart_policy, "root_cause",
+    Mutation("the last failure is the cause", restart_policy, "root_cause",
         lambda original: lambda failures: failures[-1], "root_cause"),
-    mutation_of("one success is everybody's", Membership, "_finish",
-        _after(lambda self: self._present.unfinished.clear()), "success_is_unanimous"),
-    mutation_of("a stop has no end", Membership, "_expel_stuck",
-        lambda original: lambda self, now: setattr(self._present, "stop_by", None) or [],
-        scenario="a_stuck_agent_is_expelled"),
-    mutation_of("a stop is not told again", Membership, "_stop_again", _always([]),
+    Mutation("one success is everybody's", Membership, "_finish", _after(lambda self: self._present.unfinished.clear()),
+        "success_is_unanimous"),
+    Mutation("a stop has no end", Membership, "_expel_stuck", lambda original: lambda self, now: setattr(self._present,
+        "stop_by", None) or [], scenario="a_stuck_agent_is_expelled"),
+    Mutation("a stop is not told again", Membership, "_stop_again", _always([]),
         scenario="a_failure_at_the_coordinators_death"),
     # Worlds.
-    mutation_of("a world larger than max is sealed", run, "arrange", _one_too_many, "size_within_bounds", _RAISE),
-    mutation_of("survivors change places", run, "arrange", _newest_first, "survivors_keep_order"),
-    mutation_of("every node is its own master", World, "place_of", _own_master, "ranks_agree"),
-    mutation_of("the round is not counted on", Membership, "_seal",
-        _before(lambda self: setattr(self, "round", max(0, self.round - 1))), "rounds_rise"),
-    mutation_of("later rounds have no last call", Formation, "may_seal", _only_the_first_round,
+    Mutation("a world larger than max is sealed", run, "arrange", _one_too_many, "size_within_bounds", _RAISE),
+    Mutation("survivors change places", run, "arrange", _newest_first, "survivors_keep_order"),
+    Mutation("every node is its own master", World, "place_of", _own_master, "ranks_agree"),
+    Mutation("the round is not counted on", Membership, "_seal", _before(lambda self: setattr(self, "round", max(0,
+        self.round - 1))), "rounds_rise"),
+    Mutation("later rounds have no last call", Formation, "may_seal", _only_the_first_round,
         scenario="a_later_round_has_a_last_call"),
     # A coordinator that is restarted.
-    mutation_of("a sealed round is not written down", Membership, "_seal", _without(Remember), "rounds_rise", _FENCING,
+    Mutation("a sealed round is not written down", Membership, "_seal", _without(Remember), "rounds_rise", _FENCING,
         first_seed=150),
-    mutation_of("the restarts are forgotten", Membership, "__init__", _without_restarts, "restarts_within_budget",
+    Mutation("the restarts are forgotten", Membership, "__init__", _without_restarts, "restarts_within_budget",
         first_seed=260),
-    mutation_of("restarts do not age", Budget, "__init__", _all_count_as_now, scenario="old_restarts_stay_old"),
-    mutation_of("it is forgotten that a round was charged", Membership, "__init__",
-        _memory_without(is_round_over=False), scenario="all_are_back"),
-    mutation_of("a lease is waited for although all are back", Past, "others_may_run_until", _wait_in_any_case,
+    Mutation("restarts do not age", Budget, "__init__", _all_count_as_now, scenario="old_restarts_stay_old"),
+    Mutation("it is forgotten that a round was charged", Membership, "__init__", _memory_without(is_round_over=False),
         scenario="all_are_back"),
-    mutation_of("the settings are forgotten", Membership, "__init__", _memory_without(settings=None),
+    Mutation("a lease is waited for although all are back", Past, "others_may_run_until", _wait_in_any_case,
+        scenario="all_are_back"),
+    Mutation("the settings are forgotten", Membership, "__init__", _memory_without(settings=None),
         "only_misfits_are_refused"),
-    mutation_of("not all members are waited for", Membership, "__init__",
+    Mutation("not all members are waited for", Membership, "__init__",
         _after(lambda self: self._past.awaited.discard(min(self._past.awaited, default=""))), _FENCING),
-    mutation_of("an adopted round does not wait", Membership, "_adopt",
-        _after(lambda self: setattr(self._present, "returns_until", self._now + 0.2)), "nobody_lost_without_reason"),
+    Mutation("an adopted round does not wait", Membership, "_adopt", _after(lambda self: setattr(self._present,
+        "returns_until", self._now + 0.2)), "nobody_lost_without_reason"),
     # A coordinator that has lost its memory.
-    mutation_of("what nodes know of rounds is nothing", Membership, "_learn_the_past", _whatever_is_known, _FENCING),
-    mutation_of("a node without a place knows of no round", Participant, "_join_message",
-        _message_without(heard_round=0), scenario="a_standby_meets_a_coordinator_without_memory"),
-    mutation_of("a welcome tells nothing of rounds", Participant, "_welcomed", _hear_nothing,
+    Mutation("what nodes know of rounds is nothing", Membership, "_learn_the_past", _whatever_is_known, _FENCING),
+    Mutation("a node without a place knows of no round", Participant, "_join_message", _message_without(heard_round=0),
+        scenario="a_standby_meets_a_coordinator_without_memory"),
+    Mutation("a welcome tells nothing of rounds", Participant, "_welcomed", _hear_nothing,
         scenario="a_newcomer_meets_a_coordinator_without_memory"),
-    mutation_of("what nodes know is not written down", Membership, "_learn_the_past", _without(Remember),
+    Mutation("what nodes know is not written down", Membership, "_learn_the_past", _without(Remember),
         scenario="what_nodes_know_is_written_down"),
     # A coordinator that etcd elects.
-    mutation_of("its whole lease is served", election, "_SERVED_SHARE", lambda original: 1.0, "one_in_office",
+    Mutation("its whole lease is served", election, "_SERVED_SHARE", lambda original: 1.0, "one_in_office",
         is_on_etcd=True),
-    mutation_of("a renewal counts from its answer", Office, "step", _from_the_answer,
+    Mutation("a renewal counts from its answer", Office, "step", _from_the_answer,
         scenario="an_answer_that_is_late_renews_no_longer"),
-    mutation_of("writes are not guarded", Etcd, "write", _any_leader, "writes_are_in_turn", _RAISE, is_on_etcd=True),
-    mutation_of("writes do not wait for their turn", Etcd, "write", _any_turn, "writes_are_in_turn", is_on_etcd=True,
+    Mutation("writes are not guarded", Etcd, "write", _any_leader, "writes_are_in_turn", _RAISE, is_on_etcd=True),
+    Mutation("writes do not wait for their turn", Etcd, "write", _any_turn, "writes_are_in_turn", is_on_etcd=True,
         first_seed=100),
-    mutation_of("the lease is not looked at before an answer", ElectedCoordinator, "_may_serve", _always(True),
+    Mutation("the lease is not looked at before an answer", ElectedCoordinator, "_may_serve", _always(True),
         "only_in_office", is_on_etcd=True),
-    mutation_of("nodes are told before it is written down", ElectedCoordinator, "_is_kept", _told_and_forgotten,
+    Mutation("nodes are told before it is written down", ElectedCoordinator, "_is_kept", _told_and_forgotten,
         "tellings_are_backed", is_on_etcd=True),
-    mutation_of("the next coordinator waits for a node lease only", Membership, "__init__", _for_a_node_lease_only,
+    Mutation("the next coordinator waits for a node lease only", Past, "others_may_run_until", _without_leader_lease,
         scenario="a_member_lives_on_the_word_of_the_leader_before"),
-    mutation_of("members say who may still run", Membership, "_learn_the_past", _by_what_members_say,
+    Mutation("members say who may still run", Membership, "_learn_the_past", _by_what_members_say,
         scenario="only_one_has_heard_of_the_round"),
-    mutation_of("a term is not raised", Membership, "raise_term", _always(False), "settles", "ends_and_everybody_knows",
+    Mutation("a term is not raised", Membership, "raise_term", _always(False), "settles", "ends_and_everybody_knows",
         is_on_etcd=True, first_seed=540),
-    mutation_of("a resignation frees from the lease", NodeLease, "_react", _for_ever, _FENCING, is_on_etcd=True,
+    Mutation("a resignation frees from the lease", NodeLease, "_react", _for_ever, _FENCING, is_on_etcd=True,
         first_seed=90),
-    mutation_of("a resignation is not believed", NodeLease, "_react", _unbelieved,
+    Mutation("a resignation is not believed", NodeLease, "_react", _unbelieved,
         scenario="a_leader_resigns_and_is_gone"),
-    mutation_of("a node that hears nothing does not look", NodeLease, "_locate_at", _always(None),
+    Mutation("a node that hears nothing does not look", NodeLease, "_locate_at", _always(None),
         scenario="a_frozen_leader_goes_on"),
-    mutation_of("the lease of a dead coordinator is not revoked", Candidate, "_revoke", _always(None),
+    Mutation("the lease of a dead coordinator is not revoked", Candidate, "_revoke", _always(None),
         scenario="the_coordinators_process_dies"),
     # The end, and getting there.
-    mutation_of("the end is forgotten", Membership, "__init__", _memory_without(outcome=None), "ended_run_stays_ended",
+    Mutation("the end is forgotten", Membership, "__init__", _memory_without(outcome=None), "ended_run_stays_ended",
         "one_outcome"),
-    mutation_of("the outcome changes", Membership, "_take_after_end", _two_outcomes, "one_outcome"),
-    mutation_of("a node that comes after the end is told nothing", Membership, "_take_after_end", _tell_those_present,
+    Mutation("the outcome changes", Membership, "_take_after_end", _two_outcomes, "one_outcome"),
+    Mutation("a node that comes after the end is told nothing", Membership, "_take_after_end", _tell_those_present,
         "settles", "ends_and_everybody_knows"),
-    mutation_of("newcomers are let in when they join only", Membership, "_maybe_admit", _admit_at_the_join_only,
+    Mutation("newcomers are let in when they join only", Membership, "_maybe_admit", _admit_at_the_join_only,
         scenario="a_newcomer_meets_a_coordinator_that_was_restarted"),
-    mutation_of("silent nodes are never lost", Membership, "_lease_ends", _always(math.inf), "settles"),
+    Mutation("silent nodes are never lost", Membership, "_lease_ends", _always(math.inf), "settles"),
 ]
 # fmt: on

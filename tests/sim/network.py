@@ -15,16 +15,25 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tests.sim.engine import Engine
 
 if TYPE_CHECKING:
     from tests.sim.agent import Agent
+    from tests.sim.checkers import Checks
     from tests.sim.coordinator import Coordinator
     from tests.sim.host import Host
 
 Message = Any
+
+
+class AnyWorld(Protocol):
+    """What agents and coordinators live in."""
+
+    engine: Engine
+    network: Network
+    checks: Checks
 
 
 class Address:

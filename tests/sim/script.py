@@ -9,7 +9,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from holdfast.rendezvous.membership import node
+from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import NodeFacts, Settings
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.restart_policy import Failure
@@ -19,6 +19,7 @@ from tests.sim.coordinator import Coordinator, Disk
 from tests.sim.elected import Candidate
 from tests.sim.engine import Clock, Engine
 from tests.sim.etcd import Etcd, Gateway
+from tests.sim.faults import LEADER_LEASE_S
 from tests.sim.host import Host, Plan, Society
 from tests.sim.network import Address, Network
 
@@ -57,12 +58,12 @@ class Script:
         self.engine.at(0.0, self._start_coordinator)
 
     def _start_coordinator(self) -> None:
-        Coordinator(self.engine, self.network, self.checks, Clock(), self.address).start(self.disk)
+        Coordinator(self, Clock(), self.address).start(self.disk)
 
     def _make_agent(self, host: Host, facts: NodeFacts) -> Agent:
         lease = LeaseSettings(self.settings.heartbeat_s, self.settings.lease_s)
         where = Fixed(self.address)
-        return Agent(self.engine, self.network, self.checks, host, facts, self.settings, lease, where)
+        return Agent(self, host, facts, self.settings, lease, where)
 
     def plan(self, host: Host, round: int, restarts_used: int) -> Plan:
         return self._plans.get((host.name, round), FOR_EVER)
@@ -117,7 +118,7 @@ class Script:
         self.hosts[name].kill(group, "by the kernel")
 
     def close(self, name: str, at: float) -> None:
-        self.engine.at(at, lambda: self._agent(name).tell(node.CloseRequested("closed by the user")))
+        self.engine.at(at, lambda: self._agent(name).tell(protocol.Close("closed by the user")))
 
     def cut(self, name: str, at: float, for_s: float) -> None:
         """The network does not reach the host."""
@@ -168,7 +169,7 @@ class EtcdScript(Script):
     """The same with a coordinator that etcd elects. The first node starts it, unless the script says otherwise."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"lease_s": 6.0, **settings})
+        super().__init__(**{"lease_s": 6.0, "leader_lease_s": LEADER_LEASE_S, **settings})
 
     def _open(self) -> None:
         self.network = Network(self.engine, DELAY_S, is_even=True)
@@ -179,7 +180,7 @@ class EtcdScript(Script):
     def _make_agent(self, host: Host, facts: NodeFacts) -> Agent:
         lease = LeaseSettings(lease_s=self.settings.lease_s, does_refusal_renew=False, locate_after_s=2.0)
         where = Candidate(self.gateway, self.addresses)
-        return Agent(self.engine, self.network, self.checks, host, facts, self.settings, lease, where)
+        return Agent(self, host, facts, self.settings, lease, where)
 
     def _coordinator(self) -> Coordinator:
         assert self.etcd.leader is not None

@@ -10,17 +10,7 @@ import pytest
 
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.membership import protocol
-from holdfast.rendezvous.membership.model import (
-    End,
-    Ended,
-    Memory,
-    NodeFacts,
-    Outcome,
-    Sealed,
-    Settings,
-    Stop,
-    World,
-)
+from holdfast.rendezvous.membership.model import End, Ended, Memory, NodeFacts, Outcome, Sealed, Settings, Stop, World
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 from tests.sim.checkers import RULES, Checks, name_of
 from tests.sim.engine import Violation
@@ -83,6 +73,12 @@ def later(seconds: float) -> Callable[[Checks], None]:
     return pass_time
 
 
+def held_up(node: NodeFacts, *, free_for_s: float) -> Callable[[Checks], None]:
+    host = SimpleNamespace(grace_s=8.0)
+    return did("loop_held_up", SimpleNamespace(name=node.node_id, loop_free_for_s=free_for_s, host=host))
+
+
+STOPPED = [sealed(1, A, B), did("stop_ordered", STOP)]
 FAILURE_IN_ROUND_1 = [
     sealed(1, A, B), heard(A, protocol.Failed(1, CRASH)), did("stop_ordered", STOP), heard(A, join(A)),
 ]  # fmt: skip
@@ -132,6 +128,15 @@ STORIES: list[tuple[str, list[Callable[[Checks], None]]]] = [
     ]),
     ("nobody_lost_without_reason", [calm, did("expelled", A.key)]),
     ("nobody_lost_without_reason", [calm, did("lease_ended", group(A, 1, 0))]),
+    ("nobody_lost_without_reason", [calm, *STOPPED, later(15.0), did("expelled", A.key)]),
+    ("nobody_lost_without_reason", [calm, *STOPPED, later(14.0), held_up(A, free_for_s=-1.0), did("expelled", A.key)]),
+    ("nobody_lost_without_reason", [calm, *STOPPED, later(15.0), held_up(B, free_for_s=-1.0), did("expelled", A.key)]),
+    ("nobody_lost_without_reason", [calm, *STOPPED, later(15.0), held_up(A, free_for_s=9.0), did("expelled", A.key)]),
+    ("nobody_lost_without_reason", [
+        calm, *STOPPED, later(15.0), held_up(A, free_for_s=8.9), did("expelled", A.key),
+        did("lease_ended", group(A, 1, 0)), sealed(2, A, B), did("workers_started", group(A, 2, 0)),
+        did("lease_ended", group(A, 2, 0)),
+    ]),
     ("writes_are_in_turn", [did("leader_written", LEADER), did("leader_written", LEADER)]),
     ("writes_are_in_turn", [
         did("leader_written", LEADER), did("leader_written", Leader("b", 1, "other", 2)),

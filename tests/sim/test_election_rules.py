@@ -9,7 +9,6 @@ from holdfast.rendezvous.membership.node_lease import (
     ConnectFailed,
     Disconnected,
     HangUp,
-    HeartbeatAnswered,
     LeaderMoved,
     LeaseSettings,
     NodeLease,
@@ -79,6 +78,6 @@ def test_a_resignation_holds_for_one_connection() -> None:
     node.step(Disconnected(), 1.0)
     assert node._lease.workers_may_live_until() == 5.4
     node.step(Welcomed(2, 1), 1.2)
-    node.step(HeartbeatAnswered(2), 1.3)
+    node.step(HeartbeatAnswer(2), 1.3)
     node.step(Disconnected(), 2.0)
     assert node._lease.workers_may_live_until() == 2.5

@@ -11,7 +11,9 @@ import pytest
 from tests.sim.__main__ import failure_of
 from tests.sim.engine import Violation
 from tests.sim.etcd_world import simulate
+from tests.sim.faults import SLOWEST
 from tests.sim.mutations import MUTATIONS
+from tests.sim.world import FakeWorld
 
 CHUNKS = 20
 SEEDS_IN_A_CHUNK = 50
@@ -48,6 +50,22 @@ def test_a_seed_can_be_seen_from_the_command_line() -> None:
     shown = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=True)
     assert "nothing went wrong" in shown.stdout
     assert simulate(5).engine.transcript.text() in shown.stdout
+
+
+def test_newcomers_stay_away_until_a_coordinator_without_memory_has_waited() -> None:
+    """The documented exception: nodes that know nothing of a run whose memory was lost. One that is started before a
+    coordinator has waited for a lease may meet the next coordinator first, also if the one before it died meanwhile."""
+    world = FakeWorld(0)
+    wait_s = world.profile.settings.lease_s / SLOWEST
+    world.lose_memory()
+    for waited_s in (0.9 * wait_s, 1.1 * wait_s):
+        world.start_coordinator()
+        world.engine.run_until(world.engine.now + waited_s)
+        assert world.coordinator is not None
+        world.coordinator.crash()
+        world.engine.run_until(world.engine.now + 0.2 * wait_s)
+        world.start_agent(world.add_host())
+        assert (world.hosts[-1].agent is None) == (waited_s < wait_s)
 
 
 def test_a_violation_names_its_rule() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 
 from holdfast.agent import lifecycle
-from holdfast.rendezvous.membership import node
+from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import Admit, Memory, NodeFacts, Settings, World
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.run import Membership, Phase
@@ -50,7 +50,7 @@ class FakeWorld:
         self.address = Address()
         self.disk = Disk()
         self._was_memory_lost = False
-        self._quiet_until = 0.0
+        self._is_quiet = False
 
     def _make_misfortune(self) -> Misfortune:
         return Misfortune(self, self.profile)
@@ -77,11 +77,14 @@ class FakeWorld:
     def start_coordinator(self) -> None:
         if self.coordinator is not None:
             return
-        coordinator = Coordinator(self.engine, self.network, self.checks, self.clock, self.address)
+        coordinator = Coordinator(self, self.clock, self.address)
         coordinator.does_hang_up = self.profile.does_coordinator_hang_up
         coordinator.start(self.disk)
-        if self._was_memory_lost and self.memory is None:
-            self._quiet_until = self.engine.now + self.profile.settings.lease_s / SLOWEST
+        self.engine.after(self.profile.settings.lease_s / SLOWEST, self._end_quiet, coordinator)
+
+    def _end_quiet(self, coordinator: Coordinator) -> None:
+        """A coordinator that has waited for a lease knows of every node whose workers may be alive."""
+        self._is_quiet = self._is_quiet and self.coordinator is not coordinator
 
     def may_lose_memory(self) -> bool:
         """Not when the run is over: a node that has not heard of its end by then would begin anew."""
@@ -95,7 +98,7 @@ class FakeWorld:
         self.engine.note("coordinator", "has lost its memory")
         self.disk.memory = None
         self.checks.data_lost()
-        self._quiet_until = float("inf")
+        self._is_quiet = True
         self._take_away_those_who_know_nothing()
 
     def _take_away_those_who_know_nothing(self) -> None:
@@ -150,12 +153,12 @@ class FakeWorld:
         agent.start()
 
     def _must_be_quiet(self) -> bool:
-        return self.engine.now < self._quiet_until
+        return self._is_quiet and self.memory is None
 
     def _make_agent(self, host: Host, facts: NodeFacts, settings: Settings) -> Agent:
         lease = LeaseSettings(settings.heartbeat_s, settings.lease_s, self.profile.reconnect_grace_s)
         where = Fixed(self.address)
-        return Agent(self.engine, self.network, self.checks, host, facts, settings, lease, where)
+        return Agent(self, host, facts, settings, lease, where)
 
     def cut(self, host: Host, *, up: bool, down: bool) -> None:
         """What goes up from the host, or down to it, does not get through."""
@@ -174,7 +177,7 @@ class FakeWorld:
 
     def close_run(self, host: Host) -> None:
         if host.agent is not None:
-            host.agent.hear(host.agent.tell, node.CloseRequested("closed by the user"))
+            host.agent.hear(host.agent.tell, protocol.Close("closed by the user"))
 
     # The two phases.
 

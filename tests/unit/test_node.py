@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import InternalError
-from holdfast.rendezvous.membership import node_lease
+from holdfast.rendezvous.membership import node_lease, protocol
 from holdfast.rendezvous.membership.model import (
     End,
     Ended,
@@ -29,16 +29,11 @@ from holdfast.rendezvous.membership.model import (
 )
 from holdfast.rendezvous.membership.node import (
     STANDING_CHANGES,
-    CloseRequested,
-    FailureReported,
     JoinRequested,
-    LeaveCompleted,
-    LeaveRequested,
     Participant,
     Received,
     Send,
     Standing,
-    SuccessReported,
     Welcomed,
 )
 from holdfast.rendezvous.membership.node_lease import HangUp, LeaseSettings, Locate, NodeLease, SetLease
@@ -70,7 +65,7 @@ SUCCESS = Ended(Outcome(End.SUCCEEDED, "all workers have succeeded"))
 def outside(term: int = 1, last_round: int = 0, **settings: Any) -> Participant:
     """A node that is connected, and whose first heartbeat was answered."""
     node = Participant(NodeFacts("n"), SETTINGS, NodeLease(LeaseSettings(0.5, LEASE_S, **settings)))
-    node.step(node_lease.TimePassed(), JOINED_AT - 1.0)
+    node.step(protocol.TimePassed(), JOINED_AT - 1.0)
     node.step(Welcomed(term, last_round), JOINED_AT - 1.0)
     node.step(Received(HeartbeatAnswer(1)), JOINED_AT - 1.0)
     return node
@@ -86,7 +81,7 @@ def member(**settings: Any) -> Participant:
     """A node that has joined at `JOINED_AT`, was sealed at once, and whose second heartbeat is on its way."""
     node = waiting(**settings)
     node.step(Received(Sealed("n/0", PLACE)), JOINED_AT)
-    node.step(node_lease.TimePassed(), JOINED_AT + 0.6)
+    node.step(protocol.TimePassed(), JOINED_AT + 0.6)
     return node
 
 
@@ -105,7 +100,7 @@ def told(commands: list[Any]) -> list[Any]:
 def reconnect(node: Participant, at: float = JOINED_AT + 0.7, term: int = 1, last_round: int = 0) -> list[Any]:
     """What it says on its next connection."""
     node.step(node_lease.Disconnected(), at)
-    node.step(node_lease.TimePassed(), at + 0.06)
+    node.step(protocol.TimePassed(), at + 0.06)
     return said(node.step(Welcomed(term, last_round), at + 0.06))
 
 
@@ -118,8 +113,8 @@ def test_a_round_from_join_to_join() -> None:
     assert said(node.step(JoinRequested(7), JOINED_AT)) == [Join(first, SETTINGS, None, 4)]
     place = replace(PLACE, round=5)
     assert node.step(Received(Sealed("n/0", place)), JOINED_AT) == [SetLease(JOINED_AT + 1.8), Sealed("n/0", place)]
-    assert said(node.step(FailureReported(4, FAILURE), JOINED_AT)) == [], "of another round"
-    assert said(node.step(FailureReported(5, FAILURE), JOINED_AT)) == [Failed(5, FAILURE)]
+    assert said(node.step(Failed(4, FAILURE), JOINED_AT)) == [], "of another round"
+    assert said(node.step(Failed(5, FAILURE), JOINED_AT)) == [Failed(5, FAILURE)]
     stop = replace(STOP, round=5)
     assert node.step(Received(STOP), JOINED_AT) == [], "of another round"
     assert node.step(Received(stop), JOINED_AT) == [stop]
@@ -131,7 +126,7 @@ def test_a_round_from_join_to_join() -> None:
 
 def test_success_is_said_once_and_again_on_the_next_connection() -> None:
     node = member()
-    assert said(node.step(SuccessReported(1), JOINED_AT + 0.7)) == [Succeeded(1)]
+    assert said(node.step(Succeeded(1), JOINED_AT + 0.7)) == [Succeeded(1)]
     assert reconnect(node) == [Return(node.facts, SETTINGS, PLACE, Stage.FINISHED)]
 
 
@@ -143,17 +138,17 @@ def test_success_is_said_once_and_again_on_the_next_connection() -> None:
         (member, [], [Return(NodeFacts("n", port=1), SETTINGS, PLACE, Stage.RUNNING)]),
         (
             member,
-            [FailureReported(1, FAILURE)],
+            [Failed(1, FAILURE)],
             [Return(NodeFacts("n", port=1), SETTINGS, PLACE, Stage.RUNNING), Failed(1, FAILURE)],
         ),
         (
             member,
-            [LeaveRequested()],
+            [Leaving()],
             [Return(NodeFacts("n", port=1), SETTINGS, PLACE, Stage.RUNNING), Leaving()],
         ),
-        (waiting, [LeaveRequested()], [Leaving()]),
-        (waiting, [LeaveRequested(), LeaveCompleted()], [Left()]),
-        (outside, [CloseRequested("enough")], [Close("enough")]),
+        (waiting, [Leaving()], [Leaving()]),
+        (waiting, [Leaving(), Left()], [Left()]),
+        (outside, [Close("enough")], [Close("enough")]),
         (waiting, [Received(SUCCESS)], [Left()]),
     ],
 )
@@ -177,13 +172,13 @@ def test_every_node_tells_the_last_round_that_it_has_heard_of() -> None:
 
 def test_leaving_and_the_end() -> None:
     node = member()
-    assert said(node.step(LeaveRequested(), IN_TIME)) == [Leaving()]
-    assert said(node.step(LeaveCompleted(), IN_TIME)) == [Left()]
+    assert said(node.step(Leaving(), IN_TIME)) == [Leaving()]
+    assert said(node.step(Left(), IN_TIME)) == [Left()]
     node = member()
     assert node.step(Received(SUCCESS), IN_TIME) == [Send(Left()), SetLease(None), SUCCESS]
     assert (node.standing, node.next_deadline()) == (Standing.DONE, None)
     assert node.step(JoinRequested(2), IN_TIME) == [SUCCESS]
-    assert node.step(LeaveRequested(), IN_TIME) == []
+    assert node.step(Leaving(), IN_TIME) == []
     node = waiting()
     assert node.step(Received(Refused("no")), IN_TIME) == [Refused("no")]
     assert node.step(JoinRequested(2), IN_TIME) == [Refused("no")]
@@ -233,14 +228,14 @@ def test_one_that_is_expelled_while_it_waits_joins_again_by_itself() -> None:
 
 def test_one_that_leaves_has_nothing_to_lose_but_its_workers() -> None:
     node = member()
-    node.step(LeaveRequested(), JOINED_AT)
+    node.step(Leaving(), JOINED_AT)
     assert node.step(Received(Expelled("it was silent")), IN_TIME) == [SetLease(IN_TIME)]
     assert node.standing is Standing.LEAVING
 
 
 LATE = [
-    FailureReported(1, FAILURE),
-    SuccessReported(1),
+    Failed(1, FAILURE),
+    Succeeded(1),
     Received(HeartbeatAnswer(2)),
     node_lease.Disconnected(),
     node_lease.ConnectFailed(was_refused=True),
@@ -275,11 +270,11 @@ def test_a_coordinator_that_was_replaced_is_never_accepted_again() -> None:
     node = member(does_refusal_renew=False, locate_after_s=0.5)
     assert reconnect(node, JOINED_AT + 0.7, term=3)
     node.step(node_lease.Disconnected(), JOINED_AT + 0.8)
-    node.step(node_lease.TimePassed(), JOINED_AT + 0.9)
+    node.step(protocol.TimePassed(), JOINED_AT + 0.9)
     commands = node.step(Welcomed(2, 9), JOINED_AT + 0.9)
     assert commands[0] == HangUp()
     assert (said(commands), node.is_connected, node.term) == ([], False, 3)
-    node.step(node_lease.TimePassed(), JOINED_AT + 1.0)
+    node.step(protocol.TimePassed(), JOINED_AT + 1.0)
     assert said(node.step(Welcomed(3, 1), JOINED_AT + 1.0)) == [Return(node.facts, SETTINGS, PLACE, Stage.RUNNING)]
 
 
@@ -288,8 +283,8 @@ def test_one_that_resigns_leaves_the_node_its_lease() -> None:
     assert node.step(Received(Resigned()), JOINED_AT + 0.7) == []
     assert node.step(node_lease.Disconnected(), JOINED_AT + 0.7) == [Locate()]
     assert node.step(node_lease.ConnectFailed(was_refused=False), JOINED_AT + 1.0) == []
-    assert told(node.step(node_lease.TimePassed(), IN_TIME)) == []
-    assert told(node.step(node_lease.TimePassed(), TOO_LATE)) == [PlaceLost(1, LOST)]
+    assert told(node.step(protocol.TimePassed(), IN_TIME)) == []
+    assert told(node.step(protocol.TimePassed(), TOO_LATE)) == [PlaceLost(1, LOST)]
 
 
 def test_a_standing_changes_only_as_the_picture_says() -> None:

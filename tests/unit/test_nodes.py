@@ -37,13 +37,7 @@ def arrived(nodes: NodeTable) -> str:
 
 def test_nobody() -> None:
     nodes = NodeTable()
-    assert (len(nodes), first(nodes), nodes.next_drop_at(), nodes.get("a/0"), nodes.any()) == (
-        0,
-        None,
-        None,
-        None,
-        None,
-    )
+    assert (len(nodes), first(nodes), nodes.next_drop_at(), nodes.get("a/0")) == (0, None, None, None)
     assert (nodes.open_keys(), nodes.dropped_by(9.0), nodes.claimants(0), nodes.waiting_keys()) == ((), [], [], ())
     nodes.remove("a/0")
     nodes.hear("a/0", 1.0)

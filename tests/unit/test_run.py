@@ -17,6 +17,7 @@ import pytest
 
 from holdfast.errors import InternalError
 from holdfast.rendezvous.membership.model import (
+    PHASE_CHANGES,
     Admit,
     End,
     Ended,
@@ -51,7 +52,7 @@ from holdfast.rendezvous.membership.protocol import (
     TimePassed,
 )
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
-from holdfast.rendezvous.membership.run import PHASE_CHANGES, Membership, Phase
+from holdfast.rendezvous.membership.run import Membership, Phase
 
 Script = list[tuple[float, Any, list[Any]]]
 TIME = TimePassed()
@@ -861,8 +862,9 @@ def test_a_round_that_a_node_has_seen_is_never_used_again() -> None:
 
 @pytest.mark.parametrize("members", [keys("a b"), ()], ids=["one is missing", "too many to be written down"])
 def test_where_a_leader_may_have_vanished_early_its_lease_is_waited_for_too(members: tuple[str, ...]) -> None:
-    run = Membership(0.0, replace(MEMORY, members=members), term=9, extra_wait_s=7.0)
-    play(run, [(40.0, joined("a", RETRY), []), (40.0, joined("c", RETRY), [])])
+    on_etcd = replace(RETRY, leader_lease_s=7.0)
+    run = Membership(0.0, replace(MEMORY, members=members, settings=on_etcd), term=9)
+    play(run, [(40.0, joined("a", on_etcd), []), (40.0, joined("c", on_etcd), [])])
     play(run, [(56.9, TIME, progress("a c", 2, 2, 30.0 - 16.9)), (57.0, TIME, sealed(4, "a c", 1, 9))])
 
 

@@ -124,7 +124,7 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         return self._outcome is not None
 
     def set_closed(self) -> None:
-        self._post(node.CloseRequested("closed by the user"))
+        self._post(protocol.Close("closed by the user"))
 
     def num_nodes_waiting(self) -> int:
         return 0  # Nodes that wait are announced by a push.
@@ -135,8 +135,8 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
             self._is_shut_down = True
         if self._client is not None:
             if self._outcome is None:
-                self._post(node.LeaveRequested())
-                self._post(node.LeaveCompleted())
+                self._post(protocol.Leaving())
+                self._post(protocol.Left())
             self._client.stop()
             self._client = None
         self._held.release()
@@ -206,20 +206,20 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         return RendezvousInfo(PrefixStore(f"round/{place.round}", store), place.rank, place.node_count, master)
 
     def report_failure(self, round: int, failure: Failure) -> None:
-        self._post(node.FailureReported(round, protocol.clipped(failure)))
+        self._post(protocol.Failed(round, protocol.clipped(failure)))
 
     @property
     def outcome(self) -> Outcome | None:
         return self._outcome
 
     def report_success(self, round: int, timeout_s: float) -> None:
-        self._post(node.SuccessReported(round))
+        self._post(protocol.Succeeded(round))
 
     def leaving(self) -> None:
-        self._post(node.LeaveRequested())
+        self._post(protocol.Leaving())
 
     def left(self) -> None:
-        self._post(node.LeaveCompleted())
+        self._post(protocol.Left())
         if self._client is not None:
             self._client.stop()
 

@@ -189,7 +189,7 @@ class Client:
         self._read()
         deadline = self._node.next_deadline()
         if deadline is not None and time.monotonic() >= deadline:
-            self._step(node_lease.TimePassed())
+            self._step(protocol.TimePassed())
         gives_up_at = self._gives_up_at()
         if gives_up_at is not None and time.monotonic() >= gives_up_at:
             raise RendezvousTimeoutError(self.reach.surrender())

@@ -38,8 +38,6 @@ _page_decoder = msgspec.json.Decoder(_Page)
 class StateFiles:
     """The files of the coordinator at one endpoint. Trouble with them is told, and the run goes on."""
 
-    extra_wait_s = 0.0  # No other coordinator can be in office: this one has the endpoint.
-
     def __init__(self, directory: Path, address: str, port: int) -> None:
         self._directory = directory
         self._name = endpoint_name(address, port)

@@ -47,9 +47,6 @@ _REMEMBERED_CONNECTIONS = 4096  # Of nodes that are not connected now.
 class Keeper(Protocol):
     """Keeps what a coordinator must not forget."""
 
-    extra_wait_s: float
-    """For how long after its start another coordinator may still be in office."""
-
     def may_serve(self) -> bool: ...
 
     def recall(self, run_id: str) -> tuple[Memory | None, int | None]:
@@ -73,7 +70,7 @@ class Run:
         self._keeper = owner.keeper
         self._loop = asyncio.get_running_loop()
         memory, term = self._keeper.recall(run_id)
-        self._machine = Membership(self._loop.time(), memory, term=term, extra_wait_s=self._keeper.extra_wait_s)
+        self._machine = Membership(self._loop.time(), memory, term=term)
         self._store = KeyValues(os.urandom(8))
         self._clients: dict[str, Connection] = {}  # All, by the connection's name.
         self._connections: dict[str, Connection] = {}  # Those of nodes, by their keys.

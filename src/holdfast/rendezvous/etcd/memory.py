@@ -119,7 +119,6 @@ class EtcdKeeper:
     """Keeps what one coordinator must not forget, for as long as it is in office."""
 
     def __init__(self, gateway: Gateway, appointment: Appointment) -> None:
-        self.extra_wait_s = float(appointment.lease_s)
         self._gateway = gateway
         self._run_id = appointment.run_id
         self._lease = appointment.lease

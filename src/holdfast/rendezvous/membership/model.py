@@ -1,18 +1,21 @@
 """What the nodes of a run agree on, what a round looks like, and what an agent is told. Data only.
 
-Standalone runs use this module too, so it does not import msgspec. `protocol` says how these records cross the wire
-and what values they may hold there.
+Standalone runs use this module too, so it does not import msgspec. Types such as `Count` say which values a field may
+have on the wire; `protocol` defines them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.frozen import frozen
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.membership import protocol as wire
 
 MAX_NODES = 1 << 17
 MAX_SHAPES = 1024  # Different pairs of role and size in one run.
@@ -29,7 +32,7 @@ class Outcome:
     """How a run ended, the same on every node. `cause` is the failure that ended it, if one did."""
 
     end: End
-    reason: str
+    reason: wire.Text
     cause: Failure | None = None
 
 
@@ -40,60 +43,51 @@ class Admit(StrEnum):
     ON_RESTART = "on-restart"
 
 
-# How users write the settings that all nodes of a run must share.
-_AS_TYPED = {
-    "admit": "--admit",
-    "join_timeout_s": "--join-timeout",
-    "last_call_s": "--last-call",
-    "lease_s": "--lease",
-    "max_restarts": "--max-restarts",
-    "window_s": "--restart-window",
-    "backoff_s": "--restart-backoff",
-    "fatal_exit_codes": "--fatal-exit-codes",
-    "fatal_exceptions": "--fatal-exceptions",
-    "uncounted_exit_codes": "--uncounted-exit-codes",
-    "uncounted_exceptions": "--uncounted-exceptions",
-}
+# Settings that are no options of their own (the user writes `heartbeat=1`), and options that begin with `--restart-`.
+_WITHOUT_OPTION = {"heartbeat_s", "drop_timeout_s", "close_linger_s", "leader_lease_s", "backoff_cap_s"}
+_OF_RESTARTS = {"window_s", "backoff_s"}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What all nodes of a run must agree on. The first node that joins fixes it."""
 
-    min_nodes: int = 1
-    max_nodes: int = 1
-    join_timeout_s: float = 600.0
-    last_call_s: float = 5.0
-    heartbeat_s: float = 1.0
-    lease_s: float = 5.0
-    drop_timeout_s: float = 2.0
-    close_linger_s: float = 10.0
+    min_nodes: wire.NodeCount = 1
+    max_nodes: wire.NodeCount = 1
+    join_timeout_s: wire.Seconds = 600.0
+    last_call_s: wire.Seconds = 5.0
+    heartbeat_s: wire.Interval = 1.0
+    lease_s: wire.Lease = 5.0
+    drop_timeout_s: wire.Interval = 2.0
+    close_linger_s: wire.UpToADay = 10.0
     admit: Admit = Admit.NOW
     policy: RestartPolicy = field(default_factory=RestartPolicy)
-    leader_lease_s: float = 0.0  # On etcd: for how long a coordinator may stay in office without a renewal.
+    leader_lease_s: wire.UpToAnHour = 0.0  # On etcd: for how long a coordinator may stay in office without a renewal.
 
     def difference(self, other: Settings) -> str:
         """The first difference between a node's settings and these of the run, as the user typed them; or nothing."""
         ours, theirs = self._nnodes(), other._nnodes()
-        if ours != theirs:
-            return f"--nnodes {theirs}, this run has --nnodes {ours}"
-        return _difference(self, other)
+        return f"--nnodes {theirs}, this run has --nnodes {ours}" if ours != theirs else _difference(self, other)
 
     def _nnodes(self) -> str:
         return str(self.max_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
 
 
 def _difference(ours: Any, theirs: Any) -> str:
-    for each in fields(ours):
-        mine, other = getattr(ours, each.name), getattr(theirs, each.name)
-        if mine == other:
-            continue
-        if is_dataclass(mine):
-            return _difference(mine, other)
-        option = _AS_TYPED.get(each.name)
-        written = f"{option} " if option else f"{each.name.removesuffix('_s')}="
-        return f"{written}{_plain(other)}, this run has {written}{_plain(mine)}"
+    for name in (each.name for each in fields(ours)):
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if mine != other:
+            written = _as_typed(name)
+            plain = f"{written}{_plain(other)}, this run has {written}{_plain(mine)}"
+            return _difference(mine, other) if is_dataclass(mine) else plain
     return ""
+
+
+def _as_typed(name: str) -> str:
+    plain = name.removesuffix("_s")
+    if name in _WITHOUT_OPTION:
+        return f"{plain}="
+    return f"--{'restart-' if name in _OF_RESTARTS else ''}{plain.replace('_', '-')} "
 
 
 def _plain(value: object) -> str:
@@ -101,9 +95,7 @@ def _plain(value: object) -> str:
         return ",".join(sorted(map(str, value))) or "none"
     if isinstance(value, float):
         return f"{value:g}"
-    if value is None:
-        return "none"
-    return str(value.value) if isinstance(value, StrEnum) else str(value)
+    return "none" if value is None else str(value)
 
 
 class Stage(StrEnum):
@@ -143,14 +135,14 @@ class NodeFacts:
     is a new one for every join. `grace_s` is how long the node may take to stop its workers.
     """
 
-    node_id: str
-    incarnation: int = 0
-    address: str = ""
-    port: int = 0
-    role: str = "default"
-    local_world_size: int = 1
-    requested_rank: int | None = None
-    grace_s: float = 30.0
+    node_id: wire.NonEmptyName
+    incarnation: wire.Count = 0
+    address: wire.Name = ""
+    port: wire.Port = 0
+    role: wire.Name = "default"
+    local_world_size: wire.LocalSize = 1
+    requested_rank: wire.AnyInt | None = None
+    grace_s: wire.Seconds = 30.0
 
     @property
     def key(self) -> str:
@@ -170,15 +162,15 @@ class Place:
     member, compressed; empty if all members are alike. Without shapes the nodes know nothing of each other.
     """
 
-    term: int
-    round: int
-    rank: int
-    node_count: int
-    shapes: tuple[tuple[str, int], ...] = ()
-    pattern: bytes = b""
-    master_address: str = ""
-    master_port: int = 0
-    restarts_used: int = 0
+    term: wire.Count
+    round: wire.RoundNumber
+    rank: wire.Rank
+    node_count: wire.NodeCount
+    shapes: wire.Shapes = ()
+    pattern: wire.Pattern = b""
+    master_address: wire.Name = ""
+    master_port: wire.Port = 0
+    restarts_used: wire.Count = 0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -214,8 +206,7 @@ class World:
 
     def __init__(self, template: Place, members: Sequence[NodeFacts] = ()) -> None:
         """`template` is the place of any member."""
-        self._template = template
-        self.size = template.node_count
+        self._template, self.size = template, template.node_count
         self.members = dict(enumerate(members))
         self.ranks = {member.key: rank for rank, member in self.members.items()}
 
@@ -225,10 +216,8 @@ class World:
         shapes = tuple(dict.fromkeys(member.shape for member in members))
         master = members[0]
         pattern = _pattern(members, shapes) if len(shapes) > 1 else b""
-        place = Place(
-            term, round, 0, len(members), shapes, pattern, master.address, master.port, restarts_used
-        )  # fmt: skip
-        return cls(place, members)
+        address, port = master.address, master.port
+        return cls(Place(term, round, 0, len(members), shapes, pattern, address, port, restarts_used), members)
 
     @property
     def round(self) -> int:
@@ -261,18 +250,7 @@ class World:
         return True
 
     def place_of(self, key: str) -> Place:
-        like = self._template
-        return Place(
-            like.term,
-            like.round,
-            self.ranks[key],
-            like.node_count,
-            like.shapes,
-            like.pattern,
-            like.master_address,
-            like.master_port,
-            like.restarts_used,
-        )
+        return replace(self._template, rank=self.ranks[key])
 
     @property
     def description(self) -> str:
@@ -297,12 +275,12 @@ class Memory:
     clock crosses hosts. `settings` are those that the first node fixed.
     """
 
-    term: int = 0
-    round_term: int = 0
-    last_round: int = 0
-    members: tuple[str, ...] = ()
-    restarts_used: int = 0
-    restart_ages_s: tuple[float, ...] = ()
+    term: wire.Count = 0
+    round_term: wire.Count = 0
+    last_round: wire.Count = 0
+    members: tuple[wire.Key, ...] = ()
+    restarts_used: wire.Count = 0
+    restart_ages_s: tuple[wire.Seconds, ...] = ()
     settings: Settings | None = None
     outcome: Outcome | None = None
     is_round_over: bool = False
@@ -315,7 +293,7 @@ class Memory:
 class Sealed:
     """A round begins, and this node has a place in it. `key` says which incarnation of the node it is meant for."""
 
-    key: str
+    key: wire.Key
     place: Place
 
 
@@ -323,8 +301,8 @@ class Sealed:
 class StandBy:
     """A round runs without this node, which waits for the next one."""
 
-    round: int
-    text: str
+    round: wire.Count
+    text: wire.Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,8 +313,8 @@ class Stop:
     the workers are before.
     """
 
-    round: int
-    reason: str
+    round: wire.Count
+    reason: wire.Text
     is_failure: bool = False
     is_hang: bool = False
 
@@ -345,14 +323,14 @@ class Stop:
 class Expelled:
     """The node's place was given away: its workers must be gone at once, and it joins as a stranger."""
 
-    reason: str
+    reason: wire.Text
 
 
 @frozen
 class Refused:
     """The node cannot take part in this run."""
 
-    reason: str
+    reason: wire.Text
 
 
 @frozen
@@ -364,17 +342,17 @@ class Ended:
 class Progress:
     """How far the round is that the node waits for. `seconds_left` is until the join timeout."""
 
-    joined: int
-    wanted: int
-    max_nodes: int
-    seconds_left: float
+    joined: wire.Count
+    wanted: wire.Count
+    max_nodes: wire.Count
+    seconds_left: wire.Seconds
 
 
 @frozen
 class Notice:
     """Something for people to read in the node's log."""
 
-    text: str
+    text: wire.Text
 
 
 @frozen

@@ -10,9 +10,9 @@ may have missed is said again after each reconnect, and saying it twice does no 
 
 A node that is expelled while it waits has nothing to stop: it becomes a new incarnation and joins again by itself.
 
-The handler tells it what the agent does (`JoinRequested`, `FailureReported`, ...) and passes on what it gives: messages
-for the coordinator (`Send`), and pushes for the agent, which are the coordinator's messages. In the simulator the same
-object stands between the fake network and the agent's lifecycle machine.
+The handler tells it what the agent does (`JoinRequested`, else the message for the coordinator) and passes on what it
+gives: messages for the coordinator (`Send`), and pushes for the agent, which are the coordinator's messages. In the
+simulator the same object stands between the fake network and the agent's lifecycle machine.
 """
 
 from __future__ import annotations
@@ -23,38 +23,10 @@ from typing import assert_never
 
 from holdfast.errors import InternalError
 from holdfast.frozen import frozen
-from holdfast.rendezvous.membership import node_lease
-from holdfast.rendezvous.membership.model import (
-    Ended,
-    Expelled,
-    NodeFacts,
-    Notice,
-    Place,
-    PlaceLost,
-    Progress,
-    Refused,
-    Resigned,
-    Sealed,
-    Settings,
-    Stage,
-    StandBy,
-    Stop,
-)
+from holdfast.rendezvous.membership import model, node_lease, protocol
+from holdfast.rendezvous.membership.model import Ended, NodeFacts, Place, PlaceLost, Refused, Sealed, Settings, Stage
 from holdfast.rendezvous.membership.node_lease import Line, NodeLease
-from holdfast.rendezvous.membership.protocol import (
-    Close,
-    Failed,
-    FromCoordinator,
-    FromNode,
-    Heartbeat,
-    HeartbeatAnswer,
-    Join,
-    Leaving,
-    Left,
-    Return,
-    Succeeded,
-)
-from holdfast.rendezvous.membership.restart_policy import Failure
+from holdfast.rendezvous.membership.protocol import Close, Failed, FromNode, Join, Leaving, Left, Return, Succeeded
 
 
 class Standing(StrEnum):
@@ -96,36 +68,8 @@ class JoinRequested:
 
 
 @frozen
-class FailureReported:
-    round: int
-    failure: Failure
-
-
-@frozen
-class SuccessReported:
-    round: int
-
-
-@frozen
-class LeaveRequested:
-    """The node goes away; its workers are being stopped."""
-
-
-@frozen
-class LeaveCompleted:
-    """Its workers are gone."""
-
-
-@frozen
-class CloseRequested:
-    """The user ends the run for all nodes."""
-
-    reason: str
-
-
-@frozen
 class Received:
-    message: FromCoordinator
+    message: protocol.FromCoordinator
 
 
 @frozen
@@ -136,9 +80,7 @@ class Welcomed:
     last_round: int
 
 
-AgentEvent = (
-    JoinRequested | FailureReported | SuccessReported | LeaveRequested | LeaveCompleted | CloseRequested | Received
-)
+AgentEvent = JoinRequested | Failed | Succeeded | Leaving | Left | Close | Received
 Event = AgentEvent | Welcomed | node_lease.Event
 
 
@@ -147,7 +89,7 @@ class Send:
     message: FromNode
 
 
-ForAgent = Sealed | StandBy | Stop | PlaceLost | Ended | Refused | Progress | Notice
+ForAgent = Sealed | model.StandBy | model.Stop | PlaceLost | Ended | Refused | model.Progress | model.Notice
 Command = Send | ForAgent | node_lease.Connect | node_lease.SetLease | node_lease.HangUp | node_lease.Locate
 
 
@@ -166,8 +108,8 @@ class Participant:
         self._has_lost_place = False
         self._asked_at = 0.0
         self._stage = Stage.RUNNING
-        self._failure: FailureReported | None = None
-        self._stop: Stop | None = None
+        self._failure: Failed | None = None
+        self._stop: model.Stop | None = None
         self._close_reason = ""
         self._has_left = False
         self._end: Ended | Refused | None = None
@@ -180,45 +122,46 @@ class Participant:
         return None if self.standing is Standing.DONE else self._lease.next_deadline()
 
     def step(self, event: Event, now: float) -> list[Command]:
-        if isinstance(event, AgentEvent) and self._lease.has_lapsed(now):
+        if self._lease.has_lapsed(now) and isinstance(event, AgentEvent):
             # First of all: workers that the spawner has killed by now have neither failed nor succeeded.
-            return [*self._step_lease(node_lease.TimePassed(), now), *self.step(event, now)]
+            return [*self._step_lease(protocol.TimePassed(), now), *self.step(event, now)]
         match event:
             case JoinRequested(port):
                 return self._join(port, now)
-            case FailureReported():
-                return self._report_failure(event)
-            case SuccessReported(round):
-                return self._report_success(round)
-            case LeaveRequested():
-                return self._leave()
-            case LeaveCompleted():
+            case Failed(round) | Succeeded(round) if not self._is_in(round):
+                return []
+            case Failed():
+                self._failure = event
+            case Succeeded():
+                self._stage = Stage.FINISHED
+            case Leaving():
+                if self.standing is Standing.DONE:
+                    return []
+                self._stand(Standing.LEAVING)
+            case Left():
                 return self._complete_leave(now)
-            case CloseRequested(reason):
+            case Close(reason):
                 self._close_reason = reason
-                return self._say(Close(reason))
             case Received(message):
                 return self._take(message, now)
             case Welcomed(term, last_round):
                 return self._welcomed(term, last_round, now)
             case _:
                 return self._step_lease(event, now)
+        return self._say(event)
 
     def _step_lease(self, event: node_lease.Event, now: float) -> list[Command]:
         commands: list[Command] = []
         for command in self._lease.step(event, now):
             match command:
-                case node_lease.SendHeartbeat(number):
-                    commands.append(Send(Heartbeat(number)))
+                case protocol.Heartbeat():
+                    commands.append(Send(command))
                 case node_lease.LosePlace():
                     commands += self._lose_place("the coordinator was out of reach for too long", now)
-                case node_lease.Locate():
-                    if self.standing is not Standing.DONE and not self._has_left:
-                        commands.append(command)
-                case node_lease.Connect() | node_lease.SetLease() | node_lease.HangUp():
-                    commands.append(command)
+                case node_lease.Locate() if self.standing is Standing.DONE or self._has_left:
+                    pass
                 case _:
-                    assert_never(command)
+                    commands.append(command)
         return commands
 
     # What the agent does.
@@ -227,39 +170,18 @@ class Participant:
         if self._end is not None:
             return [self._end]
         commands = self._step_lease(node_lease.PlaceGivenUp(), now)
-        self.facts = replace(self.facts, port=port)
         self._stand(Standing.WAITING)
-        self.place, self._stage = None, Stage.RUNNING
-        self._asked_at = now
+        self.facts = replace(self.facts, port=port)
+        self.place, self._stage, self._asked_at = None, Stage.RUNNING, now
         return commands + self._say(self._join_message())
 
     def _join_message(self) -> Join:
         """With what was said of the last round: it may have met a closed connection, or a coordinator that is gone."""
-        failure = self._failure.failure if self._failure else None
-        return Join(
-            self.facts, self.settings, self._last_place, self._heard_round, self._has_lost_place, failure, self._stop
-        )
-
-    def _report_failure(self, report: FailureReported) -> list[Command]:
-        if not self._is_in(report.round):
-            return []
-        self._failure = report
-        return self._say(Failed(report.round, report.failure))
-
-    def _report_success(self, round: int) -> list[Command]:
-        if not self._is_in(round):
-            return []
-        self._stage = Stage.FINISHED
-        return self._say(Succeeded(round))
+        place, failure = self._last_place, self._failure.failure if self._failure else None
+        return Join(self.facts, self.settings, place, self._heard_round, self._has_lost_place, failure, self._stop)
 
     def _is_in(self, round: int) -> bool:
         return self.standing is Standing.MEMBER and self.place is not None and self.place.round == round
-
-    def _leave(self) -> list[Command]:
-        if self.standing is Standing.DONE:
-            return []
-        self._stand(Standing.LEAVING)
-        return self._say(Leaving())
 
     def _complete_leave(self, now: float) -> list[Command]:
         if self.standing is not Standing.LEAVING:
@@ -278,32 +200,28 @@ class Participant:
         commands = self._step_lease(node_lease.Connected(), now)
         return [*self._introduce(now), *commands]
 
-    def _take(self, message: FromCoordinator, now: float) -> list[Command]:
+    def _take(self, message: protocol.FromCoordinator, now: float) -> list[Command]:
         match message:
-            case HeartbeatAnswer(number):
-                return self._step_lease(node_lease.HeartbeatAnswered(number), now)
+            case protocol.HeartbeatAnswer() | model.Resigned():
+                return self._step_lease(message, now)
             case Sealed():
                 return self._sealed(message, now)
-            case StandBy(round):
+            case model.StandBy(round):
                 self._heard_round = max(self._heard_round, round)
                 return [message] if self.standing is Standing.WAITING else []
-            case Stop(round):
-                if not self._is_in(round):
-                    return []
-                self._stop = message
-                return [message]
-            case Expelled(reason):
+            case model.Stop(round):
+                self._stop = message if self._is_in(round) else self._stop
+                return [message] if self._is_in(round) else []
+            case model.Expelled(reason):
                 return self._lose_place(reason, now)
-            case Resigned():
-                return self._step_lease(node_lease.CoordinatorResigned(), now)
             case Refused():
                 return self._finish(message, now)
             case Ended():
                 # The coordinator may forget the run when all nodes have confirmed its end.
                 return [*self._say(Left()), *self._finish(message, now)]
-            case Progress():
+            case model.Progress():
                 return [message] if self.standing is Standing.WAITING else []
-            case Notice():
+            case model.Notice():
                 return [message]
         assert_never(message)
 
@@ -368,7 +286,7 @@ class Participant:
         if self.standing in (Standing.MEMBER, Standing.LEAVING) and self.place is not None:
             said.append(Return(self.facts, self.settings, self.place, self._stage))
             if self._failure is not None:
-                said.append(Failed(self._failure.round, self._failure.failure))
+                said.append(self._failure)
         if self.standing is Standing.LEAVING:
             said.append(Left() if self._has_left else Leaving())
         if self.standing is Standing.DONE:

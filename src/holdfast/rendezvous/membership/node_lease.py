@@ -10,10 +10,9 @@ the spawner, which kills them when it passes, whatever the agent is doing then. 
   its next heartbeat, and the coordinator waits `drop_timeout_s`, which is longer than both together.
 * A refused connection: nothing listens, so the coordinator process is down and no place can have been given away. The
   one that is started next waits a whole lease before it seals a world. So the lease counts anew from when the refused
-  attempt was made, and the workers go on. Where another host may start the next coordinator (etcd), a refusal by the
-  coordinator that the node was connected to proves only that the connection was not closed to give the place away: the
-  node has the rest of its lease to find the next one. The same goes for a coordinator that says that it resigns, and
-  for one that another has replaced.
+  attempt was made, and the workers go on. On etcd another host may start the next coordinator: there a refusal proves
+  only that the connection was not closed to give the place away, and the node has the rest of its lease to find the
+  next one. The same goes for a coordinator that resigns, and for one that another has replaced.
 
 When the time passes the place is lost (`LosePlace`): the node comes back as a new incarnation, a stranger. The time
 itself stays where it is, in the past, until the workers are known to be gone: a spawner that is told late, or is
@@ -25,16 +24,16 @@ or its heartbeats stay unanswered. If the shell finds one of a higher term it sa
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import assert_never
 
 from holdfast.frozen import frozen
+from holdfast.rendezvous.membership.model import Resigned
+from holdfast.rendezvous.membership.protocol import Heartbeat, HeartbeatAnswer, TimePassed
 
 _LEASE_SHARE = 0.9
 _LOCATE_EVERY_S = 0.5
-_STORY_LENGTH = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +78,6 @@ class Disconnected:
 
 
 @frozen
-class HeartbeatAnswered:
-    number: int
-
-
-@frozen
 class PlaceTaken:
     """The node is a member of a round now, and has workers to lose.
 
@@ -104,32 +98,12 @@ class PlaceGivenUp:
 
 
 @frozen
-class CoordinatorResigned:
-    """The coordinator has said that it steps down, and is about to close the connection."""
-
-
-@frozen
 class LeaderMoved:
     """Another coordinator has replaced the one that the node was connected to, which can write nothing any more."""
 
 
-@frozen
-class TimePassed:
-    pass
-
-
-Event = (
-    Connected
-    | ConnectFailed
-    | Disconnected
-    | HeartbeatAnswered
-    | PlaceTaken
-    | PlaceRevoked
-    | PlaceGivenUp
-    | CoordinatorResigned
-    | LeaderMoved
-    | TimePassed
-)
+_PlaceEvent = PlaceTaken | PlaceRevoked | PlaceGivenUp
+Event = Connected | ConnectFailed | Disconnected | LeaderMoved | HeartbeatAnswer | Resigned | _PlaceEvent | TimePassed
 
 
 # Commands.
@@ -138,11 +112,6 @@ Event = (
 @frozen
 class Connect:
     pass
-
-
-@frozen
-class SendHeartbeat:
-    number: int
 
 
 @frozen
@@ -167,7 +136,7 @@ class Locate:
     """Find out, without hanging up, who coordinates now."""
 
 
-Command = Connect | SendHeartbeat | SetLease | HangUp | LosePlace | Locate
+Command = Connect | Heartbeat | SetLease | HangUp | LosePlace | Locate
 
 
 class NodeLease:
@@ -181,26 +150,19 @@ class NodeLease:
         self.may_outlive_lease = may_outlive_lease
         self._number = 0
         self._sent_at: dict[int, float] = {}
-        self._next_heartbeat_at: float | None = None
-        self._connect_at: float | None = 0.0
-        self._attempted_at = 0.0
+        self._next_heartbeat_at = self._connect_at = self._attempted_at = self._lease_from = self._next_locate_at = 0.0
         self._failures = 0
-        self._lease_from = 0.0
         self._closed_at: float | None = None
         self._has_resigned = False
-        self._next_locate_at = 0.0
         self._lost_at: float | None = None
         self._told: float | None = None
-        self._story: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
 
     def step(self, event: Event, now: float) -> list[Command]:
         # Before and after: what comes when the time has passed cannot bring back workers that the spawner has killed.
         lost = self._lose_place_if_due(now)
         commands = self._react(event, now)
         lost += self._lose_place_if_due(now)
-        commands += [*self._tell_lease(), *lost]
-        self._story.append((now, event, tuple(commands)))
-        return commands
+        return [*commands, *self._tell_lease(), *lost]
 
     def next_deadline(self) -> float | None:
         candidates = [self.workers_may_live_until() if self._lost_at is None else None]
@@ -220,49 +182,38 @@ class NodeLease:
             until = min(until, self._closed_at + self.settings.reconnect_grace_s)
         return until
 
-    def story(self) -> str:
-        return "\n".join(f"{at:.3f} {event} -> {list(commands)}" for at, event, commands in self._story)
-
     def _react(self, event: Event, now: float) -> list[Command]:
         match event:
             case Connected():
                 return self._connected(now)
             case ConnectFailed(was_refused, jitter):
                 return self._connect_failed(was_refused, jitter, now)
-            case CoordinatorResigned():
-                self._has_resigned = True
-                return []
-            case LeaderMoved():
-                return self._move(now)
             case Disconnected(jitter):
                 return self._disconnected(jitter, now)
-            case HeartbeatAnswered(number):
-                self._answered(number)
-                return []
-            case PlaceTaken(asked_at):
-                self._take_place(asked_at)
-                return []
-            case PlaceRevoked():
-                self._lost_at = now if self._lost_at is None else self._lost_at
-                return []
-            case PlaceGivenUp():
-                self.has_place, self._lost_at = False, None
-                return []
+            case LeaderMoved():
+                return self._move(now)
             case TimePassed():
                 return self._due(now)
-        assert_never(event)
-
-    def _take_place(self, asked_at: float) -> None:
-        self.has_place, self._lost_at = True, None
-        self._lease_from = max(self._lease_from, asked_at)
-        if self._closed_at is not None and self._closed_at <= asked_at:
-            self._closed_at = None
+            case HeartbeatAnswer(number):
+                self._answered(number)
+            case Resigned():
+                self._has_resigned = True
+            case PlaceTaken(asked_at):
+                self.has_place, self._lost_at = True, None
+                self._lease_from = max(self._lease_from, asked_at)
+                if self._closed_at is not None and self._closed_at <= asked_at:
+                    self._closed_at = None
+            case PlaceRevoked():
+                self._lost_at = now if self._lost_at is None else self._lost_at
+            case PlaceGivenUp():
+                self.has_place, self._lost_at = False, None
+            case _:
+                assert_never(event)
+        return []
 
     def _connected(self, now: float) -> list[Command]:
         """The first heartbeat goes out at once: only its answer proves that the lease is alive."""
-        self.line = Line.OPEN
-        self._failures = 0
-        self._has_resigned = False
+        self.line, self._failures, self._has_resigned = Line.OPEN, 0, False
         self._sent_at.clear()
         return self._heartbeat(now)
 
@@ -270,14 +221,13 @@ class NodeLease:
         self._number += 1
         self._sent_at[self._number] = now
         self._next_heartbeat_at = now + self.settings.heartbeat_s
-        return [SendHeartbeat(self._number)]
+        return [Heartbeat(self._number)]
 
     def _answered(self, number: int) -> None:
         sent_at = self._sent_at.pop(number, None)
         if sent_at is None:
             return  # It belongs to a connection before this one.
-        self._lease_from = max(self._lease_from, sent_at)
-        self._closed_at = None
+        self._lease_from, self._closed_at = max(self._lease_from, sent_at), None
         self._sent_at = {each: at for each, at in self._sent_at.items() if each > number}
 
     def _connect_failed(self, was_refused: bool, jitter: float, now: float) -> list[Command]:
@@ -285,15 +235,13 @@ class NodeLease:
             self._closed_at = None
             if self.settings.does_refusal_renew:
                 self._lease_from = max(self._lease_from, self._attempted_at)
-        self._retreat(jitter, now)
-        return self._locate(now)
+        return self._retreat(jitter, now)
 
     def _disconnected(self, jitter: float, now: float) -> list[Command]:
         if self._closed_at is None and not self._has_resigned:
             self._closed_at = now
         self._sent_at.clear()
-        self._retreat(jitter, now)
-        return self._locate(now)
+        return self._retreat(jitter, now)
 
     def _move(self, now: float) -> list[Command]:
         """The connection is silent, or none is there: go to the present coordinator at once. Nothing can be given away
@@ -314,27 +262,24 @@ class NodeLease:
         self._next_locate_at = now + _LOCATE_EVERY_S
         return [Locate()]
 
-    def _retreat(self, jitter: float, now: float) -> None:
+    def _retreat(self, jitter: float, now: float) -> list[Command]:
         """Try again soon, then less and less often; never all nodes at the same moment."""
         self.line = Line.CLOSED
         wait_s = min(self.settings.backoff_cap_s, self.settings.backoff_first_s * 2.0 ** min(self._failures, 16))
         self._connect_at = now + wait_s * (0.5 + 0.5 * jitter)
         self._failures += 1
+        return self._locate(now)
 
     def _due(self, now: float) -> list[Command]:
-        if self.line is Line.CLOSED and self._connect_at is not None and now >= self._connect_at:
-            self.line = Line.CONNECTING
-            self._attempted_at = now
+        if self.line is Line.CLOSED and now >= self._connect_at:
+            self.line, self._attempted_at = Line.CONNECTING, now
             return [Connect()]
-        if self.line is Line.OPEN and self._next_heartbeat_at is not None and now >= self._next_heartbeat_at:
-            return self._hang_up(now) if self._is_mute(now) else self._heartbeat(now)
+        if self.line is Line.OPEN and now >= self._next_heartbeat_at:
+            # A host that vanished closes no connection, and the system would go on sending to it for minutes.
+            is_mute = now - min(self._sent_at.values(), default=now) >= self.settings.lease_s
+            return self._hang_up(now) if is_mute else self._heartbeat(now)
         locate_at = self._locate_at() if self.line is Line.OPEN else None
         return self._locate(now) if locate_at is not None and now >= locate_at else []
-
-    def _is_mute(self, now: float) -> bool:
-        """A host that vanished closes no connection, and the system would go on sending to it for minutes."""
-        oldest = min(self._sent_at.values(), default=now)
-        return now - oldest >= self.settings.lease_s
 
     def _hang_up(self, now: float) -> list[Command]:
         return [HangUp(), *self._disconnected(0.0, now)]

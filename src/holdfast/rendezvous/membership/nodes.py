@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.rendezvous.membership.model import NodeFacts, Settings, Stage, is_loopback
@@ -35,64 +35,46 @@ class Node:
         return self.drop_at is None
 
 
-class NodeTable:
-    """`waiting` are the keys of the nodes that have joined, are connected, and have no workers."""
+class NodeTable(dict[str, Node]):
+    """The nodes by key; only `add` and `remove` change which. `waiting` are the keys of those that have joined, are
+    connected, and have no workers."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.waiting: set[str] = set()
-        self._nodes: dict[str, Node] = {}
         self._by_silence: OrderedDict[str, None] = OrderedDict()  # Open ones; the one that is silent longest is first.
-        self._dropping: set[str] = set()
         self._drop_times: list[tuple[float, str]] = []  # A heap, with some that are not true any more.
         self._claims: dict[int, set[str]] = {}  # Which keys requested which rank.
         self._incarnations: dict[str, int] = {}  # The newest of each node that is here.
         self._gone: OrderedDict[str, int] = OrderedDict()  # The same of nodes that are gone, the newest last.
         self._arrivals = 0
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._nodes
-
-    def __getitem__(self, key: str) -> Node:
-        return self._nodes[key]
-
-    def __iter__(self) -> Iterator[Node]:
-        return iter(self._nodes.values())
-
-    def get(self, key: str) -> Node | None:
-        return self._nodes.get(key)
-
-    def any(self) -> Node | None:
-        return next(iter(self._nodes.values()), None)
-
     def most_silent(self) -> Node | None:
         """Of those that are connected, the one that has not been heard of for the longest time."""
         key = next(iter(self._by_silence), None)
-        return None if key is None else self._nodes[key]
+        return None if key is None else self[key]
 
     def open_keys(self) -> tuple[str, ...]:
-        return tuple(key for key, node in self._nodes.items() if node.is_open)
+        return tuple(key for key, node in self.items() if node.is_open)
 
     def waiting_keys(self) -> tuple[str, ...]:
         return tuple(sorted(self.waiting))
 
     def claimants(self, rank: int) -> list[Node]:
-        return [self._nodes[key] for key in self._claims.get(rank, ())]
+        return [self[key] for key in self._claims.get(rank, ())]
 
     def waiting_in_order(self) -> list[Node]:
         """By arrival."""
-        return sorted((self._nodes[key] for key in self.waiting), key=lambda node: node.arrival)
+        return sorted((self[key] for key in self.waiting), key=lambda node: node.arrival)
 
     def names_waiting(self) -> list[str]:
-        return sorted(self._nodes[key].facts.node_id for key in self.waiting)
+        return sorted(self[key].facts.node_id for key in self.waiting)
 
     def earlier_self(self, facts: NodeFacts) -> str | None:
         """The key under which an earlier incarnation of this node is still known."""
         known = self._incarnations.get(facts.node_id)
         key = f"{facts.node_id}/{known}"
-        return key if known is not None and known < facts.incarnation and key in self._nodes else None
+        return key if known is not None and known < facts.incarnation and key in self else None
 
     def is_outdated(self, facts: NodeFacts) -> bool:
         """Whether a newer incarnation of the node was here. Connections do not wait for each other, so the last
@@ -102,10 +84,10 @@ class NodeTable:
 
     def add(self, facts: NodeFacts, stage: Stage, now: float) -> Node:
         """A node that is known keeps its place in the order of arrival."""
-        known = self._nodes.get(facts.key)
+        known = self.get(facts.key)
         self.remove(facts.key)
         self._arrivals += 1
-        node = self._nodes[facts.key] = Node(facts, stage, known.arrival if known else self._arrivals, now)
+        node = self[facts.key] = Node(facts, stage, known.arrival if known else self._arrivals, now)
         self._by_silence[facts.key] = None
         self._incarnations[facts.node_id] = facts.incarnation
         if facts.requested_rank is not None:
@@ -115,7 +97,7 @@ class NodeTable:
         return node
 
     def remove(self, key: str) -> None:
-        node = self._nodes.pop(key, None)
+        node = self.pop(key, None)
         if node is None:
             return
         if node.facts.requested_rank is not None:
@@ -124,7 +106,6 @@ class NodeTable:
             if not claims:
                 del self._claims[node.facts.requested_rank]
         self.waiting.discard(key)
-        self._dropping.discard(key)
         self._by_silence.pop(key, None)
         node_id, incarnation = node.facts.node_id, node.facts.incarnation
         if self._incarnations.get(node_id) == incarnation:
@@ -134,7 +115,7 @@ class NodeTable:
             self._gone.popitem(last=False)
 
     def hear(self, key: str, now: float) -> None:
-        node = self._nodes.get(key)
+        node = self.get(key)
         if node is not None:
             node.heard_at = now
             if node.is_open:
@@ -144,20 +125,18 @@ class NodeTable:
     def drop(self, node: Node, at: float) -> None:
         """Its connection is closed; it is lost at that time unless it returns."""
         node.drop_at = at
-        self._dropping.add(node.key)
         self._by_silence.pop(node.key, None)
         heapq.heappush(self._drop_times, (at, node.key))
         self.waiting.discard(node.key)
 
     def reopen(self, node: Node, now: float) -> None:
         node.drop_at = None
-        self._dropping.discard(node.key)
         if node.stage is Stage.WAITING:
             self.waiting.add(node.key)
         self.hear(node.key, now)
 
     def dropped_by(self, now: float) -> list[str]:
-        return sorted(key for key in self._dropping if (self._nodes[key].drop_at or 0.0) <= now)
+        return sorted({key for at, key in self._drop_times if at <= now and self._is_dropped_at(at, key)})
 
     def next_drop_at(self) -> float | None:
         while self._drop_times and not self._is_dropped_at(*self._drop_times[0]):
@@ -165,15 +144,14 @@ class NodeTable:
         return self._drop_times[0][0] if self._drop_times else None
 
     def _is_dropped_at(self, at: float, key: str) -> bool:
-        node = self._nodes.get(key)
+        node = self.get(key)
         return node is not None and node.drop_at == at
 
     def check(self) -> None:
-        assert self.waiting == {
-            key for key, node in self._nodes.items() if node.stage is Stage.WAITING and node.is_open
-        }
-        assert self._by_silence.keys() == {key for key, node in self._nodes.items() if node.is_open}
-        assert self._dropping == {key for key, node in self._nodes.items() if not node.is_open}
+        open_keys = set(self.open_keys())
+        assert self.waiting == {key for key in open_keys if self[key].stage is Stage.WAITING}
+        assert self._by_silence.keys() == open_keys
+        assert {key for at, key in self._drop_times if self._is_dropped_at(at, key)} == self.keys() - open_keys
 
 
 def rejection_of(
@@ -184,7 +162,7 @@ def rejection_of(
     if difference:
         empty = "none of its nodes is here now; the run is forgotten when no node has come for a minute"
         return difference if nodes else f"{difference} ({empty})"
-    other = nodes.any()
+    other = next(iter(nodes.values()), None)
     unreachable = _unreachable_between_hosts(facts, other.facts) if other else ""
     return unreachable or _rejection_of_rank(facts, ours.max_nodes, nodes, is_silent)
 

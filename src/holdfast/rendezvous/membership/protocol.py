@@ -10,24 +10,16 @@ fields with defaults, which others ignore, and messages that are sent only to a 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_type_hints
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Annotated, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from holdfast.frozen import frozen
 from holdfast.rendezvous.membership import model
-from holdfast.rendezvous.membership.model import (
-    MAX_NODES,
-    MAX_SHAPES,
-    Memory,
-    NodeFacts,
-    Place,
-    Push,
-    Settings,
-    Stage,
-    Stop,
-)
+from holdfast.rendezvous.membership.model import MAX_NODES, Memory, NodeFacts, Place, Push, Settings, Stage, Stop
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 
 MAJOR, MINOR = 2, 0
@@ -50,69 +42,17 @@ Key = Annotated[str, Meta(max_length=MAX_NAME + 20)]
 ExitCodes = Annotated[frozenset[AnyInt], Meta(max_length=512)]
 Names = Annotated[frozenset[Annotated[str, Meta(max_length=256)]], Meta(max_length=256)]
 Bytes = Annotated[bytes, Meta(max_length=MAX_NAME)]
+Interval = Annotated[float, Meta(ge=0.01, le=3600.0)]
+Lease = Annotated[float, Meta(ge=0.1, le=3600.0)]
+UpToAnHour = Annotated[float, Meta(ge=0.0, le=3600.0)]
+UpToADay = Annotated[float, Meta(ge=0.0, le=86400.0)]
+RoundNumber = Annotated[int, Meta(ge=1, le=_MAX_COUNT)]
+Shapes = Annotated[tuple[tuple[Name, LocalSize], ...], Meta(max_length=model.MAX_SHAPES)]
+Pattern = Annotated[bytes, Meta(max_length=4 * MAX_NODES)]
 
-# The limits of plain records when they cross the wire, by the names of their fields.
-_LIMITS: dict[type, dict[str, Any]] = {
-    NodeFacts: {
-        "node_id": NonEmptyName,
-        "incarnation": Count,
-        "address": Name,
-        "port": Port,
-        "role": Name,
-        "local_world_size": LocalSize,
-        "requested_rank": AnyInt | None,
-        "grace_s": Seconds,
-    },
-    Settings: {
-        "min_nodes": NodeCount,
-        "max_nodes": NodeCount,
-        "join_timeout_s": Seconds,
-        "last_call_s": Seconds,
-        "heartbeat_s": Annotated[float, Meta(ge=0.01, le=3600.0)],
-        "lease_s": Annotated[float, Meta(ge=0.1, le=3600.0)],
-        "drop_timeout_s": Annotated[float, Meta(ge=0.01, le=3600.0)],
-        "close_linger_s": Annotated[float, Meta(ge=0.0, le=86400.0)],
-        "leader_lease_s": Annotated[float, Meta(ge=0.0, le=3600.0)],
-    },
-    RestartPolicy: {
-        "max_restarts": Count,
-        "window_s": Seconds | None,
-        "backoff_s": Seconds,
-        "backoff_cap_s": Seconds,
-        **dict.fromkeys(("fatal_exit_codes", "uncounted_exit_codes"), ExitCodes),
-        **dict.fromkeys(("fatal_exceptions", "uncounted_exceptions"), Names),
-    },
-    Failure: {"node": Name, "rank": AnyInt, "exitcode": AnyInt, "exception": Name, "text": Text},
-    model.Outcome: {"reason": Text},
-    Place: {
-        "term": Count,
-        "round": Annotated[int, Meta(ge=1, le=_MAX_COUNT)],
-        "rank": Rank,
-        "node_count": NodeCount,
-        "shapes": Annotated[tuple[tuple[Name, LocalSize], ...], Meta(max_length=MAX_SHAPES)],
-        "pattern": Annotated[bytes, Meta(max_length=4 * MAX_NODES)],
-        "master_address": Name,
-        "master_port": Port,
-        "restarts_used": Count,
-    },
-    Memory: {
-        "term": Count,
-        "round_term": Count,
-        "last_round": Count,
-        "members": tuple[Key, ...],
-        "restarts_used": Count,
-        "restart_ages_s": tuple[Seconds, ...],
-    },
-    model.Sealed: {"key": Key},
-    Stop: {"round": Count, "reason": Text},
-    model.StandBy: {"round": Count, "text": Text},
-    model.Expelled: {"reason": Text},
-    model.Refused: {"reason": Text},
-    model.Progress: {"joined": Count, "wanted": Count, "max_nodes": Count, "seconds_left": Seconds},
-    model.Notice: {"text": Text},
-}
-for _kind, _limits in _LIMITS.items():
-    _kind.__annotations__ = {**get_type_hints(_kind, include_extras=True), **_limits}
+# The records that are on the wire were defined before these types.
+for _kind in (NodeFacts, Settings, RestartPolicy, Failure, model.Outcome, Place, Memory, *get_args(Push)):
+    _kind.__annotations__ = get_type_hints(_kind, localns={"wire": SimpleNamespace(**globals())}, include_extras=True)
 
 
 # The handshake.
@@ -299,14 +239,8 @@ def clipped_text(text: str) -> str:
 
 def clipped(failure: Failure) -> Failure:
     """As much of a failure as may be sent."""
-    return Failure(
-        failure.node[:MAX_NAME],
-        failure.rank,
-        failure.exitcode,
-        failure.exception[:MAX_NAME],
-        clipped_text(failure.text),
-        failure.is_consequence,
-    )
+    text = clipped_text(failure.text)
+    return replace(failure, node=failure.node[:MAX_NAME], exception=failure.exception[:MAX_NAME], text=text)
 
 
 # What the machine of a run takes and gives.

@@ -15,8 +15,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from holdfast.frozen import frozen
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.membership import protocol as wire
 
 # Stands for the exception of workers that did not end but hung.
 HANG = "hang"
@@ -36,24 +40,24 @@ class Failure:
     `is_consequence`: it looks like the result of another failure (a connection closed by a peer).
     """
 
-    node: str = ""
-    rank: int = -1
-    exitcode: int = 1
-    exception: str = ""
-    text: str = ""
+    node: wire.Name = ""
+    rank: wire.AnyInt = -1
+    exitcode: wire.AnyInt = 1
+    exception: wire.Name = ""
+    text: wire.Text = ""
     is_consequence: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    max_restarts: int = 0
-    window_s: float | None = None
-    backoff_s: float = 0.0
-    backoff_cap_s: float = 60.0
-    fatal_exit_codes: frozenset[int] = frozenset()
-    fatal_exceptions: frozenset[str] = FATAL_EXCEPTIONS
-    uncounted_exit_codes: frozenset[int] = frozenset()
-    uncounted_exceptions: frozenset[str] = frozenset()
+    max_restarts: wire.Count = 0
+    window_s: wire.Seconds | None = None
+    backoff_s: wire.Seconds = 0.0
+    backoff_cap_s: wire.Seconds = 60.0
+    fatal_exit_codes: wire.ExitCodes = frozenset()
+    fatal_exceptions: wire.Names = FATAL_EXCEPTIONS
+    uncounted_exit_codes: wire.ExitCodes = frozenset()
+    uncounted_exceptions: wire.Names = frozenset()
 
 
 def objection_to(policy: RestartPolicy) -> str:

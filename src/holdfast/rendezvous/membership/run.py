@@ -33,10 +33,7 @@ round and a margin is expelled; a lease later its workers must be gone, and it i
 
 A coordinator that was restarted knows what its predecessor wrote down (`Memory`). A node that comes back says which
 place it has, or had: the newest round is adopted, and its other members have a lease to come back. If all return with
-their workers running, no worker notices anything. Members of the last round may still run where this coordinator cannot
-see them, so nothing is sealed for a lease (and `extra_wait_s`: on etcd the predecessor's own lease) unless all members
-of the last round are back. If a node knows of a later round than the memory does, then the memory was lost: what nodes
-say counts, and only the full wait will do.
+their workers running, no worker notices anything. `round.Past` says how long nothing is sealed.
 
 A join is not always news. A node that was sealed into a world may not have heard of it and says its join again on a new
 connection. The place that it last had tells: it is older than the round that it is a member of, so it is told of its
@@ -49,60 +46,17 @@ from collections import deque
 from typing import assert_never
 
 from holdfast.errors import InternalError
-from holdfast.rendezvous.membership import restart_policy
-from holdfast.rendezvous.membership.ending import Ending
+from holdfast.rendezvous.membership import model, protocol, restart_policy
 from holdfast.rendezvous.membership.formation import Formation, arrange, named, too_few
-from holdfast.rendezvous.membership.model import (
-    PHASE_CHANGES,
-    Admit,
-    End,
-    Ended,
-    Memory,
-    NodeFacts,
-    Notice,
-    Outcome,
-    Phase,
-    Place,
-    Progress,
-    Refused,
-    Sealed,
-    Settings,
-    Stage,
-    StandBy,
-    Stop,
-    World,
-)
+from holdfast.rendezvous.membership.model import End, Memory, NodeFacts, Notice, Outcome, Phase, Place, Stage, World
 from holdfast.rendezvous.membership.nodes import Node, NodeTable, rejection_of
-from holdfast.rendezvous.membership.past import Past
-from holdfast.rendezvous.membership.protocol import (
-    Close,
-    Command,
-    ConnectionClosed,
-    Event,
-    Expel,
-    Failed,
-    ForgetRun,
-    From,
-    FromNode,
-    Heartbeat,
-    Join,
-    Leaving,
-    Left,
-    Remember,
-    Return,
-    Succeeded,
-    Tell,
-    TimePassed,
-)
-from holdfast.rendezvous.membership.restart_policy import HANG, Budget, Failure
-from holdfast.rendezvous.membership.round import Round
+from holdfast.rendezvous.membership.protocol import Command, Event, Expel, From, Join, Remember, Return, Tell
+from holdfast.rendezvous.membership.round import Past, Round
 
 _STORY_LENGTH = 40
 _SILENT_HEARTBEATS = 2.5  # A node that sent none for so long is not sealed into a world.
 _REFUSALS_TOLD_EVERY_S = 1.0
-
-
-_ALLOWED = frozenset((before, after) for before, _, after in PHASE_CHANGES)
+_ALLOWED = frozenset((before, after) for before, _, after in model.PHASE_CHANGES)
 
 
 class Membership:
@@ -111,33 +65,34 @@ class Membership:
     The cost of an event does not depend on the number of nodes, except where it decides something for all of them.
     """
 
-    def __init__(
-        self, now: float, memory: Memory | None = None, *, term: int | None = None, extra_wait_s: float = 0.0
-    ) -> None:
+    def __init__(self, now: float, memory: Memory | None = None, *, term: int | None = None) -> None:
         """`memory` is what an earlier coordinator of this run wrote down. `term` is that of this coordinator, higher
         than any before it; without one, the next after the memory's."""
         past = memory or Memory()
         self.term = past.term + 1 if term is None else term
         self.settings = past.settings
         self.phase = Phase.FORMING if past.outcome is None else Phase.ENDED
-        self.outcome = past.outcome
-        self.round = past.last_round
-        self._budget = Budget(now, past.restarts_used, past.restart_ages_s)
-        self._past = Past(memory, now, extra_wait_s)
+        self.outcome, self.round = past.outcome, past.last_round
+        self._budget = restart_policy.Budget(now, past.restarts_used, past.restart_ages_s)
+        self._past = Past(memory, now)
         self._now = now
         self._nodes = NodeTable()
         self._round: Round | None = None  # That runs or is being stopped.
         self._formation = Formation(now)
         self._refusal_told_at = -_REFUSALS_TOLD_EVERY_S + now
-        self._ending = Ending()
+        self._has_lost_nodes = False
+        self._may_more_come = True  # After the end. A coordinator that finds the end in the memory does not know.
+        self._forget_at: float | None = None
+        self._is_forgotten = False
         self._story: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
 
     # What the shell calls.
 
     def step(self, event: Event, now: float) -> list[Command]:
-        if isinstance(event, From) and isinstance(event.message, Heartbeat) and not self._was_silent(event.key, now):
-            self._nodes.hear(event.key, now)
-            return []
+        match event:
+            case From(key, protocol.Heartbeat()) if not self._was_silent(key, now):
+                self._nodes.hear(key, now)
+                return []
         self._now = now
         commands = self._react(event, now) + self._advance(now)
         self._story.append((now, event, tuple(commands)))
@@ -146,13 +101,10 @@ class Membership:
     def next_deadline(self) -> float | None:
         """When `TimePassed` is due unless something happens before."""
         if self.phase is Phase.ENDED:
-            return self._ending.next_deadline()
+            return None if self._is_forgotten else self._forget_at
         silent = self._nodes.most_silent()  # All leases are equally long, so the next one to end is its.
-        candidates = [
-            self._nodes.next_drop_at(),
-            self._formation.report_at,
-            self._lease_ends(silent) if silent else None,
-        ]
+        lease_ends = self._lease_ends(silent) if silent else None
+        candidates = [self._nodes.next_drop_at(), self._formation.report_at, lease_ends]
         if self._round is not None:
             candidates += [self._round.returns_until, self._round.stop_by]
         if self.phase is Phase.FORMING and self.settings is not None:
@@ -186,18 +138,17 @@ class Membership:
 
     def _react(self, event: Event, now: float) -> list[Command]:
         match event:
-            case From(key, message) if self.phase is Phase.ENDED:
-                return self._take_after_end(key, message, now)
             case From(key, message):
-                return self._take(key, message, now)
-            case ConnectionClosed(key):
+                take = self._take_after_end if self.phase is Phase.ENDED else self._take
+                return take(key, message, now)
+            case protocol.ConnectionClosed(key):
                 self._closed(key, now)
                 return []
-            case TimePassed():
+            case protocol.TimePassed():
                 return self._lose_overdue(now)
         assert_never(event)
 
-    def _take(self, key: str, message: FromNode, now: float) -> list[Command]:
+    def _take(self, key: str, message: protocol.FromNode, now: float) -> list[Command]:
         match message:
             case Join(facts) | Return(facts) if self._nodes.is_outdated(facts):
                 return [Expel(facts.key, "a newer incarnation of this node has joined")]
@@ -205,38 +156,41 @@ class Membership:
                 return self._joined(message, now)
             case Return():
                 return self._returned(message, now)
-            case Failed(round, failure):
+            case protocol.Failed(round, failure):
                 return self._failed(key, round, failure)
-            case Succeeded(round):
+            case protocol.Succeeded(round):
                 if self._is_current(key, round):
                     self._finish(self._nodes[key])
                 return []
-            case Leaving():
+            case protocol.Leaving():
                 return self._leaving(key)
-            case Left():
+            case protocol.Left():
                 return self._left(key)
-            case Close(reason):
+            case protocol.Close(reason):
                 return self._end(Outcome(End.CLOSED, reason))
-            case Heartbeat():
+            case protocol.Heartbeat():
                 self._nodes.hear(key, now)
                 return []
         assert_never(message)
 
-    def _take_after_end(self, key: str, message: FromNode, now: float) -> list[Command]:
+    def _take_after_end(self, key: str, message: protocol.FromNode, now: float) -> list[Command]:
         assert self.outcome is not None
         match message:
             case Join(facts, settings) | Return(facts, settings):
                 self.settings = self.settings or settings
                 self._nodes.add(facts, Stage.WAITING, now)
-                return [Tell((facts.key,), Ended(self.outcome))]
-            case Left():
+                return [Tell((facts.key,), model.Ended(self.outcome))]
+            case protocol.Left():
                 self._nodes.remove(key)
         return []
 
     def _joined(self, join: Join, now: float) -> list[Command]:
         facts, last = join.facts, join.place
         if self._owes(facts.key) and (last is None or last.order < self._present.world.order):
-            return self._tell_again(self._nodes[facts.key], now)
+            # It is a member of a round of which it has not heard.
+            self._nodes.reopen(self._nodes[facts.key], now)
+            place = self._present.world.place_of(facts.key)
+            return [Tell((facts.key,), model.Sealed(facts.key, place)), *self._stop_again(facts.key)]
         ours = self.settings or join.settings
         problem = rejection_of(facts, join.settings, ours, self._nodes, lambda node: self._is_silent(node, now))
         if problem:
@@ -273,14 +227,12 @@ class Membership:
 
     def _refuse(self, facts: NodeFacts, problem: str, now: float) -> list[Command]:
         """The nodes that wait hear of it too: they may be waiting for this one."""
-        commands: list[Command] = [Tell((facts.key,), Refused(problem))]
-        if now < self._refusal_told_at + _REFUSALS_TOLD_EVERY_S:
-            return commands
+        refused = Tell((facts.key,), model.Refused(problem))
+        if now < self._refusal_told_at + _REFUSALS_TOLD_EVERY_S or not self._nodes.waiting - {facts.key}:
+            return [refused]
+        self._refusal_told_at = now
         others = tuple(key for key in self._nodes.waiting_keys() if key != facts.key)
-        if others:
-            self._refusal_told_at = now
-            commands.append(Tell(others, Notice(f"node {facts.node_id} was turned away: {problem}")))
-        return commands
+        return [refused, Tell(others, Notice(f"node {facts.node_id} was turned away: {problem}"))]
 
     def _learn_the_past(self, last: Place | None, heard_round: int, now: float) -> list[Command]:
         """What a node knows of earlier rounds. If that is more than the memory does, the memory was lost; what is
@@ -313,20 +265,15 @@ class Membership:
         self._nodes.reopen(node, now)
         if back.stage is Stage.FINISHED:
             self._finish(node)
-        return commands + self._stop_again(node)
+        return commands + self._stop_again(facts.key)
 
-    def _tell_again(self, node: Node, now: float) -> list[Command]:
-        """It is a member of a round of which it has not heard."""
-        self._nodes.reopen(node, now)
-        return [Tell((node.key,), Sealed(node.key, self._present.world.place_of(node.key))), *self._stop_again(node)]
-
-    def _stop_again(self, node: Node) -> list[Command]:
+    def _stop_again(self, key: str) -> list[Command]:
         """It may have missed that the round is being stopped."""
         if self.phase is not Phase.STOPPING:
             return []
         round = self._present
-        stop = Stop(round.world.round, "the round was stopped meanwhile", round.is_stopped_for_failure)
-        return [Tell((node.key,), stop)]
+        stop = model.Stop(round.world.round, "the round was stopped meanwhile", round.is_stopped_for_failure)
+        return [Tell((key,), stop)]
 
     def _was_silent(self, key: str, now: float) -> bool:
         node = self._nodes.get(key)
@@ -340,13 +287,13 @@ class Membership:
         if node is not None and node.is_open and self.phase is not Phase.ENDED:
             self._nodes.drop(node, now + self._agreed.drop_timeout_s)
 
-    def _failed(self, key: str, round: int, failure: Failure) -> list[Command]:
+    def _failed(self, key: str, round: int, failure: restart_policy.Failure) -> list[Command]:
         """Workers that fail after the round was stopped for another reason fail because of the stop."""
         is_of_stop = self.phase is Phase.STOPPING and not self._present.is_stopped_for_failure
         if is_of_stop or not self._is_current(key, round):
             return []
         self._present.failures.setdefault(key, failure)
-        return self._stop(failure.text, is_failure=True, is_hang=failure.exception == HANG)
+        return self._stop(failure.text, is_failure=True, is_hang=failure.exception == restart_policy.HANG)
 
     def _finish(self, node: Node) -> None:
         if node.stage is Stage.RUNNING:
@@ -364,7 +311,7 @@ class Membership:
         node = self._nodes.get(key)
         if node is not None:
             self._past.awaited.discard(node.facts.node_id)
-            if self.round == 0 and not self._ending.has_lost_nodes and len(self._nodes) == 1:
+            if self.round == 0 and not self._has_lost_nodes and len(self._nodes) == 1:
                 self.settings = None  # Nothing is left of the run. A node that was lost may come back.
         return self._gone(key, "left")
 
@@ -377,7 +324,7 @@ class Membership:
         return self._round is not None and key in self._round.owing
 
     @property
-    def _agreed(self) -> Settings:
+    def _agreed(self) -> model.Settings:
         assert self.settings is not None
         return self.settings
 
@@ -393,22 +340,18 @@ class Membership:
             return []
         commands: list[Command] = []
         for key in self._nodes.dropped_by(now):
-            drop_s = self.settings.drop_timeout_s
-            commands += self._lose(key, f"is lost: its connection closed and it was not back within {drop_s:g} s")
+            self._has_lost_nodes, drop_s = True, self.settings.drop_timeout_s
+            commands += self._gone(key, f"is lost: its connection closed and it was not back within {drop_s:g} s")
         while (node := self._nodes.most_silent()) is not None and self._lease_ends(node) <= now:
-            commands += self._lose(node.key, f"is lost: it was silent for {self.settings.lease_s:g} s")
-            commands.append(Expel(node.key, f"it was silent for {self.settings.lease_s:g} s"))
+            self._has_lost_nodes, how = True, f"is lost: it was silent for {self.settings.lease_s:g} s"
+            commands += [*self._gone(node.key, how), Expel(node.key, how.removeprefix("is lost: "))]
         round = self._round
         if round is not None and round.returns_until is not None and now >= round.returns_until:
-            self._ending.has_lost_nodes = True
+            self._has_lost_nodes = True
             commands += self._stop(round.give_up_unknown())
         if round is not None and round.stop_by is not None and now >= round.stop_by:
             commands += self._expel_stuck(now)
         return commands
-
-    def _lose(self, key: str, how: str) -> list[Command]:
-        self._ending.has_lost_nodes = True
-        return self._gone(key, how)
 
     def _expel_stuck(self, now: float) -> list[Command]:
         """Members that have not come back from the stop. They are lost when their leases have surely ended. One that
@@ -467,7 +410,7 @@ class Membership:
         members = [self._nodes[key] for key in round.world.keys if key in self._nodes]
         round.stop(is_failure, max((node.facts.grace_s for node in members), default=0.0), self._now)
         keys = tuple(node.key for node in members if departed is None or node.key != departed.key)
-        return [Tell(keys, Stop(round.world.round, reason, is_failure, is_hang))]
+        return [Tell(keys, model.Stop(round.world.round, reason, is_failure, is_hang))]
 
     def _maybe_admit(self, now: float) -> list[Command]:
         """Let waiting nodes in below max: newcomers, and those that were silent when the round was sealed."""
@@ -475,12 +418,12 @@ class Membership:
         return self._stop(f"{newcomers[0].node_id} joins") if newcomers else []
 
     def _has_room(self) -> bool:
-        return self._agreed.admit is Admit.NOW and self._present.world.size < self._agreed.max_nodes
+        return self._agreed.admit is model.Admit.NOW and self._present.world.size < self._agreed.max_nodes
 
     def _stand_by(self, keys: tuple[str, ...]) -> list[Command]:
         """Also so that nodes without a place know of the round, should the coordinator lose its memory."""
         text = f"{self._present.world.description}, this node stands by"
-        return [Tell(keys, StandBy(self._present.world.round, text))] if keys else []
+        return [Tell(keys, model.StandBy(self._present.world.round, text))] if keys else []
 
     def _advance(self, now: float) -> list[Command]:
         """What is due now that the event has been taken in."""
@@ -493,8 +436,8 @@ class Membership:
             commands += self._judge(now)
         if self.phase is Phase.FORMING:
             commands += self._form(now)
-        if self.outcome and self._ending.should_forget(self.outcome, self.settings, not self._nodes, now):
-            commands.append(ForgetRun())
+        if self.phase is Phase.ENDED:
+            commands += self._maybe_forget(now)
         return commands
 
     def _judge(self, now: float) -> list[Command]:
@@ -525,15 +468,17 @@ class Membership:
             self._formation.reset()
             return []
         self._formation.held_until = self._past.others_may_run_until(self.settings, now)
-        self._formation.count(len(self._nodes.waiting), self.settings, now)
+        waiting = len(self._nodes.waiting)
+        self._formation.count(waiting, self.settings, now)
         if self._formation.has_timed_out(self.settings, now):
             missing = too_few(self._nodes.names_waiting(), self.settings.min_nodes, self.settings.join_timeout_s)
             return self._end(Outcome(End.FAILED, missing))
-        if self._is_time_to_seal(len(self._nodes.waiting), now):
-            ready = self._ready(now)
-            if self._is_time_to_seal(len(ready), now):
-                return self._seal(ready, now)
-        return self._maybe_report_progress(now)
+        if self._is_time_to_seal(waiting, now) and self._is_time_to_seal(len(ready := self._ready(now)), now):
+            return self._seal(ready, now)
+        if not self._formation.should_report(waiting, now):
+            return []
+        left_s, low, high = self._formation.left_s(self.settings, now), self.settings.min_nodes, self.settings.max_nodes
+        return [Tell(self._nodes.waiting_keys(), model.Progress(waiting, low, high, left_s))]
 
     def _is_time_to_seal(self, ready_count: int, now: float) -> bool:
         is_everyone = self.round > 0 and ready_count == len(self._nodes)
@@ -550,26 +495,29 @@ class Membership:
         for key in world.keys:
             self._nodes[key].stage = Stage.RUNNING
             self._nodes.waiting.discard(key)
-        told = [Tell((key,), Sealed(key, world.place_of(key))) for key in world.keys]
+        told = [Tell((key,), model.Sealed(key, world.place_of(key))) for key in world.keys]
         return [Remember(self._memory(now)), *told, *self._stand_by(self._nodes.waiting_keys())]
-
-    def _maybe_report_progress(self, now: float) -> list[Command]:
-        waiting = len(self._nodes.waiting)
-        if not self._formation.should_report(waiting, now):
-            return []
-        left_s, low, high = self._formation.left_s(self._agreed, now), self._agreed.min_nodes, self._agreed.max_nodes
-        return [Tell(self._nodes.waiting_keys(), Progress(waiting, low, high, left_s))]
 
     # The end.
 
     def _end(self, outcome: Outcome) -> list[Command]:
         self._enter(Phase.ENDED)
-        self.outcome = outcome
+        self.outcome, keys = outcome, self._nodes.open_keys()
         size = self.world.size if self.world is not None else len(self._past.ranks)
-        self._ending.tell(had_room=self.settings is not None and 0 < size < self.settings.max_nodes)
-        keys = self._nodes.open_keys()
-        told: list[Command] = [Tell(keys, Ended(outcome))] if keys else []
-        return [Remember(self._memory(self._now)), *told]
+        had_room = self.settings is not None and 0 < size < self.settings.max_nodes
+        self._may_more_come = outcome.end is End.CLOSED or self._has_lost_nodes or had_room
+        return [Remember(self._memory(self._now)), *([Tell(keys, model.Ended(outcome))] if keys else [])]
+
+    def _maybe_forget(self, now: float) -> list[Command]:
+        """Free the name of a run that is over: at once if all nodes have confirmed the end. But a node that was lost
+        may come back, one that was meant for the run may come late, and a closed run stays closed for a while."""
+        if self._forget_at is None:
+            self._forget_at = now + (self.settings.close_linger_s if self.settings else 0.0)
+        is_time = now >= self._forget_at or not (self._nodes or self._may_more_come)
+        if self._is_forgotten or not is_time:
+            return []
+        self._is_forgotten = True
+        return [protocol.ForgetRun()]
 
     def _memory(self, now: float) -> Memory:
         window_s = self.settings.policy.window_s if self.settings else None
@@ -593,7 +541,7 @@ class Membership:
         assert round is None or round.returns_until is None or round.world.missing > 0
         self._nodes.check()
         if self.phase is not Phase.ENDED:
-            assert round is None or round.owing <= {key for key in round.world.keys if key in self._nodes}
+            assert round is None or all(key in round.world.ranks and key in self._nodes for key in round.owing)
         if self.settings and self.world:
             assert self.settings.min_nodes <= self.world.size <= self.settings.max_nodes
             policy = self.settings.policy
