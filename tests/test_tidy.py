@@ -46,7 +46,6 @@ PURE = {
     "rendezvous/coordinator/kv_store.py": {"holdfast.rendezvous.membership"},
     "rendezvous/client/reachability.py": {"holdfast.frozen"},
     "timer/table.py": set(),
-    "agent/causes.py": {"holdfast.agent.model", "holdfast.failures.report", "holdfast.rendezvous.membership"},
     "agent/ranks.py": {"holdfast.agent.model"},
     "agent/environment.py": {"holdfast.agent.model", "holdfast.errors", "holdfast.frozen"},
     "failures/report.py": set(),

@@ -141,6 +141,19 @@ def test_a_failure_restarts_the_workers_of_all_nodes(scene: Scene) -> None:
         assert "restart 1 of 3" in agent.log
 
 
+def test_every_node_shows_the_traceback_of_the_cause(scene: Scene) -> None:
+    agents = [scene.start(name, "3") for name in "abc"]
+    scene.await_world(3)
+    scene.order("raise the cause", rank=1, round=1)
+    assert scene.ended() == {"a": 1, "b": 1, "c": 1}
+    roots = [agent.log.split("Root Cause", 1)[1] for agent in agents]
+    for root in roots:
+        assert "Traceback (most recent call last)" in root
+        assert "the cause" in root
+        assert "(local_rank: 0)" in root
+    assert len({re.sub(r"Stopped by holdfast: [^\n]*\n", "", root) for root in roots}) == 1
+
+
 def test_the_budget_is_of_the_run(scene: Scene) -> None:
     agents = [scene.start(name, "3", "--max-restarts", "2") for name in "abc"]
     for rank in range(3):

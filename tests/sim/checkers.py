@@ -462,7 +462,7 @@ class OneOutcome(Checker):
         self._outcome = memory.outcome
 
     def outcome_learned(self, agent: Agent, outcome: Outcome) -> None:
-        if outcome != self._outcome:
+        if outcome.in_brief() != self._outcome:
             self.object(f"{agent.name} was told {outcome}, decided was {self._outcome}")
 
 

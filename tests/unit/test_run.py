@@ -169,7 +169,7 @@ def stop_again(name: str, round: int = 1, is_failure: bool = False) -> list[Any]
 
 
 def ended(names: str, outcome: Outcome, round: int = 1, used: int = 0) -> list[Any]:
-    return [*written(round, used, outcome), *([Tell(keys(names), Ended(outcome))] if names else [])]
+    return [*written(round, used, outcome.in_brief()), *([Tell(keys(names), Ended(outcome))] if names else [])]
 
 
 def progress(names: str, wanted: int, max_nodes: int, seconds_left: float) -> list[Any]:
@@ -199,8 +199,11 @@ GIVEN_AWAY = "its place in round {} was given away"
 NOT_BACK = "is lost: its connection closed and it was not back within 20 s"
 
 
-def gave_up(name: str, reason: str = "no restarts are allowed") -> Outcome:
-    return Outcome(End.FAILED, reason, failure(name))
+def gave_up(name: str, reason: str = "no restarts are allowed", **fields: Any) -> Outcome:
+    return Outcome(End.FAILED, reason, **{"cause": failure(name), **fields})
+
+
+PROVEN = replace(failure("b"), evidence="the traceback")
 
 
 def formed(of: Settings, names: str = "a b") -> Script:
@@ -495,7 +498,13 @@ FAILING: dict[str, Script] = {
         (1.0, failed("a", is_consequence=True), broke("a")),
         (1.5, failed("b"), []),
         (2.0, joined("a", PAIR, 1), []),
-        (3.0, joined("b", PAIR, 1), ended("a b", gave_up("b"))),
+        (3.0, joined("b", PAIR, 1), ended("a b", gave_up("b", others=(failure("a", is_consequence=True),)))),
+    ],
+    "the evidence comes with the join, and goes to every node": [
+        *formed(PAIR),
+        (1.0, failed("b"), broke("b")),
+        (2.0, joined("a", PAIR, 1), []),
+        (3.0, joined("b", PAIR, 1, failure=PROVEN), ended("a b", gave_up("b", cause=PROVEN))),
     ],
     "first stop, then judge: the failure was that of a lost node": [
         *formed(UP_TO_2),

@@ -30,14 +30,10 @@ from holdfast.agent.blocking import call_interruptibly
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.errors import HoldfastError, HostError, UserError
-from holdfast.failures import report
 from holdfast.loop import BusyTime
-from holdfast.process.errors import ProcessFailure
 from holdfast.rendezvous.api import (
-    RendezvousClosedError,
     RendezvousGracefulExitError,
     RendezvousHandler,
-    RendezvousTimeoutError,
     is_kind,
 )
 from holdfast.rendezvous.coordination import Coordination, JoinFailed, Push
@@ -82,6 +78,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._coordination: Coordination | None = None
         self._place: Place | None = None
         self._join_began = 0.0
+        self._failed_round = 0
         self._run_outcome: Outcome | None = None
         self._result = RunResult(WorkerState.INIT)
         self._total_execution_time = 0
@@ -246,9 +243,11 @@ class SimpleElasticAgent(ElasticAgent):
                 self._restart_began = time.monotonic()
                 self._stop_group(group, at_once)
                 group.state = WorkerState.STOPPED
+                self._result = self._settle(self._result)
                 return [lifecycle.WorkersStopped(round, self._unkillable())]
             case lifecycle.ReportFailure(round):
                 failure = causes.failure_of(self._result, os.uname().nodename)
+                self._failed_round = round
                 run.report_failure(round, failure)
                 self._tell_failure(run)
                 if failure.exception == HANG and run.has_leases and not self._was_told_of_hang:
@@ -362,12 +361,11 @@ class SimpleElasticAgent(ElasticAgent):
             self._tell_success()
             return self._result if self._has_finished else RunResult(WorkerState.SUCCEEDED)
         self._worker_group.state = WorkerState.FAILED
-        settled = self._settle(self._result)
         if self._machine.unkillable:
-            self._tell_unkillable(settled)
-        result = RunResult(WorkerState.FAILED, failures=settled.failures, stopped=settled.stopped)
+            self._tell_unkillable(self._result)
+        result = RunResult(WorkerState.FAILED, failures=dict(self._result.failures), stopped=self._result.stopped)
         if self._run_outcome is not None:
-            self._add_agreed_cause(result, self._run_outcome)
+            causes.add_agreed_cause(result, self._run_outcome, self._worker_group.group_world_size or 1)
         return result
 
     def _tell_unkillable(self, settled: RunResult) -> None:
@@ -377,24 +375,6 @@ class SimpleElasticAgent(ElasticAgent):
         if not settled.failures:
             raise HostError(trouble)
         logger.error(trouble)
-
-    def _add_agreed_cause(self, result: RunResult, outcome: Outcome) -> None:
-        """What the run as a whole ended of, which need not be what happened here."""
-        agreed = outcome.cause
-        if agreed is None:
-            if not result.failures:
-                error = RendezvousClosedError if outcome.end is End.CLOSED else RendezvousTimeoutError
-                raise error(outcome.reason)
-            return
-        if (self._worker_group.group_world_size or 1) == 1 and agreed.rank in result.failures:
-            return  # By now all is known of the workers of this node, and there are no others.
-        result.root = agreed.rank
-        if agreed.rank not in result.failures:
-            hang = agreed.text if agreed.exception == HANG else ""
-            evidence = report.Evidence(error={"message": {"message": agreed.text}}, hang=hang)
-            result.failures[agreed.rank] = ProcessFailure(-1, 0, agreed.exitcode, "", evidence, node=agreed.node)
-        if (self._worker_group.group_world_size or 1) > 1:
-            result.cause = f"{agreed.text}, on node {agreed.node}"
 
     def _tell_failure(self, run: Coordination) -> None:
         """Without restarts the final report follows at once and says it all."""
@@ -420,7 +400,9 @@ class SimpleElasticAgent(ElasticAgent):
     def _join(self, group: WorkerGroup, run: Coordination) -> None:
         group.state = WorkerState.INIT if self._place is None else WorkerState.STOPPED
         self._join_began = time.monotonic()
-        run.join()
+        has_failed = self._failed_round == self._machine.round > 0 and bool(self._result.failures)
+        node = os.uname().nodename
+        run.join(causes.failure_of(self._result, node, with_evidence=True) if has_failed else None)
 
     def _enter_round(self, sealed: Sealed) -> None:
         assert self._coordination is not None

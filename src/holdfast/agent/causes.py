@@ -1,9 +1,12 @@
-"""Why a worker group failed, in one line for people and as a record for the rest of the run. Pure."""
+"""Why a worker group failed: the line for people, the record for the other nodes, and what they have agreed on."""
 
 from __future__ import annotations
 
 from holdfast.agent.model import RunResult
 from holdfast.failures import report
+from holdfast.process.errors import ProcessFailure
+from holdfast.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
+from holdfast.rendezvous.membership.model import End, Outcome
 from holdfast.rendezvous.membership.restart_policy import HANG, Failure
 
 
@@ -12,8 +15,8 @@ def cause_of(result: RunResult) -> str:
     return report.cause_line(*root) if root else f"the worker group is {result.state.name.lower()}"
 
 
-def failure_of(result: RunResult, node: str) -> Failure:
-    """What the rest of the run is told of this node's failure."""
+def failure_of(result: RunResult, node: str, *, with_evidence: bool = False) -> Failure:
+    """What the rest of the run is told of this node's failure: first the facts, then the evidence."""
     root = _root(result)
     if root is None:
         return Failure(node, text=cause_of(result))
@@ -25,6 +28,7 @@ def failure_of(result: RunResult, node: str) -> Failure:
         exception=HANG if facts.evidence.hang else report.exception_name(facts.text),
         text=report.cause_line(rank, facts),
         is_consequence=report.follows_from_another(facts),
+        evidence=result.failures[rank].encoded() if with_evidence else "",
     )
 
 
@@ -34,3 +38,22 @@ def _root(result: RunResult) -> tuple[int, report.FailureFacts] | None:
     facts = {rank: failure.facts() for rank, failure in result.failures.items()}
     rank = report.root_cause(facts)
     return rank, facts[rank]
+
+
+def add_agreed_cause(result: RunResult, outcome: Outcome, group_world_size: int) -> None:
+    """What the run as a whole ended of, which need not be what happened here."""
+    agreed = outcome.cause
+    if agreed is None:
+        if not result.failures:
+            error = RendezvousClosedError if outcome.end is End.CLOSED else RendezvousTimeoutError
+            raise error(outcome.reason)
+        return
+    if group_world_size == 1 and agreed.rank in result.failures:
+        return  # All is known of the workers of this node, and there are no others.
+    result.root = agreed.rank
+    for failure in (agreed, *outcome.others):
+        if failure.rank not in result.failures:
+            far = ProcessFailure.on_another_node(failure.node, failure.exitcode, failure.text, failure.evidence)
+            result.failures[failure.rank] = far
+    if group_world_size > 1:
+        result.cause = f"{agreed.text}, on node {agreed.node}"

@@ -372,7 +372,7 @@ def _attempt(action: Callable[..., None], *args: Any) -> None:
 def _pass_on_root_cause(handler: ErrorHandler, error: ChildFailedError) -> None:
     """The launcher's error file tells the cause whatever the worker left, if only in the words of the report."""
     rank, failure = error.get_first_failure()
-    if os.path.isfile(failure.error_file):
+    if not failure.node and os.path.isfile(failure.error_file):
         handler.dump_error_file(failure.error_file, failure.exitcode)
         return
     data = copy.deepcopy(failure.error_file_data) if failure.facts().text else _error_of(error.cause(), failure)

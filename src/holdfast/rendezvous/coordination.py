@@ -36,8 +36,9 @@ class Coordination(abc.ABC):
         """Say what this node brings; before the first round. `grace_s` is how long its workers may take to stop."""
 
     @abc.abstractmethod
-    def join(self) -> None:
-        """Ask for a place in the next round. The answer is pushed: `Sealed`, `Ended`, `Refused` or `JoinFailed`."""
+    def join(self, failure: Failure | None = None) -> None:
+        """Ask for a place in the next round. The answer is pushed: `Sealed`, `Ended`, `Refused` or `JoinFailed`.
+        `failure` is the one that was reported in the last round, with its evidence."""
 
     @abc.abstractmethod
     def found(self, sealed: Sealed) -> RendezvousInfo:

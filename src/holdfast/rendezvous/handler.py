@@ -158,14 +158,14 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
             grace_s=grace_s,
         )
 
-    def join(self) -> None:
+    def join(self, failure: Failure | None = None) -> None:
         """The first time in a thread: names are looked up, and a coordinator may have to be started."""
         if self._is_shut_down:
             self._fail(self._shut_down_error())
         elif self._client is None:
             threading.Thread(target=self._begin, name="holdfast-begin", daemon=True).start()
         else:
-            self._ask(self._client)
+            self._ask(self._client, failure)
 
     def _begin(self) -> None:
         try:
@@ -180,13 +180,13 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         except Exception as error:
             self._fail(error)
 
-    def _ask(self, client: Client) -> None:
+    def _ask(self, client: Client, failure: Failure | None = None) -> None:
         try:
             self._hold_port()
         except HostError as error:
             self._fail(error)
         else:
-            if not client.post(node.JoinRequested(self._held.number)):
+            if not client.post(node.JoinRequested(self._held.number, failure and protocol.clipped(failure))):
                 self._fail(self._error or self._shut_down_error())
 
     def _make_client(self) -> Client:

@@ -50,7 +50,7 @@ class SoloCoordination(Coordination):
     def introduce(self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0) -> None:
         self._policy = policy
 
-    def join(self) -> None:
+    def join(self, failure: Failure | None = None) -> None:
         if self._outcome is not None:
             self._mailbox.put(Ended(self._outcome))
             return

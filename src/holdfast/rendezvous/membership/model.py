@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from holdfast.rendezvous.membership import protocol as wire
 
 MAX_NODES = 1 << 17
+MAX_OTHER_FAILURES = 7  # In an outcome, besides the cause.
 MAX_SHAPES = 1024  # Different pairs of role and size in one run.
 
 
@@ -29,11 +30,17 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended, the same on every node. `cause` is the failure that ended it, if one did."""
+    """How a run ended, the same on every node. `cause` is the failure that ended it, if one did; `others` are the first
+    failures of other nodes in that round."""
 
     end: End
     reason: wire.Text
     cause: Failure | None = None
+    others: wire.Failures = ()
+
+    def in_brief(self) -> Outcome:
+        """Without the evidence, to be written down."""
+        return Outcome(self.end, self.reason, self.cause and replace(self.cause, evidence=""))
 
 
 class Admit(StrEnum):

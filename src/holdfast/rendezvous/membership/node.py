@@ -27,6 +27,7 @@ from holdfast.rendezvous.membership import model, node_lease, protocol
 from holdfast.rendezvous.membership.model import Ended, NodeFacts, Place, PlaceLost, Refused, Sealed, Settings, Stage
 from holdfast.rendezvous.membership.node_lease import Line, NodeLease
 from holdfast.rendezvous.membership.protocol import Close, Failed, FromNode, Join, Leaving, Left, Return, Succeeded
+from holdfast.rendezvous.membership.restart_policy import Failure
 
 
 class Standing(StrEnum):
@@ -62,9 +63,11 @@ _ALLOWED = frozenset((before, after) for before, _, after in STANDING_CHANGES)
 
 @frozen
 class JoinRequested:
-    """The node has no workers and wants a place in the next round. The agent holds `port`, a new one each time."""
+    """The node has no workers and wants a place in the next round. The agent holds `port`, a new one each time.
+    `failure` is the one that was reported in the last round, with its evidence."""
 
     port: int
+    failure: Failure | None = None
 
 
 @frozen
@@ -126,7 +129,9 @@ class Participant:
             # First of all: workers that the spawner has killed by now have neither failed nor succeeded.
             return [*self._step_lease(protocol.TimePassed(), now), *self.step(event, now)]
         match event:
-            case JoinRequested(port):
+            case JoinRequested(port, failure):
+                if failure is not None and self._failure is not None:
+                    self._failure = Failed(self._failure.round, failure)
                 return self._join(port, now)
             case Failed(round) | Succeeded(round) if not self._is_in(round):
                 return []

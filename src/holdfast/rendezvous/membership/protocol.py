@@ -25,6 +25,7 @@ from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 MAJOR, MINOR = 2, 0
 MAX_TEXT = 1 << 14
 MAX_NAME = 1024
+MAX_EVIDENCE = 1 << 16
 NONCE_BYTES = 32
 _MAX_COUNT = 1 << 53  # What every peer can count to, whatever it is written in.
 
@@ -34,6 +35,8 @@ Seconds = Annotated[float, Meta(ge=0.0, le=1e10)]
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 NonEmptyName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Evidence = Annotated[str, Meta(max_length=MAX_EVIDENCE)]
+Failures = Annotated[tuple[Failure, ...], Meta(max_length=model.MAX_OTHER_FAILURES)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 NodeCount = Annotated[int, Meta(ge=1, le=MAX_NODES)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_NODES)]

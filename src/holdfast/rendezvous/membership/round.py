@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from holdfast.rendezvous.membership.model import Memory, NodeFacts, Place, Settings, World
+import itertools
+from dataclasses import replace
+
+from holdfast.rendezvous.membership.model import MAX_OTHER_FAILURES, Memory, NodeFacts, Place, Settings, World
 from holdfast.rendezvous.membership.restart_policy import Failure
 
 STOP_MARGIN_S = 15.0  # What a node may need to stop beyond its grace: stacks, the sweep, a busy machine.
+MAX_OTHER_EVIDENCE = 1 << 16
 _MEMBERS_WRITTEN_DOWN = 4096
 _MEMBERS_WRITTEN_DOWN_BYTES = 1 << 19  # So that the memory fits into a value of etcd, whatever the nodes are called.
 
@@ -55,6 +59,15 @@ class Round:
         if not world.missing:
             self.returns_until = None
         return True
+
+    def failures_besides(self, cause: Failure) -> tuple[Failure, ...]:
+        """The first of the others. Every node is told of them, so their evidence is bounded together."""
+        others, left_chars = [], MAX_OTHER_EVIDENCE
+        besides = (each for each in self.failures.values() if each is not cause)
+        for failure in itertools.islice(besides, MAX_OTHER_FAILURES):
+            left_chars -= len(failure.evidence)
+            others.append(failure if left_chars >= 0 else replace(failure, evidence=""))
+        return tuple(others)
 
     def stop(self, is_failure: bool, grace_s: float, now: float) -> None:
         self.is_stopped_for_failure = is_failure

@@ -292,7 +292,7 @@ class Membership:
         is_of_stop = self.phase is Phase.STOPPING and not self._present.is_stopped_for_failure
         if is_of_stop or not self._is_current(key, round):
             return []
-        self._present.failures.setdefault(key, failure)
+        self._present.failures[key] = failure  # A second time with the evidence; the order of arrival stays.
         return self._stop(failure.text, is_failure=True, is_hang=failure.exception == restart_policy.HANG)
 
     def _finish(self, node: Node) -> None:
@@ -452,7 +452,7 @@ class Membership:
             cause = restart_policy.root_cause(list(round.failures.values()))
             decision = restart_policy.decide(self._agreed.policy, self._budget, cause, now)
             if isinstance(decision, restart_policy.GiveUp):
-                return self._end(Outcome(End.FAILED, decision.reason, cause))
+                return self._end(Outcome(End.FAILED, decision.reason, cause, round.failures_besides(cause)))
             self._formation.not_before = now + decision.delay_s
             if decision.is_charged:
                 self._budget.charge(now)
@@ -530,7 +530,7 @@ class Membership:
             restarts_used=self.restarts_used,
             restart_ages_s=self._budget.ages_s(window_s, now),
             settings=self.settings,
-            outcome=self.outcome,
+            outcome=self.outcome and self.outcome.in_brief(),
         )
 
     def check(self) -> None:
