@@ -101,7 +101,7 @@ def test_without_shapes_the_nodes_know_nothing_of_each_other() -> None:
 def test_an_adopted_world_gets_to_know_its_members() -> None:
     world = World(Place(1, 3, 1, 3, (("default", 1),)))
     a, b, c = (NodeFacts(name) for name in "abc")
-    assert (world.missing, world.keys, world.description) == (3, (), "round 3 runs with 3 nodes")
+    assert (world.missing, world.keys) == (3, ())
     assert [world.take_up(2, c), world.take_up(0, a)] == [True, True]
     assert (world.missing, world.keys) == (1, ("a/0", "c/0"))
     assert [world.take_up(0, a), world.take_up(1, a), world.take_up(0, b), world.take_up(3, b)] == [True] + [False] * 3

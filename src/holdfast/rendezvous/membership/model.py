@@ -259,10 +259,6 @@ class World:
     def place_of(self, key: str) -> Place:
         return replace(self._template, rank=self.ranks[key])
 
-    @property
-    def description(self) -> str:
-        return f"round {self.round} runs with {'1 node' if self.size == 1 else f'{self.size} nodes'}"
-
 
 def _pattern(members: Sequence[NodeFacts], shapes: Sequence[tuple[str, int]]) -> bytes:
     import zlib  # Not in a standalone run.

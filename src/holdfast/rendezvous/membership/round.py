@@ -41,10 +41,6 @@ class Round:
         """Whether no worker of it can be alive: all members have joined again, left, or are lost."""
         return not self.owing and self.returns_until is None
 
-    def finish(self, key: str) -> None:
-        self.owing.discard(key)
-        self.unfinished.discard(key)
-
     def take_up(self, facts: NodeFacts, place: Place, now: float) -> bool:
         """A member of an adopted round is back, with its workers or without. False if it is none."""
         world = self.world

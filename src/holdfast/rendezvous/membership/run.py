@@ -298,7 +298,8 @@ class Membership:
     def _finish(self, node: Node) -> None:
         if node.stage is Stage.RUNNING:
             node.stage = Stage.FINISHED
-            self._present.finish(node.key)
+            self._present.owing.discard(node.key)
+            self._present.unfinished.discard(node.key)
 
     def _leaving(self, key: str) -> list[Command]:
         node = self._nodes.get(key)
@@ -422,8 +423,10 @@ class Membership:
 
     def _stand_by(self, keys: tuple[str, ...]) -> list[Command]:
         """Also so that nodes without a place know of the round, should the coordinator lose its memory."""
-        text = f"{self._present.world.description}, this node stands by"
-        return [Tell(keys, model.StandBy(self._present.world.round, text))] if keys else []
+        world = self._present.world
+        size = "1 node" if world.size == 1 else f"{world.size} nodes"
+        text = f"round {world.round} runs with {size}, this node stands by"
+        return [Tell(keys, model.StandBy(world.round, text))] if keys else []
 
     def _advance(self, now: float) -> list[Command]:
         """What is due now that the event has been taken in."""
