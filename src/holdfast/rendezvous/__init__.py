@@ -3,54 +3,22 @@
 The names below are resolved on first use. Asking for `rendezvous_handler_registry` here also registers the
 built-in backends; out-of-tree ones are looked for when a name is asked for that is not registered.
 """
+# ruff: noqa: F403, F405  (type checkers read the names from api)
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from holdfast import lazy
 
 if TYPE_CHECKING:
-    from holdfast.rendezvous.api import (
-        RendezvousClosedError,
-        RendezvousConnectionError,
-        RendezvousError,
-        RendezvousGracefulExitError,
-        RendezvousHandler,
-        RendezvousHandlerCreator,
-        RendezvousHandlerRegistry,
-        RendezvousInfo,
-        RendezvousParameters,
-        RendezvousStateError,
-        RendezvousStoreInfo,
-        RendezvousTimeoutError,
-    )
-    from holdfast.rendezvous.registry import rendezvous_handler_registry
+    from holdfast.rendezvous.api import *
 
 __all__ = [
-    "RendezvousClosedError",
-    "RendezvousConnectionError",
-    "RendezvousError",
-    "RendezvousGracefulExitError",
-    "RendezvousHandler",
-    "RendezvousHandlerCreator",
-    "RendezvousHandlerRegistry",
-    "RendezvousInfo",
-    "RendezvousParameters",
-    "RendezvousStateError",
-    "RendezvousStoreInfo",
-    "RendezvousTimeoutError",
+    "RendezvousClosedError", "RendezvousConnectionError", "RendezvousError", "RendezvousGracefulExitError",
+    "RendezvousHandler", "RendezvousHandlerCreator", "RendezvousHandlerRegistry", "RendezvousInfo",
+    "RendezvousParameters", "RendezvousStateError", "RendezvousStoreInfo", "RendezvousTimeoutError",
     "rendezvous_handler_registry",
-]
+]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'holdfast.rendezvous' has no attribute {name!r}")
-    module = "registry" if name == "rendezvous_handler_registry" else "api"
-    value = getattr(import_module(f"holdfast.rendezvous.{module}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy.exports(
+    __name__, dict.fromkeys(__all__, "api") | {"rendezvous_handler_registry": "registry"}
+)
