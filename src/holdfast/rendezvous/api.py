@@ -117,11 +117,9 @@ class RendezvousStoreInfo:
 
     @staticmethod
     def build(rank: int, store: Store, local_addr: str | None, server_port: int | None = None) -> RendezvousStoreInfo:
-        """Rank 0 publishes its address and port in the round's store; everyone, rank 0 too, reads them there.
-
-        Without `server_port` rank 0 picks a free port and holds it, bound but not listening, for as long as
-        the object that it gets back lives: a port that is released before the workers use it may be lost.
-        """
+        """Rank 0 publishes its address and port in the round's store; every rank reads them there. Without a port rank
+        0 picks a free one and holds it, bound but not listening, for as long as the object that it gets back lives: a
+        port that is released before the workers use it may be lost."""
         addr_key, port_key = RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY
         held: socket.socket | None = None
         if rank == 0:
@@ -221,9 +219,8 @@ class RendezvousHandlerRegistry:
             raise UserError(f"unknown rendezvous backend {params.backend!r}; available: {available}")
         handler = creator(params)
         if handler.get_backend() != params.backend:
-            raise RuntimeError(
-                f"rendezvous backend {params.backend!r} created a handler that calls itself {handler.get_backend()!r}"
-            )
+            calls_itself = f"created a handler that calls itself {handler.get_backend()!r}"
+            raise RuntimeError(f"rendezvous backend {params.backend!r} {calls_itself}")
         return handler
 
 

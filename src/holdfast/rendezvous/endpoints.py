@@ -6,8 +6,6 @@ its last colon, so an IPv6 address that is followed by no port needs them.
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 import socket
 from collections import deque
@@ -25,10 +23,7 @@ _NOT_SETTINGS = frozenset({"backend", "endpoint", "run_id", "min_nodes", "max_no
 
 def try_parse_port(text: str) -> int | None:
     """The port that the text names (one to five digits, below 65536), or None."""
-    if _PORT.fullmatch(text) is None:
-        return None
-    port = int(text)
-    return port if port < 65536 else None
+    return int(text) if _PORT.fullmatch(text) and int(text) < 65536 else None
 
 
 def endpoint_text(host: str, port: int) -> str:
@@ -68,25 +63,18 @@ def parse_rendezvous_config(text: str) -> dict[str, str]:
     settings = {}
     for item in text.split(",") if text.strip() else ():
         key, _, value = map(str.strip, item.partition("="))
-        problem = ""
-        if not key:
-            problem = f"{item!r} has no key; write key=value,key=value"
-        elif not value:
-            problem = f"{key!r} has no value; write key=value,key=value"
-        elif key in _NOT_SETTINGS:
-            problem = f"{key!r} is not a setting, it has an option of its own"
-        if problem:
-            raise UserError(f"rendezvous settings {text!r}: {problem}")
+        if not key or not value:
+            problem = f"{key!r} has no value" if key else f"{item!r} has no key"
+            raise UserError(f"rendezvous settings {text!r}: {problem}; write key=value,key=value")
+        if key in _NOT_SETTINGS:
+            raise UserError(f"rendezvous settings {text!r}: {key!r} is not a setting, it has an option of its own")
         settings[key] = value
     return settings
 
 
 def bind_port(host: str = "127.0.0.1") -> socket.socket:
-    """A socket bound to a free TCP port of `host` that does not listen.
-
-    While it is open the kernel gives the port to no process that asks for a free one, and because of SO_REUSEADDR
-    on both sides a worker that asks for this very port can still listen on it.
-    """
+    """A socket bound to a free TCP port of `host` that does not listen. While it is open the kernel gives the port to
+    no process that asks for a free one, and because of SO_REUSEADDR on both sides a worker can still listen on it."""
     try:
         with ExitStack() as on_error:
             held = on_error.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
@@ -99,11 +87,8 @@ def bind_port(host: str = "127.0.0.1") -> socket.socket:
 
 
 class HeldPort:
-    """Holds one port after the other, each until the next one is held or it is released.
-
-    A round must not meet what another has left, so the kernel's choice is not taken if it is one of the last ports.
-    Not all are remembered: there are only so many, and a run may have any number of rounds.
-    """
+    """Holds one port after the other, each until the next one is held or it is released. A round must not meet what
+    another has left, so the kernel's choice is not taken if it is one of the last ports; there are too few for all."""
 
     def __init__(self) -> None:
         self._held: socket.socket | None = None
@@ -138,12 +123,12 @@ class HeldPort:
 
 def own_address(host: str, port: int) -> str:
     """The address of this node that reaches the endpoint: the one that others can reach, too. Sends nothing."""
-    problem: OSError | None = None
+    problems = []
     for family, _, _, _, address in socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM):
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)
                 return str(probe.getsockname()[0])
         except OSError as error:
-            problem = problem or error
-    raise problem or OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+            problems.append(error)
+    raise problems[0]

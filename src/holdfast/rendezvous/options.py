@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# From each key of --rdzv-conf to its older spellings, which mean the same.
-Keys = dict[str, tuple[str, ...]]
+Keys = dict[str, tuple[str, ...]]  # From each key of --rdzv-conf to its older spellings, which mean the same.
 
 
 def _setting(default: Any, *aliases: str) -> Any:
@@ -57,8 +56,16 @@ class Options:
 
     @classmethod
     def from_parameters(cls, params: RendezvousParameters) -> Options:
-        check_known(params.config, KEYS)
-        _check_compatible(params.backend, params.config)
+        config, backend = params.config, params.backend
+        check_known(config, KEYS)
+        # Settings that other launchers have and that mean something else here, or nothing.
+        if str(config.get("store_type", "tcp")).strip().lower() != "tcp":
+            raise UserError(f"store_type must be tcp, not {config['store_type']!r}: nodes meet at a coordinator")
+        warn_of_heartbeat_timeout(config)
+        if "coordinator_port" in config and backend != "static":
+            raise UserError(
+                f"coordinator_port is for static runs; the backend {backend!r} meets at the endpoint itself"
+            )
         return cls(**fields_of(params))
 
     def settings(self, policy: RestartPolicy) -> Settings:
@@ -76,9 +83,8 @@ class Options:
 
     def coordinator_options(self) -> list[str]:
         """For a coordinator that this node starts: it speaks as this node does."""
-        names = ("token_file", "tls_cert", "tls_key", "tls_ca")
-        flags = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
-        return [part for flag, value in flags.items() if value for part in (flag, value)]
+        given = {name: getattr(self, name) for name in ("token_file", "tls_cert", "tls_key", "tls_ca")}
+        return [part for name, file in given.items() if file for part in (f"--{name.replace('_', '-')}", file)]
 
 
 _PLAIN = {each.name: each for each in fields(Options) if "aliases" in each.metadata}
@@ -117,9 +123,6 @@ def fields_of(params: RendezvousParameters, usual_lease_s: float = 5.0, usual_ou
     }
 
 
-# How settings are read.
-
-
 def names_of(keys: Keys) -> set[str]:
     return {name for key, aliases in keys.items() for name in (key, *aliases)}
 
@@ -138,13 +141,9 @@ def warn_of_heartbeat_timeout(config: dict[str, Any]) -> None:
 
 
 def _read(config: dict[str, Any], key: str, usual: Any) -> Any:
-    match usual:
-        case Admit():
-            return Admit(one_of(config, key, *Admit))
-        case str():
-            return text(config, KEYS, key)
-        case _:
-            return seconds(config, key, usual)
+    if isinstance(usual, Admit):
+        return Admit(one_of(config, key, *Admit))
+    return text(config, KEYS, key) if isinstance(usual, str) else seconds(config, key, usual)
 
 
 def text(config: dict[str, Any], keys: Keys, key: str) -> str:
@@ -212,16 +211,6 @@ def read_secret(what: str, path: str) -> str:
     return secret
 
 
-def _check_compatible(backend: str, config: dict[str, Any]) -> None:
-    """Settings that other launchers have and that mean something else here, or nothing."""
-    store_type = str(config.get("store_type", "tcp")).strip().lower()
-    if store_type != "tcp":
-        raise UserError(f"store_type must be tcp, not {config['store_type']!r}: nodes meet at a coordinator")
-    warn_of_heartbeat_timeout(config)
-    if "coordinator_port" in config and backend != "static":
-        raise UserError(f"coordinator_port is for static runs; the backend {backend!r} meets at the endpoint itself")
-
-
 def _lease(config: dict[str, Any], usual_lease_s: float) -> LeaseSettings:
     """Where one of heartbeat and lease is given, the other follows from it."""
     has_lease = "lease" in config
@@ -240,9 +229,7 @@ def _check_fencing(lease: LeaseSettings, own_side_s: float, drop_timeout_s: floa
     """A node's place may be given away only after its own side must have killed its workers: `own_side_s` after its
     connection was closed, clocks permitting."""
     if drop_timeout_s <= own_side_s:
-        raise UserError(
-            f"drop_timeout={drop_timeout_s:g} is too short: it must be longer than heartbeat + reconnect_grace "
-            f"and a tenth more ({own_side_s:g} s)"
-        )
+        longer = f"longer than heartbeat + reconnect_grace and a tenth more ({own_side_s:g} s)"
+        raise UserError(f"drop_timeout={drop_timeout_s:g} is too short: it must be {longer}")
     if lease.lease_s < 2 * lease.heartbeat_s:
         raise UserError(f"lease={lease.lease_s:g} is too short for a heartbeat every {lease.heartbeat_s:g} s")

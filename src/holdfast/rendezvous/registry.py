@@ -10,13 +10,10 @@ from __future__ import annotations
 import logging
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any
 
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 __all__ = ["get_rendezvous_handler", "rendezvous_handler_registry"]
 
@@ -44,16 +41,13 @@ def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
     if params.backend not in rendezvous_handler_registry:
         _register_out_of_tree_handlers()
     if params.backend == "etcd-v2" and params.backend not in rendezvous_handler_registry:
-        raise UserError(
-            "the backend 'etcd-v2' speaks an interface that etcd has given up; use the backend etcd, which speaks v3 "
-            "with etcd 3.4 or later"
-        )
+        instead = "use the backend etcd, which speaks v3 with etcd 3.4 or later"
+        raise UserError(f"the backend 'etcd-v2' speaks an interface that etcd has given up; {instead}")
     return rendezvous_handler_registry.create_handler(params)
 
 
-def _create_built_in(module: str, function: str, params: RendezvousParameters) -> RendezvousHandler:
-    handler: RendezvousHandler = getattr(import_module(f"holdfast.rendezvous.{module}"), function)(params)
-    return handler
+def _create_built_in(module: str, function: str, params: RendezvousParameters) -> Any:
+    return getattr(import_module(f"holdfast.rendezvous.{module}"), function)(params)
 
 
 def _register_built_in_handlers() -> None:
@@ -69,23 +63,18 @@ def _register_out_of_tree_handlers() -> None:
 
     for group in _ENTRY_POINT_GROUPS:
         for entry_point in entry_points(group=group):
+            name, value = entry_point.name, entry_point.value
+            if name in rendezvous_handler_registry and _origins.get(name) == value:
+                continue
             try:
-                _register_entry_point(entry_point)
+                creator = entry_point.load()()
+                if not callable(creator):
+                    raise TypeError(f"it must return a function that creates handlers, not {creator!r}")
+                rendezvous_handler_registry.register(name, creator)
+                _origins[name] = value
             except Exception as error:
-                what = f"{entry_point.name!r} (entry point {entry_point.value} of group {group})"
-                why = f"{type(error).__name__}: {error}"
+                what, why = f"{name!r} (entry point {value} of group {group})", f"{type(error).__name__}: {error}"
                 log.warning("rendezvous backend %s is not available: %s", what, why, exc_info=True)
-
-
-def _register_entry_point(entry_point: EntryPoint) -> None:
-    name, value = entry_point.name, entry_point.value
-    if name in rendezvous_handler_registry and _origins.get(name) == value:
-        return
-    creator = entry_point.load()()
-    if not callable(creator):
-        raise TypeError(f"it must return a function that creates handlers, not {creator!r}")
-    rendezvous_handler_registry.register(name, creator)
-    _origins[name] = value
 
 
 _register_built_in_handlers()

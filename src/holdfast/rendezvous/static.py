@@ -6,9 +6,9 @@ nothing here binds or listens there.
 
 Every round has a store of its own: what one life of the workers has left behind is not seen by the next.
 
-Neither handler opens a connection. Several static nodes share failures, restarts and the outcome through a
-coordinator: then the handler is the tcp backend's, with a fixed world. Without one they run side by side, if the
-user asks for that (`coordinator_port=off`).
+Neither handler opens a connection. Several static nodes share failures, restarts and the outcome through a coordinator
+on the master's host, at `coordinator_port` (the master port + 1, unless it is given): then the handler is the tcp
+backend's, with a fixed world. With `coordinator_port=off` they run side by side, as one node alone does.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ _SETTINGS = frozenset({"rank", "timeout", "coordinator_port"})
 class StaticTCPRendezvous(api.RendezvousHandler):
     """A node with a fixed rank among a fixed number of nodes.
 
-    With more than one node nothing is shared between them: each agent restarts its own workers, counts its
-    own restarts, and learns of another node's failure only when its own workers do.
-
-    The agent may ask for a round in one thread while another shuts the handler down: one lock covers both.
+    Several nodes share nothing: each agent restarts its own workers, counts its own restarts, and learns of another
+    node's failure only when its own workers do. The agent may ask for a round in one thread while another shuts the
+    handler down: one lock covers both.
     """
 
     backend = "static"
@@ -65,13 +64,12 @@ class StaticTCPRendezvous(api.RendezvousHandler):
             if self._is_closed:
                 what = f"rendezvous {self._run_id!r} ({self.backend})"
                 raise api.RendezvousClosedError(f"{what} is closed after round {self._round}")
-            master = self._next_master()
+            self._choose_master()
             self._round += 1
-            return RendezvousInfo(InProcessStore(self._timeout), self._rank, self._world_size, master)
+            return RendezvousInfo(InProcessStore(self._timeout), self._rank, self._world_size, self._master)
 
-    def _next_master(self) -> RendezvousStoreInfo:
-        """Where the workers of the round that is about to begin find each other."""
-        return self._master
+    def _choose_master(self) -> None:
+        """The user has chosen it."""
 
     def is_closed(self) -> bool:
         return self._is_closed
@@ -97,9 +95,9 @@ class StandaloneRendezvous(StaticTCPRendezvous):
         super().__init__("127.0.0.1", 0, 0, 1, run_id, timeout_s)
         self._held = endpoints.HeldPort()
 
-    def _next_master(self) -> RendezvousStoreInfo:
+    def _choose_master(self) -> None:
         self._held.renew(self._master.master_addr)
-        return RendezvousStoreInfo(self._master.master_addr, self._held.number)
+        self._master = RendezvousStoreInfo(self._master.master_addr, self._held.number)
 
     def shutdown(self) -> bool:
         self.set_closed()
@@ -119,11 +117,7 @@ def create_standalone_handler(params: RendezvousParameters) -> StandaloneRendezv
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> api.RendezvousHandler:
-    """The backend `static`: `max_nodes` nodes, this one with the rank of the setting `rank`.
-
-    Several of them meet at a coordinator on the master's host, at `coordinator_port`; the default is the master port
-    + 1. With `off` each agent runs its own node with its fixed rank. One node needs no coordinator.
-    """
+    """The backend `static`: `max_nodes` nodes, this one with the rank of the setting `rank`."""
     rank = _rank(params)
     master_addr, master_port = _master(params)
     port = _coordinator_port(params, master_port)
@@ -188,7 +182,6 @@ def _coordinator_port(params: RendezvousParameters, master_port: int) -> int | N
         return None
     port = master_port + 1 if value is None else endpoints.try_parse_port(str(value))
     if not port:
-        raise UserError(
-            f"rendezvous setting 'coordinator_port' is {value!r}, but must be a port from 1 to 65535, or off"
-        )
+        what = f"rendezvous setting 'coordinator_port' is {value!r}"
+        raise UserError(f"{what}, but must be a port from 1 to 65535, or off")
     return port

@@ -43,11 +43,10 @@ class Store(ABC):
 
     @property
     def timeout(self) -> timedelta:
-        """How long `get`, `multi_get` and `wait` wait for keys unless told otherwise."""
+        """How long `get`, `multi_get` and `wait` wait for keys, unless told otherwise, for all users of this object."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change `timeout` for everyone who uses this store object."""
         self._timeout = timeout
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -80,10 +79,8 @@ class Store(ABC):
 
     @abstractmethod
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Store `desired` if the value is `expected`, or if there is none and `expected` is empty.
-
-        Returns the value that the key has afterwards; if it has none, `expected`.
-        """
+        """Store `desired` if the value is `expected`, or if there is none and `expected` is empty. Returns the value
+        that the key has afterwards; if it has none, `expected`."""
 
     @abstractmethod
     def delete_key(self, key: str) -> bool:
@@ -220,9 +217,8 @@ def get_all(store: Store, rank: int, prefix: str, world_size: int) -> list[bytes
     """The values of `<prefix>0`, `<prefix>1`, ... in this order; every rank has to call it.
 
     Rank 0 collects the values and stores all of them together, in pieces; the other ranks wait for one key and read
-    the pieces. If every rank read every value itself, 10,000 ranks would make 100 million reads.
-
-    Rank 0 returns last, because the store may end with its process while others still read.
+    the pieces. If every rank read every value itself, 10,000 ranks would make 100 million reads. Rank 0 returns last,
+    because the store may end with its process while others still read.
     """
     from msgspec import msgpack
 
@@ -294,11 +290,8 @@ def _mark(prefix: str, rank: int) -> str:
 
 
 def _appear(store: Store, keys: Sequence[str], timeout_s: float) -> bool:
-    """Whether all keys appear in time.
-
-    Stores differ in what they raise when the time is up, so whatever it was, the store is asked once more:
-    if it answers, the time was up, and if it has failed, it raises its own error here.
-    """
+    """Whether all keys appear in time. Stores differ in what they raise when the time is up, so the store is asked once
+    more: if it answers, the time was up, and if it has failed, it raises its own error here."""
     try:
         store.wait(keys, _duration(timeout_s))
     except (TimeoutError, RuntimeError, LookupError):
