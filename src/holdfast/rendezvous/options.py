@@ -103,13 +103,16 @@ def fields_of(params: RendezvousParameters, usual_lease_s: float = 5.0, usual_ou
     # LaunchConfig adds a timeout if the user gives none.
     config = {key: value for key, value in params.config.items() if not isinstance(value, DefaultTimeout)}
     lease = _lease(config, usual_lease_s)
+    # So long after its connection was closed a node has killed its workers, clocks permitting, and its place is free.
     own_side_s = 1.1 * (lease.heartbeat_s + lease.reconnect_grace_s)
     usual: dict[str, Any] = {name: each.default for name, each in _PLAIN.items()}
     usual["drop_timeout_s"] = max(usual["drop_timeout_s"], 1.2 * own_side_s)
     usual["outage_timeout_s"] = max(usual_outage_s, seconds(config, "join_timeout", usual["join_timeout_s"]))
     plain = {name: _read(config, name.removesuffix("_s"), default) for name, default in usual.items()}
-    _check_fencing(lease, own_side_s, plain["drop_timeout_s"])
-    tls_files(config)
+    if plain["drop_timeout_s"] <= own_side_s:
+        longer = f"longer than heartbeat + reconnect_grace and a tenth more ({own_side_s:g} s)"
+        raise UserError(f"drop_timeout={plain['drop_timeout_s']:g} is too short: it must be {longer}")
+    tls_files(config)  # Refuses a key without a certificate.
     return {
         **plain,
         "min_nodes": params.min_nodes,
@@ -222,14 +225,6 @@ def _lease(config: dict[str, Any], usual_lease_s: float) -> LeaseSettings:
         if "keep_alive_max_attempt" in config and not re.fullmatch(r"\s*0*[1-9][0-9]*\s*", str(attempts)):
             raise UserError(f"the rendezvous setting keep_alive_max_attempt must be a number above 0, not {attempts!r}")
         lease_s = int(attempts) * heartbeat_s or max(usual_lease_s, 3 * heartbeat_s)
+    if lease_s < 2 * heartbeat_s:
+        raise UserError(f"lease={lease_s:g} is too short for a heartbeat every {heartbeat_s:g} s")
     return LeaseSettings(heartbeat_s, lease_s, seconds(config, "reconnect_grace", 0.5))
-
-
-def _check_fencing(lease: LeaseSettings, own_side_s: float, drop_timeout_s: float) -> None:
-    """A node's place may be given away only after its own side must have killed its workers: `own_side_s` after its
-    connection was closed, clocks permitting."""
-    if drop_timeout_s <= own_side_s:
-        longer = f"longer than heartbeat + reconnect_grace and a tenth more ({own_side_s:g} s)"
-        raise UserError(f"drop_timeout={drop_timeout_s:g} is too short: it must be {longer}")
-    if lease.lease_s < 2 * lease.heartbeat_s:
-        raise UserError(f"lease={lease.lease_s:g} is too short for a heartbeat every {lease.heartbeat_s:g} s")
