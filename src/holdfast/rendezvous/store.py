@@ -1,8 +1,8 @@
 """The key-value store through which the agents of a round talk to each other.
 
-`Store` is the contract, `InProcessStore` serves a world whose agents are all in this process, `PrefixStore`
-is a namespace in another store. The functions below them need nothing but the methods of the contract, which
-has the names and types of torch's stores, so they work with those too (a third-party handler may return one).
+`Store` is the contract, `InProcessStore` serves a world whose agents are all in this process. The functions below them
+need nothing but the methods of the contract, which has the names and types of torch's stores, so they work with those
+too (a third-party handler may return one).
 
 A time-out is a `timedelta`, as it is there. Functions take seconds.
 """
@@ -143,45 +143,6 @@ class InProcessStore(Store):
             return self._values.pop(key, None) is not None
 
 
-class PrefixStore(Store):
-    """The keys of another store that begin with `<prefix>/`; the time-out is the other store's."""
-
-    def __init__(self, prefix: str, store: Store) -> None:
-        self._prefix = prefix
-        self._store = store
-
-    def _full(self, keys: Sequence[str]) -> list[str]:
-        return [f"{self._prefix}/{key}" for key in keys]
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._store.timeout
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._store.set_timeout(timeout)
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
-        self._store.multi_set(self._full(keys), values)
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._store.multi_get(self._full(keys))
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(self._full([key])[0], amount)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._store.wait(self._full(keys), self.timeout if timeout is None else timeout)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._store.check(self._full(keys))
-
-    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        return self._store.compare_set(self._full([key])[0], expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(self._full([key])[0])
-
-
 def as_bytes(value: bytes | str) -> bytes:
     """A value as a store keeps it."""
     if isinstance(value, str):
@@ -193,8 +154,7 @@ def as_bytes(value: bytes | str) -> bytes:
 
 def name_some(names: Sequence[str]) -> str:
     """Names in a row, and no more than a reader can take in."""
-    more = ", ..." if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more
+    return ", ".join([*names[:_MAX_NAMED], "..."] if len(names) > _MAX_NAMED else names)
 
 
 def _duration(seconds: float) -> timedelta:
