@@ -8,44 +8,21 @@ through a named pipe (`FileTimer*`); the pipe's format is the one that torch's c
 The names below are resolved on first use.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from holdfast import lazy
 
 if TYPE_CHECKING:
     from holdfast.timer.api import TimerClient, TimerRequest, TimerServer, configure, expires
-    from holdfast.timer.file import FileTimerClient, FileTimerRequest, FileTimerServer
-    from holdfast.timer.local import LocalTimerClient, LocalTimerServer
+    from holdfast.timer.fifo import FileTimerClient, FileTimerServer
+    from holdfast.timer.pipe import FileTimerRequest
+    from holdfast.timer.queue import LocalTimerClient, LocalTimerServer
 
 __all__ = [
-    "FileTimerClient",
-    "FileTimerRequest",
-    "FileTimerServer",
-    "LocalTimerClient",
-    "LocalTimerServer",
-    "TimerClient",
-    "TimerRequest",
-    "TimerServer",
-    "configure",
-    "expires",
-]
+    "FileTimerClient", "FileTimerRequest", "FileTimerServer", "LocalTimerClient", "LocalTimerServer", "TimerClient",
+    "TimerRequest", "TimerServer", "configure", "expires",
+]  # fmt: skip
 
-_HOMES = {
-    **dict.fromkeys(("TimerClient", "TimerRequest", "TimerServer", "configure", "expires"), "api"),
-    **dict.fromkeys(("FileTimerClient", "FileTimerRequest", "FileTimerServer"), "file"),
-    **dict.fromkeys(("LocalTimerClient", "LocalTimerServer"), "local"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'holdfast.timer' has no attribute {name!r}")
-    value = getattr(import_module(f"holdfast.timer.{home}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+_HOMES = {"FileTimerRequest": "pipe", **dict.fromkeys(("FileTimerClient", "FileTimerServer"), "fifo")}
+_HOMES |= dict.fromkeys(("LocalTimerClient", "LocalTimerServer"), "queue")
+__getattr__, __dir__ = lazy.exports(__name__, dict.fromkeys(__all__, "api") | _HOMES)

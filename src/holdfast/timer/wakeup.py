@@ -1,4 +1,4 @@
-"""A bell that a polling thread can wait on together with its other file descriptors."""
+"""An event that a polling thread can wait for together with its other file descriptors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ class Wakeup:
     """An eventfd that may be rung from any thread, and still be rung when it is closed."""
 
     def __init__(self) -> None:
-        fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._fd = fd
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Without the lock a late ringer could write to whatever file was given the number after the close.
         self._lock = threading.Lock()
-        self._closer = weakref.finalize(self, os.close, fd)
+        self._closer = weakref.finalize(self, os.close, self._fd)
         self._closer.atexit = False
 
     def fileno(self) -> int:

@@ -13,10 +13,8 @@ from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 from holdfast.diagnosis import stacks
-from holdfast.timer import liveness
+from holdfast.timer import processes
 from holdfast.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer
-from holdfast.timer.clock import WallClock
-from holdfast.timer.table import TimerTable
 from holdfast.timer.wakeup import Wakeup
 
 if TYPE_CHECKING:
@@ -41,7 +39,7 @@ class LocalTimerClient(TimerClient):
 class MultiprocessingRequestQueue(RequestQueue):
     """A multiprocessing queue as a source of requests.
 
-    A plain `get` on such a queue cannot be interrupted, so the pipe behind it is polled together with a bell.
+    A plain `get` on such a queue cannot be interrupted, so the pipe behind it is polled together with an event.
     A queue that has no pipe (a manager's proxy) is simply waited for.
     """
 
@@ -77,12 +75,11 @@ class MultiprocessingRequestQueue(RequestQueue):
         poller.register(reader_fd, select.POLLIN)
         poller.register(self._wakeup.fileno(), select.POLLIN)
         ready = {fd for fd, _ in poller.poll(timeout_s * 1000)}
-        if self._wakeup.fileno() in ready:
-            self._wakeup.hush()
+        self._wakeup.hush()
         return reader_fd in ready
 
 
-class LocalTimerServer(TimerServer):
+class LocalTimerServer(processes.ProcessTimers[TimerRequest], TimerServer):
     """Kills the processes that overrun a timer, after it has logged where they were.
 
     `dump_stacks` is given a pid and answers with text for the log; by default py-spy is asked.
@@ -96,58 +93,24 @@ class LocalTimerServer(TimerServer):
         *,
         dump_stacks: Callable[[int], str] | None = None,
     ) -> None:
-        super().__init__(MultiprocessingRequestQueue(mp_queue), max_interval, daemon)
-        self._timers: TimerTable[TimerRequest] = TimerTable()
-        self._clock = WallClock()
+        processes.ProcessTimers.__init__(self)
+        TimerServer.__init__(self, MultiprocessingRequestQueue(mp_queue), max_interval, daemon)
         self._dump_stacks = dump_stacks or stacks.dump_with_py_spy
 
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        distance_s = self._clock.distance_s()
-        for request in timer_requests:
-            if not _is_request(request):
-                logger.warning("skipped %.80r, which is not a timer request", request)
-            elif request.expiration_time < 0:
-                self._timers.release(request.worker_id, request.scope_id)
-            else:
-                pid, deadline_s = request.worker_id, request.expiration_time - distance_s
-                self._timers.register(pid, request.scope_id, deadline_s, request, liveness.start_time(pid))
-
-    def clear_timers(self, worker_ids: set[int]) -> None:
-        """Forget the timers of these processes and of all that have gone away."""
-        for pid in self._timers.pids():
-            if pid in worker_ids or not self._is_same_process(pid):
-                self._timers.forget(pid)
-
-    def get_expired_timers(self, deadline: float) -> dict[int, list[TimerRequest]]:
-        return self._timers.expired(self._clock.to_monotonic(deadline))
-
-    @staticmethod
-    def is_process_running(pid: int) -> bool:
-        return liveness.is_running(pid)
+        for junk in (each for each in timer_requests if not _is_request(each)):
+            logger.warning("skipped %.80r, which is not a timer request", junk)
+        super().register_timers([each for each in timer_requests if _is_request(each)])
 
     def _reap_worker(self, worker_id: int) -> bool:
         if not self._is_same_process(worker_id):
             return True
-        if liveness.is_own(worker_id):
+        if processes.is_own(worker_id):
             logger.error("process %d has overrun a timer, but it is the watchdog's own and is not killed", worker_id)
             return True
         if worker_id not in self._unreaped:
             logger.warning("killing process %d\n%s", worker_id, stacks.text_for(worker_id, self._dump_stacks))
-        return self._is_killed(worker_id)
-
-    def _is_killed(self, pid: int) -> bool:
-        try:
-            liveness.send_signal(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            logger.info("process %d is already gone", pid)
-        except OSError as error:
-            level = logging.DEBUG if pid in self._unreaped else logging.ERROR
-            logger.log(level, "cannot kill process %d: %s", pid, error)
-            return False
-        return True
-
-    def _is_same_process(self, pid: int) -> bool:
-        return liveness.is_same_process(pid, self._timers.started(pid), self.is_process_running)
+        return self._is_signalled(worker_id, signal.SIGKILL)
 
     def _fetch(self, wait_s: float) -> list[TimerRequest]:
         """Wait for one request, then take what else is there.
@@ -159,9 +122,6 @@ class LocalTimerServer(TimerServer):
         if requests:
             requests += self._request_queue.get(self._request_queue.size(), 0.0)
         return requests
-
-    def _next_deadline_s(self) -> float | None:
-        return self._timers.next_deadline()
 
 
 def _is_request(candidate: Any) -> bool:
