@@ -369,7 +369,7 @@ def test_between_two_tries_there_is_a_pause(
     watch: Watch, bystander: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits_until: list[float] = []
-    monkeypatch.setattr(FileTimerServer, "_reap_worker", lambda self, pid, sig: False)
+    monkeypatch.setattr(FileTimerServer, "_is_signalled", lambda self, pid, sig: False)
     monkeypatch.setattr(FileTimerServer, "_wait_until", lambda self, until_s: waits_until.append(until_s))
     watch.server.register_timers([past(bystander.pid, "a")])
     watch.server._run_watchdog()

@@ -420,19 +420,11 @@ def test_this_process_runs_and_keeps_its_start_time() -> None:
 
 
 @pytest.mark.parametrize("pid", [0, -1, -os.getpgrp()])
-def test_a_group_of_processes_is_never_signalled(pid: int) -> None:
-    """Signal 0 asks the kernel for permission only, so this test is safe even if the guard is missing."""
-    assert not is_running(pid)
-    with pytest.raises(ProcessLookupError):
-        processes.send_signal(pid, 0)
-
-
-def test_a_group_is_not_signalled_through_another_kill_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_processes_is_no_process_and_is_never_signalled(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, signal: sent.append((pid, signal)))
-    assert not is_running(-3)
-    with pytest.raises(ProcessLookupError):
-        processes.send_signal(-3, 9)
+    assert not is_running(pid)
+    assert processes.ProcessTimers(None)._is_signalled(pid, 9), "there is nothing to try again"
     assert sent == []
 
 

@@ -2,10 +2,8 @@
 
 A client in the worker sends requests: "scope S ends by time T", or that S has ended. A server in another process
 takes them from a queue, turn by turn, and reaps the workers whose deadlines have passed. Times in requests are
-seconds since the epoch; a negative one is a release.
-
-A turn waits for requests, for the earliest deadline if the server knows it, or for `max_interval`, whichever
-comes first.
+seconds since the epoch; a negative one is a release. A turn waits for requests, for the earliest deadline if the
+server knows it, or for `max_interval`, whichever comes first.
 """
 
 from __future__ import annotations
@@ -15,17 +13,13 @@ import logging
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import _GeneratorContextManager, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.errors import UserError
-
-if TYPE_CHECKING:
-    from contextlib import _GeneratorContextManager
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +51,8 @@ class TimerRequest:
 
 class TimerClient(abc.ABC):
     """The worker's end."""
+
+    is_unserved = False  # No server took the last request.
 
     @abc.abstractmethod
     def acquire(self, scope_id: str, expiration_time: float) -> None:
@@ -107,7 +103,6 @@ class Watchdog(abc.ABC):
             raise UserError("this timer server has been stopped; make a new one")
         if self._watchdog_thread is not None:
             raise UserError("this timer server has already been started")
-        logger.debug("starting %s, max interval %s s, daemon %s", type(self).__name__, self._max_interval, self._daemon)
         self._watchdog_thread = threading.Thread(target=self._watchdog_loop, name="holdfast-timer", daemon=self._daemon)
         self._watchdog_thread.start()
 
@@ -145,9 +140,7 @@ class Watchdog(abc.ABC):
 
 def wait_s(deadline_s: float | None, now_s: float, longest_s: float, shortest_s: float = 0.0) -> float:
     """How long a turn may wait for requests. `shortest_s` gives way to `longest_s`."""
-    if deadline_s is None:
-        return longest_s
-    return min(longest_s, max(shortest_s, deadline_s - now_s))
+    return longest_s if deadline_s is None else min(longest_s, max(shortest_s, deadline_s - now_s))
 
 
 class TimerServer(Watchdog):
@@ -216,11 +209,9 @@ def configure(timer_client: TimerClient | None) -> None:
 def expires(
     after: float, scope: str | None = None, client: TimerClient | None = None
 ) -> _GeneratorContextManager[None]:
-    """A block (or, as a decorator, a function) that must be left within `after` seconds.
-
-    The scope is named after the line that calls `expires`, unless a name is given. Entering a scope that is
-    already entered, as recursion does, moves its deadline, and leaving it disarms it.
-    """
+    """A block (or, as a decorator, a function) that must be left within `after` seconds. The scope is named after the
+    line that calls `expires`, unless a name is given. Entering a scope again, as recursion does, moves its deadline;
+    leaving it disarms it."""
     if scope is None:
         caller = sys._getframe(1)
         scope = f"{caller.f_code.co_filename}#{caller.f_lineno}"
@@ -232,28 +223,23 @@ def _expires(after: float, scope: str, client: TimerClient | None) -> Iterator[N
     client = client or _timer_client
     if client is None:
         raise RuntimeError("no timer client: call holdfast.timer.configure() first, or pass client= to expires()")
-    if not _is_sent(client, lambda: client.acquire(scope, time.time() + after)):
-        yield
-        return
+    is_armed = _is_sent(client, lambda: client.acquire(scope, time.time() + after))
     try:
         yield
     finally:
-        _is_sent(client, lambda: client.release(scope))
-
-
-# By identity: a client need not be hashable.
-_unserved: weakref.WeakValueDictionary[int, TimerClient] = weakref.WeakValueDictionary()
+        if is_armed:
+            _is_sent(client, lambda: client.release(scope))
 
 
 def _is_sent(client: TimerClient, send: Callable[[], None]) -> bool:
     """A server that is gone watches nothing, which is no reason to end the work. It is said once for each client, and
     again after requests have arrived in between."""
+    was_unserved = getattr(client, "is_unserved", False)
     try:
         send()
+        client.is_unserved = False
     except BrokenPipeError as error:
-        if id(client) not in _unserved:
+        client.is_unserved = True
+        if not was_unserved:
             logger.warning("timers are not watched: %s", error)
-            _unserved[id(client)] = client
-        return False
-    _unserved.pop(id(client), None)
-    return True
+    return not client.is_unserved

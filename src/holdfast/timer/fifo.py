@@ -5,8 +5,7 @@ requests that have come, reaps the processes that have a timer run out, and forg
 process is signalled its stacks are logged; while they are taken, which may last seconds, requests are still read,
 so that no client meets a full pipe.
 
-What is never done: signalling the server's own process, a process that merely inherited a pid, or a group of
-processes. A process that could not be signalled keeps its timers and is tried again.
+The server never signals its own process. One that could not be signalled keeps its timers and is tried again.
 """
 
 from __future__ import annotations
@@ -31,43 +30,42 @@ logger = logging.getLogger(__name__)
 # A server that is just being replaced is back at once; one that is gone is not worth holding up a worker for.
 _CLIENT_PAUSES_S = (0.02, 0.04, 0.08, None)
 _PASSING_ERRORS = (errno.ENOENT, errno.ENXIO, errno.EAGAIN, errno.EPIPE)
+# The kernel's words for the usual cases are about devices and resources.
+_REASONS = {errno.ENXIO: "nobody reads from the pipe", errno.EAGAIN: "the pipe stays full"}
 _STOP_TIMEOUT_S = 5.0
 # A little more than a dump gives itself, so that its own explanation arrives if it takes too long.
 _DUMPS_TIMEOUT_S = stacks.DUMP_TIMEOUT_S + 0.5
 
 
 class FileTimerClient(api.TimerClient):
-    """Sends requests in the name of the process that it is used in.
-
-    `signal` is what the server shall send to this process if it overruns; zero or less: only report it.
-    """
+    """Sends requests in the name of the process that it is used in. `signal` is what the server sends to this process
+    if it overruns; zero or less: only report it."""
 
     def __init__(self, file_path: str, signal: int = signals.SIGKILL) -> None:
         if signal >= signals.NSIG:
             raise UserError(f"there is no signal {signal}")
         self._file_path = os.fspath(file_path)
         self._signal = int(signal)
-        self._is_unserved = False  # No server took the last request, so the next one does not wait for it again.
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        deadline = pipe.checked_time(expiration_time)
-        self._send(FileTimerRequest(os.getpid(), scope_id, deadline, self._signal))
+        self._send(FileTimerRequest(os.getpid(), scope_id, pipe.checked_time(expiration_time), self._signal))
 
     def release(self, scope_id: str) -> None:
         self._send(FileTimerRequest(os.getpid(), scope_id, -1))
 
     def _send(self, request: FileTimerRequest) -> None:
         line = pipe.encode(request)
-        for pause_s in _CLIENT_PAUSES_S[-1:] if self._is_unserved else _CLIENT_PAUSES_S:
+        # If no server took the last request, this one does not wait for a server again.
+        for pause_s in (None,) if self.is_unserved else _CLIENT_PAUSES_S:
             try:
                 _write(self._file_path, line)
-                self._is_unserved = False
+                self.is_unserved = False
                 return
             except OSError as error:
                 if pause_s is None or error.errno not in _PASSING_ERRORS:
-                    self._is_unserved = True
-                    text = f"no timer server takes requests ({_why(error)})"
-                    raise BrokenPipeError(errno.EPIPE, text, self._file_path)
+                    self.is_unserved = True
+                    why = _REASONS.get(error.errno or 0) or error.strerror or str(error)
+                    raise BrokenPipeError(errno.EPIPE, f"no timer server takes requests ({why})", self._file_path)
             time.sleep(pause_s)
 
 
@@ -79,12 +77,6 @@ def _write(path: str, line: bytes) -> None:
         os.write(fd, line)
     finally:
         os.close(fd)
-
-
-def _why(error: OSError) -> str:
-    """The kernel's words for the usual cases are about devices and resources."""
-    ours = {errno.ENXIO: "nobody reads from the pipe", errno.EAGAIN: "the pipe stays full"}
-    return ours.get(error.errno or 0) or error.strerror or str(error)
 
 
 def verdict(timers: Sequence[FileTimerRequest]) -> tuple[Sequence[FileTimerRequest], FileTimerRequest | None]:
@@ -112,11 +104,10 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
         *,
         dump_stacks: Callable[[int], str] | None = None,
     ) -> None:
-        processes.ProcessTimers.__init__(self)
+        processes.ProcessTimers.__init__(self, dump_stacks)
         api.Watchdog.__init__(self, max_interval, daemon)
         self._run_id = run_id
-        self._log_event = log_event
-        self._dump_stacks = dump_stacks or stacks.dump_with_py_spy
+        self._log_event = log_event or (lambda name, request: None)
         self._is_stopping = False  # Other than `_is_ending`, this ends dumps of stacks, too.
         self._is_closed = False
         self._turn_ended_s = time.monotonic()
@@ -141,7 +132,6 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
         if has_ended:  # A thread that is stuck in a listener keeps its descriptors until it is done with them.
             self._pipe.close()
             self._wakeup.close()
-        logger.debug("stopped the timer server on %s", self._pipe.path)
         self._tell("watchdog stopped", None)
 
     def run_once(self) -> None:
@@ -203,14 +193,15 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
         if processes.is_own(pid):
             logger.error("process %d has overrun %s, but it is the watchdog's own and gets no signal", pid, scopes)
             return None
-        logger.warning("process %d has overrun %s and will get %s", pid, scopes, _signal_name(fatal.signal))
+        name = next((each.name for each in signals.Signals if each == fatal.signal), f"signal {fatal.signal}")
+        logger.warning("process %d has overrun %s and will get %s", pid, scopes, name)
         return fatal
 
     def _log_stacks(self, pids: list[int]) -> None:
         """Log where these processes are. Requests are read meanwhile; a call to stop ends it."""
         if not pids:
             return
-        dumps = stacks.Dumps(pids, lambda pid: stacks.text_for(pid, self._dump_stacks), self._wakeup.ring)
+        dumps = stacks.Dumps(pids, self._stacks_of, self._wakeup.ring)
         until_s = time.monotonic() + _DUMPS_TIMEOUT_S
         while not dumps.are_complete() and not self._is_stopping and time.monotonic() < until_s:
             self._wait_until(until_s)
@@ -223,26 +214,14 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
         """Signal a process, which may have gone while its stacks were taken."""
         if not self._is_same_process(pid):
             return True
-        if not self._reap_worker(pid, timer.signal):
-            return False
-        self._tell("kill worker process", timer)
-        return True
-
-    def _reap_worker(self, worker_pid: int, signal: int) -> bool:
-        return self._is_signalled(worker_pid, signal)
+        is_signalled = self._is_signalled(pid, timer.signal)
+        if is_signalled:
+            self._tell("kill worker process", timer)
+        return is_signalled
 
     def _tell(self, name: str, request: FileTimerRequest | None) -> None:
         """A listener's mistake is not allowed to end the watch."""
-        if self._log_event is None:
-            return
         try:
             self._log_event(name, request)
         except Exception:
             logger.exception("the listener for timer events failed at %r", name)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signals.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -39,7 +39,6 @@ _parse = json.JSONDecoder().raw_decode
 _TYPES = ((int, int, str, float, int), (int, int, str, int, int))
 _LARGEST_PID = 2**31 - 1
 
-_READ_BYTES = 1 << 16
 # The largest buffer that the kernel gives to every user. Clients do not wait for room in a full one for long.
 _BUFFER_BYTES = 1 << 20
 _SECONDS_BETWEEN_WARNINGS = 10.0
@@ -59,8 +58,7 @@ class FileTimerRequest(TimerRequest):
 
     @property
     def worker_pid(self) -> int:
-        pid: int = self.worker_id
-        return pid
+        return int(self.worker_id)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FileTimerRequest) and TimerRequest.__eq__(self, other) and self.signal == other.signal
@@ -78,10 +76,8 @@ def encode(request: FileTimerRequest) -> bytes:
         raise UserError(f"a timer's scope is a string, not {request.scope_id!r}")
     line = request.to_json().encode() + b"\n"
     if len(line) > PIPE_BUF:
-        raise RuntimeError(
-            f"a timer request is {len(line)} bytes long, more than the {PIPE_BUF} that a pipe takes in one piece; "
-            f"its scope begins with {request.scope_id[:40]!r}"
-        )
+        what = f"a timer request with a scope that begins with {request.scope_id[:40]!r}"
+        raise RuntimeError(f"{what} has {len(line)} bytes, more than the {PIPE_BUF} that a pipe takes in one piece")
     return line
 
 
@@ -147,19 +143,18 @@ class RequestPipe:
         return self._fd
 
     def read(self) -> list[FileTimerRequest]:
-        """The requests that are in the pipe, up to a bufferful of them."""
-        requests: list[FileTimerRequest] = []
-        for _ in range(_BUFFER_BYTES // _READ_BYTES):
+        """The requests that are in the pipe."""
+        try:
+            data = os.read(self._fd, _BUFFER_BYTES)
+        except BlockingIOError:
+            return []
+        lines, self._rest = split_lines(self._rest + data)
+        requests = []
+        for line in lines:
             try:
-                data = os.read(self._fd, _READ_BYTES)
-            except BlockingIOError:
-                break
-            lines, self._rest = split_lines(self._rest + data)
-            for line in lines:
-                try:
-                    requests.append(decode(line))
-                except ValueError as error:
-                    requests += self._salvage(line, error)
+                requests.append(decode(line))
+            except ValueError as error:
+                requests += self._salvage(line, error)
         return requests
 
     def _salvage(self, line: bytes, error: ValueError) -> list[FileTimerRequest]:
@@ -197,23 +192,17 @@ def _make_way(path: str) -> None:
             raise UserError(f"the timer file {path} exists and is not a named pipe; it is left alone")
         if found.st_uid != os.geteuid():
             raise UserError(f"the timer pipe {path} belongs to user {found.st_uid}; it is left alone")
-        if _has_reader(path):
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW))
             raise UserError(f"the timer pipe {path} is in use by another timer server")
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # It has no reader.
+                raise
         os.unlink(path)
     except FileNotFoundError:
         pass
     except OSError as error:
         raise HostError(f"the timer file {path} cannot be used: {error.strerror}")
-
-
-def _has_reader(path: str) -> bool:
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW))
-    except OSError as error:
-        if error.errno == errno.ENXIO:
-            return False
-        raise
-    return True
 
 
 def _make(path: str) -> int:

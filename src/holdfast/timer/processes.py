@@ -1,10 +1,10 @@
 """The timers of processes: what the servers for queues and for pipes have in common.
 
-Deadlines. By protocol a request names its deadline in seconds since the epoch. A wall clock is set now and then, and a
-step of it must neither fire a timer nor delay one. So a deadline is converted once, when its request arrives, and only
-the monotonic clock is asked from then on. Two readings of the same pair of clocks differ by a little, since time passes
-between them. The distance between the clocks is therefore held until it has moved by more than any reading could
-explain; two instants that are converted without a step between them keep their order to the last bit.
+Deadlines. A request names its deadline in seconds since the epoch. A wall clock is set now and then, and a step of it
+must neither fire a timer nor delay one. So a deadline is converted once, when its request arrives, and only the
+monotonic clock is asked from then on. Time passes between two readings of a pair of clocks. The distance between them
+is therefore held until it has moved by more than any reading could explain; two instants that are converted without a
+step between them keep their order to the last bit.
 
 Processes. The kernel hands pids out again. A pid together with the start time in /proc/<pid>/stat names one process for
 as long as the host is up. A process that merely inherited a pid is never signalled, nor is a group of processes.
@@ -15,8 +15,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from holdfast.diagnosis import stacks
 from holdfast.timer.api import TimerRequest
 from holdfast.timer.table import TimerTable
 
@@ -26,16 +28,15 @@ R = TypeVar("R", bound=TimerRequest)
 
 # Clocks are set by whole milliseconds or more; what is smaller is slewed, and slews both clocks alike.
 _STEP_S = 0.001
-# Position of the fields after the command's name, which ends with the last parenthesis: see proc(5).
-_STATE, _START_TIME = 0, 19
 
 
 class ProcessTimers(Generic[R]):
-    """The part of a server that keeps timers by pid."""
+    """The part of a server that keeps timers by pid. `dump_stacks` answers for a pid with text for the log."""
 
     _unreaped: set[int]  # Could not be signalled at the last turn.
 
-    def __init__(self) -> None:
+    def __init__(self, dump_stacks: Callable[[int], str] | None) -> None:
+        self._dump_stacks = dump_stacks or stacks.dump_with_py_spy
         self._timers: TimerTable[R] = TimerTable()
         self._request_count = 0
         self._distance_s = time.time() - time.monotonic()
@@ -77,7 +78,9 @@ class ProcessTimers(Generic[R]):
     def _is_signalled(self, pid: int, signal: int) -> bool:
         """Send the signal. False means that it should be tried again."""
         try:
-            send_signal(pid, signal)
+            if pid <= 0:  # To the kernel that means a whole group of processes.
+                raise ProcessLookupError
+            os.kill(pid, signal)
         except ProcessLookupError:
             logger.info("process %d is already gone", pid)
         except OSError as error:
@@ -85,6 +88,9 @@ class ProcessTimers(Generic[R]):
             logger.log(level, "cannot send signal %d to process %d, will try again: %s", signal, pid, error)
             return False
         return True
+
+    def _stacks_of(self, pid: int) -> str:
+        return stacks.text_for(pid, self._dump_stacks)
 
     def _next_deadline_s(self) -> float | None:
         return self._timers.next_deadline()
@@ -107,19 +113,12 @@ def start_time(pid: int) -> int | None:
     """When the process started, in clock ticks since boot; None if there is none or it has already died."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()
+            fields = stat.read().rpartition(b")")[2].split()  # After the command's name: see proc(5).
     except OSError:
         return None
-    return None if len(fields) <= _START_TIME or fields[_STATE] in (b"Z", b"X") else int(fields[_START_TIME])
+    return int(fields[19]) if fields and fields[0] not in (b"Z", b"X") else None
 
 
 def is_own(pid: int) -> bool:
     """Whether a signal to `pid` would hit this very process. The kernel accepts ids of threads as well."""
     return pid == os.getpid() or os.path.exists(f"/proc/self/task/{pid}")
-
-
-def send_signal(pid: int, signal: int) -> None:
-    """`os.kill`, for one process only: to the kernel a pid of zero or less means a whole group of processes."""
-    if pid <= 0:
-        raise ProcessLookupError(f"{pid} is not the id of a process")
-    os.kill(pid, signal)

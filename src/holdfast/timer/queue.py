@@ -12,7 +12,6 @@ from collections.abc import Callable
 from queue import Empty
 from typing import TYPE_CHECKING, Any
 
-from holdfast.diagnosis import stacks
 from holdfast.timer import processes
 from holdfast.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer
 from holdfast.timer.wakeup import Wakeup
@@ -37,11 +36,8 @@ class LocalTimerClient(TimerClient):
 
 
 class MultiprocessingRequestQueue(RequestQueue):
-    """A multiprocessing queue as a source of requests.
-
-    A plain `get` on such a queue cannot be interrupted, so the pipe behind it is polled together with an event.
-    A queue that has no pipe (a manager's proxy) is simply waited for.
-    """
+    """A multiprocessing queue as a source of requests. A plain `get` on such a queue cannot be interrupted, so the pipe
+    behind it is polled together with an event. A queue that has no pipe (a manager's proxy) is simply waited for."""
 
     def __init__(self, mp_queue: queues.Queue[TimerRequest]) -> None:
         self._mp_queue = mp_queue
@@ -80,10 +76,8 @@ class MultiprocessingRequestQueue(RequestQueue):
 
 
 class LocalTimerServer(processes.ProcessTimers[TimerRequest], TimerServer):
-    """Kills the processes that overrun a timer, after it has logged where they were.
-
-    `dump_stacks` is given a pid and answers with text for the log; by default py-spy is asked.
-    """
+    """Kills the processes that overrun a timer, after it has logged where they were. `dump_stacks` is given a pid and
+    answers with text for the log; by default py-spy is asked."""
 
     def __init__(
         self,
@@ -93,9 +87,8 @@ class LocalTimerServer(processes.ProcessTimers[TimerRequest], TimerServer):
         *,
         dump_stacks: Callable[[int], str] | None = None,
     ) -> None:
-        processes.ProcessTimers.__init__(self)
+        processes.ProcessTimers.__init__(self, dump_stacks)
         TimerServer.__init__(self, MultiprocessingRequestQueue(mp_queue), max_interval, daemon)
-        self._dump_stacks = dump_stacks or stacks.dump_with_py_spy
 
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
         for junk in (each for each in timer_requests if not _is_request(each)):
@@ -109,15 +102,12 @@ class LocalTimerServer(processes.ProcessTimers[TimerRequest], TimerServer):
             logger.error("process %d has overrun a timer, but it is the watchdog's own and is not killed", worker_id)
             return True
         if worker_id not in self._unreaped:
-            logger.warning("killing process %d\n%s", worker_id, stacks.text_for(worker_id, self._dump_stacks))
+            logger.warning("killing process %d\n%s", worker_id, self._stacks_of(worker_id))
         return self._is_signalled(worker_id, signal.SIGKILL)
 
     def _fetch(self, wait_s: float) -> list[TimerRequest]:
-        """Wait for one request, then take what else is there.
-
-        The queue's size may promise more: a client that is killed between announcing a request and sending it
-        leaves the count too high for good, and waiting for that request would hold back the others.
-        """
+        """Wait for one request, then take what else is there. The queue's size may promise more: a client that dies
+        between announcing a request and sending it leaves the count too high for good."""
         requests = self._request_queue.get(1, wait_s)
         if requests:
             requests += self._request_queue.get(self._request_queue.size(), 0.0)
@@ -126,10 +116,5 @@ class LocalTimerServer(processes.ProcessTimers[TimerRequest], TimerServer):
 
 def _is_request(candidate: Any) -> bool:
     """Whether it looks like a request of ours, or of another library that uses the same three names."""
-    expiration_time: Any = getattr(candidate, "expiration_time", None)
-    return (
-        type(getattr(candidate, "worker_id", None)) is int
-        and isinstance(getattr(candidate, "scope_id", None), str)
-        and type(expiration_time) in (int, float)
-        and not math.isnan(expiration_time)
-    )
+    pid, scope, end = (getattr(candidate, name, None) for name in ("worker_id", "scope_id", "expiration_time"))
+    return type(pid) is int and isinstance(scope, str) and isinstance(end, int | float) and not math.isnan(end)
