@@ -23,13 +23,11 @@ from holdfast.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# A stream of single requests is taken in turns that begin at least this far apart: registering a timer is not urgent,
-# and a turn has its price.
+# Turns begin at least this far apart: registering a timer is not urgent, and a turn has its price.
 _TURN_GAP_S = 0.005
 # How long a worker that could not be reaped, or a turn that failed, waits for the next attempt.
 RETRY_DELAY_S = 0.1
-# What stopping may take beyond the longest wait for requests.
-_STOP_MARGIN_S = 5.0
+_STOP_MARGIN_S = 5.0  # What stopping may take beyond the longest wait for requests.
 
 _values_of = attrgetter("worker_id", "scope_id", "expiration_time")
 
@@ -84,8 +82,7 @@ class Watchdog(abc.ABC):
     def __init__(self, max_interval: float, daemon: bool) -> None:
         if not 0 < max_interval < threading.TIMEOUT_MAX:
             raise UserError(f"max_interval must be a positive number of seconds, not {max_interval!r}")
-        self._max_interval = max_interval
-        self._daemon = daemon
+        self._max_interval, self._daemon = max_interval, daemon
         self._watchdog_thread: threading.Thread | None = None
         self._is_ending = threading.Event()
         self._unreaped: set[Any] = set()
@@ -237,9 +234,10 @@ def _is_sent(client: TimerClient, send: Callable[[], None]) -> bool:
     was_unserved = getattr(client, "is_unserved", False)
     try:
         send()
-        client.is_unserved = False
     except BrokenPipeError as error:
         client.is_unserved = True
         if not was_unserved:
             logger.warning("timers are not watched: %s", error)
-    return not client.is_unserved
+        return False
+    client.is_unserved = False
+    return True

@@ -1,11 +1,9 @@
 """Timers over a named pipe: for any process of the host that is told the pipe's path.
 
 The server is one thread with one `poll`: on the pipe, on an event, and until the earliest deadline. A turn takes all
-requests that have come, reaps the processes that have a timer run out, and forgets those that are gone. Before a
-process is signalled its stacks are logged; while they are taken, which may last seconds, requests are still read,
-so that no client meets a full pipe.
-
-The server never signals its own process. One that could not be signalled keeps its timers and is tried again.
+requests in the pipe, reaps the processes whose timers have run out, and forgets those that are gone. Before a process
+is signalled its stacks are logged, which may take seconds; requests are read meanwhile, so that no client meets a full
+pipe. The server's own process gets no signal. One that could not be signalled keeps its timers and is tried again.
 """
 
 from __future__ import annotations
@@ -88,11 +86,9 @@ def verdict(timers: Sequence[FileTimerRequest]) -> tuple[Sequence[FileTimerReque
 
 
 class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
-    """Signals the processes that overrun a timer.
-
-    `log_event(name, request)` is told: "watchdog started", "watchdog stopped", "timer expired" and
-    "kill worker process". `dump_stacks` is given a pid and answers with text for the log; by default py-spy is asked.
-    """
+    """Signals the processes that overrun a timer. `log_event(name, request)` is told: "watchdog started", "watchdog
+    stopped", "timer expired" and "kill worker process". `dump_stacks` is given a pid and answers with text for the log;
+    by default py-spy is asked."""
 
     def __init__(
         self,
@@ -161,9 +157,8 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
     def _turn(self) -> None:
         self.register_timers(self._pipe.read())
         expired = self._timers.expired(time.monotonic())
-        debug_info_logging.log_debug_info_for_expired_timers(
-            self._run_id, {pid: [timer.to_json() for timer in timers] for pid, timers in expired.items()}
-        )
+        as_json = {pid: [timer.to_json() for timer in timers] for pid, timers in expired.items()}
+        debug_info_logging.log_debug_info_for_expired_timers(self._run_id, as_json)
         self.clear_timers(self._reap_expired(expired))
         self._turn_ended_s = time.monotonic()
 
@@ -180,7 +175,6 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
         """Report what a process has overrun. The timer whose signal it shall get, if any."""
         reported, fatal = verdict(timers)
         if not self._is_same_process(pid):
-            logger.debug("process %d is gone and with it its timers", pid)
             return None
         if pid in self._unreaped:
             return fatal

@@ -37,7 +37,6 @@ _KEYS = ("version", "pid", "scope_id", "expiration_time", "signal")
 _values_of = itemgetter(*_KEYS)
 _parse = json.JSONDecoder().raw_decode
 _TYPES = ((int, int, str, float, int), (int, int, str, int, int))
-_LARGEST_PID = 2**31 - 1
 
 # The largest buffer that the kernel gives to every user. Clients do not wait for room in a full one for long.
 _BUFFER_BYTES = 1 << 20
@@ -49,7 +48,6 @@ class FileTimerRequest(TimerRequest):
     """A request that also says with which signal to end the worker; zero or less means: only report it."""
 
     version: ClassVar[int] = 1
-
     signal: int
 
     def __init__(self, worker_pid: int, scope_id: str, expiration_time: float, signal: int = 0) -> None:
@@ -97,7 +95,7 @@ def decode(line: bytes) -> FileTimerRequest:
     version, pid, scope, expiration_time, signal = values
     if version != FileTimerRequest.version:
         raise ValueError(f"version {version} is not known")
-    if abs(pid) > _LARGEST_PID or signal >= NSIG:
+    if abs(pid) >= 2**31 or signal >= NSIG:
         raise ValueError(f"pid {pid} or signal {signal} is out of range")
     return FileTimerRequest(pid, scope, checked_time(expiration_time), signal)
 

@@ -97,8 +97,7 @@ class ProcessTimers(Generic[R]):
 
     def _clock_distance_s(self) -> float:
         """What to take off an instant of the wall clock to have it on the monotonic one."""
-        before_s, wall_s, after_s = time.monotonic(), time.time(), time.monotonic()
-        self._distance_s = held_distance_s(self._distance_s, before_s, wall_s, after_s)
+        self._distance_s = held_distance_s(self._distance_s, time.monotonic(), time.time(), time.monotonic())
         return self._distance_s
 
 

@@ -9,15 +9,13 @@ import select
 import signal
 import time
 from collections.abc import Callable
+from multiprocessing import queues
 from queue import Empty
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.timer import processes
 from holdfast.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer
 from holdfast.timer.wakeup import Wakeup
-
-if TYPE_CHECKING:
-    from multiprocessing import queues
 
 logger = logging.getLogger(__name__)
 
