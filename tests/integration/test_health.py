@@ -28,7 +28,7 @@ from holdfast.process import DefaultLogsSpecs
 from holdfast.rendezvous.api import rendezvous_handler_registry
 from holdfast.rendezvous.static import StandaloneRendezvous
 from holdfast.telemetry.health import AgentAlive, HealthCheckServer, create_healthcheck_server
-from holdfast.timer.file import FileTimerServer
+from holdfast.timer import FileTimerServer
 from tests import support
 from tests.integration.test_agent import Meeting, PluginHandler
 

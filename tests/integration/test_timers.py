@@ -31,12 +31,12 @@ from holdfast.timer import (
     TimerRequest,
     debug_info_logging,
     expires,
-    file,
-    liveness,
-    wire,
+    fifo,
+    processes,
 )
+from holdfast.timer import pipe as timer_pipe
 from holdfast.timer.api import RETRY_DELAY_S
-from holdfast.timer.local import MultiprocessingRequestQueue
+from holdfast.timer.queue import MultiprocessingRequestQueue
 from tests.support import DEADLINE_S, await_sleep, halt, python, survivors, wait_until, write_script
 
 NEVER_S = 3600.0
@@ -78,7 +78,7 @@ class Watch:
     def write(self, *requests: FileTimerRequest | bytes) -> None:
         with open(self.path, "wb", buffering=0) as pipe:
             for request in requests:
-                pipe.write(request if isinstance(request, bytes) else wire.encode(request))
+                pipe.write(request if isinstance(request, bytes) else timer_pipe.encode(request))
 
     def next_event(self) -> Event:
         return self.events.get(timeout=DEADLINE_S)
@@ -303,7 +303,7 @@ def test_a_process_that_inherited_the_pid_is_spared(
 ) -> None:
     """The timer was armed by a process that started at another time."""
     with monkeypatch.context() as patched:
-        patched.setattr(liveness, "start_time", lambda pid: 1)
+        patched.setattr(processes, "start_time", lambda pid: 1)
         watch.server.register_timers([past(bystander.pid, "a")])
     watch.server.run_once()
     assert bystander.poll() is None
@@ -369,7 +369,7 @@ def test_between_two_tries_there_is_a_pause(
     watch: Watch, bystander: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits_until: list[float] = []
-    monkeypatch.setattr(FileTimerServer, "_reap_worker", lambda self, pid, sig: False)
+    monkeypatch.setattr(FileTimerServer, "_is_signalled", lambda self, pid, sig: False)
     monkeypatch.setattr(FileTimerServer, "_wait_until", lambda self, until_s: waits_until.append(until_s))
     watch.server.register_timers([past(bystander.pid, "a")])
     watch.server._run_watchdog()
@@ -440,7 +440,7 @@ def test_a_dump_that_fails_or_never_ends_does_not_save_anybody(
         return "too late"
 
     if is_endless:
-        monkeypatch.setattr(file, "_DUMPS_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(fifo, "_DUMPS_TIMEOUT_S", 0.2)
     watch.server._dump_stacks = endless if is_endless else failing
     watch.write(past(bystander.pid, "a"))
     watch.server.run_once()
@@ -486,7 +486,7 @@ def test_half_a_line_waits_for_its_end_and_a_torn_one_costs_no_other(
     running: Watch, bystander: subprocess.Popen[bytes]
 ) -> None:
     pid, server = bystander.pid, running.server
-    line = wire.encode(future(pid, "whole"))
+    line = timer_pipe.encode(future(pid, "whole"))
     running.write(line[:30])
     running.write(line[30:], line[:50])
     running.write(future(pid, "behind a torn line"))
@@ -596,7 +596,7 @@ def test_a_listener_that_raises_or_stops_the_server_ends_nothing_else(
     thread = server._watchdog_thread
     FileTimerClient(str(tmp_path / "timers")).release("harmless")
     with open(tmp_path / "timers", "wb", buffering=0) as pipe:
-        pipe.write(wire.encode(past(bystander.pid, "a")))
+        pipe.write(timer_pipe.encode(past(bystander.pid, "a")))
     assert bystander.wait(DEADLINE_S) == -signal.SIGKILL
     assert stopped.wait(DEADLINE_S)
     assert thread is not None
@@ -812,7 +812,7 @@ def test_local_timers_follow_their_process(
     dead = subprocess.Popen(["true"])
     dead.wait()
     with monkeypatch.context() as patched:
-        patched.setattr(liveness, "start_time", lambda pid: 1)
+        patched.setattr(processes, "start_time", lambda pid: 1)
         local.register_timers([local_request(bystander.pid, "of another life", -1)])
     local.register_timers([local_request(dead.pid, "a", -1), local_request(dead.pid, "b", 60)])
     local._run_watchdog()

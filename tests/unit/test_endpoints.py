@@ -134,7 +134,6 @@ def test_try_parse_port(text: str, expected: int | None) -> None:
 )
 def test_settings(text: str, expected: dict[str, str]) -> None:
     assert parse_rendezvous_config(text) == expected
-    assert endpoints._parse_rendezvous_config(text) == expected
 
 
 @pytest.mark.parametrize(

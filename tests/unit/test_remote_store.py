@@ -50,8 +50,8 @@ class Pump:
                 self._answers.update((answer.number, answer) for _, answer in self.keyvalues.expire(ends))
             return self._answers.pop(number)
 
-    def open(self) -> RemoteStore:
-        return RemoteStore(self, timedelta(seconds=60))  # type: ignore[arg-type]
+    def open(self, prefix: str = "") -> RemoteStore:
+        return RemoteStore(self, timedelta(seconds=60), prefix)  # type: ignore[arg-type]
 
 
 def through_a_frame(message: Any) -> Any:
@@ -62,6 +62,18 @@ def through_a_frame(message: Any) -> Any:
 @pytest.fixture
 def pump() -> Iterator[Pump]:
     return Pump()
+
+
+def test_prefixes_are_namespaces(pump: Pump) -> None:
+    base, one, two = pump.open(), pump.open("one/"), pump.open("two/")
+    one.set("k", "1")
+    assert not two.check(["k"])
+    assert base.get("one/k") == b"1"
+    assert two.compare_set("k", "", "2") == b"2"
+    assert two.add("n", 1) == 1
+    assert base.multi_get(["two/k", "two/n"]) == [b"2", b"1"]
+    assert two.delete_key("k")
+    assert one.get("k") == b"1"
 
 
 def test_ten_thousand_ranks_synchronize(pump: Pump) -> None:

@@ -86,7 +86,7 @@ def _source_root() -> str:
     return holdfast.rendezvous.__path__[0].removesuffix("/holdfast/rendezvous")
 
 
-@pytest.mark.parametrize("name", [name for name in api.__all__ if name.endswith("Error")])
+@pytest.mark.parametrize("name", [name for name in holdfast.rendezvous.__all__ if name.endswith("Error")])
 def test_errors_are_rendezvous_errors(name: str) -> None:
     assert issubclass(getattr(api, name), api.RendezvousError)
 

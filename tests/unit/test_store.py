@@ -14,7 +14,6 @@ from holdfast.errors import HoldfastError, UserError
 from holdfast.rendezvous.endpoints import bind_port
 from holdfast.rendezvous.store import (
     InProcessStore,
-    PrefixStore,
     Store,
     StoreTimeoutError,
     barrier,
@@ -31,10 +30,6 @@ def in_process() -> Store:
     return InProcessStore(timedelta(seconds=LONG_S))
 
 
-def prefixed() -> Store:
-    return PrefixStore("outer", PrefixStore("inner", in_process()))
-
-
 def torch_hash() -> Any:
     from torch.distributed import HashStore
 
@@ -49,20 +44,14 @@ def torch_tcp() -> Any:
     return TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=LONG_S))
 
 
-def over_torch() -> Any:
-    return PrefixStore("ours", torch_hash())
-
-
 def own_client(store: Any) -> Any:
     """What a thread of its own needs: a client of torch's TCPStore serves one blocking call at a time."""
     return store.clone() if type(store).__name__ == "TCPStore" else store
 
 
-OURS = [in_process, prefixed]
+ours = pytest.mark.parametrize("make", [in_process])
 # Running the same tables on torch's stores shows that ours mean the same by the same names.
-ALL = [*OURS, torch_hash, torch_tcp, over_torch]
-ours = pytest.mark.parametrize("make", OURS)
-every_store = pytest.mark.parametrize("make", ALL)
+every_store = pytest.mark.parametrize("make", [in_process, torch_hash, torch_tcp])
 Make = Callable[[], Any]
 
 
@@ -222,19 +211,6 @@ def test_one_of_many_wins_a_compare_set() -> None:
     calls = [lambda name=name: store.compare_set("leader", "", name) for name in "abcdefgh"]
     (winner,) = {one.result() for one in in_threads(calls)}
     assert store.get("leader") == winner
-
-
-def test_prefixes_are_namespaces() -> None:
-    base = in_process()
-    one, two = PrefixStore("one", base), PrefixStore("two", base)
-    one.set("k", "1")
-    assert not two.check(["k"])
-    assert base.get("one/k") == b"1"
-    assert two.compare_set("k", "", "2") == b"2"
-    assert two.delete_key("k")
-    assert one.get("k") == b"1"
-    one.set_timeout(SHORT)
-    assert base.timeout == two.timeout == SHORT
 
 
 @every_store
@@ -398,18 +374,16 @@ def test_barrier_names_a_bounded_number_of_ranks() -> None:
 
 
 def test_barrier_whose_last_member_comes_during_the_trace() -> None:
-    store = in_process()
-
-    class Late(PrefixStore):
+    class Late(InProcessStore):
         """Lets rank 1 arrive in the moment in which rank 0 looks for its mark."""
 
         def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
             if list(keys) == ["b1/TRACE"]:
-                store.set("late/b1/TRACE", "arrived")
+                self.set("b1/TRACE", "arrived")
             super().wait(keys, timeout)
 
     with pytest.raises(StoreTimeoutError, match=r"1 of 2 had arrived; the others came too late$"):
-        barrier(Late("late", store), 2, "b", 0.01, 0, trace_timeout=LONG_S)
+        barrier(Late(), 2, "b", 0.01, 0, trace_timeout=LONG_S)
 
 
 def test_barrier_that_opens_in_the_last_moment_is_open() -> None:

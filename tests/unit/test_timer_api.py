@@ -17,9 +17,9 @@ import pytest
 
 import holdfast.timer
 from holdfast.errors import UserError
-from holdfast.timer import FileTimerRequest, TimerClient, TimerRequest, TimerServer, configure, expires, liveness, wire
+from holdfast.timer import FileTimerRequest, TimerClient, TimerRequest, TimerServer, configure, expires, pipe, processes
 from holdfast.timer.api import RequestQueue, wait_s
-from holdfast.timer.file import verdict
+from holdfast.timer.fifo import verdict
 from tests.support import DEADLINE_S
 
 
@@ -319,17 +319,17 @@ def test_a_turn_waits_for_the_earliest_deadline(
 
 
 def test_a_request_is_one_line_of_json_with_the_known_keys() -> None:
-    line = wire.encode(FileTimerRequest(12, "a\nb", 3.5, signal=9))
+    line = pipe.encode(FileTimerRequest(12, "a\nb", 3.5, signal=9))
     assert line.endswith(b"}\n")
     assert line.count(b"\n") == 1
     assert json.loads(line) == {"version": 1, "pid": 12, "scope_id": "a\nb", "expiration_time": 3.5, "signal": 9}
 
 
 def test_a_request_of_exactly_the_atomic_size_is_the_longest() -> None:
-    room = select.PIPE_BUF - len(wire.encode(FileTimerRequest(12, "", 3.5)))
-    assert len(wire.encode(FileTimerRequest(12, "x" * room, 3.5))) == select.PIPE_BUF
+    room = select.PIPE_BUF - len(pipe.encode(FileTimerRequest(12, "", 3.5)))
+    assert len(pipe.encode(FileTimerRequest(12, "x" * room, 3.5))) == select.PIPE_BUF
     with pytest.raises(RuntimeError, match=f"{select.PIPE_BUF + 1} bytes"):
-        wire.encode(FileTimerRequest(12, "x" * (room + 1), 3.5))
+        pipe.encode(FileTimerRequest(12, "x" * (room + 1), 3.5))
 
 
 GOOD: dict[str, Any] = {"version": 1, "pid": 12, "scope_id": "a", "expiration_time": 3.5, "signal": 9}
@@ -364,7 +364,7 @@ SPOILED: list[tuple[dict[str, Any], str]] = [
 )
 def test_what_is_not_a_request_is_refused_with_a_reason(line: bytes, what: str | None) -> None:
     with pytest.raises(ValueError, match=what):
-        wire.decode(line)
+        pipe.decode(line)
 
 
 @pytest.mark.parametrize(
@@ -373,16 +373,17 @@ def test_what_is_not_a_request_is_refused_with_a_reason(line: bytes, what: str |
 )
 def test_times_of_any_size_can_be_compared(written: str, read: float) -> None:
     line = json.dumps(GOOD).replace("3.5", written).encode()
-    assert wire.decode(line).expiration_time == read
+    assert pipe.decode(line).expiration_time == read
 
 
 def test_a_line_without_end_is_kept_only_in_part() -> None:
-    splitter = wire.LineSplitter()
+    rest = b""
     for _ in range(100):
-        assert splitter.feed(b"x" * 60_000) == []
-    (line,) = splitter.feed(wire.encode(FileTimerRequest(1, "a", 2.0)))
+        lines, rest = pipe.split_lines(rest + b"x" * 60_000)
+        assert lines == []
+    (line,), rest = pipe.split_lines(rest + pipe.encode(FileTimerRequest(1, "a", 2.0)))
     assert len(line) < 2 * select.PIPE_BUF
-    assert wire.decode(wire.request_in(line)) == FileTimerRequest(1, "a", 2.0)
+    assert pipe.decode(pipe.request_in(line)) == FileTimerRequest(1, "a", 2.0)
 
 
 # Who gets which signal
@@ -408,36 +409,30 @@ def test_the_earliest_timer_that_has_a_signal_decides(
 # Processes
 
 
+is_running = processes.ProcessTimers.is_process_running
+
+
 def test_this_process_runs_and_keeps_its_start_time() -> None:
-    started = liveness.start_time(os.getpid())
+    started = processes.start_time(os.getpid())
     assert started is not None
-    assert liveness.is_running(os.getpid())
-    assert liveness.is_same_process(os.getpid(), started, liveness.is_running)
-    assert not liveness.is_same_process(os.getpid(), started + 1, liveness.is_running)
+    assert started == processes.start_time(os.getpid())
+    assert is_running(os.getpid())
 
 
 @pytest.mark.parametrize("pid", [0, -1, -os.getpgrp()])
-def test_a_group_of_processes_is_never_signalled(pid: int) -> None:
-    """Signal 0 asks the kernel for permission only, so this test is safe even if the guard is missing."""
-    assert not liveness.is_running(pid)
-    with pytest.raises(ProcessLookupError):
-        liveness.send_signal(pid, 0)
-
-
-def test_a_group_is_not_signalled_through_another_kill_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_processes_is_no_process_and_is_never_signalled(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, signal: sent.append((pid, signal)))
-    assert not liveness.is_running(-3)
-    with pytest.raises(ProcessLookupError):
-        liveness.send_signal(-3, 9)
+    assert not is_running(pid)
+    assert processes.ProcessTimers(None)._is_signalled(pid, 9), "there is nothing to try again"
     assert sent == []
 
 
 def test_threads_of_this_process_are_this_process() -> None:
     found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(liveness.is_own(threading.get_native_id())))
+    thread = threading.Thread(target=lambda: found.append(processes.is_own(threading.get_native_id())))
     thread.start()
     thread.join()
     assert found == [True]
-    assert liveness.is_own(os.getpid())
-    assert not liveness.is_own(os.getppid())
+    assert processes.is_own(os.getpid())
+    assert not processes.is_own(os.getppid())

@@ -19,8 +19,7 @@ from holdfast.agent.model import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TI
 from holdfast.errors import HoldfastError
 
 if TYPE_CHECKING:
-    from holdfast.timer.file import FileTimerServer
-    from holdfast.timer.wire import FileTimerRequest
+    from holdfast.timer import FileTimerRequest, FileTimerServer
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class Watchdog:
         )
 
     def _serve(self, path: str, else_what: str) -> str | None:
-        from holdfast.timer.file import FileTimerServer
+        from holdfast.timer import FileTimerServer
 
         try:
             server = FileTimerServer(path, self._run_id, max_interval=_TURN_S, daemon=True, log_event=self._note)

@@ -7,6 +7,7 @@ says which rank this node has, how many nodes there are, and where the workers f
 
 from __future__ import annotations
 
+import socket
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,27 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from holdfast.errors import UserError
+from holdfast.rendezvous import endpoints
 
 if TYPE_CHECKING:
-    import socket
-
     from holdfast.rendezvous.store import Store
-
-__all__ = [
-    "RendezvousClosedError",
-    "RendezvousConnectionError",
-    "RendezvousError",
-    "RendezvousGracefulExitError",
-    "RendezvousHandler",
-    "RendezvousHandlerCreator",
-    "RendezvousHandlerRegistry",
-    "RendezvousInfo",
-    "RendezvousParameters",
-    "RendezvousStateError",
-    "RendezvousStoreInfo",
-    "RendezvousTimeoutError",
-    "rendezvous_handler_registry",
-]
 
 
 class RendezvousError(Exception):
@@ -72,16 +56,12 @@ class DefaultTimeout(int):
     number, and mean it."""
 
 
-_TRUE_TEXTS = frozenset({"1", "true", "t", "yes", "y"})
-_FALSE_TEXTS = frozenset({"0", "false", "f", "no", "n"})
+_TRUTH = dict.fromkeys(("1", "true", "t", "yes", "y"), True) | dict.fromkeys(("0", "false", "f", "no", "n"), False)
 
 
 class RendezvousParameters:
-    """Everything that a creator is told: who meets where, how many they are, and the backend's own settings.
-
-    The settings (`**kwargs`, kept in `config`) come from the command line as text or from a program as
-    values, so `get_as_bool` and `get_as_int` accept both.
-    """
+    """Everything that a creator is told: who meets where, how many they are, and the backend's own settings, which come
+    from the command line as text or from a program as values; `get_as_bool` and `get_as_int` accept both."""
 
     def __init__(
         self,
@@ -99,12 +79,8 @@ class RendezvousParameters:
             raise UserError(f"min_nodes is {min_nodes}, but must be at least 1")
         if max_nodes < min_nodes:
             raise UserError(f"max_nodes is {max_nodes}, but must be at least min_nodes, which is {min_nodes}")
-        self.backend = backend
-        self.endpoint = endpoint
-        self.run_id = run_id
-        self.min_nodes = min_nodes
-        self.max_nodes = max_nodes
-        self.local_addr = local_addr
+        self.backend, self.endpoint, self.run_id = backend, endpoint, run_id
+        self.min_nodes, self.max_nodes, self.local_addr = min_nodes, max_nodes, local_addr
         self.config = kwargs
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -116,20 +92,15 @@ class RendezvousParameters:
         value = self.get(key, default)
         if value is None or isinstance(value, bool):
             return value
-        text = str(value).lower() if isinstance(value, int | str) else ""
-        if text in _TRUE_TEXTS:
-            return True
-        if text in _FALSE_TEXTS:
-            return False
+        if isinstance(value, int | str) and str(value).lower() in _TRUTH:
+            return _TRUTH[str(value).lower()]
         raise UserError(f"rendezvous setting {key!r} is {value!r}, which is neither true nor false")
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
         """The setting as a whole number; None stays None."""
         value = self.get(key, default)
-        if value is None:
-            return None
         try:
-            return int(value)
+            return None if value is None else int(value)
         except ValueError:
             raise UserError(f"rendezvous setting {key!r} is {value!r}, which is not a whole number") from None
 
@@ -146,40 +117,26 @@ class RendezvousStoreInfo:
 
     @staticmethod
     def build(rank: int, store: Store, local_addr: str | None, server_port: int | None = None) -> RendezvousStoreInfo:
-        """Rank 0 publishes its address and port in the round's store; everyone, rank 0 too, reads them there.
-
-        Without `server_port` rank 0 picks a free port and holds it, bound but not listening, for as long as
-        the object that it gets back lives: a port that is released before the workers use it may be lost.
-        """
-        held = _publish_master(store, local_addr, server_port) if rank == 0 else None
-        built = RendezvousStoreInfo(
-            master_addr=store.get(RendezvousStoreInfo.MASTER_ADDR_KEY).decode(),
-            master_port=int(store.get(RendezvousStoreInfo.MASTER_PORT_KEY)),
-        )
+        """Rank 0 publishes its address and port in the round's store; every rank reads them there. Without a port rank
+        0 picks a free one and holds it, bound but not listening, for as long as the object that it gets back lives: a
+        port that is released before the workers use it may be lost."""
+        addr_key, port_key = RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY
+        held: socket.socket | None = None
+        if rank == 0:
+            if server_port is None:
+                held = endpoints.bind_port()
+                server_port = held.getsockname()[1]
+            store.set(addr_key, local_addr or socket.getfqdn())
+            store.set(port_key, str(server_port))
+        built = RendezvousStoreInfo(store.get(addr_key).decode(), int(store.get(port_key)))
         if held is not None:
             weakref.finalize(built, held.close)
         return built
 
 
-def _publish_master(store: Store, local_addr: str | None, server_port: int | None) -> socket.socket | None:
-    """Tell the others where to go; returns the socket that holds the port if it had to be picked."""
-    import socket
-
-    from holdfast.rendezvous.endpoints import bind_port
-
-    held = bind_port() if server_port is None else None
-    port = server_port if held is None else held.getsockname()[1]
-    store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, (local_addr or socket.getfqdn()).encode())
-    store.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(port).encode())
-    return held
-
-
 @dataclass(frozen=True, slots=True)
 class RendezvousInfo:
-    """One round as this node sees it.
-
-    `store` is for the agents of the round, `bootstrap_store_info` for its workers.
-    """
+    """One round as this node sees it. `store` is for its agents, `bootstrap_store_info` for its workers."""
 
     store: Store
     rank: int
@@ -205,10 +162,8 @@ class RendezvousHandler(ABC):
 
     @property
     def has_fixed_world(self) -> bool:
-        """Whether the world is known from the start, its nodes alike, and nothing is shared at run time.
-
-        Then no agent asks whether nodes are waiting, and no node can wait for another.
-        """
+        """Whether the world is known from the start, its nodes alike, and nothing is shared at run time: then no agent
+        asks whether nodes are waiting, and no node can wait for another."""
         return False
 
     @abstractmethod
@@ -264,9 +219,8 @@ class RendezvousHandlerRegistry:
             raise UserError(f"unknown rendezvous backend {params.backend!r}; available: {available}")
         handler = creator(params)
         if handler.get_backend() != params.backend:
-            raise RuntimeError(
-                f"rendezvous backend {params.backend!r} created a handler that calls itself {handler.get_backend()!r}"
-            )
+            calls_itself = f"created a handler that calls itself {handler.get_backend()!r}"
+            raise RuntimeError(f"rendezvous backend {params.backend!r} {calls_itself}")
         return handler
 
 

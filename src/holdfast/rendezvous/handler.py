@@ -51,7 +51,6 @@ from holdfast.rendezvous.membership.node import Participant
 from holdfast.rendezvous.membership.node_lease import NodeLease
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 from holdfast.rendezvous.options import Options
-from holdfast.rendezvous.store import PrefixStore
 
 logger = logging.getLogger(__name__)
 
@@ -201,9 +200,9 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
     def found(self, sealed: Sealed) -> RendezvousInfo:
         assert self._client is not None
         place = sealed.place
-        store = RemoteStore(self._client, timedelta(seconds=self._options.read_timeout_s))
+        store = RemoteStore(self._client, timedelta(seconds=self._options.read_timeout_s), f"round/{place.round}/")
         master = self._master or RendezvousStoreInfo(place.master_address, place.master_port)
-        return RendezvousInfo(PrefixStore(f"round/{place.round}", store), place.rank, place.node_count, master)
+        return RendezvousInfo(store, place.rank, place.node_count, master)
 
     def report_failure(self, round: int, failure: Failure) -> None:
         self._post(protocol.Failed(round, protocol.clipped(failure)))

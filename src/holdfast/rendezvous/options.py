@@ -1,13 +1,15 @@
 """The settings of backends whose nodes meet at a coordinator, read from the rendezvous parameters and the environment.
 
-`tcp` and `static` have these and no others; `etcd.options` adds its own.
+`tcp` and `static` have these and no others; `etcd.options` adds its own. A plain setting is one field of `Options` that
+`_setting` makes. Its key in --rdzv-conf is the field's name without the unit, its kind the kind of its default.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import UserError
@@ -21,144 +23,116 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "HOLDFAST_TOKEN"
+Keys = dict[str, tuple[str, ...]]  # From each key of --rdzv-conf to its older spellings, which mean the same.
 
-# What each key of --rdzv-conf sets. The names on the right are older spellings that mean the same.
-Keys = dict[str, tuple[str, ...]]
 
-KEYS: Keys = {
-    "join_timeout": ("timeout",),
-    "outage_timeout": (),
-    "last_call": ("last_call_timeout",),
-    "heartbeat": ("keep_alive_interval",),
-    "lease": (),
-    "drop_timeout": (),
-    "reconnect_grace": (),
-    "close_linger": ("close_timeout",),
-    "read_timeout": (),
-    "admit": (),
-    "on_isolation": (),
-    "rank": (),
-    "is_host": (),
-    "coordinator_port": (),
-    "token_file": (),
-    "tls_cert": (),
-    "tls_key": (),
-    "tls_ca": (),
-    # Accepted because torchrun command lines have them.
-    "keep_alive_max_attempt": (),
-    "heartbeat_timeout": (),
-    "store_type": (),
-}
+def _setting(default: Any, *aliases: str) -> Any:
+    return field(default=default, metadata={"aliases": aliases})
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     min_nodes: int = 1
     max_nodes: int = 1
-    join_timeout_s: float = 600.0
-    outage_timeout_s: float = 600.0
+    join_timeout_s: float = _setting(600.0, "timeout")
+    outage_timeout_s: float = _setting(600.0)
     """For how long a node without workers waits for a coordinator that it has reached before."""
-    last_call_s: float = 5.0
-    drop_timeout_s: float = 2.0
-    close_linger_s: float = 10.0
+    last_call_s: float = _setting(5.0, "last_call_timeout")
+    drop_timeout_s: float = _setting(2.0)
+    close_linger_s: float = _setting(10.0, "close_timeout")
     leader_lease_s: int = 0
-    read_timeout_s: float = 60.0
-    admit: Admit = Admit.NOW
+    read_timeout_s: float = _setting(60.0)
+    admit: Admit = _setting(Admit.NOW)  # noqa: RUF009
     lease: LeaseSettings = field(default_factory=LeaseSettings)
     continue_when_isolated: bool = False
     local_addr: str | None = None
     requested_rank: int | None = None
     is_host: bool | None = None
     token: bytes | None = None
-    token_file: str = ""
-    tls_cert: str = ""
-    tls_key: str = ""
-    tls_ca: str = ""
+    token_file: str = _setting("")
+    tls_cert: str = _setting("")
+    tls_key: str = _setting("")
+    tls_ca: str = _setting("")
 
     @classmethod
     def from_parameters(cls, params: RendezvousParameters) -> Options:
-        check_known(params.config, KEYS)
-        _check_compatible(params.backend, params.config)
+        config, backend = params.config, params.backend
+        check_known(config, KEYS)
+        # Settings that other launchers have and that mean something else here, or nothing.
+        if str(config.get("store_type", "tcp")).strip().lower() != "tcp":
+            raise UserError(f"store_type must be tcp, not {config['store_type']!r}: nodes meet at a coordinator")
+        warn_of_heartbeat_timeout(config)
+        if "coordinator_port" in config and backend != "static":
+            raise UserError(
+                f"coordinator_port is for static runs; the backend {backend!r} meets at the endpoint itself"
+            )
         return cls(**fields_of(params))
 
     def settings(self, policy: RestartPolicy) -> Settings:
         """What all nodes of a run have to agree on."""
-        return Settings(
-            min_nodes=self.min_nodes,
-            max_nodes=self.max_nodes,
-            join_timeout_s=self.join_timeout_s,
-            last_call_s=self.last_call_s,
-            heartbeat_s=self.lease.heartbeat_s,
-            lease_s=self.lease.lease_s,
-            drop_timeout_s=self.drop_timeout_s,
-            close_linger_s=self.close_linger_s,
-            leader_lease_s=self.leader_lease_s,
-            admit=self.admit,
-            policy=policy,
-        )
+        shared = {each.name for each in fields(Settings)}
+        given = {each.name: getattr(of, each.name) for of in (self.lease, self) for each in fields(of)}
+        return Settings(policy=policy, **{name: value for name, value in given.items() if name in shared})
 
     @property
     def speaks_tls(self) -> bool:
         return bool(self.tls_ca or self.tls_cert)
 
     def client_tls(self) -> ReloadingTls | None:
-        if not self.speaks_tls:
-            return None
-        from holdfast.rendezvous import tls
-
-        return tls.ReloadingTls(self.tls_cert, self.tls_key, self.tls_ca)
+        return _tls(self.tls_cert, self.tls_key, self.tls_ca, is_server=False)
 
     def coordinator_options(self) -> list[str]:
         """For a coordinator that this node starts: it speaks as this node does."""
-        flags = {
-            "--token-file": self.token_file,
-            "--tls-cert": self.tls_cert,
-            "--tls-key": self.tls_key,
-            "--tls-ca": self.tls_ca,
-        }
-        return [part for flag, value in flags.items() if value for part in (flag, value)]
+        given = {name: getattr(self, name) for name in ("token_file", "tls_cert", "tls_key", "tls_ca")}
+        return [part for name, file in given.items() if file for part in (f"--{name.replace('_', '-')}", file)]
+
+
+_PLAIN = {each.name: each for each in fields(Options) if "aliases" in each.metadata}
+
+KEYS: Keys = {
+    **{name.removesuffix("_s"): each.metadata["aliases"] for name, each in _PLAIN.items()},
+    "heartbeat": ("keep_alive_interval",),
+    **dict.fromkeys(("lease", "reconnect_grace", "on_isolation", "rank", "is_host", "coordinator_port"), ()),
+    # Accepted because torchrun command lines have them.
+    **dict.fromkeys(("keep_alive_max_attempt", "heartbeat_timeout", "store_type"), ()),
+}
 
 
 def fields_of(params: RendezvousParameters, usual_lease_s: float = 5.0, usual_outage_s: float = 0.0) -> dict[str, Any]:
     """The fields of `Options`. `outage_timeout` defaults to at least `join_timeout`."""
-    config = params.config
-    join_timeout_s = _join_timeout_s(config)
+    # LaunchConfig adds a timeout if the user gives none.
+    config = {key: value for key, value in params.config.items() if not isinstance(value, DefaultTimeout)}
     lease = _lease(config, usual_lease_s)
-    drop_timeout_s = seconds(config, "drop_timeout", max(2.0, 1.2 * _own_side_s(lease)))
-    _check_fencing(lease, drop_timeout_s)
-    token_file = text(config, KEYS, "token_file")
-    tls_cert, tls_key, tls_ca = tls_files(config)
+    # So long after its connection was closed a node has killed its workers, clocks permitting, and its place is free.
+    own_side_s = 1.1 * (lease.heartbeat_s + lease.reconnect_grace_s)
+    usual: dict[str, Any] = {name: each.default for name, each in _PLAIN.items()}
+    usual["drop_timeout_s"] = max(usual["drop_timeout_s"], 1.2 * own_side_s)
+    usual["outage_timeout_s"] = max(usual_outage_s, seconds(config, "join_timeout", usual["join_timeout_s"]))
+    plain = {name: _read(config, name.removesuffix("_s"), default) for name, default in usual.items()}
+    if plain["drop_timeout_s"] <= own_side_s:
+        longer = f"longer than heartbeat + reconnect_grace and a tenth more ({own_side_s:g} s)"
+        raise UserError(f"drop_timeout={plain['drop_timeout_s']:g} is too short: it must be {longer}")
+    tls_files(config)  # Refuses a key without a certificate.
     return {
+        **plain,
         "min_nodes": params.min_nodes,
         "max_nodes": params.max_nodes,
-        "join_timeout_s": join_timeout_s,
-        "outage_timeout_s": seconds(config, "outage_timeout", max(usual_outage_s, join_timeout_s)),
-        "last_call_s": seconds(config, "last_call", 5.0),
-        "drop_timeout_s": drop_timeout_s,
-        "close_linger_s": seconds(config, "close_linger", 10.0),
-        "read_timeout_s": seconds(config, "read_timeout", 60.0),
-        "admit": Admit(one_of(config, "admit", "now", "on-restart")),
         "lease": lease,
         "continue_when_isolated": one_of(config, "on_isolation", "stop", "continue") == "continue",
         "local_addr": params.local_addr,
         "requested_rank": params.get_as_int("rank"),
         "is_host": params.get_as_bool("is_host"),
-        "token": read_token(token_file),
-        "token_file": token_file,
-        "tls_cert": tls_cert,
-        "tls_key": tls_key,
-        "tls_ca": tls_ca,
+        "token": read_token(plain["token_file"]),
     }
 
 
-# How settings are read.
+def names_of(keys: Keys) -> set[str]:
+    return {name for key, aliases in keys.items() for name in (key, *aliases)}
 
 
 def check_known(config: dict[str, Any], keys: Keys) -> None:
     """An unknown setting would be accepted and ignored."""
-    known = frozenset(keys) | {alias for aliases in keys.values() for alias in aliases}
-    unknown = sorted(set(config) - known)
+    unknown = sorted(config.keys() - names_of(keys))
     if unknown:
         raise UserError(f"unknown rendezvous setting {unknown[0]!r}; there are {', '.join(sorted(keys))}")
 
@@ -167,6 +141,12 @@ def warn_of_heartbeat_timeout(config: dict[str, Any]) -> None:
     if "heartbeat_timeout" in config:
         seconds(config, "heartbeat_timeout", 5.0)
         logger.warning("the rendezvous setting heartbeat_timeout has no effect; lease is how long a node may be silent")
+
+
+def _read(config: dict[str, Any], key: str, usual: Any) -> Any:
+    if isinstance(usual, Admit):
+        return Admit(one_of(config, key, *Admit))
+    return text(config, KEYS, key) if isinstance(usual, str) else seconds(config, key, usual)
 
 
 def text(config: dict[str, Any], keys: Keys, key: str) -> str:
@@ -203,19 +183,23 @@ def tls_files(config: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def server_tls(cert: str, key: str, ca: str) -> ReloadingTls | None:
-    if not cert:
-        if key or ca:
-            raise UserError("TLS needs a certificate (tls_cert), not only a key or an authority")
+    if (key or ca) and not cert:
+        raise UserError("TLS needs a certificate (tls_cert), not only a key or an authority")
+    return _tls(cert, key, ca, is_server=True)
+
+
+def _tls(cert: str, key: str, ca: str, *, is_server: bool) -> ReloadingTls | None:
+    if not (cert or ca):
         return None
     from holdfast.rendezvous import tls
 
-    return tls.ReloadingTls(cert, key, ca, is_server=True)
+    return tls.ReloadingTls(cert, key, ca, is_server=is_server)
 
 
 def read_token(path: str) -> bytes | None:
     """The token from a file, else from the environment, else none."""
     if not path:
-        return os.environb.get(TOKEN_VARIABLE.encode(), b"").strip() or None
+        return os.environb.get(b"HOLDFAST_TOKEN", b"").strip() or None
     return read_secret("token", path).encode(errors="surrogateescape")
 
 
@@ -230,56 +214,17 @@ def read_secret(what: str, path: str) -> str:
     return secret
 
 
-def _check_compatible(backend: str, config: dict[str, Any]) -> None:
-    """Settings that other launchers have and that mean something else here, or nothing."""
-    store_type = str(config.get("store_type", "tcp")).strip().lower()
-    if store_type != "tcp":
-        raise UserError(f"store_type must be tcp, not {config['store_type']!r}: nodes meet at a coordinator")
-    warn_of_heartbeat_timeout(config)
-    if "coordinator_port" in config and backend != "static":
-        raise UserError(f"coordinator_port is for static runs; the backend {backend!r} meets at the endpoint itself")
-
-
-def _join_timeout_s(config: dict[str, Any]) -> float:
-    is_launchers_default = isinstance(config.get("timeout"), DefaultTimeout) and "join_timeout" not in config
-    return 600.0 if is_launchers_default else seconds(config, "join_timeout", 600.0)
-
-
 def _lease(config: dict[str, Any], usual_lease_s: float) -> LeaseSettings:
     """Where one of heartbeat and lease is given, the other follows from it."""
     has_lease = "lease" in config
     lease_s = seconds(config, "lease", usual_lease_s)
     heartbeat_s = seconds(config, "heartbeat", min(1.0, lease_s / 4) if has_lease else 1.0)
     if not has_lease:
-        has_attempts = "keep_alive_max_attempt" in config
-        lease_s = _attempts(config) * heartbeat_s if has_attempts else max(usual_lease_s, 3 * heartbeat_s)
+        # torchelastic's way to say how long the lease is: so many heartbeats may be missed.
+        attempts = config.get("keep_alive_max_attempt", 0)
+        if "keep_alive_max_attempt" in config and not re.fullmatch(r"\s*0*[1-9][0-9]*\s*", str(attempts)):
+            raise UserError(f"the rendezvous setting keep_alive_max_attempt must be a number above 0, not {attempts!r}")
+        lease_s = int(attempts) * heartbeat_s or max(usual_lease_s, 3 * heartbeat_s)
+    if lease_s < 2 * heartbeat_s:
+        raise UserError(f"lease={lease_s:g} is too short for a heartbeat every {heartbeat_s:g} s")
     return LeaseSettings(heartbeat_s, lease_s, seconds(config, "reconnect_grace", 0.5))
-
-
-def _attempts(config: dict[str, Any]) -> int:
-    """torchelastic's way to say how long the lease is: so many heartbeats may be missed."""
-    value = config["keep_alive_max_attempt"]
-    try:
-        attempts = int(value)
-    except (TypeError, ValueError):
-        attempts = 0
-    if attempts < 1:
-        raise UserError(f"the rendezvous setting keep_alive_max_attempt must be a number above 0, not {value!r}")
-    return attempts
-
-
-def _own_side_s(lease: LeaseSettings) -> float:
-    """After how long at most a node whose connection was closed has killed its workers, clocks permitting."""
-    return 1.1 * (lease.heartbeat_s + lease.reconnect_grace_s)
-
-
-def _check_fencing(lease: LeaseSettings, drop_timeout_s: float) -> None:
-    """A node's place may be given away only after its own side must have killed its workers."""
-    own_side_s = _own_side_s(lease)
-    if drop_timeout_s <= own_side_s:
-        raise UserError(
-            f"drop_timeout={drop_timeout_s:g} is too short: it must be longer than heartbeat + reconnect_grace "
-            f"and a tenth more ({own_side_s:g} s)"
-        )
-    if lease.lease_s < 2 * lease.heartbeat_s:
-        raise UserError(f"lease={lease.lease_s:g} is too short for a heartbeat every {lease.heartbeat_s:g} s")

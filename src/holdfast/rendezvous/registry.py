@@ -8,24 +8,28 @@ everything else here, so it happens only when a name is asked for that is not ye
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from functools import partial
+from importlib import import_module
+from typing import Any
 
 from holdfast.errors import UserError
-from holdfast.rendezvous.api import (
-    RendezvousHandler,
-    RendezvousHandlerCreator,
-    RendezvousParameters,
-    rendezvous_handler_registry,
-)
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
+from holdfast.rendezvous.api import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
 
 __all__ = ["get_rendezvous_handler", "rendezvous_handler_registry"]
 
 log = logging.getLogger(__name__)
 
-ENTRY_POINT_GROUPS = ("torchrun.handlers", "holdfast.handlers")
+# Backend name -> module and function that creates its handler.
+_BUILT_IN = {
+    "static": ("static", "create_rdzv_handler"),
+    "standalone": ("static", "create_standalone_handler"),
+    "tcp": ("handler", "create_tcp_handler"),
+    "c10d": ("handler", "create_tcp_handler"),  # The name in torchrun command lines.
+    "etcd": ("etcd.locator", "create_handler"),
+    "etcd-v3": ("etcd.locator", "create_handler"),
+}
+
+_ENTRY_POINT_GROUPS = ("torchrun.handlers", "holdfast.handlers")
 
 # Backend name -> the object reference of the entry point that it came from. An entry point may return a new
 # creator at each call, so a repeated scan cannot tell by the creator that it has met the same one again.
@@ -37,81 +41,40 @@ def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
     if params.backend not in rendezvous_handler_registry:
         _register_out_of_tree_handlers()
     if params.backend == "etcd-v2" and params.backend not in rendezvous_handler_registry:
-        raise UserError(
-            "the backend 'etcd-v2' speaks an interface that etcd has given up; use the backend etcd, which speaks v3 "
-            "with etcd 3.4 or later"
-        )
+        instead = "use the backend etcd, which speaks v3 with etcd 3.4 or later"
+        raise UserError(f"the backend 'etcd-v2' speaks an interface that etcd has given up; {instead}")
     return rendezvous_handler_registry.create_handler(params)
 
 
-def _create_static(params: RendezvousParameters) -> RendezvousHandler:
-    from holdfast.rendezvous import static
-
-    return static.create_rdzv_handler(params)
-
-
-def _create_standalone(params: RendezvousParameters) -> RendezvousHandler:
-    from holdfast.rendezvous import static
-
-    return static.create_standalone_handler(params)
-
-
-def _create_tcp(params: RendezvousParameters) -> RendezvousHandler:
-    from holdfast.rendezvous import handler
-
-    return handler.create_tcp_handler(params)
-
-
-def _create_etcd(params: RendezvousParameters) -> RendezvousHandler:
-    from holdfast.rendezvous.etcd import locator
-
-    return locator.create_handler(params)
+def _create_built_in(module: str, function: str, params: RendezvousParameters) -> Any:
+    return getattr(import_module(f"holdfast.rendezvous.{module}"), function)(params)
 
 
 def _register_built_in_handlers() -> None:
-    built_in = {
-        "static": _create_static,
-        "standalone": _create_standalone,
-        "tcp": _create_tcp,
-        "c10d": _create_tcp,  # The name in torchrun command lines.
-        "etcd": _create_etcd,
-        "etcd-v3": _create_etcd,
-    }
-    for name, creator in built_in.items():
+    for name, (module, function) in _BUILT_IN.items():
         # A program that registered its own handler under this name before importing us means it.
         if name not in rendezvous_handler_registry:
-            rendezvous_handler_registry.register(name, creator)
+            rendezvous_handler_registry.register(name, partial(_create_built_in, module, function))
 
 
 def _register_out_of_tree_handlers() -> None:
     """Register every backend that an installed distribution offers; a broken one costs one warning."""
     from importlib.metadata import entry_points
 
-    for group in ENTRY_POINT_GROUPS:
+    for group in _ENTRY_POINT_GROUPS:
         for entry_point in entry_points(group=group):
+            name, value = entry_point.name, entry_point.value
+            if name in rendezvous_handler_registry and _origins.get(name) == value:
+                continue
             try:
-                _register_entry_point(entry_point)
+                creator = entry_point.load()()
+                if not callable(creator):
+                    raise TypeError(f"it must return a function that creates handlers, not {creator!r}")
+                rendezvous_handler_registry.register(name, creator)
+                _origins[name] = value
             except Exception as error:
-                log.warning(
-                    "rendezvous backend %r (entry point %s of group %s) is not available: %s: %s",
-                    entry_point.name,
-                    entry_point.value,
-                    group,
-                    type(error).__name__,
-                    error,
-                    exc_info=True,
-                )
-
-
-def _register_entry_point(entry_point: EntryPoint) -> None:
-    name, value = entry_point.name, entry_point.value
-    if name in rendezvous_handler_registry and _origins.get(name) == value:
-        return
-    creator: RendezvousHandlerCreator = entry_point.load()()
-    if not callable(creator):
-        raise TypeError(f"it must return a function that creates handlers, not {creator!r}")
-    rendezvous_handler_registry.register(name, creator)
-    _origins[name] = value
+                what, why = f"{name!r} (entry point {value} of group {group})", f"{type(error).__name__}: {error}"
+                log.warning("rendezvous backend %s is not available: %s", what, why, exc_info=True)
 
 
 _register_built_in_handlers()

@@ -1,8 +1,8 @@
 """The key-value store through which the agents of a round talk to each other.
 
-`Store` is the contract, `InProcessStore` serves a world whose agents are all in this process, `PrefixStore`
-is a namespace in another store. The functions below them need nothing but the methods of the contract, which
-has the names and types of torch's stores, so they work with those too (a third-party handler may return one).
+`Store` is the contract, `InProcessStore` serves a world whose agents are all in this process. The functions below them
+need nothing but the methods of the contract, which has the names and types of torch's stores, so they work with those
+too (a third-party handler may return one).
 
 A time-out is a `timedelta`, as it is there. Functions take seconds.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import islice
@@ -25,7 +25,6 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)
 _MAX_NAMED = 16
 # So small that thousands of ranks may read a piece at the same time.
 _PIECE_BYTES = 1 << 16
-_LENGTH_BYTES = 8
 
 
 class StoreTimeoutError(HoldfastError, TimeoutError):
@@ -39,26 +38,28 @@ class StoreLostError(RendezvousConnectionError):
 class Store(ABC):
     """Keys are text, values are bytes; text given as a value is stored as UTF-8."""
 
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        self._timeout = timeout
+
     @property
-    @abstractmethod
     def timeout(self) -> timedelta:
-        """How long `get`, `multi_get` and `wait` wait for keys unless told otherwise."""
+        """How long `get`, `multi_get` and `wait` wait for keys, unless told otherwise, for all users of this object."""
+        return self._timeout
 
-    @abstractmethod
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change `timeout` for everyone who uses this store object."""
+        self._timeout = timeout
 
-    @abstractmethod
     def set(self, key: str, value: bytes | str) -> None:
         """Store a value, whatever was there before."""
+        self.multi_set([key], [value])
 
     @abstractmethod
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         """Store several values at once."""
 
-    @abstractmethod
     def get(self, key: str) -> bytes:
         """The key's value; waits until there is one."""
+        return self.multi_get([key])[0]
 
     @abstractmethod
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -78,10 +79,8 @@ class Store(ABC):
 
     @abstractmethod
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Store `desired` if the value is `expected`, or if there is none and `expected` is empty.
-
-        Returns the value that the key has afterwards; if it has none, `expected`.
-        """
+        """Store `desired` if the value is `expected`, or if there is none and `expected` is empty. Returns the value
+        that the key has afterwards; if it has none, `expected`."""
 
     @abstractmethod
     def delete_key(self, key: str) -> bool:
@@ -92,19 +91,9 @@ class InProcessStore(Store):
     """A store for the threads of one process."""
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        self._timeout = timeout
+        super().__init__(timeout)
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
-    def set(self, key: str, value: bytes | str) -> None:
-        self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         if len(keys) != len(values):
@@ -114,100 +103,44 @@ class InProcessStore(Store):
             self._values.update(zip(keys, encoded, strict=True))
             self._changed.notify_all()
 
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
-
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         with self._changed:
-            self._wait_locked(keys, self._timeout)
+            self.wait(keys)
             return [self._values[key] for key in keys]
 
     def add(self, key: str, amount: int) -> int:
         with self._changed:
-            total = as_int(key, self._values.get(key, b"0")) + amount
-            self._values[key] = str(total).encode()
-            self._changed.notify_all()
+            value = self._values.get(key, b"0")
+            try:
+                total = int(value) + amount
+            except ValueError:
+                raise UserError(f"store: cannot add to {key!r}, its value {value[:40]!r} is not a number") from None
+            self.set(key, str(total))
             return total
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        timeout_s = (self._timeout if timeout is None else timeout).total_seconds()
         with self._changed:
-            self._wait_locked(keys, self._timeout if timeout is None else timeout)
-
-    def _wait_locked(self, keys: Sequence[str], timeout: timedelta) -> None:
-        timeout_s = timeout.total_seconds()
-        if self._changed.wait_for(lambda: self._has_all(keys), min(timeout_s, threading.TIMEOUT_MAX)):
-            return
-        missing = name_some([repr(key) for key in keys if key not in self._values])
+            if self._changed.wait_for(lambda: self.check(keys), min(timeout_s, threading.TIMEOUT_MAX)):
+                return
+            missing = name_some([repr(key) for key in keys if key not in self._values])
         raise StoreTimeoutError(f"store: timed out after {timeout_s:g} s waiting for {missing}")
-
-    def _has_all(self, keys: Sequence[str]) -> bool:
-        return all(key in self._values for key in keys)
 
     def check(self, keys: Sequence[str]) -> bool:
         with self._changed:
-            return self._has_all(keys)
+            return all(key in self._values for key in keys)
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        old, new = as_bytes(expected), as_bytes(desired)
         with self._changed:
             current = self._values.get(key)
-            if current == old or (current is None and not old):
-                self._values[key] = new
-                self._changed.notify_all()
-                return new
-            return old if current is None else current
+            if (current or b"") == as_bytes(expected):
+                self.set(key, desired)
+                return self._values[key]
+            return as_bytes(expected) if current is None else current
 
     def delete_key(self, key: str) -> bool:
         with self._changed:
             return self._values.pop(key, None) is not None
-
-
-class PrefixStore(Store):
-    """The keys of another store that begin with `<prefix>/`; the time-out is the other store's."""
-
-    def __init__(self, prefix: str, store: Store) -> None:
-        self._prefix = prefix
-        self._store = store
-
-    def _full(self, key: str) -> str:
-        return f"{self._prefix}/{key}"
-
-    def _all_full(self, keys: Sequence[str]) -> list[str]:
-        return [self._full(key) for key in keys]
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._store.timeout
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._store.set_timeout(timeout)
-
-    def set(self, key: str, value: bytes | str) -> None:
-        self._store.set(self._full(key), value)
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
-        self._store.multi_set(self._all_full(keys), values)
-
-    def get(self, key: str) -> bytes:
-        return self._store.get(self._full(key))
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._store.multi_get(self._all_full(keys))
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(self._full(key), amount)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._store.wait(self._all_full(keys), self.timeout if timeout is None else timeout)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._store.check(self._all_full(keys))
-
-    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        return self._store.compare_set(self._full(key), expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(self._full(key))
 
 
 def as_bytes(value: bytes | str) -> bytes:
@@ -219,18 +152,9 @@ def as_bytes(value: bytes | str) -> bytes:
     return bytes(value)
 
 
-def as_int(key: str, value: bytes) -> int:
-    """A value as something to add to."""
-    try:
-        return int(value)
-    except ValueError:
-        raise UserError(f"store: cannot add to {key!r}, its value {value[:40]!r} is not a number") from None
-
-
 def name_some(names: Sequence[str]) -> str:
     """Names in a row, and no more than a reader can take in."""
-    more = ", ..." if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more
+    return ", ".join([*names[:_MAX_NAMED], "..."] if len(names) > _MAX_NAMED else names)
 
 
 def _duration(seconds: float) -> timedelta:
@@ -253,17 +177,18 @@ def get_all(store: Store, rank: int, prefix: str, world_size: int) -> list[bytes
     """The values of `<prefix>0`, `<prefix>1`, ... in this order; every rank has to call it.
 
     Rank 0 collects the values and stores all of them together, in pieces; the other ranks wait for one key and read
-    the pieces. If every rank read every value itself, 10,000 ranks would make 100 million reads.
-
-    Rank 0 returns last, because the store may end with its process while others still read.
+    the pieces. If every rank read every value itself, 10,000 ranks would make 100 million reads. Rank 0 returns last,
+    because the store may end with its process while others still read.
     """
+    from msgspec import msgpack
+
     count, piece = f"{prefix}/all", f"{prefix}/all/"
     if rank != 0:
-        values = _unpack(b"".join(store.get(f"{piece}{at}") for at in range(int(store.get(count)))))
+        packed = b"".join(store.get(f"{piece}{at}") for at in range(int(store.get(count))))
         _arrive(store, world_size, f"{prefix}/finished")
-        return values
+        return msgpack.decode(packed, type=list[bytes])
     values = store.multi_get([f"{prefix}{other}" for other in range(world_size)])
-    packed = _pack(values)
+    packed = msgpack.encode(values)
     pieces = [packed[at : at + _PIECE_BYTES] for at in range(0, len(packed), _PIECE_BYTES)]
     for at, each in enumerate(pieces):
         store.set(f"{piece}{at}", each)
@@ -271,19 +196,6 @@ def get_all(store: Store, rank: int, prefix: str, world_size: int) -> list[bytes
     store.wait([_arrive(store, world_size, f"{prefix}/finished")])
     for at in range(len(pieces)):
         store.delete_key(f"{piece}{at}")
-    return values
-
-
-def _pack(values: Sequence[bytes]) -> bytes:
-    return b"".join(len(value).to_bytes(_LENGTH_BYTES, "big") + value for value in values)
-
-
-def _unpack(packed: bytes) -> list[bytes]:
-    values, at = [], 0
-    while at < len(packed):
-        begin = at + _LENGTH_BYTES
-        at = begin + int.from_bytes(packed[at:begin], "big")
-        values.append(packed[begin:at])
     return values
 
 
@@ -315,12 +227,13 @@ def barrier(
         raise AssertionError("barrier: rank_tracing_decoder needs a rank")
     if rank is not None:
         store.set(_mark(key_prefix, rank), "arrived")
-    all_arrived = _arrive(store, world_size, key_prefix)
-    if _appear(store, [all_arrived], barrier_timeout):
+    if _appear(store, [_arrive(store, world_size, key_prefix)], barrier_timeout):
         return
-    who = "" if rank is None else f" on rank {rank}"
-    arrived = f"{_arrived(store, key_prefix)} of {world_size} had arrived"
-    cause = _trace(store, world_size, key_prefix, rank, rank_tracing_decoder or str, trace_timeout)
+    arrived = f"{store.add(f'{key_prefix}/num_members', 0)} of {world_size} had arrived"
+    who = cause = ""
+    if rank is not None:
+        who = f" on rank {rank}"
+        cause = _trace(store, world_size, key_prefix, rank, rank_tracing_decoder or str, trace_timeout)
     raise StoreTimeoutError(f"barrier {key_prefix!r}: timed out after {barrier_timeout:g} s{who}: {arrived}{cause}")
 
 
@@ -332,20 +245,13 @@ def _arrive(store: Store, world_size: int, prefix: str) -> str:
     return last_member
 
 
-def _arrived(store: Store, prefix: str) -> int:
-    return store.add(f"{prefix}/num_members", 0)
-
-
 def _mark(prefix: str, rank: int) -> str:
     return f"{prefix}{rank}/TRACE"
 
 
 def _appear(store: Store, keys: Sequence[str], timeout_s: float) -> bool:
-    """Whether all keys appear in time.
-
-    Stores differ in what they raise when the time is up, so whatever it was, the store is asked once more:
-    if it answers, the time was up, and if it has failed, it raises its own error here.
-    """
+    """Whether all keys appear in time. Stores differ in what they raise when the time is up, so the store is asked once
+    more: if it answers, the time was up, and if it has failed, it raises its own error here."""
     try:
         store.wait(keys, _duration(timeout_s))
     except (TimeoutError, RuntimeError, LookupError):
@@ -354,16 +260,9 @@ def _appear(store: Store, keys: Sequence[str], timeout_s: float) -> bool:
 
 
 def _trace(
-    store: Store,
-    world_size: int,
-    prefix: str,
-    rank: int | None,
-    decode: Callable[[int], str],
-    timeout_s: float,
+    store: Store, world_size: int, prefix: str, rank: int, decode: Callable[[int], str], timeout_s: float
 ) -> str:
-    """What this caller can say about who is missing, as the end of a sentence."""
-    if rank is None:
-        return ""
+    """What this rank can say about who is missing, as the end of a sentence."""
     gate = f"{prefix}/TRACING_GATE"
     if rank != 0:
         if not store.check([_mark(prefix, 0)]):
@@ -371,28 +270,22 @@ def _trace(
         # Twice, because rank 0 may have begun its own wait that much later.
         _appear(store, [gate], 2 * timeout_s)
         return "; see rank 0 for who is missing"
-    missing = _missing_ranks(store, world_size, prefix, timeout_s)
+    others = range(1, world_size)
+    missing: list[int] = []
+    if not _appear(store, [_mark(prefix, other) for other in others], timeout_s):
+        # One more than can be named is enough to know that not all can be.
+        missing = list(islice(_unmarked(store, prefix, others), _MAX_NAMED + 1))
     store.set(gate, "open")
-    if not missing:
-        return "; the others came too late"
-    return f"; missing ranks: {name_some([decode(other) for other in missing])}"
+    return f"; missing ranks: {name_some([*map(decode, missing)])}" if missing else "; the others came too late"
 
 
-def _missing_ranks(store: Store, world_size: int, prefix: str, timeout_s: float) -> list[int]:
-    """The ranks that have left no mark; looks no further than it takes to know that not all can be named."""
-    marks = {other: _mark(prefix, other) for other in range(1, world_size)}
-    if _appear(store, list(marks.values()), timeout_s):
-        return []
-    return list(islice(_unmarked(store, marks, range(1, world_size)), _MAX_NAMED + 1))
-
-
-def _unmarked(store: Store, marks: Mapping[int, str], ranks: Sequence[int]) -> Iterator[int]:
-    """By halves: a few missing ones among thousands are found with few requests."""
-    if store.check([marks[other] for other in ranks]):
+def _unmarked(store: Store, prefix: str, ranks: Sequence[int]) -> Iterator[int]:
+    """The ranks without a mark, found by halves: a few missing ones among thousands take few requests."""
+    if store.check([_mark(prefix, other) for other in ranks]):
         return
     if len(ranks) == 1:
         yield ranks[0]
         return
     middle = len(ranks) // 2
-    yield from _unmarked(store, marks, ranks[:middle])
-    yield from _unmarked(store, marks, ranks[middle:])
+    yield from _unmarked(store, prefix, ranks[:middle])
+    yield from _unmarked(store, prefix, ranks[middle:])

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from holdfast.errors import UserError
 from holdfast.frozen import frozen
 
-_Stamp = list[tuple[int, int, int] | None]
-
 
 @frozen
 class TlsFiles:
@@ -43,69 +41,50 @@ class ReloadingTls:
         # The process may change its directory later; what is refused now is named as the user has written it.
         self._files = [os.path.abspath(path) if path else "" for path in (cert, key, ca)]
         self._lock = threading.Lock()
-        self._stamp = self._stamp_now()
+        self._stamps = [_stamp(path) for path in self._files]
         self._made = self._make(cert, key, ca)
 
     def context(self) -> ssl.SSLContext:
         """For the next connection."""
         with self._lock:
-            stamp = self._stamp_now()
-            if stamp != self._stamp:
+            stamps = [_stamp(path) for path in self._files]
+            if stamps != self._stamps:
                 try:
                     self._made = self._make(*self._files)
-                    self._stamp = stamp
+                    self._stamps = stamps
                 except UserError:
                     pass
             return self._made
 
-    def _stamp_now(self) -> _Stamp:
-        """Changes when one of the files does."""
-        return [_stamp(path) for path in self._files]
-
     def _make(self, cert: str, key: str, ca: str) -> ssl.SSLContext:
-        context = _server_context(cert, key, ca) if self._is_server else _client_context(cert, key, ca)
+        """A client believes `ca`, or else the authorities that this host trusts anyway. A server with `ca` demands
+        certificates that it has signed, and one without demands none."""
+        try:
+            context = ssl.create_default_context(
+                ssl.Purpose.CLIENT_AUTH if self._is_server else ssl.Purpose.SERVER_AUTH, cafile=ca or None
+            )
+        except (OSError, ValueError) as error:
+            raise _unusable("authority", ca, error) from None
+        if self._is_server:
+            context.verify_mode = ssl.CERT_REQUIRED if ca else ssl.CERT_NONE
+        if self._is_server or cert:
+            try:
+                # An answer to a question for a passphrase, which would otherwise be asked on the terminal.
+                context.load_cert_chain(cert, key or None, password="")
+            except (OSError, ValueError) as error:
+                raise _unusable("certificate", " with ".join(filter(None, (cert, key))), error) from None
         if self._protocols:
             context.set_alpn_protocols(self._protocols)
         return context
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
+    """Changes when the file does."""
     try:
         found = os.stat(path)
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def _client_context(cert: str, key: str, ca: str) -> ssl.SSLContext:
-    """The server must show a certificate of `ca`, or of an authority that this host trusts anyway."""
-    context = _context(ssl.Purpose.SERVER_AUTH, ca)
-    if cert:
-        _load_certificate(context, cert, key)
-    return context
-
-
-def _server_context(cert: str, key: str, ca: str) -> ssl.SSLContext:
-    """With a CA, clients must show a certificate that it has signed."""
-    context = _context(ssl.Purpose.CLIENT_AUTH, ca)
-    _load_certificate(context, cert, key)
-    context.verify_mode = ssl.CERT_REQUIRED if ca else ssl.CERT_NONE
-    return context
-
-
-def _context(purpose: ssl.Purpose, ca: str) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(purpose, cafile=ca or None)
-    except (OSError, ValueError) as error:
-        raise _unusable("authority", ca, error) from None
-
-
-def _load_certificate(context: ssl.SSLContext, cert: str, key: str) -> None:
-    try:
-        # An answer to a question for a passphrase, which would otherwise be asked on the terminal.
-        context.load_cert_chain(cert, key or None, password="")
-    except (OSError, ValueError) as error:
-        raise _unusable("certificate", " with ".join(filter(None, (cert, key))), error) from None
 
 
 def _unusable(what: str, file: str, error: OSError | ValueError) -> UserError:

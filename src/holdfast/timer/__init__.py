@@ -19,17 +19,18 @@ if TYPE_CHECKING:
     from holdfast.timer.api import TimerServer as TimerServer
     from holdfast.timer.api import configure as configure
     from holdfast.timer.api import expires as expires
-    from holdfast.timer.file import FileTimerClient as FileTimerClient
-    from holdfast.timer.file import FileTimerRequest as FileTimerRequest
-    from holdfast.timer.file import FileTimerServer as FileTimerServer
-    from holdfast.timer.local import LocalTimerClient as LocalTimerClient
-    from holdfast.timer.local import LocalTimerServer as LocalTimerServer
+    from holdfast.timer.fifo import FileTimerClient as FileTimerClient
+    from holdfast.timer.fifo import FileTimerServer as FileTimerServer
+    from holdfast.timer.pipe import FileTimerRequest as FileTimerRequest
+    from holdfast.timer.queue import LocalTimerClient as LocalTimerClient
+    from holdfast.timer.queue import LocalTimerServer as LocalTimerServer
 
 __all__, __getattr__, __dir__ = lazy.exports(
     __name__,
     {
         "holdfast.timer.api": "TimerClient TimerRequest TimerServer configure expires",
-        "holdfast.timer.file": "FileTimerClient FileTimerRequest FileTimerServer",
-        "holdfast.timer.local": "LocalTimerClient LocalTimerServer",
+        "holdfast.timer.fifo": "FileTimerClient FileTimerServer",
+        "holdfast.timer.pipe": "FileTimerRequest",
+        "holdfast.timer.queue": "LocalTimerClient LocalTimerServer",
     },
 )

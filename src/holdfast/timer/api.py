@@ -2,10 +2,8 @@
 
 A client in the worker sends requests: "scope S ends by time T", or that S has ended. A server in another process
 takes them from a queue, turn by turn, and reaps the workers whose deadlines have passed. Times in requests are
-seconds since the epoch; a negative one is a release.
-
-A turn waits for requests, for the earliest deadline if the server knows it, or for `max_interval`, whichever
-comes first.
+seconds since the epoch; a negative one is a release. A turn waits for requests, for the earliest deadline if the
+server knows it, or for `max_interval`, whichever comes first.
 """
 
 from __future__ import annotations
@@ -15,26 +13,23 @@ import logging
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import _GeneratorContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import Any
 
 from holdfast.errors import UserError
 
-if TYPE_CHECKING:
-    from contextlib import _GeneratorContextManager
-
 logger = logging.getLogger(__name__)
 
-# A stream of single requests is taken in turns that begin at least this far apart: nobody is in a hurry to have a
-# timer registered, and a turn has its price.
-TURN_GAP_S = 0.005
+# Turns begin at least this far apart: registering a timer is not urgent, and a turn has its price.
+_TURN_GAP_S = 0.005
 # How long a worker that could not be reaped, or a turn that failed, waits for the next attempt.
 RETRY_DELAY_S = 0.1
-# What stopping may take beyond the longest wait for requests.
-_STOP_MARGIN_S = 5.0
+_STOP_MARGIN_S = 5.0  # What stopping may take beyond the longest wait for requests.
+
+_values_of = attrgetter("worker_id", "scope_id", "expiration_time")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,17 +41,16 @@ class TimerRequest:
     expiration_time: float
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TimerRequest):
-            return False
-        mine = (self.worker_id, self.scope_id, self.expiration_time)
-        return mine == (other.worker_id, other.scope_id, other.expiration_time)
+        return isinstance(other, TimerRequest) and _values_of(self) == _values_of(other)
 
     def __hash__(self) -> int:
-        return hash((self.worker_id, self.scope_id, self.expiration_time))
+        return hash(_values_of(self))
 
 
 class TimerClient(abc.ABC):
     """The worker's end."""
+
+    is_unserved = False  # No server took the last request.
 
     @abc.abstractmethod
     def acquire(self, scope_id: str, expiration_time: float) -> None:
@@ -82,17 +76,76 @@ class RequestQueue(abc.ABC):
         """End a `get` that is waiting, if the queue can: called when the server is to stop."""
 
 
-class TimerServer(abc.ABC):
+class Watchdog(abc.ABC):
+    """A thread that takes turns until it is told to end, whatever happens in one of them."""
+
+    def __init__(self, max_interval: float, daemon: bool) -> None:
+        if not 0 < max_interval < threading.TIMEOUT_MAX:
+            raise UserError(f"max_interval must be a positive number of seconds, not {max_interval!r}")
+        self._max_interval, self._daemon = max_interval, daemon
+        self._watchdog_thread: threading.Thread | None = None
+        self._is_ending = threading.Event()
+        self._unreaped: set[Any] = set()
+
+    @abc.abstractmethod
+    def _run_watchdog(self) -> None:
+        """One turn: wait until there is something to do, then do it."""
+
+    @abc.abstractmethod
+    def _wake(self) -> None:
+        """End the wait of the present turn."""
+
+    def start(self) -> None:
+        if self._is_ending.is_set():
+            raise UserError("this timer server has been stopped; make a new one")
+        if self._watchdog_thread is not None:
+            raise UserError("this timer server has already been started")
+        self._watchdog_thread = threading.Thread(target=self._watchdog_loop, name="holdfast-timer", daemon=self._daemon)
+        self._watchdog_thread.start()
+
+    def _watchdog_loop(self) -> None:
+        while not self._is_ending.is_set():
+            begun_s = time.monotonic()
+            try:
+                self._run_watchdog()
+                pause_s = min(_TURN_GAP_S, self._max_interval)
+            except Exception:
+                logger.exception("a turn of the timer server failed; it goes on")
+                pause_s = RETRY_DELAY_S
+            self._is_ending.wait(max(0.0, begun_s + pause_s - time.monotonic()))
+
+    def _end_thread(self, timeout_s: float | None) -> bool:
+        """Let the thread finish its turn and wait for it, unless it is that thread that asks. Whether it has ended."""
+        self._is_ending.set()
+        self._wake()
+        thread, self._watchdog_thread = self._watchdog_thread, None
+        if thread is None or thread is threading.current_thread():
+            return thread is None
+        thread.join(timeout_s)
+        if thread.is_alive():
+            logger.warning("the timer server's thread has not ended within %s s; it is left to itself", timeout_s)
+        return not thread.is_alive()
+
+    def _next_deadline_s(self) -> float | None:
+        """When the earliest timer runs out, by the monotonic clock; None if the server cannot tell."""
+        return None
+
+    def _wait_s(self) -> float:
+        shortest_s = RETRY_DELAY_S if self._unreaped else 0.0
+        return wait_s(self._next_deadline_s(), time.monotonic(), self._max_interval, shortest_s)
+
+
+def wait_s(deadline_s: float | None, now_s: float, longest_s: float, shortest_s: float = 0.0) -> float:
+    """How long a turn may wait for requests. `shortest_s` gives way to `longest_s`."""
+    return longest_s if deadline_s is None else min(longest_s, max(shortest_s, deadline_s - now_s))
+
+
+class TimerServer(Watchdog):
     """Runs the turns in a thread of its own; what a worker is and how it is reaped is up to the subclass."""
 
     def __init__(self, request_queue: RequestQueue, max_interval: float, daemon: bool = True) -> None:
-        check_interval(max_interval)
+        super().__init__(max_interval, daemon)
         self._request_queue = request_queue
-        self._max_interval = max_interval
-        self._daemon = daemon
-        self._watchdog_thread: threading.Thread | None = None
-        self._stop_signaled = threading.Event()
-        self._unreaped: set[Any] = set()
 
     @abc.abstractmethod
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
@@ -110,35 +163,14 @@ class TimerServer(abc.ABC):
     def _reap_worker(self, worker_id: Any) -> bool:
         """End a worker. False means that it should be tried again."""
 
-    def start(self) -> None:
-        if self._stop_signaled.is_set():
-            raise UserError("this timer server has been stopped; make a new one")
-        if self._watchdog_thread is not None:
-            raise UserError("this timer server has already been started")
-        logger.debug("starting %s, max interval %s s, daemon %s", type(self).__name__, self._max_interval, self._daemon)
-        self._watchdog_thread = threading.Thread(target=self._watchdog_loop, name="holdfast-timer", daemon=self._daemon)
-        self._watchdog_thread.start()
-
     def stop(self) -> None:
         """Let the thread finish its turn and wait for it; the server cannot be started again."""
-        self._stop_signaled.set()
-        self._request_queue.wake()
-        thread, self._watchdog_thread = self._watchdog_thread, None
-        join_or_warn(thread, self._max_interval + _STOP_MARGIN_S)
+        self._end_thread(self._max_interval + _STOP_MARGIN_S)
 
-    def _watchdog_loop(self) -> None:
-        while not self._stop_signaled.is_set():
-            begun_s = time.monotonic()
-            try:
-                self._run_watchdog()
-                pause_s = min(TURN_GAP_S, self._max_interval)
-            except Exception:
-                logger.exception("a turn of the timer server failed; it goes on")
-                pause_s = RETRY_DELAY_S
-            self._stop_signaled.wait(max(0.0, begun_s + pause_s - time.monotonic()))
+    def _wake(self) -> None:
+        self._request_queue.wake()
 
     def _run_watchdog(self) -> None:
-        """One turn."""
         self.register_timers(self._fetch(self._wait_s()))
         expired = self.get_expired_timers(time.time())
         for worker_id in expired.keys() - self._unreaped:
@@ -161,38 +193,6 @@ class TimerServer(abc.ABC):
             logger.exception("reaping worker %s failed", worker_id)
             return True
 
-    def _next_deadline_s(self) -> float | None:
-        """When the earliest timer runs out, by the monotonic clock; None if the server cannot tell."""
-        return None
-
-    def _wait_s(self) -> float:
-        floor_s = RETRY_DELAY_S if self._unreaped else 0.0
-        return wait_s(self._next_deadline_s(), time.monotonic(), self._max_interval, floor_s)
-
-
-def wait_s(deadline_s: float | None, now_s: float, longest_s: float, shortest_s: float = 0.0) -> float:
-    """How long a turn may wait for requests. `shortest_s` gives way to `longest_s`."""
-    if deadline_s is None:
-        return longest_s
-    return min(longest_s, max(shortest_s, deadline_s - now_s))
-
-
-def check_interval(max_interval: float) -> None:
-    if not 0 < max_interval < threading.TIMEOUT_MAX:
-        raise UserError(f"max_interval must be a positive number of seconds, not {max_interval!r}")
-
-
-def join_or_warn(thread: threading.Thread | None, timeout_s: float | None) -> bool:
-    """Wait for a server's thread, unless it is that thread that asks. Whether it has ended."""
-    if thread is None:
-        return True
-    if thread is threading.current_thread():
-        return False
-    thread.join(timeout_s)
-    if thread.is_alive():
-        logger.warning("the timer server's thread has not ended within %s s; it is left to itself", timeout_s)
-    return not thread.is_alive()
-
 
 _timer_client: TimerClient | None = None
 
@@ -206,11 +206,9 @@ def configure(timer_client: TimerClient | None) -> None:
 def expires(
     after: float, scope: str | None = None, client: TimerClient | None = None
 ) -> _GeneratorContextManager[None]:
-    """A block (or, as a decorator, a function) that must be left within `after` seconds.
-
-    The scope is named after the line that calls `expires`, unless a name is given. Entering a scope that is
-    already entered, as recursion does, moves its deadline, and leaving it disarms it.
-    """
+    """A block (or, as a decorator, a function) that must be left within `after` seconds. The scope is named after the
+    line that calls `expires`, unless a name is given. Entering a scope again, as recursion does, moves its deadline;
+    leaving it disarms it."""
     if scope is None:
         caller = sys._getframe(1)
         scope = f"{caller.f_code.co_filename}#{caller.f_lineno}"
@@ -222,28 +220,24 @@ def _expires(after: float, scope: str, client: TimerClient | None) -> Iterator[N
     client = client or _timer_client
     if client is None:
         raise RuntimeError("no timer client: call holdfast.timer.configure() first, or pass client= to expires()")
-    if not _is_sent(client, lambda: client.acquire(scope, time.time() + after)):
-        yield
-        return
+    is_armed = _is_sent(client, lambda: client.acquire(scope, time.time() + after))
     try:
         yield
     finally:
-        _is_sent(client, lambda: client.release(scope))
-
-
-# By identity: a client need not be hashable.
-_unserved: weakref.WeakValueDictionary[int, TimerClient] = weakref.WeakValueDictionary()
+        if is_armed:
+            _is_sent(client, lambda: client.release(scope))
 
 
 def _is_sent(client: TimerClient, send: Callable[[], None]) -> bool:
     """A server that is gone watches nothing, which is no reason to end the work. It is said once for each client, and
     again after requests have arrived in between."""
+    was_unserved = getattr(client, "is_unserved", False)
     try:
         send()
     except BrokenPipeError as error:
-        if id(client) not in _unserved:
+        client.is_unserved = True
+        if not was_unserved:
             logger.warning("timers are not watched: %s", error)
-            _unserved[id(client)] = client
         return False
-    _unserved.pop(id(client), None)
+    client.is_unserved = False
     return True

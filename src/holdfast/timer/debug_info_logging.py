@@ -1,9 +1,5 @@
-"""Where to hook in if expired timers should be told to somebody else than the log.
-
-The file timer server looks the function up in this module on every turn, so assigning another one here is enough.
-"""
-
-from __future__ import annotations
+"""Where to hook in if something else than the log should be told of expired timers: the file timer server looks the
+function up in this module on every turn, so assigning another one here is enough."""
 
 import logging
 

@@ -1,146 +1,221 @@
-"""The named pipe that a file timer server reads: making it, reading it, and taking it away again.
+"""Timers over a named pipe: for any process of the host that is told the pipe's path.
 
-It is opened for reading and writing and without blocking. So opening never waits for a client, and the pipe never
-ends because the last client has closed it.
-
-A path is only taken if nothing is there, or a pipe of the same user that nobody reads from any more. Whatever else
-is found there belongs to somebody and is left alone.
+The server is one thread with one `poll`: on the pipe, on an event, and until the earliest deadline. A turn takes all
+requests in the pipe, reaps the processes whose timers have run out, and forgets those that are gone. Before a process
+is signalled its stacks are logged, which may take seconds; requests are read meanwhile, so that no client meets a full
+pipe. The server's own process gets no signal. One that could not be signalled keeps its timers and is tried again.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
+import select
+import signal as signals
 import stat
 import time
-import weakref
+from collections.abc import Callable, Sequence
 
-from holdfast.errors import HostError, UserError
-from holdfast.timer import wire
-from holdfast.timer.wire import FileTimerRequest
+from holdfast.errors import UserError
+from holdfast.hangs import stacks
+from holdfast.loop import Wakeup
+from holdfast.timer import api, debug_info_logging, pipe, processes
+from holdfast.timer.pipe import FileTimerRequest
 
 logger = logging.getLogger(__name__)
 
-_READ_BYTES = 1 << 16
-# The largest buffer that the kernel gives to everybody. Clients do not wait for room in a full one for long.
-_BUFFER_BYTES = 1 << 20
-_SECONDS_BETWEEN_WARNINGS = 10.0
+# A server that is just being replaced is back at once; one that is gone is not worth holding up a worker for.
+_CLIENT_PAUSES_S = (0.02, 0.04, 0.08, None)
+_PASSING_ERRORS = (errno.ENOENT, errno.ENXIO, errno.EAGAIN, errno.EPIPE)
+# The kernel's words for the usual cases are about devices and resources.
+_REASONS = {errno.ENXIO: "nobody reads from the pipe", errno.EAGAIN: "the pipe stays full"}
+_STOP_TIMEOUT_S = 5.0
+# A little more than a dump gives itself, so that its own explanation arrives if it takes too long.
+_DUMPS_TIMEOUT_S = stacks.DUMP_TIMEOUT_S + 0.5
 
 
-class RequestPipe:
-    """A named pipe of our own, and the requests that come out of it."""
+class FileTimerClient(api.TimerClient):
+    """Sends requests in the name of the process that it is used in. `signal` is what the server sends to this process
+    if it overruns; zero or less: only report it."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        _make_way(path)
-        self._fd = _make(path)
-        self._closer = weakref.finalize(self, os.close, self._fd)
-        self._closer.atexit = False
-        self._splitter = wire.LineSplitter()
-        self._junk_lines = 0
-        self._next_warning_s = 0.0
+    def __init__(self, file_path: str, signal: int = signals.SIGKILL) -> None:
+        if signal >= signals.NSIG:
+            raise UserError(f"there is no signal {signal}")
+        self._file_path = os.fspath(file_path)
+        self._signal = int(signal)
 
-    def fileno(self) -> int:
-        return self._fd
+    def acquire(self, scope_id: str, expiration_time: float) -> None:
+        self._send(FileTimerRequest(os.getpid(), scope_id, pipe.checked_time(expiration_time), self._signal))
 
-    def read(self) -> list[FileTimerRequest]:
-        """The requests that are in the pipe, up to a bufferful of them."""
-        requests: list[FileTimerRequest] = []
-        for _ in range(_BUFFER_BYTES // _READ_BYTES):
-            data = self._read_some()
-            if not data:
-                break
-            for line in self._splitter.feed(data):
-                try:
-                    requests.append(wire.decode(line))
-                except ValueError as error:
-                    requests += self._salvage(line, error)
-        return requests
+    def release(self, scope_id: str) -> None:
+        self._send(FileTimerRequest(os.getpid(), scope_id, -1))
 
-    def remove(self) -> None:
-        """Remove the pipe, unless the path leads to another one by now."""
-        try:
-            if os.path.samestat(os.lstat(self.path), os.fstat(self._fd)):
-                os.unlink(self.path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            logger.warning("cannot remove the timer pipe %s: %s", self.path, error)
-
-    def close(self) -> None:
-        self._closer()
-
-    def _read_some(self) -> bytes:
-        try:
-            return os.read(self._fd, _READ_BYTES)
-        except BlockingIOError:
-            return b""
-
-    def _salvage(self, line: bytes, error: ValueError) -> list[FileTimerRequest]:
-        """A line of junk is reported, but if it has swallowed a request, that one counts."""
-        if line:
-            self._warn(line, error)
-        try:
-            return [wire.decode(wire.request_in(line))]
-        except ValueError:
-            return []
-
-    def _warn(self, line: bytes, error: ValueError) -> None:
-        self._junk_lines += 1
-        now_s = time.monotonic()
-        if now_s >= self._next_warning_s:
-            self._next_warning_s = now_s + _SECONDS_BETWEEN_WARNINGS
-            logger.warning(
-                "skipped a line in the timer pipe %s that is not a request (%d so far): %r: %s",
-                self.path, self._junk_lines, line[:80], error,
-            )  # fmt: skip
+    def _send(self, request: FileTimerRequest) -> None:
+        line = pipe.encode(request)
+        # If no server took the last request, this one does not wait for a server again.
+        for pause_s in (None,) if self.is_unserved else _CLIENT_PAUSES_S:
+            try:
+                _write(self._file_path, line)
+                self.is_unserved = False
+                return
+            except OSError as error:
+                if pause_s is None or error.errno not in _PASSING_ERRORS:
+                    self.is_unserved = True
+                    why = _REASONS.get(error.errno or 0) or error.strerror or str(error)
+                    raise BrokenPipeError(errno.EPIPE, f"no timer server takes requests ({why})", self._file_path)
+            time.sleep(pause_s)
 
 
-def _make_way(path: str) -> None:
-    """Remove a pipe of ours that nobody reads from; refuse to touch anything else."""
+def _write(path: str, line: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        found = os.lstat(path)
-        if not stat.S_ISFIFO(found.st_mode):
-            raise UserError(f"the timer file {path} exists and is not a named pipe; it is left alone")
-        if found.st_uid != os.geteuid():
-            raise UserError(f"the timer pipe {path} belongs to user {found.st_uid}; it is left alone")
-        if _has_reader(path):
-            raise UserError(f"the timer pipe {path} is in use by another timer server")
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise HostError(f"the timer file {path} cannot be used: {error.strerror}")
-
-
-def _has_reader(path: str) -> bool:
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW))
-    except OSError as error:
-        if error.errno == errno.ENXIO:
-            return False
-        raise
-    return True
-
-
-def _make(path: str) -> int:
-    try:
-        os.mkfifo(path, 0o600)
-        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise HostError(f"the timer pipe {path} cannot be made: {error.strerror}")
-    found = os.fstat(fd)
-    if not stat.S_ISFIFO(found.st_mode) or found.st_uid != os.geteuid():
+        if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a named pipe")
+        os.write(fd, line)
+    finally:
         os.close(fd)
-        raise HostError(f"the timer pipe {path} was replaced by somebody else while it was made")
-    _enlarge(fd)
-    return fd
 
 
-def _enlarge(fd: int) -> None:
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _BUFFER_BYTES)
-    except OSError:
-        logger.debug("the timer pipe keeps the usual size; the user's share of pipe buffers is used up")
+def verdict(timers: Sequence[FileTimerRequest]) -> tuple[Sequence[FileTimerRequest], FileTimerRequest | None]:
+    """Of one process's expired timers, earliest first: those to report, and the one whose signal it gets."""
+    for position, timer in enumerate(timers):
+        if timer.signal > 0:
+            return timers[: position + 1], timer
+    return timers, None
+
+
+class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
+    """Signals the processes that overrun a timer. `log_event(name, request)` is told: "watchdog started", "watchdog
+    stopped", "timer expired" and "kill worker process". `dump_stacks` is given a pid and answers with text for the log;
+    by default py-spy is asked."""
+
+    def __init__(
+        self,
+        file_path: str,
+        run_id: str,
+        max_interval: float = 10,
+        daemon: bool = True,
+        log_event: Callable[[str, FileTimerRequest | None], None] | None = None,
+        *,
+        dump_stacks: Callable[[int], str] | None = None,
+    ) -> None:
+        processes.ProcessTimers.__init__(self, dump_stacks)
+        api.Watchdog.__init__(self, max_interval, daemon)
+        self._run_id = run_id
+        self._log_event = log_event or (lambda name, request: None)
+        self._is_stopping = False  # Other than `_is_ending`, this ends dumps of stacks, too.
+        self._is_closed = False
+        self._turn_ended_s = time.monotonic()
+        self._pipe = pipe.RequestPipe(os.fspath(file_path))
+        self._wakeup = Wakeup()
+        self._poll = select.poll()
+        for fd in (self._wakeup.fileno(), self._pipe.fileno()):
+            self._poll.register(fd, select.POLLIN)
+
+    def start(self) -> None:
+        super().start()
+        self._tell("watchdog started", None)
+
+    def stop(self) -> None:
+        """End the thread at once and remove the pipe; the server cannot be started again."""
+        self._is_stopping = True
+        has_ended = self._end_thread(_STOP_TIMEOUT_S)
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._pipe.remove()
+        if has_ended:  # A thread that is stuck in a listener keeps its descriptors until it is done with them.
+            self._pipe.close()
+            self._wakeup.close()
+        self._tell("watchdog stopped", None)
+
+    def run_once(self) -> None:
+        """Let the thread finish its turn, if there is one, then take what is in the pipe, do one more, and stop."""
+        self._end_thread(None)
+        if not self._is_closed:
+            self._turn()
+        self.stop()
+
+    def get_last_progress_time(self) -> int:
+        """When the last turn ended, in whole seconds since the epoch; now, if there is no thread to take turns."""
+        idle_s = 0.0 if self._watchdog_thread is None else time.monotonic() - self._turn_ended_s
+        return int(time.time() - idle_s)
+
+    def _wake(self) -> None:
+        self._wakeup.ring()
+
+    def _run_watchdog(self) -> None:
+        self._wait_until(time.monotonic() + self._wait_s())
+        if not self._is_ending.is_set():
+            self._turn()
+
+    def _wait_until(self, until_s: float) -> None:
+        self._poll.poll(max(0.0, until_s - time.monotonic()) * 1000)
+        self._wakeup.hush()
+
+    def _turn(self) -> None:
+        self.register_timers(self._pipe.read())
+        expired = self._timers.expired(time.monotonic())
+        as_json = {pid: [timer.to_json() for timer in timers] for pid, timers in expired.items()}
+        debug_info_logging.log_debug_info_for_expired_timers(self._run_id, as_json)
+        self.clear_timers(self._reap_expired(expired))
+        self._turn_ended_s = time.monotonic()
+
+    def _reap_expired(self, expired: dict[int, list[FileTimerRequest]]) -> set[int]:
+        """Deal with every process that has overrun. Those whose timers have served their purpose."""
+        condemned = {pid: fatal for pid, timers in expired.items() if (fatal := self._examine(pid, timers)) is not None}
+        self._log_stacks([pid for pid in condemned if pid not in self._unreaped])
+        if self._is_stopping:
+            return expired.keys() - condemned.keys()
+        self._unreaped = {pid for pid, timer in condemned.items() if not self._is_ended(pid, timer)}
+        return expired.keys() - self._unreaped
+
+    def _examine(self, pid: int, timers: list[FileTimerRequest]) -> FileTimerRequest | None:
+        """Report what a process has overrun. The timer whose signal it shall get, if any."""
+        reported, fatal = verdict(timers)
+        if not self._is_same_process(pid):
+            return None
+        if pid in self._unreaped:
+            return fatal
+        scopes = ", ".join(timer.scope_id for timer in timers)
+        for timer in reported:
+            self._tell("timer expired", timer)
+        if fatal is None:
+            logger.info("process %d has overrun %s; no signal was asked for, so it is only reported", pid, scopes)
+            return None
+        if processes.is_own(pid):
+            logger.error("process %d has overrun %s, but it is the watchdog's own and gets no signal", pid, scopes)
+            return None
+        name = next((each.name for each in signals.Signals if each == fatal.signal), f"signal {fatal.signal}")
+        logger.warning("process %d has overrun %s and will get %s", pid, scopes, name)
+        return fatal
+
+    def _log_stacks(self, pids: list[int]) -> None:
+        """Log where these processes are. Requests are read meanwhile; a call to stop ends it."""
+        if not pids:
+            return
+        dumps = stacks.Dumps(pids, self._stacks_of, self._wakeup.ring)
+        until_s = time.monotonic() + _DUMPS_TIMEOUT_S
+        while not dumps.are_complete() and not self._is_stopping and time.monotonic() < until_s:
+            self._wait_until(until_s)
+            self.register_timers(self._pipe.read())
+            self._turn_ended_s = time.monotonic()
+        for text in filter(None, dumps.finish(stacks.late_text).values()):
+            logger.warning("%s", text)
+
+    def _is_ended(self, pid: int, timer: FileTimerRequest) -> bool:
+        """Signal a process, which may have gone while its stacks were taken."""
+        if not self._is_same_process(pid):
+            return True
+        is_signalled = self._is_signalled(pid, timer.signal)
+        if is_signalled:
+            self._tell("kill worker process", timer)
+        return is_signalled
+
+    def _tell(self, name: str, request: FileTimerRequest | None) -> None:
+        """A listener's mistake is not allowed to end the watch."""
+        try:
+            self._log_event(name, request)
+        except Exception:
+            logger.exception("the listener for timer events failed at %r", name)

@@ -30,18 +30,16 @@ class RemoteStore(Store):
     """Every call is a request and its answer, or several if there are many keys. Those that wait do so in the
     coordinator."""
 
-    def __init__(self, client: Client, timeout: timedelta) -> None:
+    def __init__(self, client: Client, timeout: timedelta, prefix: str = "") -> None:
+        """All keys are in the namespace `prefix`."""
+        super().__init__(timeout)
         self._client = client
-        self._timeout = timeout
+        self._prefix = prefix
         self._generation = b""
         self._lock = threading.Lock()
 
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+    def _full(self, *keys: str) -> list[str]:
+        return [f"{self._prefix}{key}" for key in keys]
 
     def _ask(
         self,
@@ -85,16 +83,10 @@ class RemoteStore(Store):
         why = "; the coordinator is out of reach" if is_cut_off else ""
         return f"store: timed out after {timeout_s:g} s waiting for {name_some([repr(key) for key in keys])}{why}"
 
-    def set(self, key: str, value: bytes | str) -> None:
-        self._ask("set", [key], values=(as_bytes(value),))
-
-    def get(self, key: str) -> bytes:
-        return self._ask("get", [key]).values[0]
-
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         began = time.monotonic()
         values: list[bytes] = []
-        for piece in _pieces(keys):
+        for piece in _pieces(self._full(*keys)):
             expected = len(values) + len(piece)
             while len(values) < expected:
                 values += self._ask("get", piece[len(values) - expected :], began=began).values
@@ -103,24 +95,24 @@ class RemoteStore(Store):
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         if len(keys) != len(values):
             raise UserError(f"multi_set got {len(keys)} keys but {len(values)} values")
-        self._ask("set", keys, values=tuple(as_bytes(value) for value in values))
+        self._ask("set", self._full(*keys), values=tuple(as_bytes(value) for value in values))
 
     def add(self, key: str, amount: int) -> int:
-        return self._ask("add", [key], amount=amount).amount
+        return self._ask("add", self._full(key), amount=amount).amount
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         began = time.monotonic()
-        for piece in _pieces(keys):
+        for piece in _pieces(self._full(*keys)):
             self._ask("wait", piece, timeout, began)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(self._ask("check", piece).amount for piece in _pieces(keys))
+        return all(self._ask("check", piece).amount for piece in _pieces(self._full(*keys)))
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        return self._ask("compare_set", [key], values=(as_bytes(expected), as_bytes(desired))).values[0]
+        return self._ask("compare_set", self._full(key), values=(as_bytes(expected), as_bytes(desired))).values[0]
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask("delete", [key]).amount)
+        return bool(self._ask("delete", self._full(key)).amount)
 
 
 def _pieces(keys: Sequence[str]) -> Iterator[Sequence[str]]:
