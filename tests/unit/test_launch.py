@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import sys
 from contextlib import closing
-from typing import Any
 
 import pytest
 
@@ -115,31 +112,6 @@ def test_only_one_is_about_to_start_a_coordinator(monkeypatch: pytest.MonkeyPatc
         assert launch.host_at(sock, ["first"]) is True
         assert launch.host_at(sock, ["third"]) is True
     assert seen == [["first"], ["third"]]
-
-
-@pytest.mark.parametrize("closed", [(), (0,)])
-def test_no_spawn_action_dups_a_number_onto_itself(closed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before glibc 2.29 that leaves close-on-exec set, and the coordinator starts without its socket."""
-    seen: list[tuple[int, ...]] = []
-    spawn = os.posix_spawn
-
-    def spawn_and_note(*args: Any, file_actions: Any, **options: Any) -> int:
-        seen.extend(file_actions)
-        return spawn(*args, file_actions=file_actions, **options)
-
-    monkeypatch.setattr(os, "posix_spawn", spawn_and_note)
-    saved = [os.dup(fd) for fd in closed]
-    with socket.socket() as kept, contextlib.ExitStack() as copies:
-        copy = os.dup(kept.fileno())
-        copies.callback(os.close, copy)
-        for fd, original in zip(closed, saved, strict=True):
-            copies.callback(os.close, original)
-            copies.callback(os.dup2, original, fd)
-            os.close(fd)
-        code = f"import os; [os.fstat(fd) for fd in (0, 1, 2, {copy})]"
-        pid = launch._spawn([sys.executable, "-S", "-c", code], {kept.fileno(): copy}, copy)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert [action for action in seen if action[1] == action[2]] == []
 
 
 @pytest.mark.parametrize(
