@@ -8,10 +8,10 @@ connection or a missing answer means is the participant's business, and where th
 
 from __future__ import annotations
 
-import collections
 import itertools
 import logging
 import os
+import queue
 import random
 import select
 import socket
@@ -26,6 +26,7 @@ from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeout
 from holdfast.rendezvous.client import reachability
 from holdfast.rendezvous.client.handshake import Silent, Target, TlsRefused
 from holdfast.rendezvous.client.reachability import Obstacle, Reachability
+from holdfast.rendezvous.coordination import Mailbox
 from holdfast.rendezvous.membership import node, node_lease, protocol
 from holdfast.rendezvous.membership.frames import Frames, Malformed, encode
 from holdfast.rendezvous.membership.node import Participant, Standing
@@ -80,14 +81,12 @@ class Client:
         self._target: Target | None = None  # Of the last connection.
         self._heard = 0  # Words of coordinators.
         self._outgoing = bytearray()
-        self._lock = threading.Lock()
-        self._inbox: collections.deque[node.AgentEvent | node_lease.LeaderMoved | StoreRequest] = collections.deque()
-        self._answers: dict[int, _Answer] = {}
+        self._inbox: Mailbox[node.AgentEvent | node_lease.LeaderMoved | StoreRequest | None] = Mailbox()
+        # Requests to the store, by number, and where their threads wait for the answers.
+        self._unanswered: dict[int, tuple[StoreRequest, queue.SimpleQueue[StoreAnswer]]] = {}
         self._sender = os.urandom(8)
         self._numbers = itertools.count(1)
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_stopping = False
-        self._is_over = False
         self._thread = threading.Thread(target=self._run, name="holdfast-client", daemon=True)
 
     def start(self) -> None:
@@ -95,7 +94,7 @@ class Client:
 
     def post(self, event: node.AgentEvent) -> bool:
         """Something that the agent did; from any thread. False if the client has ended."""
-        return self._put(event)
+        return self._inbox.put(event)
 
     def request(self, operation: str, keys: tuple[str, ...], timeout_s: float, **fields: object) -> StoreAnswer:
         """Ask the run's key-value store; from any thread. Survives a reconnect: what got no answer is asked again."""
@@ -103,34 +102,26 @@ class Client:
         number = next(self._numbers)
         request = StoreRequest(self._sender, number, operation, keys, timeout_s=timeout_s, **fields)  # type: ignore[arg-type]
         encode(request)  # What is too large is the caller's mistake and must not surface in the thread.
-        answer = _Answer(request)
-        with self._lock:
-            self._answers[number] = answer
+        answer: queue.SimpleQueue[StoreAnswer] = queue.SimpleQueue()
+        self._unanswered[number] = (request, answer)
         try:
-            return answer.wait(timeout_s + _ANSWER_MARGIN_S) if self._put(request) else answer.closed()
+            if not self._inbox.put(request):
+                return _closed(request)
+            return answer.get(timeout=timeout_s + _ANSWER_MARGIN_S)
+        except queue.Empty:
+            return StoreAnswer(number, problem="timeout")
         finally:
-            with self._lock:
-                self._answers.pop(number, None)
+            del self._unanswered[number]
 
     def stop(self) -> None:
         """Send what is to be sent, and end."""
         self._is_stopping = True
         if self._thread.ident is None:
             self._end()
-        self._put(None)
+        self._inbox.put(None)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(2 * _GOODBYE_S)
         self._locator.stop()
-
-    def _put(self, item: node.AgentEvent | node_lease.LeaderMoved | StoreRequest | None) -> bool:
-        """Hand something to the thread, or just wake it up; False if it has ended."""
-        with self._lock:
-            if self._is_over:
-                return False
-            if item is not None:
-                self._inbox.append(item)
-            os.eventfd_write(self._wake_fd, 1)
-            return True
 
     # The thread.
 
@@ -165,45 +156,32 @@ class Client:
             self._flush()
 
     def _end(self) -> None:
-        with self._lock:
-            self._is_over = True
-            os.close(self._wake_fd)
-            unanswered = list(self._answers.values())
-        for answer in unanswered:
-            answer.give(answer.closed())
+        self._inbox.close()
+        for request, answer in self._unanswered.copy().values():
+            answer.put(_closed(request))
 
     def _wait(self, deadline: float | None) -> None:
         poller = select.poll()
-        poller.register(self._wake_fd, select.POLLIN)
+        poller.register(self._inbox, select.POLLIN)
         if self._sock is not None:
             poller.register(self._sock, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
         left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         poller.poll(None if left_s is None else left_s * 1000)
 
     def _turn(self) -> None:
-        for event in self._take_inbox():
-            if isinstance(event, StoreRequest):
-                self._send(event)
-            else:
-                self._step(event)
+        for item in self._inbox.take():
+            if isinstance(item, StoreRequest):
+                self._send(item)
+            elif item is not None:
+                self._step(item)
         self._read()
         deadline = self._node.next_deadline()
         if deadline is not None and time.monotonic() >= deadline:
-            self._step(node_lease.TimePassed())
+            self._step(node_lease.TimePassed())  # Among others: a heartbeat is due.
         gives_up_at = self._gives_up_at()
         if gives_up_at is not None and time.monotonic() >= gives_up_at:
             raise RendezvousTimeoutError(self.reach.surrender())
         self._flush()
-
-    def _take_inbox(self) -> list[node.AgentEvent | node_lease.LeaderMoved | StoreRequest]:
-        try:
-            os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            pass
-        with self._lock:
-            items = list(self._inbox)
-            self._inbox.clear()
-        return items
 
     def _step(self, event: node.Event) -> None:
         for command in self._node.step(event, time.monotonic()):
@@ -236,7 +214,7 @@ class Client:
 
     def _leader_moved(self) -> None:
         """In the locator's thread."""
-        self._put(node_lease.LeaderMoved())
+        self._inbox.put(node_lease.LeaderMoved())
 
     def _connect(self) -> None:
         target = None
@@ -250,9 +228,7 @@ class Client:
         self._heard += 1
         self._say(self.reach.reached())
         self._step(node.Welcomed(welcome.term, welcome.last_round))
-        with self._lock:
-            unanswered = [answer.request for answer in self._answers.values()]
-        for request in unanswered:
+        for request, _ in self._unanswered.copy().values():
             self._send(request)
 
     def _cannot_connect(self, target: Target | None, error: OSError | HoldfastError) -> None:
@@ -285,24 +261,17 @@ class Client:
             self._flush()
 
     def _flush(self) -> None:
-        while self._outgoing and self._sock is not None:
-            try:
-                sent = self._sock.send(self._outgoing)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                if _would_block(error):
-                    return
+        try:
+            while self._outgoing and self._sock is not None:
+                del self._outgoing[: self._sock.send(self._outgoing)]
+        except OSError as error:
+            if not _would_block(error):
                 self._lose_connection()
-                return
-            del self._outgoing[:sent]
 
     def _read(self) -> None:
         while self._sock is not None and self._frames is not None:
             try:
                 data = self._sock.recv(_READ_BYTES)
-            except (BlockingIOError, InterruptedError):
-                return
             except OSError as error:
                 if _would_block(error):
                     return
@@ -316,16 +285,14 @@ class Client:
             except Malformed as error:
                 logger.warning("the coordinator at %s sent junk: %s", self._target and self._target.endpoint, error)
                 self._lose_connection()
-                return
 
     def _take_messages(self, frames: Frames) -> None:
         while (message := frames.next()) is not None:
             self._heard += 1
             if isinstance(message, StoreAnswer):
-                with self._lock:
-                    answer = self._answers.get(message.number)
+                _, answer = self._unanswered.get(message.number, (None, None))
                 if answer is not None:
-                    answer.give(message)
+                    answer.put(message)
             else:
                 self._step(node.Received(cast(protocol.FromCoordinator, message)))
 
@@ -341,48 +308,30 @@ class Client:
         self._outgoing.clear()
 
 
-class _Answer:
-    """A place for the answer to one request."""
-
-    def __init__(self, request: StoreRequest) -> None:
-        self.request = request
-        self._came = threading.Event()
-        self._answer: StoreAnswer | None = None
-
-    def closed(self) -> StoreAnswer:
-        return StoreAnswer(self.request.number, problem=CONNECTION_CLOSED)
-
-    def give(self, answer: StoreAnswer) -> None:
-        self._answer = answer
-        self._came.set()
-
-    def wait(self, timeout_s: float) -> StoreAnswer:
-        if not self._came.wait(timeout_s):
-            return StoreAnswer(self.request.number, problem="timeout")
-        assert self._answer is not None
-        return self._answer
+def _closed(request: StoreRequest) -> StoreAnswer:
+    return StoreAnswer(request.number, problem=CONNECTION_CLOSED)
 
 
 def _would_block(error: OSError) -> bool:
-    """TLS has its own words for it."""
-    return type(error).__name__ in ("SSLWantReadError", "SSLWantWriteError")
+    """TLS has its own words for it, and is imported only where it is spoken."""
+    return type(error).__name__ in ("BlockingIOError", "SSLWantReadError", "SSLWantWriteError")
+
+
+# What stands in the way, by the error that says so; the first that fits counts.
+_OBSTACLES: dict[type[Exception], Obstacle] = {
+    Silent: Obstacle.SILENT,
+    TlsRefused: Obstacle.TLS_REFUSED,
+    RendezvousConnectionError: Obstacle.UNREACHABLE,
+    HoldfastError: Obstacle.TURNED_AWAY,
+    socket.gaierror: Obstacle.NAME_UNKNOWN,
+    ConnectionResetError: Obstacle.HUNG_UP,
+    BrokenPipeError: Obstacle.HUNG_UP,
+    OSError: Obstacle.UNREACHABLE,
+}
 
 
 def _obstacle(error: OSError | HoldfastError) -> Obstacle:
-    match error:
-        case Silent():
-            return Obstacle.SILENT
-        case TlsRefused():
-            return Obstacle.TLS_REFUSED
-        case RendezvousConnectionError():
-            return Obstacle.UNREACHABLE
-        case HoldfastError():
-            return Obstacle.TURNED_AWAY
-        case socket.gaierror():
-            return Obstacle.NAME_UNKNOWN
-        case ConnectionResetError() | BrokenPipeError():
-            return Obstacle.HUNG_UP
-    return Obstacle.UNREACHABLE
+    return next(obstacle for kind, obstacle in _OBSTACLES.items() if isinstance(error, kind))
 
 
 def _words(error: OSError | HoldfastError, target: Target | None, who: str) -> str:
