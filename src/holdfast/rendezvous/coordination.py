@@ -70,8 +70,11 @@ class Coordination(abc.ABC):
     """The run, as one agent sees it. Called from the agent's deciding loop.
 
     `outcome` is how the run ended, if this node knows already. `verdict` is what follows from the failure that was just
-    reported, in words; None if others have yet to decide.
+    reported, in words; None if others have yet to decide. `has_leases`: this node can lose its place to another, so its
+    workers must not outlive its lease.
     """
+
+    has_leases = False
 
     def __init__(self) -> None:
         self.outcome: Outcome | None = None
@@ -97,11 +100,6 @@ class Coordination(abc.ABC):
     @abc.abstractmethod
     def report_success(self, round: int, timeout_s: float) -> None:
         """This node's workers have all succeeded. `Ended` is pushed when those of all nodes have."""
-
-    @property
-    def has_leases(self) -> bool:
-        """Whether this node can lose its place to another, so that its workers must not outlive its lease."""
-        return False
 
     @property
     def has_lapsed(self) -> bool:

@@ -40,6 +40,8 @@ _RESOLVE_PATIENCE_S = 5.0
 class CoordinatorHandler(api.RendezvousHandler, Coordination):
     """One node of a run that has a coordinator."""
 
+    has_leases = True
+
     def __init__(
         self,
         params: api.RendezvousParameters,
@@ -110,16 +112,12 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             self._is_shut_down = True
         if self._client is not None:
             if self.outcome is None:
-                self._post(node.LeaveRequested())
-                self._post(node.LeaveCompleted())
-            self._client.stop()
+                self.leaving()
+            self.left()
             self._client = None
         self._held.release()
-        self._fail(self._shut_down_error())
+        self._fail(api.RendezvousConnectionError(f"the rendezvous of run {self._run_id!r} was shut down"))
         return True
-
-    def _shut_down_error(self) -> api.RendezvousConnectionError:
-        return api.RendezvousConnectionError(f"the rendezvous of run {self._run_id!r} was shut down")
 
     # What the agent needs.
 
@@ -129,16 +127,22 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
 
     def join(self) -> None:
         """The first time in a thread: names are looked up, and a coordinator may have to be started."""
-        if self._is_shut_down:
-            self._fail(self._shut_down_error())
-        elif self._client is None:
+        if self._client is None and not self._is_shut_down:
             threading.Thread(target=self._begin, name="holdfast-begin", daemon=True).start()
-        else:
+        elif self._client is not None:
             self._ask(self._client)
+        elif self._error is not None:  # Else it is about to be told.
+            self._fail(self._error)
 
     def _begin(self) -> None:
+        options = self._options
         try:
-            client = self._make_client()
+            self._facts = replace(self._facts, address=options.local_addr or self._find_address())
+            locator = self._make_locator(self._facts)
+            lease = NodeLease(options.lease, may_outlive_lease=options.continue_when_isolated)
+            participant = node.Participant(self._facts, options.settings(self._policy), lease)
+            reach = Reachability(self._where, options.join_timeout_s, options.outage_timeout_s, time.monotonic())
+            client = Client(locator, participant, self._deliver, self._lease, self._fail, reach)
             with self._lock:
                 if self._is_shut_down:
                     client.stop()
@@ -150,22 +154,17 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             self._fail(error)
 
     def _ask(self, client: Client) -> None:
+        """With a fresh master port for every round, bound and held, so that no round meets what another has left."""
         try:
-            self._hold_port()
+            self._held.renew(self._facts.address)
         except HostError as error:
-            self._fail(error)
-        else:
-            if not client.post(node.JoinRequested(self._held.number)):
-                self._fail(self._error or self._shut_down_error())
-
-    def _make_client(self) -> Client:
-        options = self._options
-        self._facts = replace(self._facts, address=options.local_addr or self._find_address())
-        locator = self._make_locator(self._facts)
-        lease = NodeLease(options.lease, may_outlive_lease=options.continue_when_isolated)
-        participant = node.Participant(self._facts, options.settings(self._policy), lease)
-        reach = Reachability(self._where, options.join_timeout_s, options.outage_timeout_s, time.monotonic())
-        return Client(locator, participant, self._deliver, self._lease, self._fail, reach)
+            if not self._options.local_addr:
+                self._fail(error)
+                return
+            # The user says that others reach this node there, which may be so although no interface has the address.
+            self._held.renew("")
+        if not client.post(node.JoinRequested(self._held.number)) and self._error is not None:
+            self._fail(self._error)
 
     def found(self, sealed: model.Sealed) -> api.RendezvousInfo:
         assert self._client is not None
@@ -187,10 +186,6 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._post(node.LeaveCompleted())
         if self._client is not None:
             self._client.stop()
-
-    @property
-    def has_leases(self) -> bool:
-        return True
 
     @property
     def has_lapsed(self) -> bool:
@@ -228,16 +223,6 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         if model.is_loopback(address) and not model.is_loopback(host) and self._options.max_nodes > 1:
             problem = f"on this host the endpoint's name {host!r} means {address}, where no other host can reach it"
             logger.warning("%s; if there are others, give an address instead of the name", problem)
-
-    def _hold_port(self) -> None:
-        """A fresh master port for every round, bound and held, so that no round meets what another has left."""
-        try:
-            self._held.renew(self._facts.address)
-        except HostError:
-            if not self._options.local_addr:
-                raise
-            # The user says that others reach this node there, which may be so although no interface has the address.
-            self._held.renew("")
 
     # In the client's thread.
 

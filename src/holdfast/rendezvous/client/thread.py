@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.rendezvous import endpoints
@@ -106,7 +106,7 @@ class Client:
         self._unanswered[number] = (request, answer)
         try:
             if not self._inbox.put(request):
-                return _closed(request)
+                return StoreAnswer(number, problem=CONNECTION_CLOSED)
             return answer.get(timeout=timeout_s + _ANSWER_MARGIN_S)
         except queue.Empty:
             return StoreAnswer(number, problem="timeout")
@@ -129,7 +129,7 @@ class Client:
         problem: Exception | None = None
         try:
             while not self._is_stopping:
-                self._wait(self._next_deadline())
+                self._wait(self._node.next_deadline(), self._gives_up_at())
                 self._turn()
             self._say_goodbye()
         except Exception as error:
@@ -138,10 +138,6 @@ class Client:
         self._end()
         if problem is not None:  # Told last: an agent that asks again finds that this has ended.
             self._fail(problem)
-
-    def _next_deadline(self) -> float | None:
-        deadlines = (self._node.next_deadline(), self._gives_up_at())
-        return min((each for each in deadlines if each is not None), default=None)
 
     def _gives_up_at(self) -> float | None:
         """The coordinator decides how long a round may take to form; what is bounded here is to be out of its reach."""
@@ -157,16 +153,17 @@ class Client:
 
     def _end(self) -> None:
         self._inbox.close()
-        for request, answer in self._unanswered.copy().values():
-            answer.put(_closed(request))
+        for number, (_, answer) in self._unanswered.copy().items():
+            answer.put(StoreAnswer(number, problem=CONNECTION_CLOSED))
 
-    def _wait(self, deadline: float | None) -> None:
+    def _wait(self, *deadlines: float | None) -> None:
+        """Until something comes in, can go out, or is due."""
         poller = select.poll()
         poller.register(self._inbox, select.POLLIN)
         if self._sock is not None:
             poller.register(self._sock, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
-        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        poller.poll(None if left_s is None else left_s * 1000)
+        due_at = min((each for each in deadlines if each is not None), default=None)
+        poller.poll(None if due_at is None else 1000 * max(0.0, due_at - time.monotonic()))
 
     def _turn(self) -> None:
         for item in self._inbox.take():
@@ -239,15 +236,12 @@ class Client:
         # Before anything that takes time: a refusal may extend the lease.
         self._step(node_lease.ConnectFailed(is_refused and was_ours, random.random()))
         if is_refused and target is not None:
-            self._let_one_listen(target)
-
-    def _let_one_listen(self, target: Target) -> None:
-        try:
-            self._locator.refused(target)
-        except (OSError, HoldfastError) as error:
-            # The system may be out of something for a moment, or the name may not resolve.
-            obstacle = Obstacle.CANNOT_HOST if isinstance(error, HoldfastError) else _obstacle(error)
-            self._say(self.reach.failed(obstacle, _words(error, target, self.reach.who), time.monotonic()))
+            try:
+                self._locator.refused(target)
+            except (OSError, HoldfastError) as why:
+                # The system may be out of something for a moment, or the name may not resolve.
+                obstacle = Obstacle.CANNOT_HOST if isinstance(why, HoldfastError) else _obstacle(why)
+                self._say(self.reach.failed(obstacle, _words(why, target, self.reach.who), time.monotonic()))
 
     def _say(self, word: reachability.Say | reachability.Abandon | None) -> None:
         if isinstance(word, reachability.Abandon):
@@ -281,20 +275,20 @@ class Client:
                 return
             self._frames.feed(data)
             try:
-                self._take_messages(self._frames)
+                while self._frames is not None and (message := self._frames.next()) is not None:
+                    self._take(message)
             except Malformed as error:
                 logger.warning("the coordinator at %s sent junk: %s", self._target and self._target.endpoint, error)
                 self._lose_connection()
 
-    def _take_messages(self, frames: Frames) -> None:
-        while (message := frames.next()) is not None:
-            self._heard += 1
-            if isinstance(message, StoreAnswer):
-                _, answer = self._unanswered.get(message.number, (None, None))
-                if answer is not None:
-                    answer.put(message)
-            else:
-                self._step(node.Received(cast(protocol.FromCoordinator, message)))
+    def _take(self, message: Any) -> None:
+        self._heard += 1
+        if isinstance(message, StoreAnswer):
+            _, answer = self._unanswered.get(message.number, (None, None))
+            if answer is not None:
+                answer.put(message)
+        else:
+            self._step(node.Received(message))
 
     def _lose_connection(self) -> None:
         self._close()
@@ -306,10 +300,6 @@ class Client:
             self._sock.close()
         self._sock = self._frames = None
         self._outgoing.clear()
-
-
-def _closed(request: StoreRequest) -> StoreAnswer:
-    return StoreAnswer(request.number, problem=CONNECTION_CLOSED)
 
 
 def _would_block(error: OSError) -> bool:

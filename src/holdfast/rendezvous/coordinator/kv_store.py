@@ -29,13 +29,11 @@ MAX_STORED_BYTES = 64 << 20
 MAX_WAITING_BYTES = 32 << 20
 MAX_REMEMBERED_BYTES = 4 << 20
 
-# What an entry costs besides its key and value, a waiting request besides its keys, an answer besides its values. A
-# rough guess is enough.
+# Roughly what an entry costs besides its key and value, a waiting request besides its keys, an answer its values.
 _ENTRY_BYTES = 200
 _WAITING_BYTES = 500
 _REMEMBERED_BYTES = 400
-# An answer has no more than this besides its values, and a request that sets one has more: what could be set can be
-# got.
+# An answer has less besides its values than a request that sets them: what could be set can be got.
 _ANSWER_BYTES = MAX_MESSAGE_BYTES - 96
 _MAX_NAMED = 17
 _INT_LIMIT = 1 << 63
@@ -44,7 +42,7 @@ Answers = list[tuple[Any, StoreAnswer]]
 
 
 class _Impossible(Exception):  # noqa: N818
-    """A request cannot be carried out, and nothing was changed."""
+    """The request cannot be carried out, and nothing was changed."""
 
 
 @dataclass(slots=True)
@@ -92,7 +90,10 @@ class KeyValues:
             answer = self._answer(request, problem=str(error))
         if request.operation != "check":
             self._remember(name, answer)
-        return [(client, answer), *self._wake()]
+        # Those that miss no key any more are answered, too, the longest waiting first.
+        ready, self._ready = sorted(self._ready), []
+        woken = [self._forget(number) for number in ready]
+        return [(client, answer), *((waiting.client, self._found(waiting.request)) for waiting in woken)]
 
     def _carry_out(self, request: StoreRequest) -> dict[str, Any]:
         """Do what need not wait; returns what the answer says."""
@@ -127,8 +128,11 @@ class KeyValues:
         after = self._stored_bytes - before + sum(_entry_bytes(key, value) for key, value in entries.items())
         if after > MAX_STORED_BYTES:
             raise _Impossible(f"the store is full (at most {MAX_STORED_BYTES >> 20} MiB)")
-        for key in [key for key in entries if key not in self._values]:
-            self._appeared(key)
+        for number in [each for key in entries if key not in self._values for each in self._waiters_of.get(key, ())]:
+            waiting = self._waiting[number]
+            waiting.missing -= 1
+            if not waiting.missing:
+                self._ready.append(number)
         self._values.update(entries)
         self._stored_bytes = after
 
@@ -205,18 +209,6 @@ class KeyValues:
         """Names some of the keys that are missing."""
         missing = islice((key for key in request.keys if key not in self._values), _MAX_NAMED)
         return self._answer(request, problem="timeout", values=tuple(key[:200].encode() for key in missing))
-
-    def _appeared(self, key: str) -> None:
-        for number in self._waiters_of.get(key, ()):
-            waiting = self._waiting[number]
-            waiting.missing -= 1
-            if not waiting.missing:
-                self._ready.append(number)
-
-    def _wake(self) -> Answers:
-        """Answer the requests that miss no key any more, the longest waiting first."""
-        ready, self._ready = sorted(self._ready), []
-        return [(waiting.client, self._found(waiting.request)) for waiting in map(self._forget, ready)]
 
     def drop_client(self, client: Hashable) -> None:
         for number in list(self._requests_of.get(client, ())):

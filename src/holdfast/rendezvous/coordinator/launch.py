@@ -20,10 +20,8 @@ import errno
 import fcntl
 import logging
 import os
-import select
 import socket
 import sys
-import time
 
 from holdfast.errors import HostError
 from holdfast.rendezvous.endpoints import endpoint_text
@@ -88,7 +86,7 @@ def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[s
     silent here and keeps a log of its own. Both sockets are closed here as soon as it exists: if it died while this
     process, frozen perhaps, still held them, no other could take its place.
     """
-    import subprocess  # Only the agent that hosts the coordinator needs it.
+    from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired  # Only an agent that hosts one needs them.
 
     root = os.path.abspath(os.path.join(__file__, "../../../.."))
     # The first process only makes the second, so that the coordinator is no child of this one. It uses this holdfast
@@ -101,39 +99,23 @@ def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[s
     fd, kept = (fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in (sock, guard))
     # Without -P a file in the working directory could take the place of a module that the coordinator needs.
     command = [sys.executable, "-P", "-c", code, "--fd", str(fd), *options]
-    hears, says = os.pipe2(os.O_CLOEXEC)
-    with open(hears, "rb", 0):
+    try:
+        first = Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, pass_fds=(fd, kept), start_new_session=True)
+    except OSError as error:
+        raise HostError(f"the coordinator cannot be started: {error.strerror}") from None
+    finally:
+        for each in (fd, kept):
+            os.close(each)
+        sock.close()
+        guard.close()
+    with first:
         try:
-            first = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=says, stderr=says, pass_fds=(fd, kept), start_new_session=True
-            )
-        except OSError as error:
-            raise HostError(f"the coordinator cannot be started: {error.strerror}") from None
-        finally:
-            for each in (fd, kept, says):
-                os.close(each)
-            sock.close()
-            guard.close()
-        first.wait()
-        said = _words_until_ready(hears)
-    if said is not None:
-        raise HostError(f"the coordinator cannot be started: {said or 'it ended without a word'}")
-
-
-def _words_until_ready(fd: int) -> str | None:
-    """None when it is ready, or takes so long that nothing can be said about it; else its last line."""
-    ends = time.monotonic() + _START_PATIENCE_S
-    said = b""
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    while poller.poll(1000 * max(0.0, ends - time.monotonic())):
-        data = os.read(fd, 1 << 16)
-        if not data:
-            break
-        said += data
-    else:
-        return None
+            said, _ = first.communicate(timeout=_START_PATIENCE_S)
+        except TimeoutExpired:
+            return  # It takes so long that nothing can be said about it.
     *others, last = said.decode(errors="replace").strip().splitlines() or [""]
     for line in others:
         logger.warning("the coordinator: %s", line)
-    return None if last == READY else last.removeprefix("holdfast coordinator: error: ")
+    if last != READY:
+        problem = last.removeprefix("holdfast coordinator: error: ") or "it ended without a word"
+        raise HostError(f"the coordinator cannot be started: {problem}")

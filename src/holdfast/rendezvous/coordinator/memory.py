@@ -49,8 +49,7 @@ class StateFiles:
         return True
 
     def raise_term(self, heard: int, then: Callable[[int], None]) -> None:
-        """It is written down with the first round that is sealed in it."""
-        then(heard + 1)
+        then(heard + 1)  # It is written down with the first round that is sealed in it.
 
     def recall(self, run_id: str) -> tuple[Memory | None, None]:
         """What an earlier coordinator wrote down about the run; an empty memory if that cannot be read any more."""
@@ -110,13 +109,12 @@ def _check_private(directory: Path) -> None:
 
 
 def boot_id() -> str:
-    try:
+    with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def default_directory() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    base = Path(runtime) if runtime and os.access(runtime, os.W_OK) else Path(tempfile.gettempdir())
-    return base / f"holdfast-{os.getuid()}"
+    base = runtime if runtime and os.access(runtime, os.W_OK) else tempfile.gettempdir()
+    return Path(base) / f"holdfast-{os.getuid()}"

@@ -71,7 +71,7 @@ class Run:
         self._keeper = owner.keeper
         self._loop = asyncio.get_running_loop()
         memory, term = self._keeper.recall(run_id)
-        self._machine = Membership(self._loop.time(), memory, term=term, extra_wait_s=self._keeper.extra_wait_s)
+        self.machine = Membership(self._loop.time(), memory, term=term, extra_wait_s=self._keeper.extra_wait_s)
         self._store = KeyValues(os.urandom(8))
         self._clients: set[Connection] = set()
         self._connections: dict[str, Connection] = {}  # Those of nodes, by their keys.
@@ -85,13 +85,8 @@ class Run:
 
     @property
     def silence_s(self) -> float:
-        settings = self._machine.settings
+        settings = self.machine.settings
         return max(_SILENCE_S, 3 * settings.lease_s if settings else 0.0)
-
-    @property
-    def ending(self) -> str:
-        outcome = self._machine.outcome
-        return outcome.reason if outcome else "no node is there any more"
 
     # Connections.
 
@@ -102,13 +97,13 @@ class Run:
             self._deserted_timer.cancel()
 
         def welcome(term: int) -> None:
-            self._machine.raise_term(term - 1)
-            connection.send(protocol.Welcome(proof, self._machine.term, self._machine.round))
+            self.machine.raise_term(term - 1)
+            connection.send(protocol.Welcome(proof, self.machine.term, self.machine.round))
 
-        if self._machine.raise_term(heard_term):  # At once: rounds that are sealed meanwhile must be later, too.
+        if self.machine.raise_term(heard_term):  # At once: rounds that are sealed meanwhile must be later, too.
             self._keeper.raise_term(heard_term, welcome)
         else:
-            welcome(self._machine.term)
+            welcome(self.machine.term)
 
     def detach(self, connection: Connection) -> None:
         """Members may return for a while; after that no node is left to whom the run could matter."""
@@ -121,7 +116,7 @@ class Run:
             self.feed(protocol.ConnectionClosed(connection.key))
         if self._clients or self._is_closed:
             return
-        if self._machine.is_blank and self._store.is_empty:
+        if self.machine.is_blank and self._store.is_empty:
             self._owner.drop(self)
         else:
             after_s = max(self._owner.idle_timeout_s or _DESERTED_S, self.silence_s)
@@ -160,7 +155,6 @@ class Run:
             del self._connections[earlier]  # The same agent, as its next incarnation.
         older = self._connections.get(key)
         if older is not None and older is not connection:
-            older.key = ""
             older.close()
         connection.key = key
         self._connections[key] = connection
@@ -181,7 +175,7 @@ class Run:
             return
         is_heartbeat = isinstance(event, From) and isinstance(event.message, protocol.Heartbeat)
         try:
-            self._commands += self._machine.step(event, self._loop.time())
+            self._commands += self.machine.step(event, self._loop.time())
             self._execute_all()
         finally:
             if not is_heartbeat:  # It only puts deadlines off.
@@ -203,10 +197,8 @@ class Run:
             case protocol.Expel(key, reason):
                 logger.info("run %r: %s is out: %s", self.run_id, key, reason)
                 self._send((key,), model.Expelled(reason))
-                connection = self._connections.pop(key, None)
-                if connection is not None:  # No heartbeat of it is answered any more.
-                    connection.key = ""
-                    connection.close()
+                if key in self._connections:
+                    self._connections.pop(key).close()  # No heartbeat of it is answered any more.
             case protocol.ForgetRun():
                 self._owner.forget(self)
             case _:
@@ -245,7 +237,7 @@ class Run:
         """Wake up at the next deadline. A timer that is too early is left alone: it will look again."""
         if self._is_closed:
             return
-        deadlines = [self._machine.next_deadline(), self._store.next_deadline()]
+        deadlines = [self.machine.next_deadline(), self._store.next_deadline()]
         at = min((each for each in deadlines if each is not None), default=None)
         if at is None or (self._timer is not None and self._timer.when() <= at):
             return
@@ -292,7 +284,6 @@ class Coordinator:
         self.complaints = Complaints(logger.warning)
         self._sock = sock
         self._runs: dict[str, Run] = {}
-        self._numbers = itertools.count(1)
         self._over = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -362,14 +353,14 @@ class Coordinator:
 
     def drop(self, run: Run) -> None:
         """A client looked in, and nothing came of it."""
-        if self._runs.get(run.run_id) is run:
-            del self._runs[run.run_id]
+        del self._runs[run.run_id]
         run.close()
         self._watch_idleness()
 
     def forget(self, run: Run) -> None:
         """The run is over. Unless it serves until it is stopped, the coordinator ends with its last run."""
-        logger.info("run %r is over: %s", run.run_id, run.ending)
+        outcome = run.machine.outcome
+        logger.info("run %r is over: %s", run.run_id, outcome.reason if outcome else "no node is there any more")
         self.keeper.forget(run.run_id)
         self.drop(run)
         if not self._runs and self.idle_timeout_s is not None:
