@@ -207,12 +207,13 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             for host, port in self._addresses:
                 try:
                     address = endpoints.own_address(host, port)
-                    self._warn_of_loopback(host, address)
-                    return address
                 except socket.gaierror as error:
                     problem = endpoints.unresolved(host, error)
                 except OSError as error:
                     problem = f"there is no way to {host!r} from this host ({error.strerror})"
+                else:
+                    self._warn_of_loopback(host, address)
+                    return address
                 problems.append(f"the endpoint {endpoints.endpoint_text(host, port)}: {problem}")
             if time.monotonic() >= deadline:
                 raise api.RendezvousConnectionError(f"{'; '.join(problems)}; tried for {_RESOLVE_PATIENCE_S:g} s")

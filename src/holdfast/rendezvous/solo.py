@@ -28,6 +28,8 @@ class SoloCoordination(Coordination):
     def __init__(self, handler: RendezvousHandler, monitor_interval_s: float) -> None:
         super().__init__()
         self._handler = handler
+        # A handler that was written for another launcher does not know the question.
+        self._has_fixed_world = getattr(handler, "has_fixed_world", False)
         self._monitor_interval_s = monitor_interval_s
         self._policy = RestartPolicy()
         self._round = 0
@@ -36,11 +38,6 @@ class SoloCoordination(Coordination):
         self._delay_s = 0.0
         self._found: RendezvousInfo | None = None
         self._complaint = ""
-
-    @property
-    def has_fixed_world(self) -> bool:
-        """A handler that was written for another launcher does not know the question."""
-        return getattr(self._handler, "has_fixed_world", False)
 
     def introduce(self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0) -> None:
         self._policy = policy
@@ -51,7 +48,7 @@ class SoloCoordination(Coordination):
             return
         self._is_joining = True
         delay_s, self._delay_s = self._delay_s, 0.0
-        if self.has_fixed_world and not delay_s:
+        if self._has_fixed_world and not delay_s:
             self._meet(delay_s)  # It does not block.
         else:
             threading.Thread(target=self._meet, args=(delay_s,), name="holdfast-next_rendezvous", daemon=True).start()
@@ -87,7 +84,7 @@ class SoloCoordination(Coordination):
 
     def report_success(self, round: int, timeout_s: float) -> None:
         found = self._found
-        if self.has_fixed_world or found is None or found.world_size == 1:
+        if self._has_fixed_world or found is None or found.world_size == 1:
             self._mailbox.put(_SUCCEEDED)
             return
         threading.Thread(target=self._await_others, args=(found, timeout_s), name="holdfast-wait", daemon=True).start()
@@ -124,4 +121,4 @@ class SoloCoordination(Coordination):
 
     @property
     def ask_every_s(self) -> float | None:
-        return None if self.has_fixed_world or self._is_joining else self._monitor_interval_s
+        return None if self._has_fixed_world or self._is_joining else self._monitor_interval_s

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError
+from holdfast.rendezvous.client.reachability import Obstacle
 from holdfast.rendezvous.endpoints import endpoint_text
 from holdfast.rendezvous.membership import frames, protocol
 
@@ -26,15 +27,11 @@ _READ_BYTES = 1 << 14
 
 
 class TurnedAway(HoldfastError):  # noqa: N818
-    """The coordinator rejects this agent, or is not one. Trying again would not help."""
+    """The coordinator rejects this agent, is not one, or says nothing."""
 
-
-class Silent(TurnedAway):
-    """Connections are accepted there, and nothing is said."""
-
-
-class TlsRefused(TurnedAway):
-    """The other side hangs up as soon as it has seen our certificate, or that we have none."""
+    def __init__(self, text: str, obstacle: Obstacle = Obstacle.TURNED_AWAY) -> None:
+        super().__init__(text)
+        self.obstacle = obstacle
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +95,7 @@ class Target:
             hint = "; does it speak TLS?" if error.reason == "WRONG_VERSION_NUMBER" else ""
             raise TurnedAway(f"no TLS connection to {self.endpoint}: {error.reason or error}{hint}") from None
         except TimeoutError:
-            raise Silent(f"{self.endpoint} accepts connections but says nothing; does it speak TLS?") from None
+            raise self._silent("does it speak TLS?") from None
 
     def _shake_hands(self, sock: socket.socket, stream: frames.Frames, term: int) -> protocol.Welcome:
         coordinator = f"the coordinator at {self.endpoint}"
@@ -128,10 +125,10 @@ class Target:
                 sock.settimeout(max(0.001, ends - time.monotonic()))
                 data = sock.recv(_READ_BYTES)
                 if not data and self.tls is not None:
-                    raise TlsRefused(
-                        f"{self.endpoint} closed the connection after the TLS handshake; "
-                        "does it want another certificate (tls_cert)?"
+                    problem = (
+                        "closed the connection after the TLS handshake; does it want another certificate (tls_cert)?"
                     )
+                    raise TurnedAway(f"{self.endpoint} {problem}", Obstacle.TLS_REFUSED)
                 if not data:
                     raise _hung_up()
                 stream.feed(data)
@@ -139,15 +136,19 @@ class Target:
             message = None
         except TimeoutError:
             hint = "is it a coordinator?" if self.tls is not None else "is it a coordinator, and without TLS?"
-            raise Silent(f"{self.endpoint} accepts connections but says nothing; {hint}") from None
+            raise self._silent(hint) from None
         except OSError as error:
             if self.tls is None:
                 raise
             reason = getattr(error, "reason", "") or error.strerror
-            raise TlsRefused(f"{self.endpoint} does not accept this agent's certificate: {reason}") from None
+            problem = f"{self.endpoint} does not accept this agent's certificate: {reason}"
+            raise TurnedAway(problem, Obstacle.TLS_REFUSED) from None
         if not isinstance(message, kind):
             raise TurnedAway(f"{self.endpoint} answers, but it is not a holdfast coordinator")
         return message
+
+    def _silent(self, hint: str) -> TurnedAway:
+        return TurnedAway(f"{self.endpoint} accepts connections but says nothing; {hint}", Obstacle.SILENT)
 
 
 def _hung_up() -> ConnectionResetError:

@@ -24,7 +24,7 @@ from holdfast.errors import HoldfastError
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from holdfast.rendezvous.client import reachability
-from holdfast.rendezvous.client.handshake import Silent, Target, TlsRefused
+from holdfast.rendezvous.client.handshake import Target, TurnedAway
 from holdfast.rendezvous.client.reachability import Obstacle, Reachability
 from holdfast.rendezvous.coordination import Mailbox
 from holdfast.rendezvous.membership import node, node_lease, protocol
@@ -307,21 +307,15 @@ def _would_block(error: OSError) -> bool:
     return type(error).__name__ in ("BlockingIOError", "SSLWantReadError", "SSLWantWriteError")
 
 
-# What stands in the way, by the error that says so; the first that fits counts.
-_OBSTACLES: dict[type[Exception], Obstacle] = {
-    Silent: Obstacle.SILENT,
-    TlsRefused: Obstacle.TLS_REFUSED,
-    RendezvousConnectionError: Obstacle.UNREACHABLE,
-    HoldfastError: Obstacle.TURNED_AWAY,
-    socket.gaierror: Obstacle.NAME_UNKNOWN,
-    ConnectionResetError: Obstacle.HUNG_UP,
-    BrokenPipeError: Obstacle.HUNG_UP,
-    OSError: Obstacle.UNREACHABLE,
-}
-
-
 def _obstacle(error: OSError | HoldfastError) -> Obstacle:
-    return next(obstacle for kind, obstacle in _OBSTACLES.items() if isinstance(error, kind))
+    match error:
+        case HoldfastError():
+            return error.obstacle if isinstance(error, TurnedAway) else Obstacle.TURNED_AWAY
+        case socket.gaierror():
+            return Obstacle.NAME_UNKNOWN
+        case ConnectionResetError() | BrokenPipeError():
+            return Obstacle.HUNG_UP
+    return Obstacle.UNREACHABLE
 
 
 def _words(error: OSError | HoldfastError, target: Target | None, who: str) -> str:

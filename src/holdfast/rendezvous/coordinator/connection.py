@@ -90,7 +90,13 @@ class Connection(asyncio.Protocol):
             while not self._is_closing and not self._is_congested and (message := self._frames.next()) is not None:
                 if not self._server.keeper.may_serve():
                     return
-                self._take(message)
+                self.heard_at = self._loop.time()
+                if self.run is not None:
+                    self.run.take(self, message)  # type: ignore[arg-type]  # the decoder lets nothing else through
+                elif isinstance(message, protocol.Hello):
+                    self._meet(message)
+                else:
+                    self._refuse(f"sent {type(message).__name__} where a hello was expected")
         except frames.Malformed as error:
             self._refuse(f"sent junk: {error}")
         except Exception:
@@ -137,15 +143,6 @@ class Connection(asyncio.Protocol):
     def _greet(self) -> None:
         wants_token = self._server.token is not None
         self.send(protocol.Challenge(protocol.MAJOR, self._nonce, wants_token, protocol.MINOR))
-
-    def _take(self, message: object) -> None:
-        self.heard_at = self._loop.time()
-        if self.run is not None:
-            self.run.take(self, message)  # type: ignore[arg-type]  # the decoder lets nothing else through
-        elif isinstance(message, protocol.Hello):
-            self._meet(message)
-        else:
-            self._refuse(f"sent {type(message).__name__} where a hello was expected")
 
     def _meet(self, hello: protocol.Hello) -> None:
         token = self._server.token
