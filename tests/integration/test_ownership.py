@@ -231,6 +231,27 @@ def test_no_stray_module_is_taken_for_one_of_the_standard_library(tmp_path: Path
     assert Path(used).parent == tmp_path / "holdfast"
 
 
+START_WITHOUT_STANDARD_DESCRIPTORS = """
+import os, socket, sys
+from holdfast.rendezvous.coordinator import launch
+for fd in range(int(sys.argv[1])):
+    os.close(fd)
+with launch.bind("127.0.0.1", 0) as sock, socket.socket() as guard:
+    port = sock.getsockname()[1]
+    launch.start_coordinator(sock, guard, [])
+with socket.create_connection(("127.0.0.1", port)) as client:
+    os._exit(0 if client.recv(1) else 1)
+"""
+
+
+@pytest.mark.parametrize("closed", [0, 1, 3])
+def test_a_coordinators_socket_may_be_in_the_place_of_a_standard_descriptor(closed: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", START_WITHOUT_STANDARD_DESCRIPTORS, str(closed)]
+    subprocess.run(command, env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}, check=True)
+    for coordinator in support.marked(os.environ[support.TEST_MARK]):
+        os.kill(coordinator, signal.SIGKILL)
+
+
 def test_the_spawner_is_killed_before_all_workers_are_started(
     mailbox: support.Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import sys
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,56 +117,47 @@ def test_only_one_is_about_to_start_a_coordinator(monkeypatch: pytest.MonkeyPatc
     assert seen == [["first"], ["third"]]
 
 
-@pytest.mark.parametrize("closed", [(), (0,)])
-def test_no_spawn_action_dups_a_number_onto_itself(closed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before glibc 2.29 that leaves close-on-exec set, and the coordinator starts without its socket."""
-    seen: list[tuple[int, ...]] = []
-    spawn = os.posix_spawn
-
-    def spawn_and_note(*args: Any, file_actions: Any, **options: Any) -> int:
-        seen.extend(file_actions)
-        return spawn(*args, file_actions=file_actions, **options)
-
-    monkeypatch.setattr(os, "posix_spawn", spawn_and_note)
-    saved = [os.dup(fd) for fd in closed]
-    with socket.socket() as kept, contextlib.ExitStack() as copies:
-        copy = os.dup(kept.fileno())
-        copies.callback(os.close, copy)
-        for fd, original in zip(closed, saved, strict=True):
-            copies.callback(os.close, original)
-            copies.callback(os.dup2, original, fd)
-            os.close(fd)
-        code = f"import os; [os.fstat(fd) for fd in (0, 1, 2, {copy})]"
-        pid = launch._spawn([sys.executable, "-S", "-c", code], {kept.fileno(): copy}, copy)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert [action for action in seen if action[1] == action[2]] == []
+def start_instead(script: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a coordinator, where the interpreter is this shell script."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(path))
+    with launch.bind("127.0.0.1", 0) as sock, socket.socket() as guard:
+        launch.start_coordinator(sock, guard, [])
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("said", "problem"),
     [
-        (b"ready\n", None),
-        (b"a warning of the interpreter\nready\n", None),
-        (b"", ""),
-        (b"holdfast coordinator: error: no such file\n", "no such file"),
-        (b"Traceback\n  File\nOSError: broken\n", "OSError: broken"),
+        ("ready", None),
+        ("a warning of the interpreter\nready", None),
+        ("", "it ended without a word"),
+        ("holdfast coordinator: error: no such file", "no such file"),
+        ("Traceback\n  File\nOSError: broken", "OSError: broken"),
     ],
 )
-def test_what_a_coordinator_says_when_it_starts(said: bytes, expected: str | None) -> None:
-    hears, says = os.pipe()
-    try:
-        os.write(says, said)
-        os.close(says)
-        assert launch._words_until_ready(hears) == expected
-    finally:
-        os.close(hears)
+def test_what_a_coordinator_says_when_it_starts(
+    said: str, problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    raised: AbstractContextManager[Any] = nullcontext()
+    if problem is not None:
+        raised = pytest.raises(HostError, match=f"cannot be started: {problem}$")
+    with raised:
+        start_instead(f"cat <<'.'\n{said}\n.", tmp_path / "python", monkeypatch)
+    assert caplog.messages == [f"the coordinator: {line}" for line in said.splitlines()[:-1]]
 
 
-def test_one_that_takes_too_long_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_takes_too_long_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process has ended; the second one, which keeps the pipe open, says nothing."""
     monkeypatch.setattr(launch, "_START_PATIENCE_S", 0.01)
-    hears, says = os.pipe()
-    try:
-        assert launch._words_until_ready(hears) is None
-    finally:
-        os.close(hears)
-        os.close(says)
+    start_instead("sleep 1 &", tmp_path / "python", monkeypatch)
+
+
+def test_an_interpreter_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    with (
+        launch.bind("127.0.0.1", 0) as sock,
+        socket.socket() as guard,
+        pytest.raises(HostError, match="cannot be started: No such file"),
+    ):
+        launch.start_coordinator(sock, guard, [])

@@ -37,7 +37,7 @@ from holdfast.rendezvous.api import (
     is_kind,
 )
 from holdfast.rendezvous.coordination import Coordination, JoinFailed, Push
-from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Refused, Sealed, Stop
+from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import HANG, RestartPolicy
 from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.signals import SignalException
@@ -325,12 +325,10 @@ class SimpleElasticAgent(ElasticAgent):
                 logger.warning("this node has lost its place, its workers are killed: %s", reason)
             case Ended(outcome):
                 self._learn_outcome(outcome)
-            case Refused(reason):
-                raise UserError(f"run {self._handler.get_run_id()!r} rejected this node: {reason}")
             case JoinFailed(error):
                 self._record_join(f"{type(error).__name__}: {error}")
                 raise error
-        assert not isinstance(event, (Refused, JoinFailed))
+        assert not isinstance(event, JoinFailed)
         return event
 
     def _is_cause_of_hang(self) -> bool:

@@ -95,6 +95,10 @@ async def _serve_for_a_run(args: argparse.Namespace) -> None:
     sock = socket.socket(fileno=args.fd)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    # Whatever the agent blocks or ignores, the coordinator can be stopped as any other can.
+    for number in (signal.SIGTERM, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if args.office is not None:
         await _serve_in_office(args, sock)
         return

@@ -7,29 +7,79 @@ has decided. For every other backend `SoloCoordination` (`solo`) stands in.
 from __future__ import annotations
 
 import abc
+import contextlib
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from holdfast.frozen import frozen
 from holdfast.rendezvous.api import RendezvousInfo
-from holdfast.rendezvous.membership.model import Ended, Outcome, PlaceLost, Refused, Sealed, Stop
+from holdfast.rendezvous.membership.model import Ended, Outcome, PlaceLost, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+
+Item = TypeVar("Item")
 
 
 @frozen
 class JoinFailed:
-    """There is no way to get a place: the backend has failed, or cannot be reached."""
+    """There is no way to get a place: the backend has failed or cannot be reached, or the run rejected this node."""
 
     error: BaseException
 
 
-Push = Sealed | Stop | PlaceLost | Ended | Refused | JoinFailed
+Push = Sealed | Stop | PlaceLost | Ended | JoinFailed
+
+
+class Mailbox(Generic[Item]):
+    """From any thread to the one loop that takes and decides; readable when there is something to take."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: list[Item] = []
+        self._is_closed = False
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def put(self, item: Item) -> bool:
+        """False if the loop has ended."""
+        with self._lock:
+            if not self._is_closed:
+                self._items.append(item)
+                os.eventfd_write(self._fd, 1)
+            return not self._is_closed
+
+    def take(self) -> list[Item]:
+        """What was put since the last call, oldest first."""
+        with self._lock, contextlib.suppress(BlockingIOError):
+            items, self._items = self._items, []
+            os.eventfd_read(self._fd)
+        return items
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
 
 
 class Coordination(abc.ABC):
-    """The run, as one agent sees it. Called from the agent's deciding loop."""
+    """The run, as one agent sees it. Called from the agent's deciding loop.
+
+    `outcome` is how the run ended, if this node knows already. `verdict` is what follows from the failure that was just
+    reported, in words; None if others have yet to decide. `has_leases`: this node can lose its place to another, so its
+    workers must not outlive its lease.
+    """
+
+    has_leases = False
+
+    def __init__(self) -> None:
+        self.outcome: Outcome | None = None
+        self.verdict: str | None = None
+        self._mailbox: Mailbox[Push] = Mailbox()
 
     @abc.abstractmethod
     def introduce(self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0) -> None:
@@ -37,7 +87,7 @@ class Coordination(abc.ABC):
 
     @abc.abstractmethod
     def join(self, failure: Failure | None = None) -> None:
-        """Ask for a place in the next round. The answer is pushed: `Sealed`, `Ended`, `Refused` or `JoinFailed`.
+        """Ask for a place in the next round. The answer is pushed: `Sealed`, `Ended` or `JoinFailed`.
         `failure` is the one that was reported in the last round, with its evidence."""
 
     @abc.abstractmethod
@@ -48,24 +98,9 @@ class Coordination(abc.ABC):
     def report_failure(self, round: int, failure: Failure) -> None:
         """This node's workers have failed; they are being stopped."""
 
-    @property
-    def verdict(self) -> str | None:
-        """What follows from the failure that was just reported, in words; None if others have yet to decide."""
-        return None
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """How the run ended, if this node knows already."""
-        return None
-
     @abc.abstractmethod
     def report_success(self, round: int, timeout_s: float) -> None:
         """This node's workers have all succeeded. `Ended` is pushed when those of all nodes have."""
-
-    @property
-    def has_leases(self) -> bool:
-        """Whether this node can lose its place to another, so that its workers must not outlive its lease."""
-        return False
 
     @property
     def has_lapsed(self) -> bool:
@@ -81,45 +116,15 @@ class Coordination(abc.ABC):
     def left(self) -> None:  # noqa: B027
         """Its workers are gone."""
 
-    @abc.abstractmethod
     def fileno(self) -> int:
         """Readable when `take` has something."""
+        return self._mailbox.fileno()
 
-    @abc.abstractmethod
     def take(self) -> list[Push]:
         """What was pushed since the last call, oldest first."""
+        return self._mailbox.take()
 
     @property
     def ask_every_s(self) -> float | None:
         """How often `take` must be called although nothing is readable; None if that is never so."""
         return None
-
-
-class Mailbox:
-    """Pushes from any thread for the one loop that decides."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._items: deque[Push] = deque()
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-    def __del__(self) -> None:
-        os.close(self._fd)
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def put(self, item: Push) -> None:
-        with self._lock:
-            self._items.append(item)
-            os.eventfd_write(self._fd, 1)
-
-    def take(self) -> list[Push]:
-        with self._lock:
-            items = list(self._items)
-            self._items.clear()
-            try:
-                os.eventfd_read(self._fd)
-            except BlockingIOError:
-                pass
-            return items

@@ -18,36 +18,14 @@ from dataclasses import replace
 from datetime import timedelta
 
 from holdfast.errors import HostError, UserError
-from holdfast.rendezvous import endpoints
-from holdfast.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
+from holdfast.rendezvous import api, endpoints
 from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.client.reachability import Reachability
 from holdfast.rendezvous.client.remote_store import RemoteStore
 from holdfast.rendezvous.client.thread import Client, Locator
-from holdfast.rendezvous.coordination import Coordination, JoinFailed, Mailbox, Push
+from holdfast.rendezvous.coordination import Coordination, JoinFailed
 from holdfast.rendezvous.coordinator import launch
-from holdfast.rendezvous.membership import node, protocol
-from holdfast.rendezvous.membership.model import (
-    Ended,
-    NodeFacts,
-    Notice,
-    Outcome,
-    PlaceLost,
-    Progress,
-    Refused,
-    Sealed,
-    StandBy,
-    Stop,
-    is_loopback,
-)
-from holdfast.rendezvous.membership.node import Participant
+from holdfast.rendezvous.membership import model, node, protocol
 from holdfast.rendezvous.membership.node_lease import NodeLease
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 from holdfast.rendezvous.options import Options
@@ -58,35 +36,36 @@ DEFAULT_PORT = 29400
 _RESOLVE_PATIENCE_S = 5.0
 
 
-class CoordinatorHandler(RendezvousHandler, Coordination):
+class CoordinatorHandler(api.RendezvousHandler, Coordination):
     """One node of a run that has a coordinator."""
+
+    has_leases = True
 
     def __init__(
         self,
-        backend: str,
-        run_id: str,
+        params: api.RendezvousParameters,
         options: Options,
         where: str,
-        locator: Callable[[NodeFacts], Locator],
+        locator: Callable[[model.NodeFacts], Locator],
         addresses: Sequence[tuple[str, int]],
-        master: RendezvousStoreInfo | None = None,
+        master: api.RendezvousStoreInfo | None = None,
     ) -> None:
         """`where` names what the nodes meet at, for messages; this node's address is the one that reaches one of
         `addresses`. `master` is where the workers meet if the user has fixed it; else it is the node of rank 0."""
-        self._backend = backend
-        self._run_id = run_id
+        super().__init__()
+        self._backend = params.backend
+        self._run_id = params.run_id
         self._options = options
         self._where = where
         self._make_locator = locator
         self._addresses = addresses
         self._master = master
-        self._mailbox = Mailbox()
         self._client: Client | None = None
         self._lock = threading.Lock()
         self._is_shut_down = False
-        self._facts = NodeFacts(_node_id())
+        node_id = f"{os.uname().nodename}-{os.getpid()}-{os.urandom(4).hex()}"
+        self._facts = model.NodeFacts(node_id, requested_rank=options.requested_rank)
         self._policy = RestartPolicy()
-        self._outcome: Outcome | None = None
         self._error: Exception | None = None
         self._held = endpoints.HeldPort()
         self._last_round = 0
@@ -101,7 +80,7 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
     def get_run_id(self) -> str:
         return self._run_id
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> api.RendezvousInfo:
         """For users who call the handler themselves: join, and block until there is a place."""
         self.join()
         poller = select.poll()  # Unlike select, for any number of descriptors.
@@ -109,18 +88,16 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         while True:
             for push in self._mailbox.take():
                 match push:
-                    case Sealed():
+                    case model.Sealed():
                         return self.found(push)
-                    case Ended(outcome):
-                        raise RendezvousClosedError(outcome.reason)
-                    case Refused(reason):
-                        raise UserError(f"run {self._run_id!r} rejected this node: {reason}")
+                    case model.Ended(outcome):
+                        raise api.RendezvousClosedError(outcome.reason)
                     case JoinFailed(error):
                         raise error
             poller.poll()
 
     def is_closed(self) -> bool:
-        return self._outcome is not None
+        return self.outcome is not None
 
     def set_closed(self) -> None:
         self._post(protocol.Close("closed by the user"))
@@ -133,42 +110,38 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         with self._lock:
             self._is_shut_down = True
         if self._client is not None:
-            if self._outcome is None:
-                self._post(protocol.Leaving())
-                self._post(protocol.Left())
-            self._client.stop()
+            if self.outcome is None:
+                self.leaving()
+            self.left()
             self._client = None
         self._held.release()
-        self._fail(self._shut_down_error())
+        self._fail(api.RendezvousConnectionError(f"the rendezvous of run {self._run_id!r} was shut down"))
         return True
-
-    def _shut_down_error(self) -> RendezvousConnectionError:
-        return RendezvousConnectionError(f"the rendezvous of run {self._run_id!r} was shut down")
 
     # What the agent needs.
 
     def introduce(self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0) -> None:
         self._policy = policy
-        self._facts = NodeFacts(
-            node_id=self._facts.node_id,
-            role=role,
-            local_world_size=local_world_size,
-            requested_rank=self._options.requested_rank,
-            grace_s=grace_s,
-        )
+        self._facts = replace(self._facts, role=role, local_world_size=local_world_size, grace_s=grace_s)
 
     def join(self, failure: Failure | None = None) -> None:
         """The first time in a thread: names are looked up, and a coordinator may have to be started."""
-        if self._is_shut_down:
-            self._fail(self._shut_down_error())
-        elif self._client is None:
+        if self._client is None and not self._is_shut_down:
             threading.Thread(target=self._begin, name="holdfast-begin", daemon=True).start()
-        else:
+        elif self._client is not None:
             self._ask(self._client, failure)
+        elif self._error is not None:  # Else it is about to be told.
+            self._fail(self._error)
 
     def _begin(self) -> None:
+        options = self._options
         try:
-            client = self._make_client()
+            self._facts = replace(self._facts, address=options.local_addr or self._find_address())
+            locator = self._make_locator(self._facts)
+            lease = NodeLease(options.lease, may_outlive_lease=options.continue_when_isolated)
+            participant = node.Participant(self._facts, options.settings(self._policy), lease)
+            reach = Reachability(self._where, options.join_timeout_s, options.outage_timeout_s, time.monotonic())
+            client = Client(locator, participant, self._deliver, self._lease, self._fail, reach)
             with self._lock:
                 if self._is_shut_down:
                     client.stop()
@@ -180,36 +153,28 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
             self._fail(error)
 
     def _ask(self, client: Client, failure: Failure | None = None) -> None:
+        """With a fresh master port for every round, bound and held, so that no round meets what another has left."""
         try:
-            self._hold_port()
+            self._held.renew(self._facts.address)
         except HostError as error:
-            self._fail(error)
-        else:
-            if not client.post(node.JoinRequested(self._held.number, failure and protocol.clipped(failure))):
-                self._fail(self._error or self._shut_down_error())
+            if not self._options.local_addr:
+                self._fail(error)
+                return
+            # The user says that others reach this node there, which may be so although no interface has the address.
+            self._held.renew("")
+        asked = node.JoinRequested(self._held.number, failure and protocol.clipped(failure))
+        if not client.post(asked) and self._error is not None:
+            self._fail(self._error)
 
-    def _make_client(self) -> Client:
-        options = self._options
-        self._facts = replace(self._facts, address=options.local_addr or self._find_address())
-        locator = self._make_locator(self._facts)
-        lease = NodeLease(options.lease, may_outlive_lease=options.continue_when_isolated)
-        participant = Participant(self._facts, options.settings(self._policy), lease)
-        reach = Reachability(self._where, options.join_timeout_s, options.outage_timeout_s, time.monotonic())
-        return Client(locator, participant, self._deliver, self._lease, self._fail, reach)
-
-    def found(self, sealed: Sealed) -> RendezvousInfo:
+    def found(self, sealed: model.Sealed) -> api.RendezvousInfo:
         assert self._client is not None
         place = sealed.place
         store = RemoteStore(self._client, timedelta(seconds=self._options.read_timeout_s), f"round/{place.round}/")
-        master = self._master or RendezvousStoreInfo(place.master_address, place.master_port)
-        return RendezvousInfo(store, place.rank, place.node_count, master)
+        master = self._master or api.RendezvousStoreInfo(place.master_address, place.master_port)
+        return api.RendezvousInfo(store, place.rank, place.node_count, master)
 
     def report_failure(self, round: int, failure: Failure) -> None:
         self._post(protocol.Failed(round, protocol.clipped(failure)))
-
-    @property
-    def outcome(self) -> Outcome | None:
-        return self._outcome
 
     def report_success(self, round: int, timeout_s: float) -> None:
         self._post(protocol.Succeeded(round))
@@ -222,23 +187,12 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         if self._client is not None:
             self._client.stop()
 
-    def fileno(self) -> int:
-        return self._mailbox.fileno()
-
-    def take(self) -> list[Push]:
-        return self._mailbox.take()
-
-    @property
-    def has_leases(self) -> bool:
-        return True
-
     @property
     def has_lapsed(self) -> bool:
         until = self._lease_until
         return until is not None and time.monotonic() >= until
 
     def set_lease_sink(self, sink: Callable[[float | None], None]) -> None:
-        """Who is told until when this node's workers may live; called at once with what holds now."""
         self._lease_sink = sink
         sink(self._lease_until)
 
@@ -253,36 +207,23 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
             for host, port in self._addresses:
                 try:
                     address = endpoints.own_address(host, port)
-                    self._warn_of_loopback(host, address)
-                    return address
                 except socket.gaierror as error:
                     problem = endpoints.unresolved(host, error)
                 except OSError as error:
                     problem = f"there is no way to {host!r} from this host ({error.strerror})"
+                else:
+                    self._warn_of_loopback(host, address)
+                    return address
                 problems.append(f"the endpoint {endpoints.endpoint_text(host, port)}: {problem}")
             if time.monotonic() >= deadline:
-                raise RendezvousConnectionError(f"{'; '.join(problems)}; tried for {_RESOLVE_PATIENCE_S:g} s")
+                raise api.RendezvousConnectionError(f"{'; '.join(problems)}; tried for {_RESOLVE_PATIENCE_S:g} s")
             time.sleep(0.5)
 
     def _warn_of_loopback(self, host: str, address: str) -> None:
         """Many hosts resolve their own name to a loopback address."""
-        if is_loopback(address) and not is_loopback(host) and self._options.max_nodes > 1:
-            logger.warning(
-                "on this host the endpoint's name %r means %s, where no other host can reach it; "
-                "if there are others, give an address instead of the name",
-                host,
-                address,
-            )
-
-    def _hold_port(self) -> None:
-        """A fresh master port for every round, bound and held, so that no round meets what another has left."""
-        try:
-            self._held.renew(self._facts.address)
-        except HostError:
-            if not self._options.local_addr:
-                raise
-            # The user says that others reach this node there, which may be so although no interface has the address.
-            self._held.renew("")
+        if model.is_loopback(address) and not model.is_loopback(host) and self._options.max_nodes > 1:
+            problem = f"on this host the endpoint's name {host!r} means {address}, where no other host can reach it"
+            logger.warning("%s; if there are others, give an address instead of the name", problem)
 
     # In the client's thread.
 
@@ -298,41 +239,39 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         """The client cannot go on. An agent that runs a round stops, and finds out why when it joins again."""
         self._error = error
         if self._last_round:
-            self._mailbox.put(PlaceLost(self._last_round, str(error)))
+            self._mailbox.put(model.PlaceLost(self._last_round, str(error)))
         self._mailbox.put(JoinFailed(error))
 
     def _deliver(self, push: node.ForAgent) -> None:
         match push:
-            case Progress():
+            case model.Progress():
                 self._log_progress(push)
-            case Notice(text) | StandBy(_, text):
+                return
+            case model.Notice(text) | model.StandBy(_, text):
                 logger.info("%s", text)
-            case Ended(outcome):
-                self._outcome = outcome
+                return
+            case model.Refused(reason):
+                self._mailbox.put(JoinFailed(UserError(f"run {self._run_id!r} rejected this node: {reason}")))
+                return
+            case model.Ended(outcome):
+                self.outcome = outcome
                 if not self._last_round:
-                    logger.warning(
-                        "run %r has ended before this node had a place in it: %s; a new run needs another --rdzv-id",
-                        self._run_id,
-                        outcome.reason,
-                    )
-                self._mailbox.put(push)
-            case Sealed(_, place):
+                    news = f"has ended before this node had a place in it: {outcome.reason}"
+                    logger.warning("run %r %s; a new run needs another --rdzv-id", self._run_id, news)
+            case model.Sealed(_, place):
                 self._last_round = place.round
-                self._mailbox.put(push)
-            case Stop() | PlaceLost() | Refused():
-                self._mailbox.put(push)
+        self._mailbox.put(push)
 
-    def _log_progress(self, progress: Progress) -> None:
-        joined, wanted, most = progress.joined, progress.wanted, progress.max_nodes
-        what = f"run {self._run_id!r} at {self._where}"
+    def _log_progress(self, progress: model.Progress) -> None:
+        joined, wanted, most, left_s = progress.joined, progress.wanted, progress.max_nodes, progress.seconds_left
+        left = f"{left_s / 60:.0f} m" if left_s >= 90 else f"{left_s:.0f} s"
         if joined < wanted:
-            left = _short(progress.seconds_left)
-            missing = wanted - joined
-            logger.info(
-                "%s: %d of %d nodes joined, waiting for %d (timeout in %s)", what, joined, wanted, missing, left
-            )
+            news = f"{joined} of {wanted} nodes joined, waiting for {wanted - joined} (timeout in {left})"
         elif joined < most:
-            logger.info("%s: %d of %d nodes joined, last call for %d more", what, joined, most, most - joined)
+            news = f"{joined} of {most} nodes joined, last call for {most - joined} more"
+        else:
+            return
+        logger.info("run %r at %s: %s", self._run_id, self._where, news)
 
 
 class FixedEndpoint:
@@ -387,37 +326,24 @@ class FixedEndpoint:
             logger.debug("started a coordinator at %s", where)
 
 
-def create_tcp_handler(params: RendezvousParameters) -> CoordinatorHandler:
+def create_tcp_handler(params: api.RendezvousParameters) -> CoordinatorHandler:
     """The backend `tcp` (also `c10d`)."""
     host, port = endpoints.parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
-    return _at(params, host, port, Options.from_parameters(params))
+    return _at(host, port, params, Options.from_parameters(params), None)
 
 
 def create_static_handler(
-    params: RendezvousParameters, master_addr: str, master_port: int, coordinator_port: int
+    params: api.RendezvousParameters, master_addr: str, master_port: int, coordinator_port: int
 ) -> CoordinatorHandler:
     """Nodes whose number and ranks the user has fixed, and that share failures, restarts and the outcome."""
     options = replace(Options.from_parameters(params), min_nodes=params.max_nodes)
-    return _at(params, master_addr, coordinator_port, options, RendezvousStoreInfo(master_addr, master_port))
+    return _at(master_addr, coordinator_port, params, options, api.RendezvousStoreInfo(master_addr, master_port))
 
 
 def _at(
-    params: RendezvousParameters, host: str, port: int, options: Options, master: RendezvousStoreInfo | None = None
+    host: str, port: int, params: api.RendezvousParameters, options: Options, master: api.RendezvousStoreInfo | None
 ) -> CoordinatorHandler:
+    where = endpoints.endpoint_text(host, port)
     return CoordinatorHandler(
-        params.backend,
-        params.run_id,
-        options,
-        endpoints.endpoint_text(host, port),
-        lambda facts: FixedEndpoint(host, port, params.run_id, options),
-        [(host, port)],
-        master,
+        params, options, where, lambda facts: FixedEndpoint(host, port, params.run_id, options), [(host, port)], master
     )
-
-
-def _short(seconds: float) -> str:
-    return f"{seconds / 60:.0f} m" if seconds >= 90 else f"{seconds:.0f} s"
-
-
-def _node_id() -> str:
-    return f"{os.uname().nodename}-{os.getpid()}-{os.urandom(4).hex()}"

@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Any
 
 from holdfast.rendezvous import store as stores
 from holdfast.rendezvous.api import RendezvousHandler, RendezvousInfo
-from holdfast.rendezvous.coordination import Coordination, JoinFailed, Mailbox, Push
+from holdfast.rendezvous.coordination import Coordination, JoinFailed, Push
 from holdfast.rendezvous.membership import restart_policy
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import Budget, Failure, RestartPolicy
@@ -26,37 +25,30 @@ _SUCCEEDED = Ended(Outcome(End.SUCCEEDED, "all workers have succeeded"))
 
 
 class SoloCoordination(Coordination):
-    """One node that decides for itself."""
-
     def __init__(self, handler: RendezvousHandler, monitor_interval_s: float) -> None:
+        super().__init__()
         self._handler = handler
+        # A handler that was written for another launcher does not know the question.
+        self._has_fixed_world = getattr(handler, "has_fixed_world", False)
         self._monitor_interval_s = monitor_interval_s
-        self._mailbox = Mailbox()
         self._policy = RestartPolicy()
         self._round = 0
         self._is_joining = False
         self._budget = Budget(time.monotonic())
-        self._outcome: Outcome | None = None
         self._delay_s = 0.0
-        self._verdict: str | None = None
         self._found: RendezvousInfo | None = None
         self._complaint = ""
-
-    @property
-    def has_fixed_world(self) -> bool:
-        """A handler that was written for another launcher does not know the question."""
-        return getattr(self._handler, "has_fixed_world", False)
 
     def introduce(self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0) -> None:
         self._policy = policy
 
     def join(self, failure: Failure | None = None) -> None:
-        if self._outcome is not None:
-            self._mailbox.put(Ended(self._outcome))
+        if self.outcome is not None:
+            self._mailbox.put(Ended(self.outcome))
             return
         self._is_joining = True
         delay_s, self._delay_s = self._delay_s, 0.0
-        if self.has_fixed_world and not delay_s:
+        if self._has_fixed_world and not delay_s:
             self._meet(delay_s)  # It does not block.
         else:
             threading.Thread(target=self._meet, args=(delay_s,), name="holdfast-next_rendezvous", daemon=True).start()
@@ -80,49 +72,36 @@ class SoloCoordination(Coordination):
         now = time.monotonic()
         decision = restart_policy.decide(self._policy, self._budget, failure, now)
         if isinstance(decision, restart_policy.GiveUp):
-            self._outcome = Outcome(End.FAILED, decision.reason, failure)
-            self._verdict = f"no restart: {decision.reason}"
+            self.outcome = Outcome(End.FAILED, decision.reason, failure)
+            self.verdict = f"no restart: {decision.reason}"
             return
         self._delay_s = decision.delay_s
         what = "a restart that is not counted"
         if decision.is_charged:
             self._budget.charge(now)
             what = f"restart {self._budget.used} of {self._policy.max_restarts}"
-        self._verdict = f"{what}, in {decision.delay_s:g} s" if decision.delay_s else what
-
-    @property
-    def verdict(self) -> str | None:
-        return self._verdict
-
-    @property
-    def outcome(self) -> Outcome | None:
-        return self._outcome
+        self.verdict = f"{what}, in {decision.delay_s:g} s" if decision.delay_s else what
 
     def report_success(self, round: int, timeout_s: float) -> None:
-        is_alone = self.has_fixed_world or self._found is None or self._found.world_size == 1
-        if is_alone:
+        found = self._found
+        if self._has_fixed_world or found is None or found.world_size == 1:
             self._mailbox.put(_SUCCEEDED)
             return
-        threading.Thread(target=self._await_others, args=(timeout_s,), name="holdfast-barrier", daemon=True).start()
+        threading.Thread(target=self._await_others, args=(found, timeout_s), name="holdfast-wait", daemon=True).start()
 
-    def _await_others(self, timeout_s: float) -> None:
+    def _await_others(self, found: RendezvousInfo, timeout_s: float) -> None:
         """Wait until the workers of all nodes have ended. A barrier that fails is no reason to fail a run."""
-        assert self._found is not None
-        store: Any = self._found.store
         ends = time.monotonic() + timeout_s
         try:
-            stores.barrier(store, self._found.world_size, _TERMINAL_STATE_SYNC, timeout_s)
+            stores.barrier(found.store, found.world_size, _TERMINAL_STATE_SYNC, timeout_s)
         except Exception as error:
             if time.monotonic() >= ends:
                 return  # The agent, which looks at the clock itself, has said so.
             logger.warning("could not wait for the other nodes to finish: %s: %s", type(error).__name__, error)
         self._mailbox.put(_SUCCEEDED)
 
-    def fileno(self) -> int:
-        return self._mailbox.fileno()
-
     def take(self) -> list[Push]:
-        pushes = self._mailbox.take()
+        pushes = super().take()
         if any(isinstance(push, Sealed) for push in pushes):
             self._is_joining = False
         if pushes or self.ask_every_s is None or not self._are_nodes_waiting():
@@ -142,4 +121,4 @@ class SoloCoordination(Coordination):
 
     @property
     def ask_every_s(self) -> float | None:
-        return None if self.has_fixed_world or self._is_joining else self._monitor_interval_s
+        return None if self._has_fixed_world or self._is_joining else self._monitor_interval_s

@@ -10,15 +10,16 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError
+from holdfast.rendezvous.client.reachability import Obstacle
 from holdfast.rendezvous.endpoints import endpoint_text
 from holdfast.rendezvous.membership import frames, protocol
-from holdfast.rendezvous.membership.frames import Frames, Malformed, encode
-from holdfast.rendezvous.membership.protocol import MAJOR, MINOR, Challenge, Denied, Hello, Welcome
 
 if TYPE_CHECKING:
+    import ssl
+
     from holdfast.rendezvous.tls import ReloadingTls
 
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -26,15 +27,11 @@ _READ_BYTES = 1 << 14
 
 
 class TurnedAway(HoldfastError):  # noqa: N818
-    """The coordinator rejects this agent, or is not one. Trying again would not help."""
+    """The coordinator rejects this agent, is not one, or says nothing."""
 
-
-class Silent(TurnedAway):
-    """Connections are accepted there, and nothing is said."""
-
-
-class TlsRefused(TurnedAway):
-    """The other side hangs up as soon as it has seen our certificate, or that we have none."""
+    def __init__(self, text: str, obstacle: Obstacle = Obstacle.TURNED_AWAY) -> None:
+        super().__init__(text)
+        self.obstacle = obstacle
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ class Target:
     def address(self) -> tuple[str, int]:
         return (self.host, self.port)
 
-    def connect(self, term: int) -> tuple[socket.socket, Frames, Welcome]:
+    def connect(self, term: int) -> tuple[socket.socket, frames.Frames, protocol.Welcome]:
         """A connection on which both sides have proved themselves. Raises OSError or `TurnedAway`.
 
         `term` is the highest that the node has heard of."""
@@ -67,8 +64,10 @@ class Target:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.settimeout(HANDSHAKE_TIMEOUT_S)
             if self.tls is not None:
-                sock = self._wrap(sock)
-            stream, welcome = self._shake_hands(sock, term)
+                sock = self._secure(sock, self.tls.context())
+            stream = frames.Frames()
+            welcome = self._shake_hands(sock, stream, term)
+            stream.expect(frames.DOWNWARD)
             sock.setblocking(False)
             return sock, stream, welcome
         except BaseException:
@@ -78,83 +77,79 @@ class Target:
     def _reach(self) -> socket.socket:
         """A refusal tells that no coordinator runs only if every address of the name refuses."""
         try:
-            return socket.create_connection((self.host, self.port), self.timeout_s, all_errors=True)
+            return socket.create_connection(self.address, self.timeout_s, all_errors=True)
         except ExceptionGroup as group:
             errors = [each for each in group.exceptions if isinstance(each, OSError)]
             raise next((each for each in errors if not isinstance(each, ConnectionRefusedError)), errors[0]) from None
 
-    def _wrap(self, sock: socket.socket) -> socket.socket:
+    def _secure(self, sock: socket.socket, tls: ssl.SSLContext) -> socket.socket:
         import ssl
 
-        assert self.tls is not None
         try:
-            return self.tls.context().wrap_socket(sock, server_hostname=self.host)
+            return tls.wrap_socket(sock, server_hostname=self.host)
         except ssl.SSLCertVerificationError as error:
             raise TurnedAway(f"the certificate of {self.endpoint} is not accepted: {error.verify_message}") from None
         except ssl.SSLEOFError:
-            raise ConnectionResetError(errno.ECONNRESET, "it closed the connection") from None
+            raise _hung_up() from None
         except ssl.SSLError as error:
             hint = "; does it speak TLS?" if error.reason == "WRONG_VERSION_NUMBER" else ""
             raise TurnedAway(f"no TLS connection to {self.endpoint}: {error.reason or error}{hint}") from None
         except TimeoutError:
-            raise Silent(f"{self.endpoint} accepts connections but says nothing; does it speak TLS?") from None
+            raise self._silent("does it speak TLS?") from None
 
-    def _shake_hands(self, sock: socket.socket, term: int) -> tuple[Frames, Welcome]:
-        stream = Frames()
-        challenge = self._read(sock, stream)
-        if not isinstance(challenge, Challenge):
-            raise TurnedAway(f"{self.endpoint} answers, but it is not a holdfast coordinator")
-        if challenge.version != MAJOR:
-            raise TurnedAway(
-                f"the coordinator at {self.endpoint} speaks version {challenge.version} of the protocol, "
-                f"this agent speaks {MAJOR}"
-            )
-        nonce = os.urandom(protocol.NONCE_BYTES)
-        proof = b""
-        if self.token is not None:
-            proof = frames.prove(self.token, b"agent", self.run_id, challenge.nonce, nonce)
-        sock.sendall(encode(Hello(MAJOR, self.run_id, nonce, proof, MINOR, term)))
-        welcome = self._check(self._read(sock, stream), nonce, challenge.nonce)
-        stream.expect(frames.DOWNWARD)
-        return stream, welcome
-
-    def _hung_up(self) -> Exception:
-        """Certificates of clients are looked at after the client's side of the TLS handshake is over."""
-        if self.tls is None:
-            return ConnectionResetError(errno.ECONNRESET, "it closed the connection")
-        return TlsRefused(
-            f"{self.endpoint} closed the connection after the TLS handshake; "
-            "does it want another certificate (tls_cert)?"
-        )
-
-    def _check(self, answer: object, nonce: bytes, challenge: bytes) -> Welcome:
-        if isinstance(answer, Denied):
-            raise TurnedAway(f"the coordinator at {self.endpoint} turned this agent away: {answer.reason}")
-        if not isinstance(answer, Welcome):
-            raise TurnedAway(f"{self.endpoint} answers, but it is not a holdfast coordinator")
-        if self.token is not None:
-            expected = frames.prove(self.token, b"coordinator", self.run_id, nonce, challenge)
+    def _shake_hands(self, sock: socket.socket, stream: frames.Frames, term: int) -> protocol.Welcome:
+        coordinator = f"the coordinator at {self.endpoint}"
+        challenge = self._read(sock, stream, protocol.Challenge)
+        ours, theirs = protocol.MAJOR, challenge.version
+        if theirs != ours:
+            raise TurnedAway(f"{coordinator} speaks version {theirs} of the protocol, this agent speaks {ours}")
+        token, nonces = self.token, (challenge.nonce, os.urandom(protocol.NONCE_BYTES))
+        proof = b"" if token is None else frames.prove(token, b"agent", self.run_id, *nonces)
+        hello = protocol.Hello(ours, self.run_id, nonces[1], proof, protocol.MINOR, term)
+        sock.sendall(frames.encode(hello))
+        answer: protocol.Welcome | protocol.Denied = self._read(sock, stream, protocol.Welcome | protocol.Denied)
+        if isinstance(answer, protocol.Denied):
+            raise TurnedAway(f"{coordinator} turned this agent away: {answer.reason}")
+        if token is not None:
+            expected = frames.prove(token, b"coordinator", self.run_id, *reversed(nonces))
             if not frames.is_proof(answer.proof, expected):
-                raise TurnedAway(f"the coordinator at {self.endpoint} does not know this agent's token")
+                raise TurnedAway(f"{coordinator} does not know this agent's token")
         return answer
 
-    def _read(self, sock: socket.socket, stream: Frames) -> object:
+    def _read(self, sock: socket.socket, stream: frames.Frames, kind: Any) -> Any:
+        """The next message, which is of that kind. Certificates of clients are looked at after the client's side of
+        the TLS handshake is over."""
         ends = time.monotonic() + HANDSHAKE_TIMEOUT_S
         try:
             while (message := stream.next()) is None:
                 sock.settimeout(max(0.001, ends - time.monotonic()))
                 data = sock.recv(_READ_BYTES)
+                if not data and self.tls is not None:
+                    problem = (
+                        "closed the connection after the TLS handshake; does it want another certificate (tls_cert)?"
+                    )
+                    raise TurnedAway(f"{self.endpoint} {problem}", Obstacle.TLS_REFUSED)
                 if not data:
-                    raise self._hung_up()
+                    raise _hung_up()
                 stream.feed(data)
-            return message
-        except Malformed:
-            raise TurnedAway(f"{self.endpoint} answers, but it is not a holdfast coordinator") from None
+        except frames.Malformed:
+            message = None
         except TimeoutError:
             hint = "is it a coordinator?" if self.tls is not None else "is it a coordinator, and without TLS?"
-            raise Silent(f"{self.endpoint} accepts connections but says nothing; {hint}") from None
+            raise self._silent(hint) from None
         except OSError as error:
             if self.tls is None:
                 raise
             reason = getattr(error, "reason", "") or error.strerror
-            raise TlsRefused(f"{self.endpoint} does not accept this agent's certificate: {reason}") from None
+            problem = f"{self.endpoint} does not accept this agent's certificate: {reason}"
+            raise TurnedAway(problem, Obstacle.TLS_REFUSED) from None
+        if not isinstance(message, kind):
+            raise TurnedAway(f"{self.endpoint} answers, but it is not a holdfast coordinator")
+        return message
+
+    def _silent(self, hint: str) -> TurnedAway:
+        return TurnedAway(f"{self.endpoint} accepts connections but says nothing; {hint}", Obstacle.SILENT)
+
+
+def _hung_up() -> ConnectionResetError:
+    return ConnectionResetError(errno.ECONNRESET, "it closed the connection")

@@ -56,7 +56,7 @@ class Reachability:
         self.since: float | None = now
         self.last_problem = ""
         self.who = who
-        self._join_timeout_s = join_timeout_s
+        self._patience_s = join_timeout_s
         self._outage_timeout_s = outage_timeout_s
         self._has_been_welcome = False
         self._attempts = 0
@@ -64,10 +64,6 @@ class Reachability:
         self._obstacle_since = now
         self._speak_at = now + _FIRST_WORD_AFTER_S
         self._has_spoken = False
-
-    @property
-    def _patience_s(self) -> float:
-        return self._outage_timeout_s if self._has_been_welcome else self._join_timeout_s
 
     def gives_up_at(self) -> float | None:
         """When a node that waits for a place gives up unless there is a connection before."""
@@ -83,33 +79,24 @@ class Reachability:
         self._attempts += 1
         if obstacle is not self._obstacle:
             self._obstacle, self._obstacle_since = obstacle, now
+        elapsed_s = 0.0 if self.since is None else now - self.since
+        tried = f"tried {'once' if self._attempts == 1 else f'{self._attempts} times'} in {elapsed_s:.0f} s"
         patience_s = None if self._has_been_welcome else _PATIENCE_S.get(obstacle)
         if patience_s is not None and now - self._obstacle_since >= patience_s:
-            return Abandon(problem if not patience_s else f"{problem} ({self._tried(now)})")
+            return Abandon(f"{problem} ({tried})" if patience_s else problem)
         if now < self._speak_at:
             return None
         self._speak_at = now + _NEXT_WORD_AFTER_S
         self._has_spoken = True
-        tried = f"({self._tried(now)}, {self._goes_on(now)})"
-        return Say(f"cannot reach {self.who}: {problem} {tried}")
-
-    def _elapsed_s(self, now: float) -> float:
-        return 0.0 if self.since is None else now - self.since
-
-    def _tried(self, now: float) -> str:
-        times = "once" if self._attempts == 1 else f"{self._attempts} times"
-        return f"tried {times} in {self._elapsed_s(now):.0f} s"
-
-    def _goes_on(self, now: float) -> str:
-        if self._has_been_welcome:
-            return "still trying"
-        return f"trying for {max(0.0, self._patience_s - self._elapsed_s(now)):.0f} s more"
+        left_s = max(0.0, self._patience_s - elapsed_s)
+        goes_on = "still trying" if self._has_been_welcome else f"trying for {left_s:.0f} s more"
+        return Say(f"cannot reach {self.who}: {problem} ({tried}, {goes_on})")
 
     def reached(self) -> Say | None:
         """There is a connection. That is said if it was said before that there was none."""
         had_spoken = self._has_spoken
         self.since, self._obstacle, self._attempts, self._has_spoken = None, None, 0, False
-        self._has_been_welcome = True
+        self._has_been_welcome, self._patience_s = True, self._outage_timeout_s
         return Say(f"reached {self.who}") if had_spoken else None
 
     def lost(self, now: float) -> None:

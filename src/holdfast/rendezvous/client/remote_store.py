@@ -15,14 +15,14 @@ from typing import Any
 
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousConnectionError
-from holdfast.rendezvous.client import thread
-from holdfast.rendezvous.client.thread import Client
+from holdfast.rendezvous.client.thread import CONNECTION_CLOSED, Client
 from holdfast.rendezvous.membership.protocol import StoreAnswer
 from holdfast.rendezvous.store import Store, StoreLostError, StoreTimeoutError, as_bytes, name_some
 
 _PIECE_KEYS = 4096
 _PIECE_BYTES = 1 << 18
 
+_Within = tuple[float, float]  # The time-out, and when it ends.
 _LOST = "store: the coordinator was replaced, and what this round had stored was lost with it"
 
 
@@ -41,31 +41,29 @@ class RemoteStore(Store):
     def _full(self, *keys: str) -> list[str]:
         return [f"{self._prefix}{key}" for key in keys]
 
-    def _ask(
-        self,
-        operation: str,
-        keys: Sequence[str],
-        timeout: timedelta | None = None,
-        began: float | None = None,
-        **fields: Any,
-    ) -> StoreAnswer:
-        """`began`: when the time-out began to run, if it was not now."""
-        timeout_s = (self._timeout if timeout is None else timeout).total_seconds()
-        left_s = timeout_s if began is None else timeout_s - (time.monotonic() - began)
+    def _ask(self, operation: str, keys: Sequence[str], within: _Within | None = None, **fields: Any) -> StoreAnswer:
+        timeout_s, ends = within or self._within(None)
         try:
-            answer = self._exchange(operation, tuple(keys), left_s, fields)
+            answer = self._exchange(operation, tuple(keys), ends - time.monotonic(), fields)
         except (ValueError, OverflowError) as error:
             raise UserError(f"store: {error}") from None
         match answer.problem:
             case "":
                 return answer
             case "timeout":
-                raise StoreTimeoutError(self._late([value.decode() for value in answer.values] or keys, timeout_s))
+                missing = name_some([repr(key) for key in [value.decode() for value in answer.values] or keys])
+                why = "; the coordinator is out of reach" if self._client.reach.since is not None else ""
+                raise StoreTimeoutError(f"store: timed out after {timeout_s:g} s waiting for {missing}{why}")
             case "generation":
                 raise StoreLostError(_LOST)
-            case thread.CONNECTION_CLOSED:
+            case problem if problem == CONNECTION_CLOSED:
                 raise RendezvousConnectionError(f"store: {answer.problem}")
         raise UserError(f"store: {answer.problem}")
+
+    def _within(self, timeout: timedelta | None) -> _Within:
+        """From now on."""
+        timeout_s = (self._timeout if timeout is None else timeout).total_seconds()
+        return timeout_s, time.monotonic() + timeout_s
 
     def _exchange(self, operation: str, keys: tuple[str, ...], timeout_s: float, fields: dict[str, Any]) -> StoreAnswer:
         if not self._generation:
@@ -78,18 +76,13 @@ class RemoteStore(Store):
                 self._generation = self._generation or answer.generation
         return self._client.request(operation, keys, timeout_s, generation=self._generation, **fields)
 
-    def _late(self, keys: Sequence[str], timeout_s: float) -> str:
-        is_cut_off = self._client.reach.since is not None
-        why = "; the coordinator is out of reach" if is_cut_off else ""
-        return f"store: timed out after {timeout_s:g} s waiting for {name_some([repr(key) for key in keys])}{why}"
-
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        began = time.monotonic()
+        within = self._within(None)
         values: list[bytes] = []
         for piece in _pieces(self._full(*keys)):
             expected = len(values) + len(piece)
             while len(values) < expected:
-                values += self._ask("get", piece[len(values) - expected :], began=began).values
+                values += self._ask("get", piece[len(values) - expected :], within).values
         return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
@@ -101,9 +94,9 @@ class RemoteStore(Store):
         return self._ask("add", self._full(key), amount=amount).amount
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        began = time.monotonic()
+        within = self._within(timeout)
         for piece in _pieces(self._full(*keys)):
-            self._ask("wait", piece, timeout, began)
+            self._ask("wait", piece, within)
 
     def check(self, keys: Sequence[str]) -> bool:
         return all(self._ask("check", piece).amount for piece in _pieces(self._full(*keys)))

@@ -8,24 +8,25 @@ connection or a missing answer means is the participant's business, and where th
 
 from __future__ import annotations
 
-import collections
 import itertools
 import logging
 import os
+import queue
 import random
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from holdfast.rendezvous.client import reachability
-from holdfast.rendezvous.client.handshake import Silent, Target, TlsRefused
+from holdfast.rendezvous.client.handshake import Target, TurnedAway
 from holdfast.rendezvous.client.reachability import Obstacle, Reachability
+from holdfast.rendezvous.coordination import Mailbox
 from holdfast.rendezvous.membership import node, node_lease, protocol
 from holdfast.rendezvous.membership.frames import Frames, Malformed, encode
 from holdfast.rendezvous.membership.node import Participant, Standing
@@ -80,14 +81,12 @@ class Client:
         self._target: Target | None = None  # Of the last connection.
         self._heard = 0  # Words of coordinators.
         self._outgoing = bytearray()
-        self._lock = threading.Lock()
-        self._inbox: collections.deque[node.AgentEvent | node_lease.LeaderMoved | StoreRequest] = collections.deque()
-        self._answers: dict[int, _Answer] = {}
+        self._inbox: Mailbox[node.AgentEvent | node_lease.LeaderMoved | StoreRequest | None] = Mailbox()
+        # Requests to the store, by number, and where their threads wait for the answers.
+        self._unanswered: dict[int, tuple[StoreRequest, queue.SimpleQueue[StoreAnswer]]] = {}
         self._sender = os.urandom(8)
         self._numbers = itertools.count(1)
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_stopping = False
-        self._is_over = False
         self._thread = threading.Thread(target=self._run, name="holdfast-client", daemon=True)
 
     def start(self) -> None:
@@ -95,7 +94,7 @@ class Client:
 
     def post(self, event: node.AgentEvent) -> bool:
         """Something that the agent did; from any thread. False if the client has ended."""
-        return self._put(event)
+        return self._inbox.put(event)
 
     def request(self, operation: str, keys: tuple[str, ...], timeout_s: float, **fields: object) -> StoreAnswer:
         """Ask the run's key-value store; from any thread. Survives a reconnect: what got no answer is asked again."""
@@ -103,34 +102,26 @@ class Client:
         number = next(self._numbers)
         request = StoreRequest(self._sender, number, operation, keys, timeout_s=timeout_s, **fields)  # type: ignore[arg-type]
         encode(request)  # What is too large is the caller's mistake and must not surface in the thread.
-        answer = _Answer(request)
-        with self._lock:
-            self._answers[number] = answer
+        answer: queue.SimpleQueue[StoreAnswer] = queue.SimpleQueue()
+        self._unanswered[number] = (request, answer)
         try:
-            return answer.wait(timeout_s + _ANSWER_MARGIN_S) if self._put(request) else answer.closed()
+            if not self._inbox.put(request):
+                return StoreAnswer(number, problem=CONNECTION_CLOSED)
+            return answer.get(timeout=timeout_s + _ANSWER_MARGIN_S)
+        except queue.Empty:
+            return StoreAnswer(number, problem="timeout")
         finally:
-            with self._lock:
-                self._answers.pop(number, None)
+            del self._unanswered[number]
 
     def stop(self) -> None:
         """Send what is to be sent, and end."""
         self._is_stopping = True
         if self._thread.ident is None:
             self._end()
-        self._put(None)
+        self._inbox.put(None)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(2 * _GOODBYE_S)
         self._locator.stop()
-
-    def _put(self, item: node.AgentEvent | node_lease.LeaderMoved | StoreRequest | None) -> bool:
-        """Hand something to the thread, or just wake it up; False if it has ended."""
-        with self._lock:
-            if self._is_over:
-                return False
-            if item is not None:
-                self._inbox.append(item)
-            os.eventfd_write(self._wake_fd, 1)
-            return True
 
     # The thread.
 
@@ -138,7 +129,7 @@ class Client:
         problem: Exception | None = None
         try:
             while not self._is_stopping:
-                self._wait(self._next_deadline())
+                self._wait(self._node.next_deadline(), self._gives_up_at())
                 self._turn()
             self._say_goodbye()
         except Exception as error:
@@ -147,10 +138,6 @@ class Client:
         self._end()
         if problem is not None:  # Told last: an agent that asks again finds that this has ended.
             self._fail(problem)
-
-    def _next_deadline(self) -> float | None:
-        deadlines = (self._node.next_deadline(), self._gives_up_at())
-        return min((each for each in deadlines if each is not None), default=None)
 
     def _gives_up_at(self) -> float | None:
         """The coordinator decides how long a round may take to form; what is bounded here is to be out of its reach."""
@@ -165,45 +152,33 @@ class Client:
             self._flush()
 
     def _end(self) -> None:
-        with self._lock:
-            self._is_over = True
-            os.close(self._wake_fd)
-            unanswered = list(self._answers.values())
-        for answer in unanswered:
-            answer.give(answer.closed())
+        self._inbox.close()
+        for number, (_, answer) in self._unanswered.copy().items():
+            answer.put(StoreAnswer(number, problem=CONNECTION_CLOSED))
 
-    def _wait(self, deadline: float | None) -> None:
+    def _wait(self, *deadlines: float | None) -> None:
+        """Until something comes in, can go out, or is due."""
         poller = select.poll()
-        poller.register(self._wake_fd, select.POLLIN)
+        poller.register(self._inbox, select.POLLIN)
         if self._sock is not None:
             poller.register(self._sock, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
-        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        poller.poll(None if left_s is None else left_s * 1000)
+        due_at = min((each for each in deadlines if each is not None), default=None)
+        poller.poll(None if due_at is None else 1000 * max(0.0, due_at - time.monotonic()))
 
     def _turn(self) -> None:
-        for event in self._take_inbox():
-            if isinstance(event, StoreRequest):
-                self._send(event)
-            else:
-                self._step(event)
+        for item in self._inbox.take():
+            if isinstance(item, StoreRequest):
+                self._send(item)
+            elif item is not None:
+                self._step(item)
         self._read()
         deadline = self._node.next_deadline()
         if deadline is not None and time.monotonic() >= deadline:
-            self._step(protocol.TimePassed())
+            self._step(protocol.TimePassed())  # Among others: a heartbeat is due.
         gives_up_at = self._gives_up_at()
         if gives_up_at is not None and time.monotonic() >= gives_up_at:
             raise RendezvousTimeoutError(self.reach.surrender())
         self._flush()
-
-    def _take_inbox(self) -> list[node.AgentEvent | node_lease.LeaderMoved | StoreRequest]:
-        try:
-            os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            pass
-        with self._lock:
-            items = list(self._inbox)
-            self._inbox.clear()
-        return items
 
     def _step(self, event: node.Event) -> None:
         for command in self._node.step(event, time.monotonic()):
@@ -236,7 +211,7 @@ class Client:
 
     def _leader_moved(self) -> None:
         """In the locator's thread."""
-        self._put(node_lease.LeaderMoved())
+        self._inbox.put(node_lease.LeaderMoved())
 
     def _connect(self) -> None:
         target = None
@@ -250,9 +225,7 @@ class Client:
         self._heard += 1
         self._say(self.reach.reached())
         self._step(node.Welcomed(welcome.term, welcome.last_round))
-        with self._lock:
-            unanswered = [answer.request for answer in self._answers.values()]
-        for request in unanswered:
+        for request, _ in self._unanswered.copy().values():
             self._send(request)
 
     def _cannot_connect(self, target: Target | None, error: OSError | HoldfastError) -> None:
@@ -263,15 +236,12 @@ class Client:
         # Before anything that takes time: a refusal may extend the lease.
         self._step(node_lease.ConnectFailed(is_refused and was_ours, random.random()))
         if is_refused and target is not None:
-            self._let_one_listen(target)
-
-    def _let_one_listen(self, target: Target) -> None:
-        try:
-            self._locator.refused(target)
-        except (OSError, HoldfastError) as error:
-            # The system may be out of something for a moment, or the name may not resolve.
-            obstacle = Obstacle.CANNOT_HOST if isinstance(error, HoldfastError) else _obstacle(error)
-            self._say(self.reach.failed(obstacle, _words(error, target, self.reach.who), time.monotonic()))
+            try:
+                self._locator.refused(target)
+            except (OSError, HoldfastError) as why:
+                # The system may be out of something for a moment, or the name may not resolve.
+                obstacle = Obstacle.CANNOT_HOST if isinstance(why, HoldfastError) else _obstacle(why)
+                self._say(self.reach.failed(obstacle, _words(why, target, self.reach.who), time.monotonic()))
 
     def _say(self, word: reachability.Say | reachability.Abandon | None) -> None:
         if isinstance(word, reachability.Abandon):
@@ -285,24 +255,17 @@ class Client:
             self._flush()
 
     def _flush(self) -> None:
-        while self._outgoing and self._sock is not None:
-            try:
-                sent = self._sock.send(self._outgoing)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                if _would_block(error):
-                    return
+        try:
+            while self._outgoing and self._sock is not None:
+                del self._outgoing[: self._sock.send(self._outgoing)]
+        except OSError as error:
+            if not _would_block(error):
                 self._lose_connection()
-                return
-            del self._outgoing[:sent]
 
     def _read(self) -> None:
         while self._sock is not None and self._frames is not None:
             try:
                 data = self._sock.recv(_READ_BYTES)
-            except (BlockingIOError, InterruptedError):
-                return
             except OSError as error:
                 if _would_block(error):
                     return
@@ -312,22 +275,20 @@ class Client:
                 return
             self._frames.feed(data)
             try:
-                self._take_messages(self._frames)
+                while self._frames is not None and (message := self._frames.next()) is not None:
+                    self._take(message)
             except Malformed as error:
                 logger.warning("the coordinator at %s sent junk: %s", self._target and self._target.endpoint, error)
                 self._lose_connection()
-                return
 
-    def _take_messages(self, frames: Frames) -> None:
-        while (message := frames.next()) is not None:
-            self._heard += 1
-            if isinstance(message, StoreAnswer):
-                with self._lock:
-                    answer = self._answers.get(message.number)
-                if answer is not None:
-                    answer.give(message)
-            else:
-                self._step(node.Received(cast(protocol.FromCoordinator, message)))
+    def _take(self, message: Any) -> None:
+        self._heard += 1
+        if isinstance(message, StoreAnswer):
+            _, answer = self._unanswered.get(message.number, (None, None))
+            if answer is not None:
+                answer.put(message)
+        else:
+            self._step(node.Received(message))
 
     def _lose_connection(self) -> None:
         self._close()
@@ -341,43 +302,15 @@ class Client:
         self._outgoing.clear()
 
 
-class _Answer:
-    """A place for the answer to one request."""
-
-    def __init__(self, request: StoreRequest) -> None:
-        self.request = request
-        self._came = threading.Event()
-        self._answer: StoreAnswer | None = None
-
-    def closed(self) -> StoreAnswer:
-        return StoreAnswer(self.request.number, problem=CONNECTION_CLOSED)
-
-    def give(self, answer: StoreAnswer) -> None:
-        self._answer = answer
-        self._came.set()
-
-    def wait(self, timeout_s: float) -> StoreAnswer:
-        if not self._came.wait(timeout_s):
-            return StoreAnswer(self.request.number, problem="timeout")
-        assert self._answer is not None
-        return self._answer
-
-
 def _would_block(error: OSError) -> bool:
-    """TLS has its own words for it."""
-    return type(error).__name__ in ("SSLWantReadError", "SSLWantWriteError")
+    """TLS has its own words for it, and is imported only where it is spoken."""
+    return type(error).__name__ in ("BlockingIOError", "SSLWantReadError", "SSLWantWriteError")
 
 
 def _obstacle(error: OSError | HoldfastError) -> Obstacle:
     match error:
-        case Silent():
-            return Obstacle.SILENT
-        case TlsRefused():
-            return Obstacle.TLS_REFUSED
-        case RendezvousConnectionError():
-            return Obstacle.UNREACHABLE
         case HoldfastError():
-            return Obstacle.TURNED_AWAY
+            return error.obstacle if isinstance(error, TurnedAway) else Obstacle.TURNED_AWAY
         case socket.gaierror():
             return Obstacle.NAME_UNKNOWN
         case ConnectionResetError() | BrokenPipeError():

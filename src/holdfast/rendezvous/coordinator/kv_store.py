@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -28,25 +29,25 @@ MAX_STORED_BYTES = 64 << 20
 MAX_WAITING_BYTES = 32 << 20
 MAX_REMEMBERED_BYTES = 4 << 20
 
-# What an entry costs besides its key and value, a waiting request besides its keys, an answer besides its values. A
-# rough guess is enough.
+# Roughly what an entry costs besides its key and value, a waiting request besides its keys, an answer its values.
 _ENTRY_BYTES = 200
 _WAITING_BYTES = 500
 _REMEMBERED_BYTES = 400
-# An answer has no more than this besides its values, and a request that sets one has more: what could be set can be
-# got.
+# An answer has less besides its values than a request that sets them: what could be set can be got.
 _ANSWER_BYTES = MAX_MESSAGE_BYTES - 96
 _MAX_NAMED = 17
 _INT_LIMIT = 1 << 63
 
-Answers = list[tuple[str, StoreAnswer]]
+Answers = list[tuple[Any, StoreAnswer]]
 
-_FULL = f"the store is full (at most {MAX_STORED_BYTES >> 20} MiB)"
+
+class _Impossible(Exception):  # noqa: N818
+    """The request cannot be carried out, and nothing was changed."""
 
 
 @dataclass(slots=True)
 class _Waiting:
-    client: str
+    client: Hashable
     request: StoreRequest
     deadline: float
     missing: int
@@ -54,7 +55,7 @@ class _Waiting:
 
 
 class KeyValues:
-    """`handle` returns the answers that are due, each with the client it is for."""
+    """`handle` returns the answers that are due, each with the client it is for: what the caller knows it by."""
 
     def __init__(self, generation: bytes = b"") -> None:
         self._generation = generation
@@ -62,8 +63,8 @@ class KeyValues:
         self._stored_bytes = 0
         self._waiting: dict[int, _Waiting] = {}
         self._waiting_bytes = 0
-        self._waiters_of: dict[str, set[int]] = {}
-        self._requests_of: dict[str, set[int]] = {}
+        self._waiters_of: dict[Hashable, set[int]] = {}  # By key.
+        self._requests_of: dict[Hashable, set[int]] = {}  # By client.
         # Deadlines of requests that wait, and of some that do not any more.
         self._deadlines: list[tuple[float, int]] = []
         self._ready: list[int] = []
@@ -75,91 +76,95 @@ class KeyValues:
     def is_empty(self) -> bool:
         return not self._values and not self._waiting
 
-    def handle(self, client: str, request: StoreRequest, now: float) -> Answers:
+    def handle(self, client: Hashable, request: StoreRequest, now: float) -> Answers:
+        name = (request.sender, request.number)
         if request.generation not in (b"", self._generation):
             return [(client, self._answer(request, problem="generation"))]
-        name = (request.sender, request.number)
         if name in self._remembered:
             return [(client, self._remembered[name])]
-        match request.operation:
-            case "set" if len(request.keys) == len(request.values):
-                return self._once(client, request, self._set(request))
-            case "get" | "wait":
-                return self._wait(client, request, now)
-            case "check":
-                is_there = all(key in self._values for key in request.keys)
-                return [(client, self._answer(request, amount=int(is_there)))]
-            case "add" if len(request.keys) == 1:
-                return self._once(client, request, self._add(request))
-            case "compare_set" if len(request.keys) == 1 and len(request.values) == 2:
-                return self._once(client, request, self._compare_set(request))
-            case "delete" if len(request.keys) == 1:
-                return self._once(client, request, self._delete(request))
-        given = f"{len(request.keys)} keys and {len(request.values)} values"
-        problem = f"the store does not know {request.operation[:40]!r} with {given}"
-        return [(client, self._answer(request, problem=problem))]
+        if request.operation in ("get", "wait"):
+            return self._wait(client, request, now)
+        try:
+            answer = self._answer(request, **self._carry_out(request))
+        except _Impossible as error:
+            answer = self._answer(request, problem=str(error))
+        if request.operation != "check":
+            self._remember(name, answer)
+        # Those that miss no key any more are answered, too, the longest waiting first.
+        ready, self._ready = sorted(self._ready), []
+        woken = [self._forget(number) for number in ready]
+        return [(client, answer), *((waiting.client, self._found(waiting.request)) for waiting in woken)]
+
+    def _carry_out(self, request: StoreRequest) -> dict[str, Any]:
+        """Do what need not wait; returns what the answer says."""
+        keys, values = request.keys, request.values
+        match request.operation, len(keys), len(values):
+            case "check", _, _:
+                return {"amount": int(all(key in self._values for key in keys))}
+            case "set", key_count, value_count if key_count == value_count:
+                self._put(dict(zip(keys, values, strict=True)))
+                return {}
+            case "add", 1, _:
+                return {"amount": self._add(keys[0], request.amount)}
+            case "compare_set", 1, 2:
+                return {"values": (self._compare_set(keys[0], *values),)}
+            case "delete", 1, _:
+                return {"amount": int(self._delete(keys[0]))}
+        given = f"{len(keys)} keys and {len(values)} values"
+        raise _Impossible(f"the store does not know {request.operation[:40]!r} with {given}")
 
     def _answer(self, request: StoreRequest, **fields: Any) -> StoreAnswer:
         return StoreAnswer(request.number, generation=self._generation, **fields)
 
-    def _once(self, client: str, request: StoreRequest, answer: StoreAnswer) -> Answers:
-        """Keep the answer of a request that must not be carried out again, and wake those who wait for its keys."""
-        self._remembered[request.sender, request.number] = answer
+    def _remember(self, name: tuple[bytes, int], answer: StoreAnswer) -> None:
+        self._remembered[name] = answer
         self._remembered_bytes += _answer_bytes(answer)
         while self._remembered_bytes > MAX_REMEMBERED_BYTES:
             self._remembered_bytes -= _answer_bytes(self._remembered.popitem(last=False)[1])
-        return [(client, answer), *self._wake()]
 
-    def _set(self, request: StoreRequest) -> StoreAnswer:
+    def _put(self, entries: dict[str, bytes]) -> None:
         """All of them or none."""
-        has_room = self._put(dict(zip(request.keys, request.values, strict=True)))
-        return self._answer(request, problem="" if has_room else _FULL)
-
-    def _put(self, entries: dict[str, bytes]) -> bool:
         before = sum(_entry_bytes(key, self._values[key]) for key in entries if key in self._values)
         after = self._stored_bytes - before + sum(_entry_bytes(key, value) for key, value in entries.items())
         if after > MAX_STORED_BYTES:
-            return False
-        for key in [key for key in entries if key not in self._values]:
-            self._appeared(key)
+            raise _Impossible(f"the store is full (at most {MAX_STORED_BYTES >> 20} MiB)")
+        for number in [each for key in entries if key not in self._values for each in self._waiters_of.get(key, ())]:
+            waiting = self._waiting[number]
+            waiting.missing -= 1
+            if not waiting.missing:
+                self._ready.append(number)
         self._values.update(entries)
         self._stored_bytes = after
-        return True
 
-    def _add(self, request: StoreRequest) -> StoreAnswer:
-        key = request.keys[0]
+    def _add(self, key: str, amount: int) -> int:
         try:
-            total = int(self._values.get(key, b"0")) + request.amount
+            total = int(self._values.get(key, b"0")) + amount
         except ValueError:
-            return self._answer(request, problem=f"cannot add to {key[:200]!r}, its value is not a number")
+            raise _Impossible(f"cannot add to {key[:200]!r}, its value is not a number") from None
         if not -_INT_LIMIT <= total < _INT_LIMIT:
-            return self._answer(request, problem=f"the sum at {key[:200]!r} is out of range (64 bits)")
-        if not self._put({key: b"%d" % total}):
-            return self._answer(request, problem=_FULL)
-        return self._answer(request, amount=total)
+            raise _Impossible(f"the sum at {key[:200]!r} is out of range (64 bits)")
+        self._put({key: b"%d" % total})
+        return total
 
-    def _compare_set(self, request: StoreRequest) -> StoreAnswer:
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set it if it has the expected value, or if it is not there and nothing is expected; tell what it is now."""
-        key, (expected, desired) = request.keys[0], request.values
         present = self._values.get(key)
         if present == expected or (present is None and not expected):
-            if not self._put({key: desired}):
-                return self._answer(request, problem=_FULL)
-            return self._answer(request, values=(desired,))
-        return self._answer(request, values=(expected if present is None else present,))
+            self._put({key: desired})
+            return desired
+        return expected if present is None else present
 
-    def _delete(self, request: StoreRequest) -> StoreAnswer:
-        key = request.keys[0]
-        value = self._values.pop(key, None)
-        if value is not None:
-            self._stored_bytes -= _entry_bytes(key, value)
-            for number in self._waiters_of.get(key, ()):
-                self._waiting[number].missing += 1
-        return self._answer(request, amount=int(value is not None))
+    def _delete(self, key: str) -> bool:
+        if key not in self._values:
+            return False
+        self._stored_bytes -= _entry_bytes(key, self._values.pop(key))
+        for number in self._waiters_of.get(key, ()):
+            self._waiting[number].missing += 1
+        return True
 
     # Waiting.
 
-    def _wait(self, client: str, request: StoreRequest, now: float) -> Answers:
+    def _wait(self, client: Hashable, request: StoreRequest, now: float) -> Answers:
         missing = len({key for key in request.keys if key not in self._values})
         if not missing:
             return [(client, self._found(request))]
@@ -169,36 +174,30 @@ class KeyValues:
         if self._waiting_bytes + cost_bytes > MAX_WAITING_BYTES:
             return [(client, self._answer(request, problem="too many requests wait already"))]
         self._count += 1
-        waiting = _Waiting(client, request, now + request.timeout_s, missing, cost_bytes)
-        self._keep(self._count, waiting)
-        return []
-
-    def _keep(self, number: int, waiting: _Waiting) -> None:
-        self._waiting[number] = waiting
-        self._waiting_bytes += waiting.cost_bytes
-        self._requests_of.setdefault(waiting.client, set()).add(number)
-        for key in waiting.request.keys:
-            self._waiters_of.setdefault(key, set()).add(number)
-        heapq.heappush(self._deadlines, (waiting.deadline, number))
+        self._waiting[self._count] = _Waiting(client, request, now + request.timeout_s, missing, cost_bytes)
+        self._waiting_bytes += cost_bytes
+        self._requests_of.setdefault(client, set()).add(self._count)
+        for key in request.keys:
+            self._waiters_of.setdefault(key, set()).add(self._count)
+        heapq.heappush(self._deadlines, (now + request.timeout_s, self._count))
         if len(self._deadlines) > 2 * len(self._waiting) + 64:
             self._deadlines = [(each.deadline, at) for at, each in self._waiting.items()]
             heapq.heapify(self._deadlines)
+        return []
 
     def _forget(self, number: int) -> _Waiting:
         waiting = self._waiting.pop(number)
         self._waiting_bytes -= waiting.cost_bytes
         _discard(self._requests_of, waiting.client, number)
-        for key in waiting.request.keys:
+        for key in {*waiting.request.keys}:
             _discard(self._waiters_of, key, number)
         return waiting
 
     def _found(self, request: StoreRequest) -> StoreAnswer:
         """With the values of the first keys, as many as fit; the client asks for the others."""
-        if request.operation != "get":
-            return self._answer(request)
         values: list[bytes] = []
         left_bytes = _ANSWER_BYTES
-        for key in request.keys:
+        for key in request.keys if request.operation == "get" else ():
             value = self._values[key]
             left_bytes -= len(value) + 5
             if values and left_bytes < 0:
@@ -211,19 +210,7 @@ class KeyValues:
         missing = islice((key for key in request.keys if key not in self._values), _MAX_NAMED)
         return self._answer(request, problem="timeout", values=tuple(key[:200].encode() for key in missing))
 
-    def _appeared(self, key: str) -> None:
-        for number in self._waiters_of.get(key, ()):
-            waiting = self._waiting[number]
-            waiting.missing -= 1
-            if not waiting.missing:
-                self._ready.append(number)
-
-    def _wake(self) -> Answers:
-        """Answer the requests that miss no key any more, the longest waiting first."""
-        ready, self._ready = sorted(self._ready), []
-        return [(waiting.client, self._found(waiting.request)) for waiting in map(self._forget, ready)]
-
-    def drop_client(self, client: str) -> None:
+    def drop_client(self, client: Hashable) -> None:
         for number in list(self._requests_of.get(client, ())):
             self._forget(number)
 
@@ -250,9 +237,7 @@ def _answer_bytes(answer: StoreAnswer) -> int:
     return _REMEMBERED_BYTES + sum(map(len, answer.values)) + len(answer.problem)
 
 
-def _discard(index: dict[str, set[int]], key: str, number: int) -> None:
-    numbers = index.get(key)
-    if numbers is not None:
-        numbers.discard(number)
-        if not numbers:
-            del index[key]
+def _discard(index: dict[Hashable, set[int]], key: Hashable, number: int) -> None:
+    index[key].discard(number)
+    if not index[key]:
+        del index[key]

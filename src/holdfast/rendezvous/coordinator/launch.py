@@ -20,12 +20,8 @@ import errno
 import fcntl
 import logging
 import os
-import select
-import signal
 import socket
 import sys
-import time
-from collections.abc import Mapping
 
 from holdfast.errors import HostError
 from holdfast.rendezvous.endpoints import endpoint_text
@@ -54,26 +50,21 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket bound to exactly this address, which does not listen."""
     problem = ""
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+        sock = None
         try:
-            return _bind(family, address)
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            return sock
         except OSError as error:
+            if sock is not None:
+                sock.close()
             if error.errno == errno.EADDRINUSE:
                 raise PortTaken(host, port) from None
             if error.errno not in _NOT_OURS:
                 raise HostError(f"cannot listen at {endpoint_text(host, port)}: {error.strerror}") from None
             problem = f" ({address[0]})" if address[0] != host else ""
     raise NotThisHost(f"cannot listen at {endpoint_text(host, port)}: that is not an address of this host{problem}")
-
-
-def _bind(family: socket.AddressFamily, address: tuple[object, ...]) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        return sock
-    except OSError:
-        sock.close()
-        raise
 
 
 def host_at(sock: socket.socket, options: list[str]) -> bool:
@@ -92,84 +83,39 @@ def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[s
     """Start a coordinator that outlives this process, and keeps the guard for as long as it lives.
 
     Returns when it serves. What it has to say until then is the error if it does not come to that; later it is
-    silent here and keeps a log of its own. Both sockets are its own from the moment that it exists: if it died while
-    this process, frozen perhaps, still held them, no other could take its place.
+    silent here and keeps a log of its own. Both sockets are closed here as soon as it exists: if it died while this
+    process, frozen perhaps, still held them, no other could take its place.
     """
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired  # Only an agent that hosts one needs them.
+
+    root = os.path.abspath(os.path.join(__file__, "../../../.."))
     # The first process only makes the second, so that the coordinator is no child of this one. It uses this holdfast
     # and no other, but nothing else from its directory before the standard library: that may be one of many packages.
     code = (
         f"import os, sys, __future__; os._exit(0) if os.fork() else None; sys.path.insert(0, {root!r}); "
         "import holdfast; del sys.path[0]; from holdfast.cli.coordinator import main; sys.exit(main(sys.argv[1:]))"
     )
-    hears, says = os.pipe2(os.O_CLOEXEC)
     # Copies, none of which can be in the place of a standard descriptor, should one of those be closed.
-    fd, kept, output = (fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in (sock.fileno(), guard.fileno(), says))
-    os.close(says)
+    fd, kept = (fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in (sock, guard))
     # Without -P a file in the working directory could take the place of a module that the coordinator needs.
     command = [sys.executable, "-P", "-c", code, "--fd", str(fd), *options]
     try:
-        try:
-            pid = _spawn(command, {sock.fileno(): fd, guard.fileno(): kept}, output)
-        finally:
-            for each in (fd, kept, output):
-                os.close(each)
-            sock.close()
-            guard.close()
-        _reap(pid)
-        said = _words_until_ready(hears)
-    finally:
-        os.close(hears)
-    if said is not None:
-        raise HostError(f"the coordinator cannot be started: {said or 'it ended without a word'}")
-
-
-def _spawn(command: list[str], kept: Mapping[int, int], output: int) -> int:
-    """`kept` maps descriptors of this process to the numbers of copies, under which the child gets them. The numbers
-    differ because before glibc 2.29 a dup2 onto the same number leaves close-on-exec set in the child."""
-    opened = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    null = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 3)
-    os.close(opened)
-    # The standard descriptors come last: a socket may be in the place of one.
-    actions = [*kept.items(), (null, 0), (output, 1), (output, 2)]
-    try:
-        return os.posix_spawn(
-            command[0],
-            command,
-            os.environ,
-            file_actions=[(os.POSIX_SPAWN_DUP2, source, target) for source, target in actions],
-            setsid=True,
-            # Whatever this process blocks or ignores, the coordinator can be stopped as any other can.
-            setsigmask=(),
-            setsigdef=(signal.SIGTERM, signal.SIGQUIT),
-        )
+        first = Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, pass_fds=(fd, kept), start_new_session=True)
     except OSError as error:
         raise HostError(f"the coordinator cannot be started: {error.strerror}") from None
     finally:
-        os.close(null)
-
-
-def _reap(pid: int) -> None:
-    try:
-        os.waitpid(pid, 0)
-    except ChildProcessError:
-        pass
-
-
-def _words_until_ready(fd: int) -> str | None:
-    """None when it is ready, or takes so long that nothing can be said about it; else its last line."""
-    ends = time.monotonic() + _START_PATIENCE_S
-    said = b""
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    while poller.poll(1000 * max(0.0, ends - time.monotonic())):
-        data = os.read(fd, 1 << 16)
-        if not data:
-            break
-        said += data
-    else:
-        return None
+        for each in (fd, kept):
+            os.close(each)
+        sock.close()
+        guard.close()
+    with first:
+        try:
+            said, _ = first.communicate(timeout=_START_PATIENCE_S)
+        except TimeoutExpired:
+            return  # It takes so long that nothing can be said about it.
     *others, last = said.decode(errors="replace").strip().splitlines() or [""]
     for line in others:
         logger.warning("the coordinator: %s", line)
-    return None if last == READY else last.removeprefix("holdfast coordinator: error: ")
+    if last != READY:
+        problem = last.removeprefix("holdfast coordinator: error: ") or "it ended without a word"
+        raise HostError(f"the coordinator cannot be started: {problem}")

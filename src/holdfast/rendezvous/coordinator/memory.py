@@ -7,6 +7,7 @@ takes longer than any lease), and if it tells how the run ended, that was a mome
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -32,9 +33,6 @@ class _Page(msgspec.Struct, frozen=True):
     memory: Memory
 
 
-_page_decoder = msgspec.json.Decoder(_Page)
-
-
 class StateFiles:
     """The files of the coordinator at one endpoint. Trouble with them is told, and the run goes on."""
 
@@ -49,32 +47,24 @@ class StateFiles:
         return True
 
     def raise_term(self, heard: int, then: Callable[[int], None]) -> None:
-        """It is written down with the first round that is sealed in it."""
-        then(heard + 1)
+        then(heard + 1)  # It is written down with the first round that is sealed in it.
 
     def recall(self, run_id: str) -> tuple[Memory | None, None]:
-        return self._read(run_id), None
-
-    def _read(self, run_id: str) -> Memory | None:
         """What an earlier coordinator wrote down about the run; an empty memory if that cannot be read any more."""
         path = self.path(run_id)
         try:
             _check_private(self._directory)
-            page = _page_decoder.decode(path.read_bytes())
+            page = msgspec.json.decode(path.read_bytes(), type=_Page)
             age_s = time.time() - path.stat().st_mtime
         except FileNotFoundError:
-            return None
+            return None, None
         except (OSError, ValueError, RecursionError) as error:
             logger.warning("what was written down about run %r (%s) cannot be used: %s", run_id, path, error)
-            return Memory()
+            return Memory(), None
         is_over = page.memory.outcome is not None and not 0 <= age_s < _OUTCOME_COUNTS_S
-        return None if is_over or page.boot_id != boot_id() else page.memory
+        return (None if is_over or page.boot_id != boot_id() else page.memory), None
 
     def remember(self, run_id: str, memory: Memory, then: Callable[[], None] = lambda: None) -> None:
-        self._write(run_id, memory)
-        then()
-
-    def _write(self, run_id: str, memory: Memory) -> None:
         path = self.path(run_id)
         temporary = path.with_suffix(f".{os.getpid()}")
         try:
@@ -83,7 +73,9 @@ class StateFiles:
             temporary.replace(path)
         except OSError as error:
             logger.warning("the state of run %r cannot be written down (%s): %s", run_id, path, error)
-            _remove_quietly(temporary)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        then()
 
     def forget(self, run_id: str) -> None:
         try:
@@ -93,21 +85,13 @@ class StateFiles:
 
 
 def endpoint_name(address: str, port: int) -> str:
-    """For names of files. Coordinators at different addresses of a host, also one that listens at all of them, may have
-    the same port."""
+    """For names of files: coordinators at different addresses of a host may have the same port."""
     return f"{quote(address, safe='')}-{port}"
 
 
 def log_path(name: str) -> Path:
     """Where a coordinator that an agent started writes to."""
     return default_directory() / f"coordinator-{quote(name, safe='%')[:100]}.log"
-
-
-def _remove_quietly(path: Path) -> None:
-    try:
-        path.unlink()
-    except OSError:
-        pass
 
 
 def make_private(directory: Path) -> None:
@@ -123,13 +107,12 @@ def _check_private(directory: Path) -> None:
 
 
 def boot_id() -> str:
-    try:
+    with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def default_directory() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    base = Path(runtime) if runtime and os.access(runtime, os.W_OK) else Path(tempfile.gettempdir())
-    return base / f"holdfast-{os.getuid()}"
+    base = runtime if runtime and os.access(runtime, os.W_OK) else tempfile.gettempdir()
+    return Path(base) / f"holdfast-{os.getuid()}"

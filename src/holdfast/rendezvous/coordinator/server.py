@@ -21,16 +21,14 @@ import logging
 import os
 import socket
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from holdfast.rendezvous.coordinator.connection import Complaints, Connection
 from holdfast.rendezvous.coordinator.kv_store import Answers, KeyValues
 from holdfast.rendezvous.coordinator.launch import PortTaken
-from holdfast.rendezvous.membership import model, protocol
-from holdfast.rendezvous.membership.frames import encode
-from holdfast.rendezvous.membership.model import Memory, NodeFacts
-from holdfast.rendezvous.membership.protocol import Expel, ForgetRun, From, Remember, Tell
+from holdfast.rendezvous.membership import frames, model, protocol
+from holdfast.rendezvous.membership.protocol import From
 from holdfast.rendezvous.membership.run import Membership
 from holdfast.rendezvous.tls import ReloadingTls
 
@@ -49,10 +47,10 @@ class Keeper(Protocol):
 
     def may_serve(self) -> bool: ...
 
-    def recall(self, run_id: str) -> tuple[Memory | None, int | None]:
+    def recall(self, run_id: str) -> tuple[model.Memory | None, int | None]:
         """What is known of the run, and the term of this coordinator, if it has been given one."""
 
-    def remember(self, run_id: str, memory: Memory, then: Callable[[], None]) -> None:
+    def remember(self, run_id: str, memory: model.Memory, then: Callable[[], None]) -> None:
         """Write it down, and call `then` when that is done."""
 
     def raise_term(self, heard: int, then: Callable[[int], None]) -> None:
@@ -70,9 +68,9 @@ class Run:
         self._keeper = owner.keeper
         self._loop = asyncio.get_running_loop()
         memory, term = self._keeper.recall(run_id)
-        self._machine = Membership(self._loop.time(), memory, term=term)
+        self.machine = Membership(self._loop.time(), memory, term=term)
         self._store = KeyValues(os.urandom(8))
-        self._clients: dict[str, Connection] = {}  # All, by the connection's name.
+        self._clients: set[Connection] = set()
         self._connections: dict[str, Connection] = {}  # Those of nodes, by their keys.
         # By node id: the key of its last incarnation, and the number of the connection on which that spoke last.
         self._newest: OrderedDict[str, tuple[str, int]] = OrderedDict()
@@ -84,54 +82,48 @@ class Run:
 
     @property
     def silence_s(self) -> float:
-        settings = self._machine.settings
+        settings = self.machine.settings
         return max(_SILENCE_S, 3 * settings.lease_s if settings else 0.0)
-
-    @property
-    def ending(self) -> str:
-        outcome = self._machine.outcome
-        return outcome.reason if outcome else "no node is there any more"
 
     # Connections.
 
-    def attach(self, connection: Connection, heard_term: int, welcome: Callable[[int, int], None]) -> None:
-        self._clients[connection.name] = connection
+    def attach(self, connection: Connection, heard_term: int, proof: bytes) -> None:
+        """The client has proved itself. It is welcome when this coordinator's term is higher than any it has heard."""
+        self._clients.add(connection)
         if self._deserted_timer is not None:
             self._deserted_timer.cancel()
-            self._deserted_timer = None
-        if self._machine.raise_term(heard_term):  # At once: rounds that are sealed meanwhile must be later, too.
-            self._keeper.raise_term(heard_term, lambda term: self._welcome_with(term, welcome))
-        else:
-            welcome(self._machine.term, self._machine.round)
 
-    def _welcome_with(self, term: int, welcome: Callable[[int, int], None]) -> None:
-        self._machine.raise_term(term - 1)
-        welcome(self._machine.term, self._machine.round)
+        def welcome(term: int) -> None:
+            self.machine.raise_term(term - 1)
+            connection.send(protocol.Welcome(proof, self.machine.term, self.machine.round))
+
+        if self.machine.raise_term(heard_term):  # At once: rounds that are sealed meanwhile must be later, too.
+            self._keeper.raise_term(heard_term, welcome)
+        else:
+            welcome(self.machine.term)
 
     def detach(self, connection: Connection) -> None:
+        """Members may return for a while; after that no node is left to whom the run could matter."""
         if self._is_closed:
             return
-        self._clients.pop(connection.name, None)
-        self._store.drop_client(connection.name)
+        self._clients.discard(connection)
+        self._store.drop_client(connection)
         if self._connections.get(connection.key) is connection:
             del self._connections[connection.key]
             self.feed(protocol.ConnectionClosed(connection.key))
-        if not self._clients and not self._is_closed:
-            self._be_deserted()
-
-    def _be_deserted(self) -> None:
-        """Members may return for a while; after that no node is left to whom the run could matter."""
-        if self._machine.is_blank and self._store.is_empty:
-            self._owner.drop(self)
+        if self._clients or self._is_closed:
             return
-        after_s = max(self._owner.deserted_s, self.silence_s)
-        self._deserted_timer = self._loop.call_later(after_s, self._owner.forget, self)
+        if self.machine.is_blank and self._store.is_empty:
+            self._owner.drop(self)
+        else:
+            after_s = max(self._owner.idle_timeout_s or _DESERTED_S, self.silence_s)
+            self._deserted_timer = self._loop.call_later(after_s, self._owner.forget, self)
 
     def take(self, connection: Connection, message: protocol.ToCoordinator) -> None:
         """A message from a client. One that has not joined or returned may use the store and close the run."""
         match message:
             case protocol.StoreRequest():
-                self._answer(self._store.handle(connection.name, message, self._loop.time()))
+                self._answer(self._store.handle(connection, message, self._loop.time()))
                 self._arm()
             case protocol.Heartbeat(number):
                 connection.send(protocol.HeartbeatAnswer(number))
@@ -143,28 +135,26 @@ class Run:
             case _:
                 self.feed(From(connection.key, message))
 
-    def _identify(self, connection: Connection, facts: NodeFacts) -> bool:
+    def _identify(self, connection: Connection, facts: model.NodeFacts) -> bool:
         """Which node speaks here; False if it has spoken on a newer connection, and this is what it had said before.
 
         1. The network swallows a node's join; the node hangs up and joins on a new connection,
         2. it is sealed into a world and starts its workers,
         3. the join of step 1 arrives. It says that the node has no workers, which was true then.
         """
-        key = facts.key
-        _, newest = self._newest.get(facts.node_id, ("", 0))
-        if connection.number < newest:
+        key, earlier = facts.key, connection.key
+        if connection.number < self._newest.get(facts.node_id, ("", 0))[1]:
             connection.close()
             return False
         self._newest[facts.node_id] = (key, connection.number)
         self._newest.move_to_end(facts.node_id)
-        if connection.key and connection.key != key and self._connections.get(connection.key) is connection:
-            del self._connections[connection.key]  # The same agent, as its next incarnation.
+        if earlier != key and self._connections.get(earlier) is connection:
+            del self._connections[earlier]  # The same agent, as its next incarnation.
         older = self._connections.get(key)
+        if older is not None and older is not connection:
+            older.close()
         connection.key = key
         self._connections[key] = connection
-        if older is not None and older is not connection:
-            older.key = ""
-            older.close()
         self._forget_old_connections()
         return True
 
@@ -182,7 +172,7 @@ class Run:
             return
         is_heartbeat = isinstance(event, From) and isinstance(event.message, protocol.Heartbeat)
         try:
-            self._commands += self._machine.step(event, self._loop.time())
+            self._commands += self.machine.step(event, self._loop.time())
             self._execute_all()
         finally:
             if not is_heartbeat:  # It only puts deadlines off.
@@ -195,16 +185,18 @@ class Run:
 
     def _execute(self, command: protocol.Command) -> None:
         match command:
-            case Tell(keys, message):
+            case protocol.Tell(keys, message):
                 self._log(keys, message)
                 self._send(keys, message)
-            case Remember(memory):
+            case protocol.Remember(memory):
                 self._is_writing = True
                 self._keeper.remember(self.run_id, memory, self._written)
-            case Expel(key, reason):
+            case protocol.Expel(key, reason):
                 logger.info("run %r: %s is out: %s", self.run_id, key, reason)
-                self._expel(key, reason)
-            case ForgetRun():
+                self._send((key,), model.Expelled(reason))
+                if key in self._connections:
+                    self._connections.pop(key).close()  # No heartbeat of it is answered any more.
+            case protocol.ForgetRun():
                 self._owner.forget(self)
             case _:
                 assert_never(command)
@@ -226,26 +218,15 @@ class Run:
             case model.Notice(text) | model.StandBy(_, text):
                 logger.info("run %r: to %s: %s", self.run_id, whom, text)
 
-    def _send(self, keys: Iterable[str], message: model.Push) -> None:
-        frame = encode(message)
+    def _send(self, keys: tuple[str, ...], message: model.Push) -> None:
+        frame = frames.encode(message)
         for key in keys:
-            connection = self._connections.get(key)
-            if connection is not None:
-                connection.send_frame(frame)
-
-    def _expel(self, key: str, reason: str) -> None:
-        """No heartbeat of it is answered any more."""
-        self._send([key], model.Expelled(reason))
-        connection = self._connections.pop(key, None)
-        if connection is not None:
-            connection.key = ""
-            connection.close()
+            if key in self._connections:
+                self._connections[key].send_frame(frame)
 
     def _answer(self, answers: Answers) -> None:
-        for client, answer in answers:
-            connection = self._clients.get(client)
-            if connection is not None:
-                connection.send(answer)
+        for connection, answer in answers:
+            connection.send(answer)
 
     # Time.
 
@@ -253,7 +234,7 @@ class Run:
         """Wake up at the next deadline. A timer that is too early is left alone: it will look again."""
         if self._is_closed:
             return
-        deadlines = [self._machine.next_deadline(), self._store.next_deadline()]
+        deadlines = [self.machine.next_deadline(), self._store.next_deadline()]
         at = min((each for each in deadlines if each is not None), default=None)
         if at is None or (self._timer is not None and self._timer.when() <= at):
             return
@@ -272,7 +253,7 @@ class Run:
         for timer in (self._timer, self._deserted_timer):
             if timer is not None:
                 timer.cancel()
-        for connection in list(self._clients.values()):
+        for connection in self._clients:
             connection.close()
 
 
@@ -294,25 +275,28 @@ class Coordinator:
         self.keeper = keeper
         self.token = token
         self.tls = tls
+        self.idle_timeout_s = idle_timeout_s
+        self.only_run = only_run
+        self.connections: set[Connection] = set()
+        self.complaints = Complaints(logger.warning)
         self._sock = sock
-        self._idle_timeout_s = idle_timeout_s
-        self._only_run = only_run
         self._runs: dict[str, Run] = {}
-        self._connections: dict[str, tuple[Connection, Run | None]] = {}
-        self._numbers = itertools.count(1)
         self._over = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
-        self._complaints = Complaints(logger.warning)
-
-    @property
-    def deserted_s(self) -> float:
-        return self._idle_timeout_s or _DESERTED_S
 
     async def serve(self, when_ready: Callable[[], None] = lambda: None) -> None:
         """Raises PortTaken if another process began to listen since the socket was bound."""
         loop = asyncio.get_running_loop()
-        self._server = await self._listen()
+        numbers = itertools.count(1)
+        try:
+            self._server = await loop.create_server(
+                lambda: Connection(self, next(numbers)), sock=self._sock, backlog=_BACKLOG
+            )
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise PortTaken(*self._sock.getsockname()[:2]) from None
         sweeping = loop.create_task(self._sweep())
         self._watch_idleness()
         when_ready()
@@ -323,15 +307,6 @@ class Coordinator:
             self._server.close()
             await self._hang_up()
 
-    async def _listen(self) -> asyncio.Server:
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.create_server(self._connect, sock=self._sock, backlog=_BACKLOG)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise PortTaken(*self._sock.getsockname()[:2]) from None
-
     def stop(self) -> None:
         self._over.set()
 
@@ -340,84 +315,57 @@ class Coordinator:
         logger.warning("this coordinator steps down: %s", reason)
         if self._server is not None:
             self._server.close()
-        for connection, run in list(self._connections.values()):
-            if run is not None:
+        for connection in self.connections:
+            if connection.run is not None:
                 connection.send(model.Resigned())
         self._over.set()
 
     async def _hang_up(self) -> None:
         """Close every connection; what is on its way to a client that reads arrives."""
-        for run in list(self._runs.values()):
+        for run in self._runs.values():
             run.close()
-        for connection, _ in list(self._connections.values()):
+        for connection in self.connections:
             connection.close()
         ends = asyncio.get_running_loop().time() + _GOODBYE_S
-        while self._connections and asyncio.get_running_loop().time() < ends:
+        while self.connections and asyncio.get_running_loop().time() < ends:
             await asyncio.sleep(0.01)
-
-    # What connections need.
-
-    def may_serve(self) -> bool:
-        return self.keeper.may_serve()
-
-    def _connect(self) -> Connection:
-        return Connection(self, next(self._numbers))
-
-    def came(self, connection: Connection) -> None:
-        self._connections[connection.name] = (connection, None)
-
-    def gone(self, connection: Connection) -> None:
-        self._connections.pop(connection.name, None)
-
-    def complain(self, about: str, problem: str) -> None:
-        self._complaints.add(about, problem, asyncio.get_running_loop().time())
-
-    def rejection_of(self, run_id: str) -> str:
-        if self._only_run is None or run_id == self._only_run:
-            return ""
-        return f"this coordinator is for the run {self._only_run!r} alone"
-
-    def enter(self, connection: Connection, hello: protocol.Hello, welcome: Callable[[int, int], None]) -> Run:
-        run = self._runs.get(hello.run_id)
-        if run is None:
-            run = self._runs[hello.run_id] = Run(hello.run_id, self)
-            self._watch_idleness()
-        self._connections[connection.name] = (connection, run)
-        run.attach(connection, hello.term, welcome)
-        return run
 
     async def _sweep(self) -> None:
         """Cut off clients that have fallen silent; their machine may be gone without a word."""
         while True:
             await asyncio.sleep(_SWEEP_EVERY_S)
             now = asyncio.get_running_loop().time()
-            for connection, run in list(self._connections.values()):
+            for connection in self.connections:
+                run = connection.run
                 if run is not None and now - connection.heard_at > run.silence_s:
-                    self.complain(connection.peer, f"was not heard of for {run.silence_s:g} s, and is cut off")
-                    connection.abort()
+                    connection.cut_off(f"was not heard of for {run.silence_s:g} s")
 
     # Runs.
 
+    def run_of(self, run_id: str) -> Run:
+        if run_id not in self._runs:
+            self._runs[run_id] = Run(run_id, self)
+            self._watch_idleness()
+        return self._runs[run_id]
+
     def drop(self, run: Run) -> None:
         """A client looked in, and nothing came of it."""
-        if self._runs.get(run.run_id) is run:
-            del self._runs[run.run_id]
+        del self._runs[run.run_id]
         run.close()
         self._watch_idleness()
 
     def forget(self, run: Run) -> None:
         """The run is over. Unless it serves until it is stopped, the coordinator ends with its last run."""
-        logger.info("run %r is over: %s", run.run_id, run.ending)
+        outcome = run.machine.outcome
+        logger.info("run %r is over: %s", run.run_id, outcome.reason if outcome else "no node is there any more")
         self.keeper.forget(run.run_id)
         self.drop(run)
-        if not self._runs and self._idle_timeout_s is not None:
+        if not self._runs and self.idle_timeout_s is not None:
             self._over.set()
 
     def _watch_idleness(self) -> None:
         """With no run for a while, end."""
-        if self._runs or self._idle_timeout_s is None:
-            if self._idle_timer is not None:
-                self._idle_timer.cancel()
-            self._idle_timer = None
-        elif self._idle_timer is None:
-            self._idle_timer = asyncio.get_running_loop().call_later(self._idle_timeout_s, self._over.set)
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        if not self._runs and self.idle_timeout_s is not None:
+            self._idle_timer = asyncio.get_running_loop().call_later(self.idle_timeout_s, self._over.set)

@@ -285,8 +285,7 @@ def create_handler(params: RendezvousParameters) -> CoordinatorHandler:
     """The backend `etcd` (also `etcd-v3`)."""
     options = EtcdOptions.from_parameters(params)
     return CoordinatorHandler(
-        params.backend,
-        params.run_id,
+        params,
         options,
         f"etcd {','.join(options.endpoints)}",
         lambda facts: EtcdLocator(params.run_id, options, facts),
