@@ -13,7 +13,7 @@ renews the lease from then on. The key `memory` holds the run's `Memory`.
   `turn` in it on. So nothing is written once another coordinator has created the key, or etcd has lost it; and a write
   that got no answer and is carried out late finds another turn, and changes nothing.
 * A write without an answer is sent again. If it finds its own result, it was carried out the first time.
-* What was to be written is acknowledged in order. The shell tells nodes nothing that follows from it before.
+* Writes are acknowledged in order. The shell tells nodes nothing that follows from a write before that.
 
 A term is higher than all before it: higher than the memory's, and than any that a node has heard of. If etcd lost its
 data the memory is gone, but the nodes know: a coordinator that hears of a higher term raises its own before it answers.
@@ -50,9 +50,8 @@ class Leader:
 
 @record
 class MemoryChanged:
-    """The run has something new to be written down; `number` names it in `Acknowledge`."""
+    """The run has something new to be written down."""
 
-    number: int
     memory: Memory
 
 
@@ -60,7 +59,6 @@ class MemoryChanged:
 class TermHeard:
     """A node knows of a coordinator of this term."""
 
-    number: int
     term: int
 
 
@@ -107,10 +105,8 @@ class Renew:
 
 @record
 class Write:
-    """If the leader key is `before`, make it `after`, under the lease, and put the memory if there is one.
-
-    Answer with the leader key as it is then.
-    """
+    """If the leader key is `before`, make it `after`, under the lease, and put the memory if there is one. Answer with
+    the leader key as it is then."""
 
     before: Leader
     after: Leader
@@ -119,9 +115,7 @@ class Write:
 
 @record
 class Acknowledge:
-    """What came with this number is written down."""
-
-    number: int
+    """The oldest `MemoryChanged` or `TermHeard` that was not acknowledged yet is written down."""
 
 
 @record
@@ -135,22 +129,18 @@ Command = Renew | Write | Acknowledge | Resign
 
 
 class Office:
-    """One coordinator's time in office. `leader` is the key as this coordinator's agent created it."""
+    """One coordinator's time in office. `leader` is the key as this coordinator's agent created it; `renewed_at` is the
+    time before the lease was asked for."""
 
     def __init__(self, leader: Leader, lease_s: float, renewed_at: float) -> None:
-        """`renewed_at` is the time before the lease was asked for."""
         self.leader = leader
         self.has_resigned = False
         self._lease_s = lease_s
         self._renewed_at = renewed_at
         self._renew_at: float | None = renewed_at + lease_s / _RENEWALS_PER_LEASE
-        self._waiting: deque[tuple[int, Memory | None, int]] = deque()  # Number, memory, term.
+        self._waiting: deque[MemoryChanged | TermHeard] = deque()
         self._writing: Write | None = None
         self._write_again_at: float | None = None
-
-    @property
-    def term(self) -> int:
-        return self.leader.term
 
     @property
     def serves_until(self) -> float:
@@ -171,10 +161,8 @@ class Office:
         if not self.may_serve(now):
             return self._resign("etcd did not renew its lease in time")
         match event:
-            case MemoryChanged(number, memory):
-                self._waiting.append((number, memory, 0))
-            case TermHeard(number, term):
-                self._waiting.append((number, None, term + 1))
+            case MemoryChanged() | TermHeard():
+                self._waiting.append(event)
             case RenewalAnswered(sent_at, is_alive):
                 if not is_alive:
                     return self._resign("etcd has ended its lease")
@@ -207,11 +195,12 @@ class Office:
         """One at a time, in order."""
         if self._writing is not None or not self._waiting:
             return []
-        _, memory, term = self._waiting[0]
-        after = replace(self.leader, term=max(self.leader.term, term), turn=self.leader.turn + 1)
-        if memory is not None:
-            memory = replace(memory, term=after.term)
-        self._writing = Write(self.leader, after, memory)
+        after = replace(self.leader, turn=self.leader.turn + 1)
+        match self._waiting[0]:
+            case MemoryChanged(memory):
+                self._writing = Write(self.leader, after, replace(memory, term=after.term))
+            case TermHeard(term):
+                self._writing = Write(self.leader, replace(after, term=max(after.term, term + 1)), None)
         return [self._writing]
 
     def _written(self, found: Leader | None) -> list[Command]:
@@ -222,13 +211,9 @@ class Office:
             who = "etcd has lost its key" if found is None else f"another one, of term {found.term}, is in office"
             return self._resign(who)
         self.leader, self._writing, self._write_again_at = writing.after, None, None
-        return [Acknowledge(self._waiting.popleft()[0])]
+        self._waiting.popleft()
+        return [Acknowledge()]
 
     def _resign(self, reason: str) -> list[Command]:
         self.has_resigned = True
         return [Resign(reason)]
-
-
-def is_newer(found: Leader | None, known_term: int) -> bool:
-    """Whether a node that knows of a coordinator of this term should go to the one that was found."""
-    return found is not None and found.term > known_term
