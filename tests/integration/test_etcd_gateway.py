@@ -20,17 +20,17 @@ import pytest
 from holdfast.errors import UserError
 from holdfast.rendezvous.etcd import gateway as module
 from holdfast.rendezvous.etcd.gateway import (
-    Compare,
-    Delete,
     EtcdError,
     EtcdRefused,
+    Fields,
     Gateway,
-    Get,
     LeaseGone,
-    Put,
     Unavailable,
+    delete,
+    get,
     has_value,
     is_missing,
+    put,
 )
 from holdfast.rendezvous.tls import TlsFiles
 from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
@@ -128,11 +128,11 @@ def test_keys(etcd_gateway: Gateway) -> None:
         ([], True),
     ],
 )
-def test_transactions(etcd_gateway: Gateway, compares: list[Compare], holds: bool) -> None:
+def test_transactions(etcd_gateway: Gateway, compares: list[Fields], holds: bool) -> None:
     etcd_gateway.put(b"k", b"v")
     etcd_gateway.put(b"old", b"")
-    then = [Put(b"other", b"1"), Get(b"other"), Delete(b"old")]
-    done = etcd_gateway.transact(compares, then, [Get(b"k"), Get(b"gone")])
+    then = [put(b"other", b"1"), get(b"other"), delete(b"old")]
+    done = etcd_gateway.transact(compares, then, [get(b"k"), get(b"gone")])
     assert (done.succeeded, done.values) == (holds, [b"1"] if holds else [b"v", None])
     assert (etcd_gateway.get(b"other"), etcd_gateway.get(b"old")) == ((b"1", None) if holds else (None, b""))
 
@@ -148,7 +148,7 @@ def test_leases(etcd_gateway: Gateway) -> None:
     with pytest.raises(LeaseGone, match="requested lease not found"):
         etcd_gateway.put(b"k", b"v", lease)
     with pytest.raises(LeaseGone):
-        etcd_gateway.transact([is_missing(b"k")], [Put(b"k", b"v", lease)])
+        etcd_gateway.transact([is_missing(b"k")], [put(b"k", b"v", lease)])
 
 
 def test_a_lease_that_is_not_kept_alive_ends(etcd_gateway: Gateway) -> None:
@@ -184,7 +184,7 @@ def test_the_loss_of_the_leader(cluster: EtcdCluster) -> None:
         assert gateway.get(b"k") == b"0"
         gateway.put(b"k", b"1")
         assert gateway.keep_alive(lease) > 0
-        assert gateway.transact([has_value(b"k", b"1")], [Put(b"k", b"2")]).succeeded
+        assert gateway.transact([has_value(b"k", b"1")], [put(b"k", b"2")]).succeeded
 
 
 def test_a_frozen_member(cluster: EtcdCluster) -> None:
@@ -198,9 +198,9 @@ def test_a_frozen_member(cluster: EtcdCluster) -> None:
         assert patient.get(b"k") == b"1"
         assert time.monotonic() - began > 2.9, "the frozen member was not asked, so this proves nothing"
         with pytest.raises(Unavailable, match="whether the write has happened is unknown") as caught:
-            other.transact([is_missing(b"once")], [Put(b"once", b"")])
+            other.transact([is_missing(b"once")], [put(b"once", b"")])
         assert caught.value.is_unknown
-        assert other.transact([is_missing(b"more")], [Put(b"more", b"")]).succeeded
+        assert other.transact([is_missing(b"more")], [put(b"more", b"")]).succeeded
 
 
 @pytest.mark.usefixtures("unhurried")
@@ -265,7 +265,7 @@ def test_a_transaction_whose_answer_is_lost_is_not_sent_again(proxy: Proxy, etcd
         etcd_gateway.put(b"k", b"1")
         names = count_attempts(deaf)
         with pytest.raises(Unavailable, match="unknown") as caught:
-            deaf.transact([has_value(b"k", b"1")], [Put(b"k", b"2")])
+            deaf.transact([has_value(b"k", b"1")], [put(b"k", b"2")])
         assert caught.value.is_unknown
         assert len(names) == 1
         with pytest.raises(Unavailable) as caught:
@@ -280,7 +280,7 @@ def test_a_transaction_whose_answer_is_lost_is_not_sent_again(proxy: Proxy, etcd
 def test_a_transaction_that_was_not_sent_is_not_in_doubt() -> None:
     with Gateway([f"127.0.0.1:{support.free_port()}"], request_timeout_s=0.3) as gateway:
         with pytest.raises(Unavailable, match=r"connection refused$") as caught:
-            gateway.transact([is_missing(b"k")], [Put(b"k", b"")])
+            gateway.transact([is_missing(b"k")], [put(b"k", b"")])
         assert not caught.value.is_unknown
 
 
@@ -290,7 +290,7 @@ def test_a_connection_that_etcd_has_closed_is_not_used(proxy: Proxy, etcd_gatewa
     with Gateway([f"127.0.0.1:{proxy.port}"]) as gateway:
         for number in range(5):
             compare = has_value(b"k", b"%d" % number)
-            assert gateway.transact([compare], [Put(b"k", b"%d" % (number + 1))]).succeeded
+            assert gateway.transact([compare], [put(b"k", b"%d" % (number + 1))]).succeeded
             proxy.cut()
 
 
@@ -412,7 +412,7 @@ def test_an_answer_that_is_cut_off_or_junk(says: bytes, no_descriptor_leak: None
 
     with Server(script) as server, Gateway([server.endpoint]) as gateway:
         with pytest.raises(Unavailable) as caught:
-            gateway.transact([is_missing(b"k")], [Put(b"k", b"")])
+            gateway.transact([is_missing(b"k")], [put(b"k", b"")])
         assert caught.value.is_unknown
         assert gateway.get(b"k") == b"v"
 
@@ -428,7 +428,7 @@ def test_an_answer_that_comes_byte_by_byte_gets_no_more_time(begins: bytes) -> N
 
     with Server(script) as server, Gateway([server.endpoint], request_timeout_s=0.3) as gateway:
         with pytest.raises(Unavailable, match="no answer in time"):
-            gateway.transact([is_missing(b"k")], [Put(b"k", b"")])
+            gateway.transact([is_missing(b"k")], [put(b"k", b"")])
         is_over.set()
 
 
@@ -454,7 +454,7 @@ def test_what_a_complaint_means(form: str, code: int, message: str, is_unknown: 
     body = (form % (message, code)).encode()
     with answering("400 No", body) as server, Gateway([server.endpoint], request_timeout_s=0.1) as gateway:
         with pytest.raises(EtcdError, match=message.removeprefix("etcdserver: ")) as caught:
-            gateway.transact([is_missing(b"k")], [Put(b"k", b"")])
+            gateway.transact([is_missing(b"k")], [put(b"k", b"")])
         assert (caught.value.is_unknown if isinstance(caught.value, Unavailable) else None) is is_unknown
 
 
@@ -478,7 +478,7 @@ def test_a_user_may_do_what_the_role_says(locked: EtcdServer) -> None:
     with Gateway([locked.get_endpoint()], user="ann", password="pw") as gateway:
         gateway.put(b"a", b"1")
         assert gateway.get(b"a") == b"1"
-        for call in (lambda: gateway.get(b"z"), lambda: gateway.transact([is_missing(b"z")], [Put(b"z", b"")])):
+        for call in (lambda: gateway.get(b"z"), lambda: gateway.transact([is_missing(b"z")], [put(b"z", b"")])):
             with pytest.raises(EtcdRefused, match="permission denied"):
                 call()
 
@@ -508,14 +508,14 @@ def test_a_transaction_that_waits_for_a_token_is_not_in_doubt(locked: EtcdServer
     with listener() as silent:
         endpoints = [f"127.0.0.1:{silent}", locked.get_endpoint()]
         with Gateway(endpoints, user="ann", password="pw", request_timeout_s=4) as gateway:
-            assert gateway.transact([is_missing(b"a/none")], [Put(b"a", b"")]).succeeded
+            assert gateway.transact([is_missing(b"a/none")], [put(b"a", b"")]).succeeded
 
 
 def test_a_token_that_etcd_has_forgotten_is_renewed(locked: EtcdServer) -> None:
     with Gateway([locked.get_endpoint()], user="ann", password="pw") as gateway:
         calls: list[Callable[[], Any]] = [
             lambda: gateway.put(b"a", b"1"),
-            lambda: gateway.transact([has_value(b"a", b"1")], [Put(b"a", b"2")]),
+            lambda: gateway.transact([has_value(b"a", b"1")], [put(b"a", b"2")]),
             lambda: gateway.get(b"a"),
         ]
         for call in calls:
@@ -591,8 +591,6 @@ def test_tls_where_there_is_none(etcd: EtcdServer, certificates: Certificates) -
     gateway = Gateway([etcd.get_endpoint()], tls=files, request_timeout_s=0.5)
     with gateway, pytest.raises(EtcdError, match=r"TLS: |http or https\?"):
         gateway.get(b"k")
-    with pytest.raises(UserError, match="'http://h' is plain http, but TLS files are given"):
-        Gateway(["http://h"], tls=files)
 
 
 def test_certificates_are_renewed(secure: EtcdServer, certificates: Certificates, tmp_path: Path) -> None:

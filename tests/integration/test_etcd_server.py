@@ -113,8 +113,7 @@ SERVE = """
         if child == 0:
             signal.pause()
         print(child, flush=True)
-    pids = [server.pid(n) for n in range(3)] if how == "cluster" else [server.pid]
-    print(*pids, flush=True)
+    print(*server.pids, flush=True)
     if how == "exit":
         sys.exit(3)
     if how == "exception":
@@ -261,18 +260,18 @@ def test_a_cluster(private_tmp: Path, no_descriptor_leak: None) -> None:
         leader = cluster.leader()
         with cluster.get_client() as client:
             client.put(b"k", b"before")
-            pid = cluster.pid(leader)
+            pid = cluster.pids[leader]
             cluster.kill(leader)
             assert not support.alive(pid)
             support.wait_until(lambda: cluster.leader() != leader, "another leader")
             cluster.restart(leader)
-            assert cluster.pid(leader) != pid
+            assert cluster.pids[leader] != pid
             # Its data was kept.
             with Gateway([cluster.endpoints[leader]]) as alone:
                 assert alone.get(b"k") == b"before"
         other = (cluster.leader() + 1) % 3
         cluster.pause(other)
-        assert psutil.Process(cluster.pid(other)).status() == psutil.STATUS_STOPPED
+        assert psutil.Process(cluster.pids[other]).status() == psutil.STATUS_STOPPED
         cluster.resume(other)
         cluster.pause(other)
     cluster.stop()

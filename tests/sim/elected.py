@@ -222,7 +222,7 @@ class Candidate:
         self._is_busy = False
         address = self._addresses[leader.port]
         is_news = address is not self.address
-        if is_news and (not agent.participant.is_connected or leader.term > agent.participant.term):
+        if is_news and (not agent.participant.is_connected or election.is_newer(leader, agent.participant.term)):
             self.address = address
             agent.found_leader()
         else:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from holdfast.errors import HostError, UserError
 from holdfast.rendezvous.endpoints import bind_port
@@ -80,13 +80,15 @@ class EtcdServer:
     """One etcd. Without `data_dir` its data is removed when it is stopped. `options` are more of etcd's own flags; with
     `--cert-file` it speaks TLS."""
 
-    def __init__(self, data_dir: str | None = None, *, options: Sequence[str] = ()) -> None:
-        self._data_dir = data_dir
-        self._options = [*_ALONE, *options]
-        self._running: EtcdCluster | None = None
+    def __init__(self, data_dir: str | None = None, *, options: Sequence[str] = (), size: int = 1) -> None:
+        self._data_dir, self._size = data_dir, size
+        self._options = [*_ALONE, *options] if size == 1 else options
+        self._temporary = ""
+        self._members: list[_Member] = []
 
-    def __enter__(self) -> EtcdServer:
-        self.start()
+    def __enter__(self) -> Self:
+        if not self._members:
+            self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,35 +97,54 @@ class EtcdServer:
     def start(self, timeout: float = 60, num_retries: int = 3, stderr: IO[Any] | int | None = None) -> None:
         """Returns when it is healthy, and raises `HostError` if it is not after `timeout` seconds. An etcd that ends
         at once is started again, at other ports, up to `num_retries` times. What etcd says goes to `stderr`."""
-        if self._running is not None:
+        if self._members:
             raise UserError(f"this etcd is started already, at {self.get_endpoint()}")
         deadline = time.monotonic() + timeout
-        while self._running is None:
-            left_s = deadline - time.monotonic()
+        while not self._members:
             try:
-                self._running = EtcdCluster(
-                    1, timeout=left_s, options=self._options, data_dir=self._data_dir, stderr=stderr
-                )
-            except HostError:
+                self._start_once(deadline, stderr)
+            except BaseException as error:
+                self.stop()
                 num_retries -= 1
-                if num_retries < 0 or time.monotonic() > deadline:
+                if not isinstance(error, HostError) or num_retries < 0 or time.monotonic() > deadline:
                     raise
 
+    def _start_once(self, deadline: float, stderr: IO[Any] | int | None) -> None:
+        self._temporary = "" if self._data_dir else tempfile.mkdtemp(prefix="holdfast_etcd_")
+        for number in range(self._size):
+            home = os.path.join(self._data_dir or self._temporary, f"member{number}")
+            self._members.append(_Member(home, self._temporary, self._options, stderr))
+        self._run(self._members, deadline)
+
+    def _run(self, members: Sequence[_Member], deadline: float) -> None:
+        for member in members:
+            member.start([each.peer for each in self._members])
+        for member in members:
+            member.await_health(deadline)
+
     def stop(self) -> None:
-        """Kills it. May be called any number of times."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.stop()
+        """Kills it, and removes its data unless that is in a given directory. May be called any number of times."""
+        while self._members:
+            self._members.pop().close()
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
     @property
-    def _started(self) -> EtcdCluster:
-        if self._running is None:
-            raise UserError("this etcd is not started")
-        return self._running
+    def pids(self) -> list[int]:
+        return [member.pid for member in self._members]
 
     @property
     def pid(self) -> int:
-        return self._started.pid(0)
+        return self.pids[0]
+
+    @property
+    def endpoints(self) -> list[str]:
+        """host:port of each member."""
+        if not self._members:
+            raise UserError("this etcd is not started")
+        return [f"{_HOST}:{member.port}" for member in self._members]
+
+    def get_endpoint(self) -> str:
+        return self.endpoints[0]
 
     def get_host(self) -> str:
         return _HOST
@@ -131,60 +152,18 @@ class EtcdServer:
     def get_port(self) -> int:
         return int(self.get_endpoint().rpartition(":")[2])
 
-    def get_endpoint(self) -> str:
-        """host:port"""
-        return self._started.endpoints[0]
-
     def get_client(self, **options: Any) -> Gateway:
-        """A client of it; the options are those of `Gateway`."""
-        return self._started.get_client(**options)
-
-
-class EtcdCluster:
-    """Several etcds that form a cluster. Started when it is made; members are named by their number, from 0."""
-
-    def __init__(
-        self,
-        size: int = 3,
-        *,
-        timeout: float = 60,
-        options: Sequence[str] = (),
-        data_dir: str | None = None,
-        stderr: IO[Any] | int | None = None,
-    ) -> None:
-        self._timeout = timeout
-        self._temporary = "" if data_dir else tempfile.mkdtemp(prefix="holdfast_etcd_")
-        self._members: list[_Member] = []
-        try:
-            for number in range(size):
-                home = os.path.join(data_dir or self._temporary, f"member{number}")
-                self._members.append(_Member(home, self._temporary, options, stderr))
-            self._start(self._members)
-        except BaseException:
-            self.stop()
-            raise
-
-    def __enter__(self) -> EtcdCluster:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def _start(self, members: Sequence[_Member]) -> None:
-        for member in members:
-            member.start([each.peer for each in self._members])
-        for member in members:
-            member.await_health(time.monotonic() + self._timeout)
-
-    @property
-    def endpoints(self) -> list[str]:
-        return [f"{_HOST}:{member.port}" for member in self._members]
-
-    def get_client(self, **options: Any) -> Gateway:
+        """The options are those of `Gateway`."""
         return Gateway(self.endpoints, **options)
 
-    def pid(self, number: int) -> int:
-        return self._members[number].pid
+
+class EtcdCluster(EtcdServer):
+    """Several etcds that form a cluster. Started when it is made; members are named by their number, from 0."""
+
+    def __init__(self, size: int = 3, *, timeout: float = 60, options: Sequence[str] = ()) -> None:
+        super().__init__(options=options, size=size)
+        self._timeout = timeout
+        self.start(timeout)
 
     def kill(self, number: int) -> None:
         """SIGKILL. Its data stays for `restart`."""
@@ -201,14 +180,14 @@ class EtcdCluster:
         """With their data and at their ports; returns when they are healthy, for which the cluster needs a majority."""
         for number in numbers:
             self.kill(number)
-        self._start([self._members[number] for number in numbers])
+        self._run([self._members[number] for number in numbers], time.monotonic() + self._timeout)
 
     def lose_data(self) -> None:
         """Kills all members and starts them again at the same ports, with nothing."""
         for number, member in enumerate(self._members):
             self.kill(number)
             shutil.rmtree(member.home)
-        self._start(self._members)
+        self.restart(*range(self._size))
 
     def leader(self) -> int:
         """The number of the member that leads; waits until there is one."""
@@ -219,12 +198,6 @@ class EtcdCluster:
                     return number
             time.sleep(_LOOK_AGAIN_S)
         raise HostError(f"the etcd cluster {','.join(self.endpoints)} has no leader after {self._timeout:g} s")
-
-    def stop(self) -> None:
-        """Kills all and removes their data. May be called any number of times."""
-        for member in self._members:
-            member.close()
-        shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 class _Member:

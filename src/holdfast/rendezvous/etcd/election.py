@@ -45,9 +45,6 @@ class Leader:
     boot_id: str = ""
 
 
-# Events.
-
-
 @record
 class MemoryChanged:
     """The run has something new to be written down."""
@@ -95,9 +92,6 @@ class TimePassed:
 Event = MemoryChanged | TermHeard | RenewalAnswered | RenewalFailed | WriteAnswered | WriteFailed | TimePassed
 
 
-# Commands.
-
-
 @record
 class Renew:
     """Renew the lease; answer with `RenewalAnswered` and the time before it was sent, or `RenewalFailed`."""
@@ -136,23 +130,19 @@ class Office:
         self.leader = leader
         self.has_resigned = False
         self._lease_s = lease_s
-        self._renewed_at = renewed_at
+        self._serves_until = renewed_at + _SERVED_SHARE * lease_s
         self._renew_at: float | None = renewed_at + lease_s / _RENEWALS_PER_LEASE
         self._waiting: deque[MemoryChanged | TermHeard] = deque()
         self._writing: Write | None = None
         self._write_again_at: float | None = None
 
-    @property
-    def serves_until(self) -> float:
-        return self._renewed_at + _SERVED_SHARE * self._lease_s
-
     def may_serve(self, now: float) -> bool:
-        return not self.has_resigned and now < self.serves_until
+        return not self.has_resigned and now < self._serves_until
 
     def next_deadline(self) -> float | None:
         if self.has_resigned:
             return None
-        candidates = [self.serves_until, self._renew_at, self._write_again_at]
+        candidates = [self._serves_until, self._renew_at, self._write_again_at]
         return min(each for each in candidates if each is not None)
 
     def step(self, event: Event, now: float) -> list[Command]:
@@ -166,7 +156,7 @@ class Office:
             case RenewalAnswered(sent_at, is_alive):
                 if not is_alive:
                     return self._resign("etcd has ended its lease")
-                self._renewed_at = max(self._renewed_at, sent_at)
+                self._serves_until = max(self._serves_until, sent_at + _SERVED_SHARE * self._lease_s)
                 self._renew_at = sent_at + self._lease_s / _RENEWALS_PER_LEASE
             case RenewalFailed():
                 self._renew_at = now + _RETRY_S
@@ -217,3 +207,8 @@ class Office:
     def _resign(self, reason: str) -> list[Command]:
         self.has_resigned = True
         return [Resign(reason)]
+
+
+def is_newer(found: Leader, known_term: int) -> bool:
+    """Whether a node that knows of a coordinator of this term should go to the one that was found."""
+    return found.term > known_term

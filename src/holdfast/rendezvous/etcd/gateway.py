@@ -51,16 +51,24 @@ class EtcdError(HoldfastError):
 
 
 class Unavailable(EtcdError):  # noqa: N818
-    """No member carried the request out in time. `is_unknown`: a write may have been carried out all the same."""
+    """No answer in time. `is_unknown`: the request may have been carried out all the same."""
 
     def __init__(self, problem: str, is_unknown: bool = False) -> None:
-        super().__init__(problem + ("; whether the write has happened is unknown" if is_unknown else ""))
+        super().__init__(problem)
         self.is_unknown = is_unknown
 
 
 class EtcdRefused(EtcdError):  # noqa: N818
     """Only a person can put this right: password, permission, certificate, version, or no etcd at the endpoint.
     Nothing was carried out."""
+
+
+class _Unusable(EtcdRefused):
+    """This endpoint will never answer, however often it is asked; another one may."""
+
+
+class _StaleToken(EtcdRefused):
+    """etcd does not know the token any more."""
 
 
 class LeaseGone(EtcdError):  # noqa: N818
@@ -71,30 +79,26 @@ class LeaseGone(EtcdError):  # noqa: N818
 # equality. etcd writes numbers as texts, and leaves out zeros, empty texts and false.
 
 
-class Put(msgspec.Struct, frozen=True):
-    key: bytes
-    value: bytes
-    lease: int = 0
+Fields = dict[str, Any]
 
 
-class Get(msgspec.Struct, frozen=True):
-    key: bytes
+def put(key: bytes, value: bytes, lease: int = 0) -> Fields:
+    return {"request_put": {"key": key, "value": value, "lease": lease}}
 
 
-class Delete(msgspec.Struct, frozen=True):
-    key: bytes
+def get(key: bytes) -> Fields:
+    return {"request_range": {"key": key}}
 
 
-Operation = Put | Get | Delete
-Compare = dict[str, Any]
-_OPERATION_FIELDS = {Put: "request_put", Get: "request_range", Delete: "request_delete_range"}
+def delete(key: bytes) -> Fields:
+    return {"request_delete_range": {"key": key}}
 
 
-def is_missing(key: bytes) -> Compare:
+def is_missing(key: bytes) -> Fields:
     return {"key": key, "target": "CREATE", "create_revision": 0}
 
 
-def has_value(key: bytes, value: bytes) -> Compare:
+def has_value(key: bytes, value: bytes) -> Fields:
     return {"key": key, "target": "VALUE", "value": value}
 
 
@@ -127,7 +131,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     @property
     def values(self) -> list[bytes | None]:
-        """Of a transaction: one for each `Get` of the branch that ran; None is a key that does not exist."""
+        """Of a transaction: one for each `get` of the branch that ran; None is a key that does not exist."""
         return [each["response_range"].value for each in self.responses if "response_range" in each]
 
 
@@ -166,20 +170,17 @@ class Gateway:
 
     def get(self, key: bytes) -> bytes | None:
         """The value, or None if there is no such key. It sees every write that was finished before."""
-        return self._send("/v3/kv/range", Get(key)).value
+        return self._send("/v3/kv/range", {"key": key}).value
 
     def put(self, key: bytes, value: bytes, lease: int = 0) -> None:
-        self._send("/v3/kv/put", Put(key, value, lease))
+        self._send("/v3/kv/put", {"key": key, "value": value, "lease": lease})
 
     def delete(self, key: bytes) -> None:
-        self._send("/v3/kv/deleterange", Delete(key))
+        self._send("/v3/kv/deleterange", {"key": key})
 
-    def transact(
-        self, compares: Sequence[Compare], then: Sequence[Operation], otherwise: Sequence[Operation] = ()
-    ) -> Answer:
+    def transact(self, compare: list[Fields], then: list[Fields], otherwise: Sequence[Fields] = ()) -> Answer:
         """Carry out `then` if all compares hold, else `otherwise`; at once, and all of it or nothing."""
-        success, failure = ([{_OPERATION_FIELDS[type(each)]: each} for each in branch] for branch in (then, otherwise))
-        fields = {"compare": compares, "success": success, "failure": failure}
+        fields = {"compare": compare, "success": then, "failure": otherwise}
         return self._send("/v3/kv/txn", fields, is_repeatable=False)
 
     def grant_lease(self, ttl_s: int) -> int:
@@ -205,29 +206,30 @@ class Gateway:
             name = self._members[self._preferred].name
             raise EtcdRefused(f"etcd {version!r} at {name} is too old: holdfast needs 3.4 or later")
 
-    def _send(self, path: str, fields: Any, *, is_repeatable: bool = True) -> Answer:
+    def _send(self, path: str, fields: Fields | None, *, is_repeatable: bool = True) -> Answer:
         """Ask one member after the other until one answers."""
         body = None if fields is None else msgspec.json.encode(fields)
         deadline = time.monotonic() + self.request_timeout_s
-        failures: dict[str, _Failed] = {}
+        failures: dict[str, EtcdError] = {}
         problems, is_unknown = "", False
         for number in self._turns(deadline):
             member = self._members[number]
             share_s = min(self.request_timeout_s / len(self._members), deadline - time.monotonic())
             try:
                 return self._ask(member, path, body, time.monotonic() + max(share_s, _LEAST_ATTEMPT_S))
-            except _Failed as failure:
+            except (Unavailable, _Unusable) as failure:
                 failures[member.name] = failure
                 if self._preferred == number:
                     self._preferred = (number + 1) % len(self._members)
-                is_unknown |= failure.may_have_happened and path not in _READS
+                is_unknown |= isinstance(failure, Unavailable) and failure.is_unknown and path not in _READS
             problems = "; ".join(f"{name}: {failure}" for name, failure in failures.items())
             if is_unknown and not is_repeatable:
                 break
-            if all(each.name in failures and failures[each.name].is_lasting for each in self._members):
+            if all(isinstance(failures.get(each.name), _Unusable) for each in self._members):
                 raise EtcdRefused(f"etcd: {problems}")
         reason = "the client is closed" if self._closing.is_set() else problems
-        raise Unavailable(f"etcd has not answered within {self.request_timeout_s:.2g} s: {reason}", is_unknown)
+        doubt = "; whether the write has happened is unknown" if is_unknown else ""
+        raise Unavailable(f"etcd has not answered within {self.request_timeout_s:.2g} s: {reason}{doubt}", is_unknown)
 
     def _turns(self, deadline: float) -> Iterator[int]:
         """The members by turns, the one that worked last first, until the time is up."""
@@ -254,9 +256,8 @@ class Gateway:
         """A new token. Threads that ask at the same time get different ones, all of them good."""
         try:
             self._token = member.ask("/v3/auth/authenticate", self._credentials, "", deadline).token
-        except _Failed as failure:
-            failure.may_have_happened = False  # The caller's request was not sent.
-            raise
+        except Unavailable as failure:
+            raise Unavailable(str(failure)) from None  # The caller's request was not sent.
         return self._token
 
 
@@ -268,11 +269,10 @@ class _Member:
 
     def __init__(self, endpoint: str, files: TlsFiles) -> None:
         protocol, self._host, self._port = parse_etcd_endpoint(endpoint, is_secure=files.are_given)
-        if protocol == "http" and files.are_given:
-            raise UserError(f"etcd endpoint {endpoint!r} is plain http, but TLS files are given")
         self.name = endpoint_text(self._host, self._port)
-        is_secure = protocol == "https"
-        self._tls = ReloadingTls(files.cert, files.key, files.ca, protocols=["http/1.1"]) if is_secure else None
+        self._tls = None
+        if protocol == "https":
+            self._tls = ReloadingTls(files.cert, files.key, files.ca, protocols=["http/1.1"])
 
     def ask(self, path: str, body: bytes | None, token: str, deadline: float) -> Answer:
         http = HTTPConnection(self._host, self._port)
@@ -290,9 +290,9 @@ class _Member:
         finally:
             connection.hang_up()
         if len(data) > MAX_ANSWER_BYTES:
-            raise _not_etcd(f"more than {MAX_ANSWER_BYTES >> 20} MiB")
+            raise _Unusable(f"{_NOT_ETCD}: more than {MAX_ANSWER_BYTES >> 20} MiB")
         if response.length:
-            raise _Failed("the connection broke in the middle of the answer", may_have_happened=True)
+            raise Unavailable("the connection broke in the middle of the answer", is_unknown=True)
         return _read(self.name, response.status, data)
 
 
@@ -350,17 +350,12 @@ class _Connection(io.RawIOBase):
 # The meaning of answers and failures.
 
 
-class _Failed(Exception):  # noqa: N818
-    """A member has not answered. `is_lasting`: it never will, however often it is asked."""
-
-    def __init__(self, text: str, *, may_have_happened: bool = False, is_lasting: bool = False) -> None:
-        super().__init__(text)
-        self.may_have_happened = may_have_happened
-        self.is_lasting = is_lasting
-
-
-class _StaleToken(EtcdRefused):
-    """etcd does not know the token any more."""
+_NOT_ETCD = "this is not an answer of etcd"
+_NOT_FOUND, _UNAUTHENTICATED = 5, 16
+# Canceled, unknown, deadline exceeded, internal, unavailable, data loss: it may have been carried out.
+_UNFINISHED = frozenset({1, 2, 4, 13, 14, 15})
+_NOT_BEGUN = ("no leader", "too many requests", "not capable", "not supported for learner")
+_CUT_OFF = (ssl.SSLEOFError, ssl.SSLZeroReturnError, RemoteDisconnected, ConnectionResetError)
 
 
 def _read(name: str, status: int, data: bytes) -> Answer:
@@ -375,48 +370,35 @@ def _read(name: str, status: int, data: bytes) -> Answer:
     if code := complaint.code or complaint.grpc_code:
         raise _meaning(name, code, complaint.message.removeprefix("etcdserver: "))
     if status >= 500:
-        raise _Failed(f"HTTP status {status}", may_have_happened=True)
+        raise Unavailable(f"HTTP status {status}", is_unknown=True)
     if status == 200 and not data:  # A member that is about to end hangs up before the first line of a stream.
-        raise _Failed("the answer is empty", may_have_happened=True)
+        raise Unavailable("the answer is empty", is_unknown=True)
     answer = answer.result or answer
     if status != 200 or (answer.header is None and not answer.etcdserver):
-        raise _not_etcd(f"HTTP status {status}, {data[:80].decode(errors='replace').strip()!r}{problem}")
+        raise _Unusable(f"{_NOT_ETCD}: HTTP status {status}, {data[:80].decode(errors='replace').strip()!r}{problem}")
     return answer
 
 
-_NOT_FOUND, _UNAUTHENTICATED = 5, 16
-# Canceled, unknown, deadline exceeded, internal, unavailable, data loss: it may have been carried out.
-_UNFINISHED = frozenset({1, 2, 4, 13, 14, 15})
-_NOT_BEGUN = ("no leader", "too many requests", "not capable", "not supported for learner")
-
-
-def _meaning(name: str, code: int, text: str) -> Exception:
+def _meaning(name: str, code: int, text: str) -> EtcdError:
     if code == _UNAUTHENTICATED or "revision of auth store is old" in text:
         return _StaleToken(f"etcd at {name}: {text}")
     if any(words in text for words in _NOT_BEGUN):
-        return _Failed(text)
+        return Unavailable(text)
     if code == _NOT_FOUND and "lease not found" in text:
         return LeaseGone(f"etcd at {name}: {text}")
     if code in _UNFINISHED:
-        return _Failed(text, may_have_happened=True)
+        return Unavailable(text, is_unknown=True)
     return EtcdRefused(f"etcd at {name}: {text}")
 
 
-def _not_etcd(what: str) -> _Failed:
-    return _Failed(f"this is not an answer of etcd: {what}", is_lasting=True)
-
-
-_CUT_OFF = (ssl.SSLEOFError, ssl.SSLZeroReturnError, RemoteDisconnected, ConnectionResetError)
-
-
-def _failure(error: Exception, is_sent: bool) -> _Failed:
+def _failure(error: Exception, is_sent: bool) -> EtcdError:
     """`is_sent`: the request was sent, at least in part."""
     if isinstance(error, ssl.SSLError) and not isinstance(error, (TimeoutError, *_CUT_OFF)):
-        return _Failed(f"TLS: {error.reason or error}", is_lasting=True)
+        return _Unusable(f"TLS: {error.reason or error}")
     if isinstance(error, TimeoutError):
         text = "no answer in time" if is_sent else "no connection in time"
     elif isinstance(error, _CUT_OFF):  # A member that is killed looks like one that expected the other protocol.
         text = "the connection was closed without an answer (is it http or https?)"
     else:
         text = (getattr(error, "strerror", None) or "the connection broke").lower()
-    return _Failed(text, may_have_happened=is_sent)
+    return Unavailable(text, is_unknown=is_sent)

@@ -30,7 +30,7 @@ from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.coordinator.memory import boot_id
 from holdfast.rendezvous.endpoints import endpoint_text
-from holdfast.rendezvous.etcd import gateway, memory
+from holdfast.rendezvous.etcd import election, gateway, memory
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.etcd.options import EtcdOptions
 from holdfast.rendezvous.handler import CoordinatorHandler
@@ -104,7 +104,7 @@ class EtcdLocator:
                 self._problem = (isinstance(error, OSError) and error.strerror) or str(error)
                 return
             self._problem = ""
-        if leader.term > known_term and leader != before:
+        if election.is_newer(leader, known_term) and leader != before:
             found()
 
     def _search(self, known_term: int, is_wanted: Callable[[], bool]) -> Leader:
@@ -176,9 +176,10 @@ class EtcdLocator:
 
     def _create(self, mine: Leader, lease: int) -> Leader | None:
         """The leader key as it is afterwards."""
-        put, get = gateway.Put(self._leader_key, memory.encode_leader(mine), lease), gateway.Get(self._leader_key)
+        key = self._leader_key
+        put = gateway.put(key, memory.encode_leader(mine), lease)
         try:
-            done = self._gateway.transact([gateway.is_missing(self._leader_key)], [put], [get])
+            done = self._gateway.transact([gateway.is_missing(key)], [put], [gateway.get(key)])
             return mine if done.succeeded else memory.decode_leader(done.values[0])
         except gateway.EtcdError:
             # It may have been carried out all the same, or may yet be: the lease is revoked if it was not.

@@ -108,13 +108,16 @@ class EtcdKeeper:
         self._renewals = ThreadPoolExecutor(1, "holdfast-renew")
         self._writes = ThreadPoolExecutor(1, "holdfast-write")
         self._timer: asyncio.TimerHandle | None = None
-        self._is_over = False
 
     async def begin(self) -> None:
         """Read the memory, be of a higher term than it, and write it down again under a lease of this coordinator's.
         Raises HostError if the office ends before that."""
         self._arm()
-        self._memory = self._decoded(await self._read())
+        try:
+            value = await self._loop.run_in_executor(self._writes, self._gateway.get, self._memory_key)
+        except gateway.EtcdError as error:
+            raise HostError(str(error)) from None
+        self._memory = self._decoded(value)
         if self._memory is not None and self._memory != Memory():
             written = asyncio.Event()
             self.when_over = lambda _: written.set()
@@ -122,19 +125,6 @@ class EtcdKeeper:
                 self.raise_term(self._memory.term, lambda _: None)
             self.remember(self._run_id, self._memory, written.set)
             await written.wait()
-        self._check_in_office()
-
-    async def _read(self) -> bytes | None:
-        while True:
-            try:
-                return await self._loop.run_in_executor(self._writes, self._gateway.get, self._memory_key)
-            except gateway.EtcdRefused as error:
-                raise HostError(str(error)) from None
-            except gateway.EtcdError as error:
-                logger.warning("cannot read what etcd remembers of run %r: %s", self._run_id, error)
-            self._check_in_office()
-
-    def _check_in_office(self) -> None:
         if not self.may_serve():
             raise HostError(f"the coordinator cannot serve: {self.reason_to_resign}")
 
@@ -150,9 +140,9 @@ class EtcdKeeper:
     # What the coordinator asks for.
 
     def may_serve(self) -> bool:
-        if not self._is_over and not self._office.may_serve(time.monotonic()):
+        if not self._office.may_serve(time.monotonic()):
             self._step(election.TimePassed())
-        return not self._is_over
+        return not self._office.has_resigned
 
     def recall(self, run_id: str) -> tuple[Memory | None, int | None]:
         return self._memory, self._office.leader.term
@@ -166,33 +156,23 @@ class EtcdKeeper:
         self._step(election.TermHeard(heard))
 
     def forget(self, run_id: str) -> None:
-        """Nothing is left in etcd of a run that is over. The lease is revoked by `close`."""
+        """Leave nothing in etcd of a run that is over, if etcd can be reached. The lease is revoked by `close`."""
         guard = gateway.has_value(self._leader_key, encode_leader(self._office.leader))
-        keys = [gateway.Delete(self._memory_key), gateway.Delete(self._leader_key)]
-        self._writes.submit(self._quietly, self._gateway.transact, [guard], keys)
+        keys = [gateway.delete(self._memory_key), gateway.delete(self._leader_key)]
+        self._writes.submit(self._gateway.transact, [guard], keys)
 
     async def close(self) -> None:
         """Give the office up, so that the next coordinator need not wait for the lease to end."""
-        self._is_over = True
-        if self._timer is not None:
-            self._timer.cancel()
-        self._writes.submit(self._quietly, self._gateway.revoke_lease, self._lease)
+        self._office.has_resigned = True
+        self._arm()
+        self._writes.submit(self._gateway.revoke_lease, self._lease)
         await asyncio.to_thread(self._writes.shutdown)
         self._gateway.close()
         await asyncio.to_thread(self._renewals.shutdown)
 
-    @staticmethod
-    def _quietly(call: Callable[..., object], *arguments: object) -> None:
-        try:
-            call(*arguments)
-        except gateway.EtcdError as error:
-            logger.info("etcd: %s", error)
-
     # The machine.
 
     def _step(self, event: election.Event) -> None:
-        if self._is_over:
-            return
         for command in self._office.step(event, time.monotonic()):
             match command:
                 case election.Renew():
@@ -202,7 +182,6 @@ class EtcdKeeper:
                 case election.Acknowledge():
                     self._when_written.popleft()()
                 case election.Resign(reason):
-                    self._is_over = True
                     self.reason_to_resign = reason
                     self.when_over(reason)
                 case _:
@@ -231,14 +210,14 @@ class EtcdKeeper:
 
     def _write(self, write: election.Write) -> election.Event:
         try:
-            then: list[gateway.Operation] = [gateway.Put(self._leader_key, encode_leader(write.after), self._lease)]
+            then = [gateway.put(self._leader_key, encode_leader(write.after), self._lease)]
             if write.memory is not None:
                 if self._memory_lease is None:
                     self._memory_renewed_at = time.monotonic()
                     self._memory_lease = self._gateway.grant_lease(self._memory_lease_s)
-                then.append(gateway.Put(self._memory_key, encode_memory(write.memory), self._memory_lease))
+                then.append(gateway.put(self._memory_key, encode_memory(write.memory), self._memory_lease))
             guard = gateway.has_value(self._leader_key, encode_leader(write.before))
-            done = self._gateway.transact([guard], then, [gateway.Get(self._leader_key)])
+            done = self._gateway.transact([guard], then, [gateway.get(self._leader_key)])
             return election.WriteAnswered(write.after if done.succeeded else decode_leader(done.values[0]))
         except gateway.LeaseGone:
             return election.RenewalAnswered(time.monotonic(), is_alive=False)
@@ -252,5 +231,5 @@ class EtcdKeeper:
         if self._timer is not None:
             self._timer.cancel()
         at = self._office.next_deadline()
-        if at is not None and not self._is_over:
+        if at is not None:
             self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._step, election.TimePassed())
