@@ -591,6 +591,8 @@ def test_tls_where_there_is_none(etcd: EtcdServer, certificates: Certificates) -
     gateway = Gateway([etcd.get_endpoint()], tls=files, request_timeout_s=0.5)
     with gateway, pytest.raises(EtcdError, match=r"TLS: |http or https\?"):
         gateway.get(b"k")
+    with Gateway([f"http://{etcd.get_endpoint()}"], tls=files) as gateway:
+        assert gateway.get(b"k") is None
 
 
 def test_certificates_are_renewed(secure: EtcdServer, certificates: Certificates, tmp_path: Path) -> None:
