@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.rendezvous.etcd.memory import keys_of
-from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
+from holdfast.testing.etcd_server import EtcdCluster
 from tests import support
 from tests.certificates import make_certificates
 from tests.e2e.command import Holdfast
+from tests.guarded_etcd import etcd_with_tls, etcd_with_users
 
 SCRIPT = "import os, sys; sys.stdout.write('{RANK} {WORLD_SIZE}\\n'.format(**os.environ))\n"
 
@@ -46,7 +47,7 @@ def test_several_endpoints_and_settings(holdfast: Holdfast, cluster: EtcdCluster
 
 def test_tls_options(holdfast: Holdfast, tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
-    with EtcdServer(cert=made.server_pem, key=made.server_key, client_ca=made.ca_pem) as server:
+    with etcd_with_tls(made) as server:
         files = ("--tls-cert", made.server_pem, "--tls-key", made.server_key)
         ended = holdfast.run(*run_on(server.get_endpoint(), "--tls-ca", made.ca_pem, *files))
         assert ended.code == 0, ended.err
@@ -57,7 +58,7 @@ def test_tls_options(holdfast: Holdfast, tmp_path: Path) -> None:
 
 def test_a_user_and_a_password(holdfast: Holdfast) -> None:
     holdfast.script("secret\n", "password")
-    with EtcdServer(username="root", password="secret") as server:
+    with etcd_with_users() as server:
         at = server.get_endpoint()
         assert holdfast.run(*run_on(at, "--rdzv-conf", "user=root,password_file=password")).code == 0
         refused = holdfast.run(*run_on(at, "--rdzv-conf", "user=root"), env={"HOLDFAST_ETCD_PASSWORD": "wrong"})

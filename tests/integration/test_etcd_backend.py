@@ -44,6 +44,7 @@ from holdfast.rendezvous.tls import TlsFiles
 from holdfast.testing.etcd_server import EtcdServer
 from tests import support
 from tests.certificates import Certificates, make_certificates
+from tests.guarded_etcd import ROOT, call, etcd_with_tls, etcd_with_users
 from tests.nodes import Relay
 
 
@@ -454,8 +455,8 @@ def test_something_that_will_not_do(place: Place, body: bytes, words: str) -> No
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[EtcdServer]:
-    with EtcdServer(username="root", password="secret") as server, server.get_client() as client:
-        client.call("auth/user/add", name="guest", password="guest")
+    with etcd_with_users() as server, server.get_client(**ROOT) as client:
+        call(client, "auth/user/add", name="guest", password="guest")
         yield server
 
 
@@ -465,7 +466,7 @@ def test_a_password_from_a_file_or_the_environment(
     password = tmp_path / "password"
     password.write_text("secret\n")
     monkeypatch.setenv("HOLDFAST_ETCD_PASSWORD", "secret")
-    with guarded.get_client() as gateway:
+    with guarded.get_client(**ROOT) as gateway:
         place = Place(guarded.get_endpoint(), gateway)
         with place.node("2", user="root", password_file=str(password)) as a, place.node("2", user="root") as b:
             form(a, b)
@@ -485,7 +486,7 @@ def test_who_may_not(
     guarded: EtcdServer, monkeypatch: pytest.MonkeyPatch, user: str, password: str, words: str
 ) -> None:
     monkeypatch.setenv("HOLDFAST_ETCD_PASSWORD", password)
-    with guarded.get_client() as gateway, Place(guarded.get_endpoint(), gateway).node(user=user) as a:
+    with guarded.get_client(**ROOT) as gateway, Place(guarded.get_endpoint(), gateway).node(user=user) as a:
         assert words in refusal(a)
 
 
@@ -496,8 +497,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 @pytest.fixture(scope="module")
 def secured(certificates: Certificates) -> Iterator[EtcdServer]:
-    cert, key, ca = certificates.server_pem, certificates.server_key, certificates.ca_pem
-    with EtcdServer(cert=cert, key=key, client_ca=ca) as server:
+    with etcd_with_tls(certificates) as server:
         yield server
 
 

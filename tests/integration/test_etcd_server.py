@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from holdfast.errors import HostError, UserError
-from holdfast.rendezvous.etcd.gateway import EtcdRefused, Gateway
+from holdfast.rendezvous.etcd.gateway import Gateway
 from holdfast.testing import etcd_server
 from holdfast.testing.etcd_server import EtcdCluster, EtcdServer, find_etcd_binary
 from tests import support
@@ -113,8 +113,7 @@ SERVE = """
         if child == 0:
             signal.pause()
         print(child, flush=True)
-    pids = [server.pid(n) for n in range(3)] if how == "cluster" else [server.pid]
-    print(*pids, flush=True)
+    print(*server.pids, flush=True)
     if how == "exit":
         sys.exit(3)
     if how == "exception":
@@ -248,42 +247,11 @@ def test_without_the_package_the_path_counts(tmp_path: Path, monkeypatch: pytest
     assert find_etcd_binary() == here
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"cert": "x"}, "both cert and key"),
-        ({"client_ca": "x"}, "both cert and key"),
-        ({"username": "root"}, "both username and password"),
-        ({"username": "me", "password": "x"}, "must be 'root', not 'me'"),
-    ],
-)
-def test_options_that_do_not_fit(options: dict[str, str], complaint: str) -> None:
-    with pytest.raises(UserError, match=complaint):
-        EtcdServer(**options)  # type: ignore[arg-type]
-
-
 def test_settings_of_another_etcd_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETCD_LISTEN_CLIENT_URLS", "junk")
     monkeypatch.setenv("ETCD_NAME", "other")
     with EtcdServer() as server, server.get_client() as client:
         client.put(b"k", b"")
-
-
-def test_with_authentication() -> None:
-    with EtcdServer(username="root", password="secret") as server:
-        with server.get_client() as client:
-            client.put(b"k", b"v")
-        with (
-            server.get_client(user=None, password=None) as client,
-            pytest.raises(EtcdRefused, match="user name is empty"),
-        ):
-            client.put(b"k", b"v")
-
-
-def test_a_thread_that_ends_while_it_is_looked_at_does_not_stand_still_yet() -> None:
-    process = subprocess.Popen(["true"])
-    process.wait(support.DEADLINE_S)
-    assert not etcd_server._is_paused(process.pid)
 
 
 def test_a_cluster(private_tmp: Path, no_descriptor_leak: None) -> None:
@@ -292,18 +260,18 @@ def test_a_cluster(private_tmp: Path, no_descriptor_leak: None) -> None:
         leader = cluster.leader()
         with cluster.get_client() as client:
             client.put(b"k", b"before")
-            pid = cluster.pid(leader)
+            pid = cluster.pids[leader]
             cluster.kill(leader)
             assert not support.alive(pid)
             support.wait_until(lambda: cluster.leader() != leader, "another leader")
             cluster.restart(leader)
-            assert cluster.pid(leader) != pid
+            assert cluster.pids[leader] != pid
             # Its data was kept.
             with Gateway([cluster.endpoints[leader]]) as alone:
                 assert alone.get(b"k") == b"before"
         other = (cluster.leader() + 1) % 3
         cluster.pause(other)
-        assert psutil.Process(cluster.pid(other)).status() == psutil.STATUS_STOPPED
+        assert psutil.Process(cluster.pids[other]).status() == psutil.STATUS_STOPPED
         cluster.resume(other)
         cluster.pause(other)
     cluster.stop()

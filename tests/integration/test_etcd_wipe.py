@@ -69,7 +69,7 @@ def test_nodes_that_wait_for_others_go_on_waiting(scene: Scene, cluster: EtcdClu
 def test_a_node_that_was_away_hears_how_its_run_ended(scene: Scene) -> None:
     """It was lost, so the run is remembered for `close_linger`. It ends as the others did, and starts nothing."""
     for name in "ab":
-        scene.start(name, "1:2", last_call=60, close_linger=10, **SHORT)
+        scene.start(name, "1:2", last_call=60, close_linger=5, **SHORT)
     scene.await_world(2)
     host = scene.host()
     away, other = sorted(scene.nodes, key=lambda node: node is host)

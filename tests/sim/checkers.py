@@ -637,7 +637,7 @@ class TellingsAreBacked(Checker):
         match message:
             case Sealed(_, place) if memory is None or memory.last_round < place.round:
                 self.object(f"{coordinator.name} has told of round {place.round}, written down is {memory}")
-            case Ended(outcome) if memory is None or memory.outcome != outcome:
+            case Ended(outcome) if memory is None or memory.outcome != outcome.in_brief():
                 self.object(f"{coordinator.name} has told {outcome}, written down is {memory}")
 
 

@@ -43,11 +43,10 @@ class ElectedCoordinator(Coordinator):
         self._early: list[tuple[Link, int]] = []
         self._writing: Item | None = None
         self._written: Item | None = None
-        self._numbers = 0
         self._office_alarm = Alarm(self.engine, self.clock, self._office_ring)
 
     def begin(self) -> None:
-        self.engine.note(self.name, "is elected, of term", str(self.office.term))
+        self.engine.note(self.name, "is elected, of term", str(self.office.leader.term))
         self.host.coordinators.append(self)
         self.checks.elected(self)
         self.address.listener = self
@@ -60,9 +59,9 @@ class ElectedCoordinator(Coordinator):
     def _memory_read(self, memory: Memory | None) -> None:
         known = memory.term if memory else 0
         self.engine.note(self.name, "starts", "with" if memory else "with no memory", memory or "")
-        if known >= self.office.term:
+        if known >= self.office.leader.term:
             self._outbox.append(RaiseTerm(known))
-        self._open(memory, term=max(self.office.term, known + 1))
+        self._open(memory, term=max(self.office.leader.term, known + 1))
         self._is_open = True
         self._flush()
         for link, term in self._early:
@@ -129,13 +128,8 @@ class ElectedCoordinator(Coordinator):
             return True
         if self._writing is not item:
             self._writing = item
-            self._numbers += 1
             is_memory = isinstance(item, Remember)
-            self._tell_office(
-                election.MemoryChanged(self._numbers, item.memory)
-                if is_memory
-                else election.TermHeard(self._numbers, item.heard)
-            )
+            self._tell_office(election.MemoryChanged(item.memory) if is_memory else election.TermHeard(item.heard))
         return False
 
     def _carry_out(self, item: Item) -> None:

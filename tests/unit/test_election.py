@@ -46,7 +46,7 @@ def write(before: Leader, after: Leader, memory: Memory | None = None) -> Write:
 LOST = Resign("etcd has lost its key")
 LATE = Resign("etcd did not renew its lease in time")
 W1 = write(L0, L1, FIRST)
-WRITING: Script = [(100.0, MemoryChanged(1, FIRST), [W1])]
+WRITING: Script = [(100.0, MemoryChanged(FIRST), [W1])]
 RENEWED: Script = [(101.0, TIME, [Renew()]), (101.5, RenewalAnswered(101.0, True), [])]
 
 SCRIPTS: dict[str, Script] = {
@@ -73,28 +73,28 @@ SCRIPTS: dict[str, Script] = {
         (104.4, TIME, [Renew()]),
         (105.5, RenewalAnswered(104.4, True), [LATE]),
     ],
-    "the lease is checked before anything": [(104.5, MemoryChanged(1, FIRST), [LATE]), (104.6, TIME, [])],
+    "the lease is checked before anything": [(104.5, MemoryChanged(FIRST), [LATE]), (104.6, TIME, [])],
     "a lease that is unknown has ended": [
         (101.0, TIME, [Renew()]),
         (101.1, RenewalAnswered(101.0, False), [Resign("etcd has ended its lease")]),
-        (101.2, MemoryChanged(1, FIRST), []),
+        (101.2, MemoryChanged(FIRST), []),
         (101.3, RenewalAnswered(101.0, True), []),
     ],
-    "what is written is acknowledged": [*WRITING, (100.1, WriteAnswered(L1), [Acknowledge(1)])],
+    "what is written is acknowledged": [*WRITING, (100.1, WriteAnswered(L1), [Acknowledge()])],
     "one write at a time, in order": [
         *WRITING,
-        (100.1, MemoryChanged(2, SECOND), []),
-        (100.1, TermHeard(3, 7), []),
-        (100.2, WriteAnswered(L1), [Acknowledge(1), write(L1, L2, SECOND)]),
-        (100.3, WriteAnswered(L2), [Acknowledge(2), write(L2, replace(L3, term=8))]),
-        (100.4, WriteAnswered(replace(L3, term=8)), [Acknowledge(3)]),
+        (100.1, MemoryChanged(SECOND), []),
+        (100.1, TermHeard(7), []),
+        (100.2, WriteAnswered(L1), [Acknowledge(), write(L1, L2, SECOND)]),
+        (100.3, WriteAnswered(L2), [Acknowledge(), write(L2, replace(L3, term=8))]),
+        (100.4, WriteAnswered(replace(L3, term=8)), [Acknowledge()]),
     ],
     "a write without an answer is sent again; its own result is success": [
         *WRITING,
         (100.1, WriteFailed(), []),
-        (100.3, MemoryChanged(2, SECOND), []),
+        (100.3, MemoryChanged(SECOND), []),
         (100.4, TIME, [W1]),
-        (100.5, WriteAnswered(L1), [Acknowledge(1), write(L1, L2, SECOND)]),
+        (100.5, WriteAnswered(L1), [Acknowledge(), write(L1, L2, SECOND)]),
     ],
     "again and again, while it serves": [
         *WRITING,
@@ -106,10 +106,10 @@ SCRIPTS: dict[str, Script] = {
     ],
     "a late answer to an earlier attempt is no answer to the next write": [
         *WRITING,
-        (100.1, MemoryChanged(2, SECOND), []),
-        (100.2, WriteAnswered(L1), [Acknowledge(1), write(L1, L2, SECOND)]),
+        (100.1, MemoryChanged(SECOND), []),
+        (100.2, WriteAnswered(L1), [Acknowledge(), write(L1, L2, SECOND)]),
         (100.3, WriteAnswered(L1), []),
-        (100.4, WriteAnswered(L2), [Acknowledge(2)]),
+        (100.4, WriteAnswered(L2), [Acknowledge()]),
         (100.5, WriteAnswered(L2), []),
     ],
     "another one is in office": [
@@ -123,15 +123,15 @@ SCRIPTS: dict[str, Script] = {
         (100.1, WriteAnswered(replace(L1, token="x")), [Resign("another one, of term 7, is in office")]),
     ],
     "it raises its term before anything that follows": [
-        (100.0, TermHeard(1, 9), [write(L0, replace(L1, term=10))]),
-        (100.1, MemoryChanged(2, FIRST), []),
-        (100.2, WriteAnswered(replace(L1, term=10)), [Acknowledge(1), write(replace(L1, term=10), TEN, FIRST)]),
+        (100.0, TermHeard(9), [write(L0, replace(L1, term=10))]),
+        (100.1, MemoryChanged(FIRST), []),
+        (100.2, WriteAnswered(replace(L1, term=10)), [Acknowledge(), write(replace(L1, term=10), TEN, FIRST)]),
     ],
-    "it never lowers it": [(100.0, TermHeard(1, 3), [write(L0, L1)])],
+    "it never lowers it": [(100.0, TermHeard(3), [write(L0, L1)])],
     "renewals go on while it writes": [
         *WRITING,
         (101.0, TIME, [Renew()]),
-        (101.1, WriteAnswered(L1), [Acknowledge(1)]),
+        (101.1, WriteAnswered(L1), [Acknowledge()]),
     ],
 }  # fmt: skip
 
@@ -152,7 +152,7 @@ def test_it_serves_for_less_than_its_lease() -> None:
     assert [office.may_serve(at) for at in (100.0, 104.49, 104.5)] == [True, True, False]
     play(office, RENEWED)
     assert [office.may_serve(at) for at in (104.5, 105.49, 105.5)] == [True, True, False]
-    play(office, [(101.6, MemoryChanged(1, FIRST), [W1]), (102.0, WriteAnswered(None), [LOST])])
+    play(office, [(101.6, MemoryChanged(FIRST), [W1]), (102.0, WriteAnswered(None), [LOST])])
     assert not office.may_serve(102.0)
     assert office.next_deadline() is None
 
@@ -189,7 +189,7 @@ def test_a_deadline_that_was_kept_is_not_named_again() -> None:
 
 
 def test_who_is_newer() -> None:
-    assert [is_newer(found, 7) for found in (None, replace(L0, term=6), L0, OTHER)] == [False, False, False, True]
+    assert [is_newer(found, 7) for found in (replace(L0, term=6), L0, OTHER)] == [False, False, True]
 
 
 @dataclass
@@ -226,13 +226,12 @@ def test_what_is_acknowledged_is_written_and_stays(moves: list[str]) -> None:
                 case Write():
                     assert in_flight is None, "one at a time"
                     in_flight = command
-                case Acknowledge(done):
-                    assert done == acknowledged + 1, "in order"
-                    acknowledged = done
+                case Acknowledge():
+                    acknowledged += 1
                     assert keys.leader == office.leader
-                    if done in changes:
-                        written = done
-                        assert keys.memory == Memory(term=office.term, last_round=done)
+                    if acknowledged in changes:
+                        written = acknowledged
+                        assert keys.memory == Memory(term=office.leader.term, last_round=written)
                 case Resign():
                     assert keys.leader == OTHER
 
@@ -245,8 +244,8 @@ def test_what_is_acknowledged_is_written_and_stays(moves: list[str]) -> None:
             case "change" | "raise":
                 number += 1
                 changes |= {number} if move == "change" else set()
-                heard = MemoryChanged(number, Memory(last_round=number))
-                react(office.step(heard if move == "change" else TermHeard(number, office.term + 1), now))
+                changed = MemoryChanged(Memory(last_round=number))
+                react(office.step(changed if move == "change" else TermHeard(office.leader.term + 1), now))
             case "answer" if attempt is not None:
                 in_flight = None
                 react(office.step(WriteAnswered(keys.carry_out(attempt)), now))

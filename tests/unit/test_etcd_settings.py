@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousParameters
-from holdfast.rendezvous.etcd.options import KEYS, EtcdOptions
+from holdfast.rendezvous.etcd.options import KEYS, Access, EtcdOptions
 from holdfast.rendezvous.membership.model import Admit, Settings
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
@@ -43,7 +43,7 @@ def test_nothing_said() -> None:
         2, 4, 600.0, 5.0, 1.0, 6.0, 2.0, 10.0, Admit.NOW, RestartPolicy(3), leader_lease_s=5
     )
     assert (DEFAULTS.leader_lease_s, DEFAULTS.coordinator_port, DEFAULTS.outage_timeout_s) == (5, 0, 3600.0)
-    assert DEFAULTS.may_host
+    assert DEFAULTS.is_host is None
 
 
 VALUES: list[tuple[str, Any, dict[str, Any]]] = [
@@ -71,7 +71,7 @@ VALUES: list[tuple[str, Any, dict[str, Any]]] = [
     ("leader_lease", 30.0, {"leader_lease_s": 30}),
     ("prefix", "x", {"prefix": "x"}),
     ("etcd_prefix", "/x/", {"prefix": "/x/"}),
-    ("protocol", "http", {"endpoints": ("http://localhost",)}),
+    ("protocol", "http", {"access": Access(("http://localhost",))}),
     ("agent_tls", "off", {}),
     ("agent_tls", "on", {}),
     ("heartbeat_timeout", 5, {}),
@@ -115,7 +115,7 @@ def test_what_is_not_said_follows_from_what_is(
     ],
 )
 def test_endpoints(endpoint: str, config: dict[str, Any], expected: tuple[str, ...]) -> None:
-    assert read(endpoint, **config).endpoints == expected
+    assert read(endpoint, **config).access.endpoints == expected
 
 
 def test_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,10 +123,10 @@ def test_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text("of the file\n")
     monkeypatch.setenv("HOLDFAST_ETCD_PASSWORD", "password of the environment")
     monkeypatch.setenv("HOLDFAST_TOKEN", "token of the environment")
-    assert (read().password, read().token) == (None, b"token of the environment")
-    assert read(user="me").password == "password of the environment"
+    assert (read().access.password(), read().token) == (None, b"token of the environment")
+    assert read(user="me").access.password() == "password of the environment"
     chosen = read(user="me", password_file=str(path), token_file=str(path))
-    assert (chosen.user, chosen.password, chosen.token) == ("me", "of the file", b"of the file")
+    assert (chosen.access.user, chosen.access.password(), chosen.token) == ("me", "of the file", b"of the file")
 
 
 ALL = {"tls_cert": "c", "tls_key": "k", "tls_ca": "a"}
@@ -152,7 +152,7 @@ NONE = TlsFiles()
 def test_tls(endpoint: str, config: dict[str, Any], for_agents: TlsFiles, for_etcd: TlsFiles) -> None:
     chosen = read(endpoint, **config)
     assert TlsFiles(chosen.tls_cert, chosen.tls_key, chosen.tls_ca) == for_agents
-    assert chosen.etcd_tls == for_etcd
+    assert TlsFiles(*chosen.access.tls) == for_etcd
 
 
 PLAIN = (

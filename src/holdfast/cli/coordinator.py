@@ -115,12 +115,14 @@ async def _serve_for_a_run(args: argparse.Namespace) -> None:
 async def _serve_in_office(args: argparse.Namespace, sock: socket.socket) -> None:
     """For one run on etcd, for as long as etcd renews its lease. Its port is any, so its log is named by the run: the
     coordinators that a host has one after the other add to it, and the one that sees the end of the run removes it."""
+    import msgspec
+
     from holdfast.rendezvous.coordinator.memory import log_path
     from holdfast.rendezvous.etcd import memory
 
-    appointment = memory.decode_appointment(args.office)
+    appointment = msgspec.json.decode(args.office, type=memory.Appointment)
     log = log_path(appointment.run_id)
-    keeper = memory.EtcdKeeper(memory.gateway_of(appointment), appointment)
+    keeper = memory.EtcdKeeper(appointment)
     coordinator = _coordinator(args, sock, _IDLE_TIMEOUT_S, keeper, appointment.run_id)
     try:
         await keeper.begin()

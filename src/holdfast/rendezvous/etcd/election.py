@@ -13,7 +13,7 @@ renews the lease from then on. The key `memory` holds the run's `Memory`.
   `turn` in it on. So nothing is written once another coordinator has created the key, or etcd has lost it; and a write
   that got no answer and is carried out late finds another turn, and changes nothing.
 * A write without an answer is sent again. If it finds its own result, it was carried out the first time.
-* What was to be written is acknowledged in order. The shell tells nodes nothing that follows from it before.
+* Writes are acknowledged in order. The shell tells nodes nothing that follows from a write before that.
 
 A term is higher than all before it: higher than the memory's, and than any that a node has heard of. If etcd lost its
 data the memory is gone, but the nodes know: a coordinator that hears of a higher term raises its own before it answers.
@@ -45,14 +45,10 @@ class Leader:
     boot_id: str = ""
 
 
-# Events.
-
-
 @frozen
 class MemoryChanged:
-    """The run has something new to be written down; `number` names it in `Acknowledge`."""
+    """The run has something new to be written down."""
 
-    number: int
     memory: Memory
 
 
@@ -60,7 +56,6 @@ class MemoryChanged:
 class TermHeard:
     """A node knows of a coordinator of this term."""
 
-    number: int
     term: int
 
 
@@ -97,9 +92,6 @@ class TimePassed:
 Event = MemoryChanged | TermHeard | RenewalAnswered | RenewalFailed | WriteAnswered | WriteFailed | TimePassed
 
 
-# Commands.
-
-
 @frozen
 class Renew:
     """Renew the lease; answer with `RenewalAnswered` and the time before it was sent, or `RenewalFailed`."""
@@ -107,10 +99,8 @@ class Renew:
 
 @frozen
 class Write:
-    """If the leader key is `before`, make it `after`, under the lease, and put the memory if there is one.
-
-    Answer with the leader key as it is then.
-    """
+    """If the leader key is `before`, make it `after`, under the lease, and put the memory if there is one. Answer with
+    the leader key as it is then."""
 
     before: Leader
     after: Leader
@@ -119,9 +109,7 @@ class Write:
 
 @frozen
 class Acknowledge:
-    """What came with this number is written down."""
-
-    number: int
+    """The oldest `MemoryChanged` or `TermHeard` that was not acknowledged yet is written down."""
 
 
 @frozen
@@ -135,34 +123,26 @@ Command = Renew | Write | Acknowledge | Resign
 
 
 class Office:
-    """One coordinator's time in office. `leader` is the key as this coordinator's agent created it."""
+    """One coordinator's time in office. `leader` is the key as this coordinator's agent created it; `renewed_at` is the
+    time before the lease was asked for."""
 
     def __init__(self, leader: Leader, lease_s: float, renewed_at: float) -> None:
-        """`renewed_at` is the time before the lease was asked for."""
         self.leader = leader
         self.has_resigned = False
         self._lease_s = lease_s
-        self._renewed_at = renewed_at
+        self._serves_until = renewed_at + _SERVED_SHARE * lease_s
         self._renew_at: float | None = renewed_at + lease_s / _RENEWALS_PER_LEASE
-        self._waiting: deque[tuple[int, Memory | None, int]] = deque()  # Number, memory, term.
+        self._waiting: deque[MemoryChanged | TermHeard] = deque()
         self._writing: Write | None = None
         self._write_again_at: float | None = None
 
-    @property
-    def term(self) -> int:
-        return self.leader.term
-
-    @property
-    def serves_until(self) -> float:
-        return self._renewed_at + _SERVED_SHARE * self._lease_s
-
     def may_serve(self, now: float) -> bool:
-        return not self.has_resigned and now < self.serves_until
+        return not self.has_resigned and now < self._serves_until
 
     def next_deadline(self) -> float | None:
         if self.has_resigned:
             return None
-        candidates = [self.serves_until, self._renew_at, self._write_again_at]
+        candidates = [self._serves_until, self._renew_at, self._write_again_at]
         return min(each for each in candidates if each is not None)
 
     def step(self, event: Event, now: float) -> list[Command]:
@@ -171,14 +151,12 @@ class Office:
         if not self.may_serve(now):
             return self._resign("etcd did not renew its lease in time")
         match event:
-            case MemoryChanged(number, memory):
-                self._waiting.append((number, memory, 0))
-            case TermHeard(number, term):
-                self._waiting.append((number, None, term + 1))
+            case MemoryChanged() | TermHeard():
+                self._waiting.append(event)
             case RenewalAnswered(sent_at, is_alive):
                 if not is_alive:
                     return self._resign("etcd has ended its lease")
-                self._renewed_at = max(self._renewed_at, sent_at)
+                self._serves_until = max(self._serves_until, sent_at + _SERVED_SHARE * self._lease_s)
                 self._renew_at = sent_at + self._lease_s / _RENEWALS_PER_LEASE
             case RenewalFailed():
                 self._renew_at = now + _RETRY_S
@@ -207,11 +185,12 @@ class Office:
         """One at a time, in order."""
         if self._writing is not None or not self._waiting:
             return []
-        _, memory, term = self._waiting[0]
-        after = replace(self.leader, term=max(self.leader.term, term), turn=self.leader.turn + 1)
-        if memory is not None:
-            memory = replace(memory, term=after.term)
-        self._writing = Write(self.leader, after, memory)
+        after = replace(self.leader, turn=self.leader.turn + 1)
+        match self._waiting[0]:
+            case MemoryChanged(memory):
+                self._writing = Write(self.leader, after, replace(memory, term=after.term))
+            case TermHeard(term):
+                self._writing = Write(self.leader, replace(after, term=max(after.term, term + 1)), None)
         return [self._writing]
 
     def _written(self, found: Leader | None) -> list[Command]:
@@ -222,13 +201,14 @@ class Office:
             who = "etcd has lost its key" if found is None else f"another one, of term {found.term}, is in office"
             return self._resign(who)
         self.leader, self._writing, self._write_again_at = writing.after, None, None
-        return [Acknowledge(self._waiting.popleft()[0])]
+        self._waiting.popleft()
+        return [Acknowledge()]
 
     def _resign(self, reason: str) -> list[Command]:
         self.has_resigned = True
         return [Resign(reason)]
 
 
-def is_newer(found: Leader | None, known_term: int) -> bool:
+def is_newer(found: Leader, known_term: int) -> bool:
     """Whether a node that knows of a coordinator of this term should go to the one that was found."""
-    return found is not None and found.term > known_term
+    return found.term > known_term

@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import assert_never
@@ -27,22 +28,11 @@ import msgspec
 
 from holdfast.errors import HostError, UserError
 from holdfast.rendezvous.endpoints import endpoint_text, parse_rendezvous_endpoint
-from holdfast.rendezvous.etcd import election, options
-from holdfast.rendezvous.etcd.election import Leader, Office
-from holdfast.rendezvous.etcd.gateway import (
-    Delete,
-    EtcdError,
-    EtcdRefused,
-    Gateway,
-    Get,
-    LeaseGone,
-    Operation,
-    Put,
-    has_value,
-)
+from holdfast.rendezvous.etcd import election, gateway
+from holdfast.rendezvous.etcd.election import Leader
+from holdfast.rendezvous.etcd.options import Access
 from holdfast.rendezvous.membership import protocol  # noqa: F401  # it sets the limits of what is read
 from holdfast.rendezvous.membership.model import Memory
-from holdfast.rendezvous.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -59,30 +49,12 @@ class Appointment:
 
     run_id: str
     prefix: str
-    endpoints: tuple[str, ...]
-    user: str
-    password_file: str
-    tls: tuple[str, str, str]
+    access: Access
     leader: Leader
     lease: int
     lease_s: int
     renewed_at: float
     memory_lease_s: int
-
-
-def decode_appointment(text: str) -> Appointment:
-    return msgspec.json.decode(text, type=Appointment)
-
-
-def gateway_of(appointment: Appointment) -> Gateway:
-    password = options.read_password(appointment.password_file) if appointment.user else None
-    return Gateway(
-        appointment.endpoints,
-        user=appointment.user or None,
-        password=password,
-        tls=TlsFiles(*appointment.tls),
-        request_timeout_s=appointment.lease_s / 3,
-    )
 
 
 def keys_of(prefix: str, run_id: str) -> tuple[bytes, bytes]:
@@ -91,8 +63,7 @@ def keys_of(prefix: str, run_id: str) -> tuple[bytes, bytes]:
     return f"{place}/leader".encode(), f"{place}/memory".encode()
 
 
-def encode_leader(leader: Leader) -> bytes:
-    return msgspec.json.encode(leader)
+encode_leader = msgspec.json.encode
 
 
 def decode_leader(value: bytes | None) -> Leader | None:
@@ -118,52 +89,41 @@ def encode_memory(memory: Memory) -> bytes:
 class EtcdKeeper:
     """Keeps what one coordinator must not forget, for as long as it is in office."""
 
-    def __init__(self, gateway: Gateway, appointment: Appointment) -> None:
-        self._gateway = gateway
+    def __init__(self, appointment: Appointment) -> None:
+        self.when_over: Callable[[str], None] = lambda reason: None
+        """Called once, when the office is over."""
+        self.reason_to_resign = ""
         self._run_id = appointment.run_id
+        self._gateway = appointment.access.gateway(appointment.lease_s / 3)
         self._lease = appointment.lease
+        self._leader_key, self._memory_key = keys_of(appointment.prefix, appointment.run_id)
+        self._memory: Memory | None = None
         self._memory_lease: int | None = None
         self._memory_lease_s = appointment.memory_lease_s
         self._memory_renewed_at = 0.0
-        self._leader_key, self._memory_key = keys_of(appointment.prefix, appointment.run_id)
-        self._office = Office(appointment.leader, appointment.lease_s, appointment.renewed_at)
-        self.when_over: Callable[[str], None] = lambda reason: None
-        """Called once, when the office is over."""
-        self._memory: Memory | None = None
+        self._office = election.Office(appointment.leader, appointment.lease_s, appointment.renewed_at)
+        self._when_written: deque[Callable[[], None]] = deque()  # In the order of the writes.
         self._loop = asyncio.get_running_loop()
         self._renewals = ThreadPoolExecutor(1, "holdfast-renew")
         self._writes = ThreadPoolExecutor(1, "holdfast-write")
-        self._numbers = 0
-        self._when_written: dict[int, Callable[[], None]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._is_over = False
-        self.reason_to_resign = ""
 
     async def begin(self) -> None:
         """Read the memory, be of a higher term than it, and write it down again under a lease of this coordinator's.
         Raises HostError if the office ends before that."""
         self._arm()
-        self._memory = self._decoded(await self._read())
+        try:
+            value = await self._loop.run_in_executor(self._writes, self._gateway.get, self._memory_key)
+        except gateway.EtcdError as error:
+            raise HostError(str(error)) from None
+        self._memory = self._decoded(value)
         if self._memory is not None and self._memory != Memory():
             written = asyncio.Event()
             self.when_over = lambda _: written.set()
-            if self._memory.term >= self._office.term:
+            if self._memory.term >= self._office.leader.term:
                 self.raise_term(self._memory.term, lambda _: None)
             self.remember(self._run_id, self._memory, written.set)
             await written.wait()
-        self._check_in_office()
-
-    async def _read(self) -> bytes | None:
-        while True:
-            try:
-                return await self._loop.run_in_executor(self._writes, self._gateway.get, self._memory_key)
-            except EtcdRefused as error:
-                raise HostError(str(error)) from None
-            except EtcdError as error:
-                logger.warning("cannot read what etcd remembers of run %r: %s", self._run_id, error)
-            self._check_in_office()
-
-    def _check_in_office(self) -> None:
         if not self.may_serve():
             raise HostError(f"the coordinator cannot serve: {self.reason_to_resign}")
 
@@ -179,66 +139,48 @@ class EtcdKeeper:
     # What the coordinator asks for.
 
     def may_serve(self) -> bool:
-        if not self._is_over and not self._office.may_serve(time.monotonic()):
+        if not self._office.may_serve(time.monotonic()):
             self._step(election.TimePassed())
-        return not self._is_over
+        return not self._office.has_resigned
 
     def recall(self, run_id: str) -> tuple[Memory | None, int | None]:
-        return self._memory, self._office.term
+        return self._memory, self._office.leader.term
 
     def remember(self, run_id: str, memory: Memory, then: Callable[[], None]) -> None:
-        self._step(election.MemoryChanged(self._number(then), memory))
+        self._when_written.append(then)
+        self._step(election.MemoryChanged(memory))
 
     def raise_term(self, heard: int, then: Callable[[int], None]) -> None:
-        self._step(election.TermHeard(self._number(lambda: then(self._office.term)), heard))
+        self._when_written.append(lambda: then(self._office.leader.term))
+        self._step(election.TermHeard(heard))
 
     def forget(self, run_id: str) -> None:
-        """Nothing is left in etcd of a run that is over. The lease is revoked by `close`."""
-        leader = encode_leader(self._office.leader)
-        self._writes.submit(self._quietly, self._delete_all, leader)
-
-    def _delete_all(self, leader: bytes) -> None:
-        self._gateway.transact(
-            [has_value(self._leader_key, leader)], [Delete(self._memory_key), Delete(self._leader_key)]
-        )
+        """Leave nothing in etcd of a run that is over, if etcd can be reached. The lease is revoked by `close`."""
+        guard = gateway.has_value(self._leader_key, encode_leader(self._office.leader))
+        keys = [gateway.delete(self._memory_key), gateway.delete(self._leader_key)]
+        self._writes.submit(self._gateway.transact, [guard], keys)
 
     async def close(self) -> None:
         """Give the office up, so that the next coordinator need not wait for the lease to end."""
-        self._is_over = True
-        if self._timer is not None:
-            self._timer.cancel()
-        self._writes.submit(self._quietly, self._gateway.revoke_lease, self._lease)
+        self._office.has_resigned = True
+        self._arm()
+        self._writes.submit(self._gateway.revoke_lease, self._lease)
         await asyncio.to_thread(self._writes.shutdown)
-        self._renewals.shutdown(wait=False)
         self._gateway.close()
-
-    @staticmethod
-    def _quietly(call: Callable[..., None], *arguments: object) -> None:
-        try:
-            call(*arguments)
-        except EtcdError as error:
-            logger.info("etcd: %s", error)
-
-    def _number(self, then: Callable[[], None]) -> int:
-        self._numbers += 1
-        self._when_written[self._numbers] = then
-        return self._numbers
+        await asyncio.to_thread(self._renewals.shutdown)
 
     # The machine.
 
     def _step(self, event: election.Event) -> None:
-        if self._is_over:
-            return
         for command in self._office.step(event, time.monotonic()):
             match command:
                 case election.Renew():
                     self._in_thread(self._renewals, self._renew)
                 case election.Write():
                     self._in_thread(self._writes, partial(self._write, command))
-                case election.Acknowledge(number):
-                    self._when_written.pop(number)()
+                case election.Acknowledge():
+                    self._when_written.popleft()()
                 case election.Resign(reason):
-                    self._is_over = True
                     self.reason_to_resign = reason
                     self.when_over(reason)
                 case _:
@@ -246,20 +188,14 @@ class EtcdKeeper:
         self._arm()
 
     def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], election.Event]) -> None:
-        def done(future: Future[election.Event]) -> None:
-            try:
-                self._loop.call_soon_threadsafe(self._step, future.result())
-            except RuntimeError:
-                pass  # The loop is closed.
-
-        pool.submit(call).add_done_callback(done)
+        self._loop.run_in_executor(pool, call).add_done_callback(lambda done: self._step(done.result()))
 
     def _renew(self) -> election.Event:
         sent_at = time.monotonic()
         try:
             is_alive = self._gateway.keep_alive(self._lease) > 0 and self._keep_memory(sent_at)
             return election.RenewalAnswered(sent_at, is_alive)
-        except EtcdError as error:
+        except gateway.EtcdError as error:
             logger.warning("cannot renew the lease of this coordinator: %s", error)
             return election.RenewalFailed()
 
@@ -273,30 +209,26 @@ class EtcdKeeper:
 
     def _write(self, write: election.Write) -> election.Event:
         try:
-            then: list[Operation] = [Put(self._leader_key, encode_leader(write.after), self._lease)]
+            then = [gateway.put(self._leader_key, encode_leader(write.after), self._lease)]
             if write.memory is not None:
-                then.append(Put(self._memory_key, encode_memory(write.memory), self._lease_for_memory()))
-            guard = has_value(self._leader_key, encode_leader(write.before))
-            done = self._gateway.transact([guard], then, [Get(self._leader_key)])
+                if self._memory_lease is None:
+                    self._memory_renewed_at = time.monotonic()
+                    self._memory_lease = self._gateway.grant_lease(self._memory_lease_s)
+                then.append(gateway.put(self._memory_key, encode_memory(write.memory), self._memory_lease))
+            guard = gateway.has_value(self._leader_key, encode_leader(write.before))
+            done = self._gateway.transact([guard], then, [gateway.get(self._leader_key)])
             return election.WriteAnswered(write.after if done.succeeded else decode_leader(done.values[0]))
-        except LeaseGone:
+        except gateway.LeaseGone:
             return election.RenewalAnswered(time.monotonic(), is_alive=False)
         except HostError:
             return election.WriteAnswered(None)  # Something else is stored there, so the key is lost.
-        except EtcdError as error:
+        except gateway.EtcdError as error:
             logger.warning("cannot write down what run %r must not forget: %s", self._run_id, error)
             return election.WriteFailed()
 
-    def _lease_for_memory(self) -> int:
-        if self._memory_lease is None:
-            self._memory_renewed_at = time.monotonic()
-            self._memory_lease = self._gateway.grant_lease(self._memory_lease_s)
-        return self._memory_lease
-
     def _arm(self) -> None:
-        at = self._office.next_deadline()
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if at is not None and not self._is_over:
+        at = self._office.next_deadline()
+        if at is not None:
             self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._step, election.TimePassed())

@@ -1,0 +1,36 @@
+"""Real etcds that do not let every client in: with users and passwords, or with certificates."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.rendezvous.etcd.gateway import Gateway
+from holdfast.testing.etcd_server import EtcdServer
+from tests.certificates import Certificates
+
+ROOT = {"user": "root", "password": "secret"}
+
+
+def call(gateway: Gateway, path: str, **fields: Any) -> None:
+    """A request of the v3 interface that only administrators need: `call(gateway, "auth/role/add", name="reader")`."""
+    gateway._send(f"/v3/{path}", fields, is_repeatable=False)
+
+
+@contextlib.contextmanager
+def etcd_with_users(*options: str) -> Iterator[EtcdServer]:
+    """The client of `ROOT` may do everything."""
+    with EtcdServer(options=options) as server:
+        with server.get_client() as gateway:
+            call(gateway, "auth/user/add", name=ROOT["user"], password=ROOT["password"])
+            call(gateway, "auth/role/add", name="root")
+            call(gateway, "auth/user/grant", user=ROOT["user"], role="root")
+            call(gateway, "auth/enable")
+        yield server
+
+
+def etcd_with_tls(certificates: Certificates) -> EtcdServer:
+    """It wants a certificate of clients, too."""
+    files = (f"--cert-file={certificates.server_pem}", f"--key-file={certificates.server_key}")
+    return EtcdServer(options=[*files, "--client-cert-auth", f"--trusted-ca-file={certificates.ca_pem}"])
