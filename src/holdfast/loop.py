@@ -1,7 +1,7 @@
 """The one wait of a deciding loop: descriptors, a deadline, signals; and for how long the loop has been busy.
 
 A loop that waits in `wait_readable` is healthy however long that takes, because any event wakes it. Anywhere else it is
-busy and nothing wakes it: a hook that does not return, a plug-in's call that blocks, a write to a full stderr.
+busy and nothing wakes it: a hook that does not return, a plug-in's call that blocks.
 `BusyTime` knows since when. The loop marks each wait, which costs nothing more; no thread has to wake it to find out.
 Busy time is measured by thread, because one process may have several agents, each in its own thread.
 """

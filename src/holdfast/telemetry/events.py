@@ -30,6 +30,7 @@ from enum import Enum, StrEnum
 from functools import cache
 from typing import TypeVar
 
+from holdfast import stdio
 from holdfast.errors import UserError
 
 __all__ = [
@@ -143,12 +144,11 @@ def _load(kind: type[_AnyEvent], text: str, enum_field: str, enum_type: type[Enu
         raise UserError(f"not a serialized {kind.__name__} ({error!r}): {str(text)[:200]!r}") from error
 
 
-class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in the stubs only
+class _StderrHandler(logging.Handler):
     """Writes to what `sys.stderr` is at the moment of the event, which tests and notebooks replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
+        stdio.write(sys.stderr, self.format(record) + "\n")
 
 
 class JsonLinesHandler(logging.Handler):
