@@ -26,8 +26,12 @@ JOB = """
     time.sleep(3600)
 """
 
-# The workers get SIGTERM at once; what takes more is not a matter of their stop.
-SOON_S = 5.0
+# A resolver that does not answer: Python imports a module of this name in every process that finds it on its path.
+SITECUSTOMIZE = """
+    import socket, threading
+    for name in ("getaddrinfo", "gethostbyname", "gethostbyaddr", "getfqdn"):
+        setattr(socket, name, lambda *args, **named: threading.Event().wait())
+"""
 
 
 class FullPipe:
@@ -77,7 +81,7 @@ def test_a_failure_stops_the_workers_though_nobody_reads_stderr(
     for _ in range(2):
         workers = pids(mailbox, 2)
         support.open_gate(gate)
-        assert support.survivors(workers.values(), SOON_S) == []
+        assert support.survivors(workers.values()) == []
     text = full.read()
     assert running.wait().code == 1
     words = re.findall(r"started 2 workers|; restart 1 of 1|; no restart", text)
@@ -104,7 +108,7 @@ def test_a_peers_failure_stops_the_workers_though_nobody_reads_stderr(
     full.hand_over()
     workers = pids(mailbox, 2)
     support.open_gate(gate)
-    assert support.survivors(workers.values(), SOON_S) == []
+    assert support.survivors(workers.values()) == []
     text = full.read()
     assert [node.wait().code for node in nodes] == [1, 1]
     assert text.index("started 1 worker") < text.index("the round is stopped") < text.index("Cause: rank 0")
@@ -113,7 +117,7 @@ def test_a_peers_failure_stops_the_workers_though_nobody_reads_stderr(
 def ends_within_grace(running: Running, mailbox: Mailbox) -> None:
     workers = pids(mailbox, 2)
     running.send(signal.SIGTERM)
-    assert support.survivors(workers.values(), SOON_S) == []
+    assert support.survivors(workers.values()) == []
     assert running.wait().code == 128 + signal.SIGTERM
 
 
@@ -122,3 +126,12 @@ def test_a_signal_ends_the_run_though_nobody_ever_reads_stderr(
 ) -> None:
     options = ("--nproc-per-node=2", holdfast.script(JOB), str(mailbox), "", "")
     ends_within_grace(holdfast.start(*options, stderr=full.writer), mailbox)
+
+
+def test_a_resolver_that_does_not_answer_delays_neither_start_nor_stop(holdfast: Holdfast, mailbox: Mailbox) -> None:
+    """Events name this host, and their writer has to look its full name up."""
+    holdfast.script(SITECUSTOMIZE, "sitecustomize.py")
+    options = ("--event-log-handler=console", "--nproc-per-node=2", holdfast.script(JOB), str(mailbox), "", "")
+    running = holdfast.start(*options, env={"PYTHONPATH": str(holdfast.directory)})
+    ends_within_grace(running, mailbox)
+    assert f'"hostname": "{os.uname().nodename}"' in running.so_far().err

@@ -90,6 +90,7 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         self._outcome: Outcome | None = None
         self._error: Exception | None = None
         self._held = endpoints.HeldPort()
+        self._held_at = ""
         self._last_round = 0
         self._lease_until: float | None = None
         self._lease_sink: Callable[[float | None], None] = lambda until: None
@@ -192,6 +193,7 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
     def _make_client(self) -> Client:
         options = self._options
         self._facts = replace(self._facts, address=options.local_addr or self._find_address())
+        self._held_at = _numeric(self._facts.address)
         locator = self._make_locator(self._facts)
         lease = NodeLease(options.lease, may_outlive_lease=options.continue_when_isolated)
         participant = Participant(self._facts, options.settings(self._policy), lease)
@@ -278,7 +280,7 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
     def _hold_port(self) -> None:
         """A fresh master port for every round, bound and held, so that no round meets what another has left."""
         try:
-            self._held.renew(self._facts.address)
+            self._held.renew(self._held_at)
         except HostError:
             if not self._options.local_addr:
                 raise
@@ -414,6 +416,15 @@ def _at(
         [(host, port)],
         master,
     )
+
+
+def _numeric(address: str) -> str:
+    """A name is looked up once, when the client is made in its thread: every later join is made in the agent's loop,
+    which must not wait for a name server. One that is unknown here may still be known to others."""
+    try:
+        return address if ":" in address else socket.gethostbyname(address)
+    except OSError:
+        return ""
 
 
 def _short(seconds: float) -> str:

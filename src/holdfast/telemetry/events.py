@@ -54,6 +54,7 @@ HandlerOrFactory = logging.Handler | Callable[[], logging.Handler]
 
 _FILE_PREFIX = "file:"
 _RDZV_DESTINATION = "dynamic_rendezvous"
+_HOSTNAME_PATIENCE_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -356,10 +357,17 @@ def _unknown_text(name: str) -> str:
 
 @cache
 def full_hostname() -> str:
-    """The name by which others know this host. A name that means every host, as in many containers, tells nothing."""
+    """The name by which others know this host. A name that means every host, as in many containers, tells nothing.
+
+    A name server that does not answer must not hold up the agent: after a moment the short name has to do.
+    """
     import socket
 
-    name = socket.getfqdn()
+    found: list[str] = []
+    look_up = threading.Thread(target=lambda: found.append(socket.getfqdn()), name="holdfast-hostname", daemon=True)
+    look_up.start()
+    look_up.join(_HOSTNAME_PATIENCE_S)
+    name = found[0] if found else "localhost"
     return os.uname().nodename if name.partition(".")[0] == "localhost" else name
 
 
