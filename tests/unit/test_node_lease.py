@@ -26,6 +26,7 @@ from holdfast.rendezvous.membership.node_lease import (
     PlaceTaken,
     SendHeartbeat,
     SetLease,
+    StopHeartbeats,
     TimePassed,
 )
 
@@ -52,6 +53,28 @@ SCRIPTS: dict[str, Script] = {
         (102.0, TIME, [SendHeartbeat(2)]),
         (104.5, TIME, [SendHeartbeat(3)]),
         (106.4, TIME, []),
+    ],
+    "a loop that does not turn for a lease sends none until it turns": [
+        *MEMBER,
+        (102.0, TimePassed(9.9), [SendHeartbeat(2)]),
+        (102.0, HeartbeatAnswered(2), [SetLease(111.0)]),
+        (104.0, TimePassed(11.9), [StopHeartbeats(11.9)]),
+        (105.0, TIME, []),
+        (106.0, TimePassed(13.9), []),
+        (108.0, TimePassed(0.1), [SendHeartbeat(3)]),
+        (108.0, HeartbeatAnswered(3), [SetLease(117.0)]),
+    ],
+    "a loop that does not turn costs the place": [
+        *MEMBER,
+        (102.0, TimePassed(10.0), [StopHeartbeats(10.0)]),
+        (110.0, TimePassed(18.0), [LosePlace()]),
+    ],
+    "nor does it send one on a new connection": [
+        *CUT_OFF,
+        (102.5, TimePassed(10.0), [StopHeartbeats(10.0), Connect()]),
+        (102.5, Connected(), []),
+        (103.0, TimePassed(10.5), [LosePlace()]),
+        (105.0, TimePassed(0.0), [SendHeartbeat(2)]),
     ],
     "the lease counts from when the heartbeat was sent": [
         *MEMBER,
@@ -372,4 +395,4 @@ def test_it_tells_when_it_has_lapsed() -> None:
     play(lease, [(110.0, TIME, [SendHeartbeat(2), LosePlace()])])
     assert not lease.has_lapsed(111.0), "it has been said"
     assert lease.workers_may_live_until() == 110.0
-    assert "110.000 TimePassed() -> [SendHeartbeat(number=2), LosePlace()]" in lease.story()
+    assert "110.000 TimePassed(stuck_for_s=None) -> [SendHeartbeat(number=2), LosePlace()]" in lease.story()

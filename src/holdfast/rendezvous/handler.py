@@ -94,6 +94,7 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         self._last_round = 0
         self._lease_until: float | None = None
         self._lease_sink: Callable[[float | None], None] = lambda until: None
+        self._stuck_for_s: Callable[[], float] = lambda: 0.0
 
     # The contract that users know.
 
@@ -198,7 +199,7 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         lease = NodeLease(options.lease, may_outlive_lease=options.continue_when_isolated)
         participant = Participant(self._facts, options.settings(self._policy), lease)
         reach = Reachability(self._where, options.join_timeout_s, options.outage_timeout_s, time.monotonic())
-        return Client(locator, participant, self._deliver, self._lease, self._fail, reach)
+        return Client(locator, participant, self._deliver, self._lease, self._fail, reach, self._stuck_for_s)
 
     def found(self, sealed: Sealed) -> RendezvousInfo:
         assert self._client is not None
@@ -244,6 +245,9 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         """Who is told until when this node's workers may live; called at once with what holds now."""
         self._lease_sink = sink
         sink(self._lease_until)
+
+    def watch_loop(self, stuck_for_s: Callable[[], float]) -> None:
+        self._stuck_for_s = stuck_for_s
 
     # Joining.
 

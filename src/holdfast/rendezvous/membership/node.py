@@ -210,8 +210,14 @@ class Participant:
             match command:
                 case node_lease.SendHeartbeat(number):
                     commands.append(Send(Heartbeat(number)))
+                case node_lease.StopHeartbeats(stuck_for_s):
+                    text = f"the agent's loop has not turned for {stuck_for_s:.1f} s, so its heartbeats stop"
+                    commands.append(Notice(text))
                 case node_lease.LosePlace():
-                    commands += self._lose_place("the coordinator was out of reach for too long", now)
+                    reason = "the coordinator was out of reach for too long"
+                    if self._lease.is_agent_stuck:
+                        reason = "the agent's loop did not turn for too long"
+                    commands += self._lose_place(reason, now)
                 case node_lease.Locate():
                     if self.standing is not Standing.DONE and not self._has_left:
                         commands.append(command)

@@ -15,6 +15,10 @@ the spawner, which kills them when it passes, whatever the agent is doing then. 
   node has the rest of its lease to find the next one. The same goes for a coordinator that says that it resigns, and
   for one that another has replaced.
 
+Heartbeats say that the agent decides, not only that its client's thread lives. If its loop has not turned for a whole
+lease they stop (`StopHeartbeats`), until it turns again. A shorter time would cost healthy nodes their places on a busy
+host; with this one the place of a stuck agent is given away after two leases.
+
 When the time passes the place is lost (`LosePlace`): the node comes back as a new incarnation, a stranger. The time
 itself stays where it is, in the past, until the workers are known to be gone: a spawner that is told late, or is
 asked to start workers late, must still find that they may not live.
@@ -115,7 +119,9 @@ class LeaderMoved:
 
 @frozen
 class TimePassed:
-    pass
+    """`stuck_for_s`: for how long the agent's loop has not turned; None if nobody has looked."""
+
+    stuck_for_s: float | None = None
 
 
 Event = (
@@ -146,6 +152,13 @@ class SendHeartbeat:
 
 
 @frozen
+class StopHeartbeats:
+    """No heartbeat is sent from now on, because the agent's loop has not turned for so long."""
+
+    stuck_for_s: float
+
+
+@frozen
 class SetLease:
     """The workers may live until then. None means no limit."""
 
@@ -167,7 +180,7 @@ class Locate:
     """Find out, without hanging up, who coordinates now."""
 
 
-Command = Connect | SendHeartbeat | SetLease | HangUp | LosePlace | Locate
+Command = Connect | SendHeartbeat | StopHeartbeats | SetLease | HangUp | LosePlace | Locate
 
 
 class NodeLease:
@@ -179,6 +192,7 @@ class NodeLease:
         self.line = Line.CLOSED
         self.has_place = False
         self.may_outlive_lease = may_outlive_lease
+        self.is_agent_stuck = False
         self._number = 0
         self._sent_at: dict[int, float] = {}
         self._next_heartbeat_at: float | None = None
@@ -248,8 +262,8 @@ class NodeLease:
             case PlaceGivenUp():
                 self.has_place, self._lost_at = False, None
                 return []
-            case TimePassed():
-                return self._due(now)
+            case TimePassed(stuck_for_s):
+                return [*self._judge_loop(stuck_for_s), *self._due(now)]
         assert_never(event)
 
     def _take_place(self, asked_at: float) -> None:
@@ -266,10 +280,18 @@ class NodeLease:
         self._sent_at.clear()
         return self._heartbeat(now)
 
+    def _judge_loop(self, stuck_for_s: float | None) -> list[Command]:
+        if stuck_for_s is None:
+            return []
+        was_stuck, self.is_agent_stuck = self.is_agent_stuck, stuck_for_s >= self.settings.lease_s
+        return [StopHeartbeats(stuck_for_s)] if self.is_agent_stuck and not was_stuck else []
+
     def _heartbeat(self, now: float) -> list[Command]:
+        self._next_heartbeat_at = now + self.settings.heartbeat_s
+        if self.is_agent_stuck:
+            return []
         self._number += 1
         self._sent_at[self._number] = now
-        self._next_heartbeat_at = now + self.settings.heartbeat_s
         return [SendHeartbeat(self._number)]
 
     def _answered(self, number: int) -> None:
