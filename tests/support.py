@@ -141,6 +141,20 @@ def marked(mark: str) -> set[int]:
     return found
 
 
+def fill(fd: int) -> int:
+    """Write dots to a pipe or a terminal until it takes no more; how many. Other descriptors of it go on blocking."""
+    own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    written = 0
+    try:
+        for size in (4096, 1):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    written += os.write(own, b"." * size)
+    finally:
+        os.close(own)
+    return written
+
+
 @contextlib.contextmanager
 def unmarked() -> Iterator[None]:
     """What is started here is not of the test's processes: whoever looks for these will not find it."""

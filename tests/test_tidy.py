@@ -10,7 +10,7 @@ SOURCE = ROOT / "src" / "holdfast"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 # Who may import whom. A layer may import itself and what stands to its right of the arrow.
-_BASE = {"errors", "frozen", "lazy", "loop", "procfs", "progress_board", "signals"}
+_BASE = {"errors", "frozen", "lazy", "loop", "procfs", "progress_board", "signals", "stdio"}
 _BELOW_AGENT = {"failures", "hangs", "process", "rendezvous", "telemetry", "timer"} | _BASE
 LAYERS = {
     "cli": {"launcher", "agent"} | _BELOW_AGENT,
@@ -25,7 +25,7 @@ LAYERS = {
     "telemetry": _BASE,
     "loop": {"signals"},
     "signals": {"errors"},
-    **{name: set() for name in ("errors", "frozen", "lazy", "procfs", "progress_board")},
+    **{name: set() for name in ("errors", "frozen", "lazy", "procfs", "progress_board", "stdio")},
     # The package itself resolves names for its users, and the entry point starts the command line.
     "__init__": {"lazy", "launcher", "process", "progress_board", "signals"},
     "__main__": {"cli", "process", "signals"},

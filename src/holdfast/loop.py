@@ -1,8 +1,10 @@
 """The one wait of a deciding loop: descriptors, a deadline, signals; and for how long the loop has been busy.
 
 A loop that waits in `wait_readable` is healthy however long that takes, because any event wakes it. Anywhere else it is
-busy and nothing wakes it: a hook that does not return, a plug-in's call that blocks, a write to a full stderr.
+busy and nothing wakes it: a hook that does not return, a plug-in's call that blocks.
 `BusyTime` knows since when. The loop marks each wait, which costs nothing more; no thread has to wake it to find out.
+It marks the hooks of an agent, too, which others write and which may block: the health check counts the time in them,
+the heartbeats of the node do not (`stuck_for_s`).
 Busy time is measured by thread, because one process may have several agents, each in its own thread.
 """
 
@@ -14,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from holdfast import signals
 
@@ -26,6 +28,8 @@ class BusyTime:
 
     def __init__(self) -> None:
         self._busy_since: float | None = time.monotonic()
+        self._is_in_hook = False
+        self._hook_ended_at = 0.0
 
     @contextmanager
     def measured_here(self) -> Iterator[None]:
@@ -43,6 +47,21 @@ class BusyTime:
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
+    def stuck_for_s(self) -> float:
+        """The same, but time in hooks does not count."""
+        if self._is_in_hook:
+            return 0.0
+        return min(self.busy_for_s(), time.monotonic() - self._hook_ended_at)
+
+    @contextmanager
+    def _in_hook(self) -> Iterator[None]:
+        was_in_hook, self._is_in_hook = self._is_in_hook, True
+        try:
+            yield
+        finally:
+            self._hook_ended_at = time.monotonic()
+            self._is_in_hook = was_in_hook
+
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         self._busy_since = None
@@ -52,15 +71,16 @@ class BusyTime:
             self._busy_since = time.monotonic()
 
 
-@contextmanager
-def _waiting() -> Iterator[None]:
+def _waiting() -> AbstractContextManager[None]:
     """This thread waits: any event wakes it."""
     busy: BusyTime | None = getattr(_here, "busy_time", None)
-    if busy is None:
-        yield
-        return
-    with busy._waiting():
-        yield
+    return nullcontext() if busy is None else busy._waiting()
+
+
+def in_hook() -> AbstractContextManager[None]:
+    """This thread's loop is in the hands of code that others wrote, which may block."""
+    busy: BusyTime | None = getattr(_here, "busy_time", None)
+    return nullcontext() if busy is None else busy._in_hook()
 
 
 def wait_readable(fds: Iterable[int], timeout_s: float | None, *, new_signals_only: bool = False) -> None:

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from holdfast.errors import UserError
+from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from holdfast.rendezvous.client import handshake, reachability
 from holdfast.rendezvous.coordinator import launch
@@ -248,6 +249,24 @@ def test_an_address_that_only_others_can_use(server: CoordinatorProcess) -> None
     with node(server.port, local_addr="192.0.2.9") as a:
         (found,) = form(a)
         assert found.found.bootstrap_store_info.master_addr == "192.0.2.9"
+
+
+def test_a_name_as_the_nodes_address_is_looked_up_once(
+    server: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second round is joined from the agent's loop, which must not wait for a name server."""
+    bound: list[str] = []
+    bind = endpoints.bind_port
+
+    def bind_port(host: str) -> socket.socket:
+        bound.append(host)
+        return bind(host)
+
+    monkeypatch.setattr(endpoints, "bind_port", bind_port)
+    with node(server.port, local_addr="localhost") as a:
+        found = [form(a)[0].found for _ in range(2)]
+    assert [each.bootstrap_store_info.master_addr for each in found] == ["localhost", "localhost"]
+    assert bound == ["127.0.0.1", "127.0.0.1"]
 
 
 # The agent that hosts.

@@ -550,3 +550,15 @@ def test_a_host_is_not_called_localhost(full: str, expected: str | None, monkeyp
         assert events.full_hostname() == (expected or os.uname().nodename)
     finally:
         events.full_hostname.cache_clear()
+
+
+def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr("socket.getfqdn", lambda: answers.wait() and "late")
+    monkeypatch.setattr(events, "_HOSTNAME_PATIENCE_S", 0.01)
+    events.full_hostname.cache_clear()
+    try:
+        assert events.full_hostname() == os.uname().nodename
+    finally:
+        answers.set()
+        events.full_hostname.cache_clear()

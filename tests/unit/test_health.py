@@ -314,6 +314,18 @@ def test_a_loop_that_waits_is_not_busy() -> None:
     os.close(write_fd)
 
 
+def test_a_loop_in_a_hook_is_busy_but_not_stuck() -> None:
+    busy_time = BusyTime()
+    with busy_time.measured_here():
+        with loop.in_hook():
+            loop.wait_readable([], 0)
+            assert busy_time.busy_for_s() > 0
+            assert busy_time.stuck_for_s() == 0
+        assert 0 < busy_time.stuck_for_s() < busy_time.busy_for_s()
+        loop.wait_readable([], 0)
+        assert 0 < busy_time.stuck_for_s() <= busy_time.busy_for_s()
+
+
 def test_until_there_is_an_agent_the_process_is_alive() -> None:
     alive = AgentAlive()
     server = HealthCheckServer(alive, 0, TIMEOUT_S)

@@ -292,3 +292,11 @@ def test_a_standing_changes_only_as_the_picture_says() -> None:
     with pytest.raises(InternalError, match="node n/0 cannot go from OUTSIDE to MEMBER"):
         node._stand(Standing.MEMBER)
     assert {standing for each in STANDING_CHANGES for standing in (each[0], each[2])} == set(Standing)
+
+
+def test_a_place_that_is_lost_because_the_agent_is_stuck() -> None:
+    node = member()
+    notice = Notice("the agent's loop has not turned for 2.0 s, so its heartbeats stop")
+    assert told(node.step(node_lease.LoopSeen(LEASE_S), IN_TIME)) == [notice]
+    lost = PlaceLost(1, "the agent's loop did not turn for too long")
+    assert told(node.step(Received(HeartbeatAnswer(99)), TOO_LATE)) == [lost]

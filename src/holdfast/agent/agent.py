@@ -170,7 +170,7 @@ class SimpleElasticAgent(ElasticAgent):
             except SignalException as received:
                 logger.warning("got %s%s", received.sigval.name, self._what_is_stopped(received.sigval))
                 self._leave(received.sigval)
-                received.killed_ranks = self._killed_ranks()
+                received.killed_ranks = hooks.call(self._killed_ranks)
                 is_shut_down = True
                 raise
             except Exception as error:
@@ -198,7 +198,7 @@ class SimpleElasticAgent(ElasticAgent):
         if self._coordination is not None:
             self._coordination.leaving()
         hooks.call(self._shutdown, death_sig, timeout=self._shutdown_timeout)
-        if self._coordination is not None and not self._unkillable():
+        if self._coordination is not None and not hooks.call(self._unkillable):
             self._coordination.left()
 
     # The shell around the machine.
@@ -208,6 +208,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._machine = Lifecycle(self._machine.peers_timeout_s)
         self._coordination = self._coordinate()
         self._coordination.introduce(spec.role, spec.local_world_size, self._policy, self._shutdown_timeout)
+        self._coordination.watch_loop(self._busy_time.stuck_for_s)
         pending: deque[lifecycle.Event | Push] = deque([lifecycle.RunRequested()])
         while self._machine.end is None:
             if not pending:
@@ -241,10 +242,10 @@ class SimpleElasticAgent(ElasticAgent):
                 return [lifecycle.WorkersStarted(round)]
             case lifecycle.StopWorkers(round, at_once):
                 self._restart_began = time.monotonic()
-                self._stop_group(group, at_once)
+                hooks.call(self._stop_group, group, at_once)
                 group.state = WorkerState.STOPPED
-                self._result = self._settle(self._result)
-                return [lifecycle.WorkersStopped(round, self._unkillable())]
+                self._result = hooks.call(self._settle, self._result)
+                return [lifecycle.WorkersStopped(round, hooks.call(self._unkillable))]
             case lifecycle.ReportFailure(round):
                 failure = causes.failure_of(self._result, os.uname().nodename)
                 self._failed_round = round
@@ -268,10 +269,8 @@ class SimpleElasticAgent(ElasticAgent):
             loop.wait_readable([], _OTHERS_LOOK_S)
 
     def _stop_group(self, group: WorkerGroup, at_once: bool) -> None:
-        """A hook cannot be told to hurry; whoever has lost its place has its workers killed by the spawner.
-
-        Nobody knows yet whether a restart follows. A hook that asks is told so, as it may release what the next
-        round needs if none does; `_shutdown` comes at the end in any case."""
+        """A hook cannot be told to hurry; if the place is lost, the spawner kills the workers. A restart may follow or
+        not; a hook that asks is told that it does, and keeps what the next round needs. `_shutdown` comes last."""
         hooks.call(self._stop_workers, group, is_restart=True)
 
     def _next_events(self, run: Coordination) -> list[lifecycle.Event | Push]:
@@ -283,7 +282,7 @@ class SimpleElasticAgent(ElasticAgent):
         if self._machine.phase is not lifecycle.Phase.RUNNING or run.has_lapsed:
             loop.wait_readable([run.fileno()], left_s)
         else:
-            self._wait_for_change(group, run.fileno(), run.ask_every_s)
+            hooks.call(self._wait_for_change, group, run.fileno(), run.ask_every_s)
         signals.inbox().raise_pending()
         if deadline is not None and time.monotonic() >= deadline:
             logger.warning("timed out after %g s waiting for other nodes to finish", self._machine.peers_timeout_s)
@@ -295,7 +294,7 @@ class SimpleElasticAgent(ElasticAgent):
         return events or [*run.take()]
 
     def _look_at_workers(self, group: WorkerGroup) -> list[lifecycle.Event]:
-        result = self._monitor_workers(group)
+        result = hooks.call(self._monitor_workers, group)
         group.state = result.state
         self._publish_state(group)
         round = self._machine.round
@@ -335,7 +334,7 @@ class SimpleElasticAgent(ElasticAgent):
         """Another node has found the run hanging. Before its own workers are stopped this one looks where they are;
         if one of them is where no peer could help it, that is this node's failure."""
         self._was_told_of_hang = True
-        result = self._examine_workers(self._worker_group)
+        result = hooks.call(self._examine_workers, self._worker_group)
         if result is None:
             return False
         self._result = result
@@ -443,7 +442,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @prof
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
-        ids = self._start_workers(worker_group)
+        ids = hooks.call(self._start_workers, worker_group)
         for local_rank, id_ in ids.items():
             worker = worker_group.workers[local_rank]
             worker.id = id_

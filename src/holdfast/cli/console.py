@@ -1,9 +1,7 @@
 """What holdfast itself says on the terminal.
 
 Everything goes to stderr through the `holdfast` logger, one line each: `holdfast: text`. Worker output never
-passes through here. A line is handed to the kernel in one write, so that it does not mix with the output of
-workers that share the terminal, and it begins a new line if a worker has left one unfinished. A stderr that is closed
-or broken costs the text and nothing else: a run must not die because nobody reads.
+passes through here. `stdio` writes the lines: whole, in order, and without waiting for a reader.
 
 A record logged with `extra={"is_report": True}` is a block of its own, such as the failure report, and is
 written as it is.
@@ -11,16 +9,14 @@ written as it is.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import select
 import sys
 import time
 from collections.abc import Mapping
 from typing import TextIO
 
-from holdfast.process.output import terminal
+from holdfast import stdio
 
 PREFIX = "holdfast:"
 _DIM, _YELLOW, _RED, _PLAIN = "\033[2m", "\033[33m", "\033[31m", "\033[0m"
@@ -29,45 +25,12 @@ _WIDEST = 100
 
 def write(text: str) -> None:
     """Write to stderr, whatever state it is in."""
-    _deliver(sys.stderr, text)
+    stdio.write(sys.stderr, text, may_drop=False)
 
 
 def print_out(text: str) -> None:
     """Write what the user asked to see to stdout; a reader that has gone (`| head`) is no error."""
-    _deliver(sys.stdout, text)
-
-
-def _deliver(stream: TextIO | None, text: str) -> None:
-    if stream is None:
-        return
-    try:
-        try:
-            fd = stream.fileno()
-        except OSError:  # Not a file: somebody captures the stream.
-            stream.write(text)
-            return
-        with contextlib.suppress(BlockingIOError):
-            stream.flush()
-        data = text.encode(stream.encoding or "utf-8", "backslashreplace")
-        if terminal.is_in_line(fd):
-            data = b"\n" + data
-        while data:
-            written = _write_some(fd, data)
-            terminal.note_written(fd, data[:written])
-            data = data[written:]
-    except (OSError, ValueError):
-        pass
-
-
-def _write_some(fd: int, data: bytes) -> int:
-    """One write, as soon as it is possible: another process may have made the descriptor non-blocking."""
-    while True:
-        try:
-            return os.write(fd, data)
-        except BlockingIOError:
-            writable = select.poll()
-            writable.register(fd, select.POLLOUT)
-            writable.poll()
+    stdio.write(sys.stdout, text, may_drop=False)
 
 
 def write_error(program: str, message: str, environ: Mapping[str, str] | None = None) -> None:
@@ -135,7 +98,7 @@ class StderrHandler(logging.Handler):
         except Exception:
             self.handleError(record)
         else:
-            write(text + "\n")
+            stdio.write(sys.stderr, text + "\n")
 
 
 def set_up(*, quiet: bool = False, verbose: bool = False, environ: Mapping[str, str] | None = None) -> logging.Handler:

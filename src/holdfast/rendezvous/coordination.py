@@ -110,6 +110,10 @@ class Coordination(abc.ABC):
     def set_lease_sink(self, sink: Callable[[float | None], None]) -> None:  # noqa: B027
         """`sink` is told until when this node's workers may live; called at once with what holds now."""
 
+    def watch_loop(self, stuck_for_s: Callable[[], float]) -> None:  # noqa: B027
+        """Before the first round: whom to ask for how long the agent's loop has not turned. A node whose loop does not
+        must not seem alive to the others."""
+
     def leaving(self) -> None:  # noqa: B027  # most have no one to tell
         """This node goes away and is stopping its workers."""
 

@@ -68,9 +68,11 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._policy = RestartPolicy()
         self._error: Exception | None = None
         self._held = endpoints.HeldPort()
+        self._held_at = ""
         self._last_round = 0
         self._lease_until: float | None = None
         self._lease_sink: Callable[[float | None], None] = lambda until: None
+        self._stuck_for_s: Callable[[], float] = lambda: 0.0
 
     # The contract that users know.
 
@@ -137,11 +139,12 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         options = self._options
         try:
             self._facts = replace(self._facts, address=options.local_addr or self._find_address())
+            self._held_at = _numeric(self._facts.address)
             locator = self._make_locator(self._facts)
             lease = NodeLease(options.lease, may_outlive_lease=options.continue_when_isolated)
             participant = node.Participant(self._facts, options.settings(self._policy), lease)
             reach = Reachability(self._where, options.join_timeout_s, options.outage_timeout_s, time.monotonic())
-            client = Client(locator, participant, self._deliver, self._lease, self._fail, reach)
+            client = Client(locator, participant, self._deliver, self._lease, self._fail, reach, self._stuck_for_s)
             with self._lock:
                 if self._is_shut_down:
                     client.stop()
@@ -155,7 +158,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     def _ask(self, client: Client, failure: Failure | None = None) -> None:
         """With a fresh master port for every round, bound and held, so that no round meets what another has left."""
         try:
-            self._held.renew(self._facts.address)
+            self._held.renew(self._held_at)
         except HostError as error:
             if not self._options.local_addr:
                 self._fail(error)
@@ -195,6 +198,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     def set_lease_sink(self, sink: Callable[[float | None], None]) -> None:
         self._lease_sink = sink
         sink(self._lease_until)
+
+    def watch_loop(self, stuck_for_s: Callable[[], float]) -> None:
+        self._stuck_for_s = stuck_for_s
 
     # Joining.
 
@@ -347,3 +353,12 @@ def _at(
     return CoordinatorHandler(
         params, options, where, lambda facts: FixedEndpoint(host, port, params.run_id, options), [(host, port)], master
     )
+
+
+def _numeric(address: str) -> str:
+    """A name is looked up once, when the client is made in its thread: every later join is made in the agent's loop,
+    which must not wait for a name server. One that is unknown here may still be known to others."""
+    try:
+        return address if ":" in address else socket.gethostbyname(address)
+    except OSError:
+        return ""

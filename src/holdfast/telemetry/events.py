@@ -30,6 +30,7 @@ from enum import Enum, StrEnum
 from functools import cache
 from typing import TypeVar
 
+from holdfast import stdio
 from holdfast.errors import UserError
 
 __all__ = [
@@ -53,6 +54,7 @@ HandlerOrFactory = logging.Handler | Callable[[], logging.Handler]
 
 _FILE_PREFIX = "file:"
 _RDZV_DESTINATION = "dynamic_rendezvous"
+_HOSTNAME_PATIENCE_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -143,12 +145,11 @@ def _load(kind: type[_AnyEvent], text: str, enum_field: str, enum_type: type[Enu
         raise UserError(f"not a serialized {kind.__name__} ({error!r}): {str(text)[:200]!r}") from error
 
 
-class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in the stubs only
+class _StderrHandler(logging.Handler):
     """Writes to what `sys.stderr` is at the moment of the event, which tests and notebooks replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
+        stdio.write(sys.stderr, self.format(record) + "\n")
 
 
 class JsonLinesHandler(logging.Handler):
@@ -356,10 +357,17 @@ def _unknown_text(name: str) -> str:
 
 @cache
 def full_hostname() -> str:
-    """The name by which others know this host. A name that means every host, as in many containers, tells nothing."""
+    """The name by which others know this host. A name that means every host, as in many containers, tells nothing.
+
+    A name server that does not answer must not hold up the agent: after a moment the short name has to do.
+    """
     import socket
 
-    name = socket.getfqdn()
+    found: list[str] = []
+    look_up = threading.Thread(target=lambda: found.append(socket.getfqdn()), name="holdfast-hostname", daemon=True)
+    look_up.start()
+    look_up.join(_HOSTNAME_PATIENCE_S)
+    name = found[0] if found else "localhost"
     return os.uname().nodename if name.partition(".")[0] == "localhost" else name
 
 

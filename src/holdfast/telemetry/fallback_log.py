@@ -8,6 +8,9 @@ difference.
 from __future__ import annotations
 
 import logging
+import sys
+
+from holdfast import stdio
 
 _logger = logging.getLogger("holdfast")
 
@@ -17,7 +20,7 @@ class _FallbackHandler(logging.Handler):
         has_others = bool(logging.getLogger().handlers) or any(each is not self for each in _logger.handlers)
         if not has_others and logging.lastResort is not None:
             marked = logging.makeLogRecord({**record.__dict__, "msg": f"holdfast: {record.getMessage()}", "args": ()})
-            logging.lastResort.handle(marked)
+            stdio.write(sys.stderr, logging.lastResort.format(marked) + "\n")
 
 
 def install() -> None:

@@ -12,12 +12,15 @@ Measuring never harms the run: a handler that raises costs one warning, and what
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
+
+from holdfast import stdio
 
 __all__ = [
     "ConsoleMetricHandler",
@@ -65,7 +68,7 @@ class ConsoleMetricHandler(MetricHandler):
 
     def emit(self, metric_data: MetricData) -> None:
         data = metric_data
-        print(f"[{data.timestamp}][{data.group_name}]: {data.name}={data.value}")
+        stdio.write(sys.stdout, f"[{data.timestamp}][{data.group_name}]: {data.name}={data.value}\n")
 
 
 class NullMetricHandler(MetricHandler):

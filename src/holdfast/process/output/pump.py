@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
+from holdfast import stdio
 from holdfast.errors import HostError, InternalError
 from holdfast.process.output import terminal
 from holdfast.process.output.lines import HeldLine, LineFilter, LinePrefixer, Tail
@@ -430,7 +431,7 @@ class Pump:
                 piece = view[start : _end_of_piece(data, start)]
                 written = self._step_aside(fd, partial(_write_some, fd, piece))
                 if isinstance(fd, int):
-                    terminal.note_written(fd, piece[:written])
+                    stdio.note_written(fd, piece[:written])
                 start += written
                 self._moved_at = time.monotonic()
         except OSError as error:

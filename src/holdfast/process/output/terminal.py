@@ -1,8 +1,4 @@
-"""What a worker writes into: a pipe, or a terminal of its own if its output ends on one; and where the console stands.
-
-Workers and holdfast share the console. The pump and holdfast's own lines note here what they have written to it, so
-that a line of holdfast's does not continue a worker's unfinished one.
-"""
+"""What a worker writes into: a pipe, or a terminal of its own if its output ends on one."""
 
 from __future__ import annotations
 
@@ -70,25 +66,3 @@ class Follower:
                 fcntl.ioctl(self._read_fd, termios.TIOCSWINSZ, size)
         except OSError:
             self._console_fd = None
-
-
-_unfinished: set[tuple[int, int]] = set()
-"""The files behind consoles that stand in the middle of a line. stdout and stderr are one file as a rule."""
-
-
-def note_written(fd: int, data: bytes | memoryview) -> None:
-    if not data:
-        return
-    if data[-1:] == b"\n":
-        _unfinished.discard(_file_behind(fd))
-    else:
-        _unfinished.add(_file_behind(fd))
-
-
-def is_in_line(fd: int) -> bool:
-    return bool(_unfinished) and _file_behind(fd) in _unfinished
-
-
-def _file_behind(fd: int) -> tuple[int, int]:
-    status = os.fstat(fd)
-    return status.st_dev, status.st_ino

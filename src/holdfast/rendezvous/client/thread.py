@@ -1,9 +1,10 @@
 """An agent's connection to its coordinator: one thread around a `Participant`.
 
-The thread dials, shakes hands, sends heartbeats, and passes what the coordinator says on to the agent's mailbox. It is
-the one reader and the one writer of its connection; requests to the key-value store from other threads are numbered
-and answered by number. It goes on while the agent is busy stopping workers, and it decides nothing: what a closed
-connection or a missing answer means is the participant's business, and where the coordinator is a `Locator`'s.
+The thread dials, shakes hands, sends heartbeats for as long as the agent's loop turns, and passes what the coordinator
+says on to the agent's mailbox. It is the one reader and the one writer of its connection; requests to the key-value
+store from other threads are numbered and answered by number. It goes on while the agent is busy stopping workers, and
+it decides nothing: what a closed connection or a missing answer means is the participant's business, and where the
+coordinator is a `Locator`'s.
 """
 
 from __future__ import annotations
@@ -69,8 +70,11 @@ class Client:
         set_lease: Callable[[float | None], None],
         fail: Callable[[Exception], None],
         reach: Reachability,
+        stuck_for_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """`stuck_for_s` says for how long the agent's loop has not turned."""
         self.reach = reach
+        self._stuck_for_s = stuck_for_s
         self._locator = locator
         self._node = participant
         self._deliver = deliver
@@ -174,6 +178,7 @@ class Client:
         self._read()
         deadline = self._node.next_deadline()
         if deadline is not None and time.monotonic() >= deadline:
+            self._step(node_lease.LoopSeen(self._stuck_for_s()))
             self._step(protocol.TimePassed())  # Among others: a heartbeat is due.
         gives_up_at = self._gives_up_at()
         if gives_up_at is not None and time.monotonic() >= gives_up_at:

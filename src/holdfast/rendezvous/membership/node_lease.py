@@ -14,6 +14,10 @@ the spawner, which kills them when it passes, whatever the agent is doing then. 
   only that the connection was not closed to give the place away, and the node has the rest of its lease to find the
   next one. The same goes for a coordinator that resigns, and for one that another has replaced.
 
+Heartbeats say that the agent decides, not only that its client's thread lives. If its loop has not turned for a whole
+lease they stop (`StopHeartbeats`), until it turns again. A shorter time would cost healthy nodes their places on a busy
+host; with this one the place of a stuck agent is given away after two leases.
+
 When the time passes the place is lost (`LosePlace`): the node comes back as a new incarnation, a stranger. The time
 itself stays where it is, in the past, until the workers are known to be gone: a spawner that is told late, or is
 asked to start workers late, must still find that they may not live.
@@ -102,8 +106,16 @@ class LeaderMoved:
     """Another coordinator has replaced the one that the node was connected to, which can write nothing any more."""
 
 
+@frozen
+class LoopSeen:
+    """For how long the agent's loop has not turned."""
+
+    stuck_for_s: float
+
+
+_FromCoordinator = HeartbeatAnswer | Resigned
 _PlaceEvent = PlaceTaken | PlaceRevoked | PlaceGivenUp
-Event = Connected | ConnectFailed | Disconnected | LeaderMoved | HeartbeatAnswer | Resigned | _PlaceEvent | TimePassed
+Event = Connected | ConnectFailed | Disconnected | LeaderMoved | _FromCoordinator | _PlaceEvent | LoopSeen | TimePassed
 
 
 # Commands.
@@ -112,6 +124,13 @@ Event = Connected | ConnectFailed | Disconnected | LeaderMoved | HeartbeatAnswer
 @frozen
 class Connect:
     pass
+
+
+@frozen
+class StopHeartbeats:
+    """No heartbeat is sent from now on, because the agent's loop has not turned for so long."""
+
+    stuck_for_s: float
 
 
 @frozen
@@ -136,7 +155,7 @@ class Locate:
     """Find out, without hanging up, who coordinates now."""
 
 
-Command = Connect | Heartbeat | SetLease | HangUp | LosePlace | Locate
+Command = Connect | Heartbeat | StopHeartbeats | SetLease | HangUp | LosePlace | Locate
 
 
 class NodeLease:
@@ -148,6 +167,7 @@ class NodeLease:
         self.line = Line.CLOSED
         self.has_place = False
         self.may_outlive_lease = may_outlive_lease
+        self.is_agent_stuck = False
         self._number = 0
         self._sent_at: dict[int, float] = {}
         self._next_heartbeat_at = self._connect_at = self._attempted_at = self._lease_from = self._next_locate_at = 0.0
@@ -194,6 +214,8 @@ class NodeLease:
                 return self._move(now)
             case TimePassed():
                 return self._due(now)
+            case LoopSeen(stuck_for_s):
+                return self._judge_loop(stuck_for_s)
             case HeartbeatAnswer(number):
                 self._answered(number)
             case Resigned():
@@ -217,10 +239,16 @@ class NodeLease:
         self._sent_at.clear()
         return self._heartbeat(now)
 
+    def _judge_loop(self, stuck_for_s: float) -> list[Command]:
+        was_stuck, self.is_agent_stuck = self.is_agent_stuck, stuck_for_s >= self.settings.lease_s
+        return [StopHeartbeats(stuck_for_s)] if self.is_agent_stuck and not was_stuck else []
+
     def _heartbeat(self, now: float) -> list[Command]:
+        self._next_heartbeat_at = now + self.settings.heartbeat_s
+        if self.is_agent_stuck:
+            return []
         self._number += 1
         self._sent_at[self._number] = now
-        self._next_heartbeat_at = now + self.settings.heartbeat_s
         return [Heartbeat(self._number)]
 
     def _answered(self, number: int) -> None:

@@ -1,0 +1,227 @@
+"""holdfast's own text on stdout and stderr, written without waiting for its reader; and where the console stands.
+
+A pipe that nobody reads and a terminal after Ctrl-S take no more text. The thread that decides must not wait for them:
+it has workers to stop. It cannot make them non-blocking, because workers share the open file. So
+
+1. while no text waits, the caller opens the file behind the descriptor once more, without blocking, and writes what
+   fits. That is all of it, as a rule, and there is no thread.
+2. The rest and every later text wait in a queue. A thread writes them in order, and ends when all are written.
+
+The queue is bounded. Lines that come when it is full are dropped, and their number is written in their place. At the
+end of the process `flush` waits for the thread for as long as text moves, and some seconds more.
+
+A stream that has been replaced by an object of the program is the program's business: its `write` is called. A stream
+that is closed or broken costs the text and nothing else.
+
+Workers and holdfast share the console. The pump and this module note what they have written to it, so that a line of
+holdfast's does not continue a worker's unfinished one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import stat
+import threading
+import time
+from collections import deque
+from typing import TextIO
+
+# To this size the kernel writes a text to a pipe in one piece, or not at all.
+_PIECE_BYTES = select.PIPE_BUF
+
+# How much text may wait, not counting texts that must not be dropped.
+_QUEUE_BYTES = 1 << 20
+
+# How long the end of the process waits for a reader that reads nothing.
+_PATIENCE_S = 5.0
+
+_unfinished: set[tuple[int, int]] = set()
+"""The files behind consoles that stand in the middle of a line. stdout and stderr are one file as a rule."""
+
+
+def note_written(fd: int, data: bytes | memoryview) -> None:
+    if not data:
+        return
+    if data[-1:] == b"\n":
+        _unfinished.discard(_file_behind(fd))
+    else:
+        _unfinished.add(_file_behind(fd))
+
+
+def is_in_line(fd: int) -> bool:
+    return bool(_unfinished) and _file_behind(fd) in _unfinished
+
+
+def _file_behind(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+def write(stream: TextIO | None, text: str, *, may_drop: bool = True) -> None:
+    """Write the text now if the stream takes it at once, else as soon as it does. `may_drop`: it is one of many."""
+    if stream is None:
+        return
+    try:
+        fd = stream.fileno()
+    except OSError:  # Not a file.
+        with contextlib.suppress(OSError, ValueError):
+            stream.write(text)
+    except ValueError:  # Closed.
+        pass
+    else:
+        _queue.put(stream, fd, text.encode(stream.encoding or "utf-8", "backslashreplace"), may_drop)
+
+
+def flush(patience_s: float = _PATIENCE_S) -> None:
+    """Wait until all text is written, or until nothing could be written for that long."""
+    _queue.flush(patience_s)
+
+
+class _Text:
+    def __init__(self, fd: int, data: bytes) -> None:
+        self.fd = fd
+        self.size = len(data)
+        self.left = data
+        self._is_begun = False
+
+    def write(self, *, may_wait: bool) -> bool:
+        """Write some of it; False if that would have to wait. Text that cannot be written counts as written."""
+        try:
+            data = b"\n" + self.left if not self._is_begun and is_in_line(self.fd) else self.left
+            written = _write_some(self.fd, data[:_PIECE_BYTES]) if may_wait else _write_now(self.fd, data)
+            if written:
+                note_written(self.fd, data[:written])
+                self.left, self._is_begun = data[written:], True
+            return written > 0
+        except OSError:
+            self.left = b""
+            return True
+
+
+class _Queue:
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Also in a forked child: what waits is its parent's to write, and the lock may be held by no thread of it."""
+        self._lock = threading.RLock()  # A signal handler of the program may log.
+        self._texts: deque[_Text] = deque()
+        self._bytes = 0
+        self._dropped_at: tuple[int, int] | None = None
+        self._thread: threading.Thread | None = None
+        self._moved_at = 0.0
+
+    def put(self, stream: TextIO, fd: int, data: bytes, may_drop: bool) -> None:
+        with self._lock:
+            if may_drop and self._bytes + len(data) > _QUEUE_BYTES and self._texts:
+                self._dropped_at = (fd, 1 + (self._dropped_at[1] if self._dropped_at else 0))
+                return
+            self._tell_dropped()
+            text = _Text(fd, data)
+            if not self._texts:
+                _flush_stream(stream, fd)
+                while text.left and text.write(may_wait=False):
+                    pass
+            if text.left:
+                self._append(text)
+
+    def _append(self, text: _Text) -> None:
+        self._texts.append(text)
+        self._bytes += text.size
+        if self._thread is None:
+            thread = threading.Thread(target=self._write_texts, name="holdfast-stdio", daemon=True)
+            # No thread is to be had in a process at its limit: the next text, or the end, tries again.
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
+
+    def _tell_dropped(self) -> None:
+        if self._dropped_at is not None:
+            fd, count = self._dropped_at
+            self._dropped_at = None
+            lines = "1 line" if count == 1 else f"{count} lines"
+            self._append(_Text(fd, f"holdfast: {lines} dropped here, because this output was not read\n".encode()))
+
+    def _write_texts(self) -> None:
+        while (text := self._next()) is not None:
+            text.write(may_wait=True)
+            self._moved_at = time.monotonic()
+
+    def _next(self) -> _Text | None:
+        with self._lock:
+            while self._texts and not self._texts[0].left:
+                self._bytes -= self._texts.popleft().size
+            if not self._texts:
+                self._tell_dropped()
+            if self._texts:
+                return self._texts[0]
+            self._thread = None
+            return None
+
+    def flush(self, patience_s: float) -> None:
+        began = time.monotonic()
+        while (thread := self._thread) is not None:
+            wait_s = max(began, self._moved_at) + patience_s - time.monotonic()
+            if wait_s <= 0:
+                return
+            thread.join(wait_s)
+        if self._texts:  # There was no thread for them.
+            self._write_texts()
+
+
+def _flush_stream(stream: TextIO, fd: int) -> None:
+    """The beginning of a line that the program has printed comes before our text."""
+    if _poll_writable(fd, 0):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _write_now(fd: int, data: bytes) -> int:
+    """How much of it could be written without waiting for a reader."""
+    opened = _open_without_blocking(fd)
+    if opened is None:
+        return 0
+    try:
+        return os.write(opened, data)
+    except BlockingIOError:
+        return 0
+    finally:
+        if opened != fd:
+            os.close(opened)
+
+
+def _open_without_blocking(fd: int) -> int | None:
+    """A descriptor of the same file that does not block; None if there is none."""
+    mode = os.fstat(fd).st_mode
+    is_terminal = stat.S_ISCHR(mode) and os.isatty(fd)
+    if not os.get_blocking(fd) or stat.S_ISREG(mode) or (stat.S_ISCHR(mode) and not is_terminal):
+        return fd
+    if not is_terminal and not stat.S_ISFIFO(mode):
+        return None  # A socket.
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:  # Another user's, or without a reader.
+        return None
+
+
+def _write_some(fd: int, data: bytes) -> int:
+    """One write, as soon as it is possible: another process may have made the descriptor non-blocking."""
+    while True:
+        try:
+            return os.write(fd, data)
+        except BlockingIOError:
+            _poll_writable(fd, None)
+
+
+def _poll_writable(fd: int, timeout_ms: float | None) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLOUT)
+    return bool(poller.poll(timeout_ms))
+
+
+_queue = _Queue()
+os.register_at_fork(after_in_child=_queue.reset)
+atexit.register(flush)

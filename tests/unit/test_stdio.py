@@ -1,0 +1,174 @@
+"""holdfast's own text reaches every kind of stream at once, and one that takes no more text holds up no caller."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pty
+import socket
+import sys
+import threading
+import tty
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from holdfast import stdio
+from holdfast.cli import console
+from holdfast.telemetry import events, fallback_log, metrics
+from tests import support
+
+
+@contextlib.contextmanager
+def piped() -> Iterator[tuple[int, TextIO]]:
+    """A pipe: the descriptor to read it, and the stream that writes to it."""
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream:
+        try:
+            yield reader, stream
+        finally:
+            os.close(reader)
+            stdio.flush()  # A thread that still writes finds no reader.
+
+
+def writers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "holdfast-stdio"]
+
+
+def read_all(reader: int, ending: bytes) -> bytes:
+    heard = b""
+    while not heard.endswith(ending):
+        heard += os.read(reader, 1 << 16)
+    return heard
+
+
+def test_a_pipe_has_the_text_at_once_and_without_a_thread() -> None:
+    with piped() as (reader, stream):
+        stream.write("begun, ")
+        stdio.write(stream, "one\n")
+        stdio.write(stream, "two\n")
+        assert not writers()
+        assert os.read(reader, 100) == b"begun, one\ntwo\n"
+
+
+def test_a_terminal_has_the_text_at_once_and_without_a_thread() -> None:
+    near, far = pty.openpty()
+    tty.setraw(far)
+    with open(far, "w") as stream:
+        stdio.write(stream, "one\n")
+        assert not writers()
+        assert os.read(near, 100) == b"one\n"
+    os.close(near)
+
+
+def test_a_file_is_written_where_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("w") as stream:
+        os.write(stream.fileno(), b"before\n")
+        stdio.write(stream, "one\n")
+        os.write(stream.fileno(), b"after\n")
+        assert path.read_text() == "before\none\nafter\n"
+
+
+def test_a_socket_has_the_text_soon() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, open(theirs.fileno(), "w", closefd=False) as stream:
+        stdio.write(stream, "one\n")
+        assert ours.recv(100) == b"one\n"
+
+
+def test_a_full_pipe_holds_up_no_caller_and_gets_everything_in_order() -> None:
+    with piped() as (reader, stream):
+        filling = support.fill(stream.fileno())
+        texts = ["one\n", "x" * 200_000 + "\n", *(f"{number}\n" for number in range(100)), "end\n"]
+        for text in texts:
+            stdio.write(stream, text, may_drop=False)
+        assert read_all(reader, b"end\n").decode() == filling * "." + "".join(texts)
+        stdio.flush()
+        assert not writers(), "the thread ends when all is written"
+
+
+SPEAKERS: dict[str, Callable[[], None]] = {
+    "a line of the command": lambda: console.StderrHandler().handle(logging.makeLogRecord({"msg": "words"})),
+    "a line from Python": lambda: fallback_log._FallbackHandler().handle(logging.makeLogRecord({"msg": "words"})),
+    "an event": lambda: events.record(events.Event("words", events.EventSource.AGENT), "console"),
+    "a metric": lambda: metrics.ConsoleMetricHandler().emit(metrics.MetricData(0, "group", "words", 7)),
+}
+
+
+@pytest.mark.parametrize("speaker", SPEAKERS)
+def test_nothing_that_holdfast_says_waits_for_a_reader(speaker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("holdfast"), "handlers", [])
+    with piped() as (reader, stream):
+        support.fill(stream.fileno())
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        SPEAKERS[speaker]()
+        assert b"words" in read_all(reader, b"\n")
+
+
+def test_a_terminal_that_is_held_gets_everything_later() -> None:
+    near, far = pty.openpty()
+    tty.setraw(far)
+    with open(far, "w") as stream:
+        support.fill(far)
+        stdio.write(stream, "one\n")
+        stdio.write(stream, "two\n")
+        assert read_all(near, b"\n").lstrip(b".") in (b"one\n", b"one\ntwo\n")
+        stdio.flush()
+    os.close(near)
+
+
+def test_lines_above_the_bound_are_counted_where_they_are_missing() -> None:
+    line = "x" * 1023 + "\n"
+    with piped() as (reader, stream):
+        filling = support.fill(stream.fileno())
+        for _ in range(1500):
+            stdio.write(stream, line)
+        stdio.write(stream, "the report\n", may_drop=False)
+        stdio.write(stream, "late\n")
+        heard = read_all(reader, b"not read\n").decode()
+    kept = heard.count(line)
+    assert kept == (1 << 20) // len(line)
+    missing = f"holdfast: {1500 - kept} lines dropped here, because this output was not read\n"
+    said_again = "holdfast: 1 line dropped here, because this output was not read\n"
+    assert heard == "." * filling + kept * line + missing + "the report\n" + said_again
+
+
+def test_the_wait_for_a_reader_is_bounded() -> None:
+    with piped() as (_, stream):
+        support.fill(stream.fileno())
+        stdio.write(stream, "one\n")
+        stdio.flush(0.05)
+        assert writers()
+
+
+def test_a_forked_child_writes_its_own_text_only() -> None:
+    """Neither the lock nor what waits is the child's, whatever its parent was doing."""
+    with piped() as (reader, stream):
+        filling = support.fill(stream.fileno())
+        stdio.write(stream, "of the parent\n")
+        ours, theirs = os.pipe()
+        with stdio._queue._lock:
+            child = os.fork()
+        if child == 0:
+            with open(theirs, "w") as own:
+                stdio.write(own, "of the child\n")
+                stdio.flush()
+            os._exit(0)
+        os.close(theirs)
+        with open(ours) as told:
+            assert told.read() == "of the child\n"
+        assert os.waitpid(child, 0)[1] == 0
+        assert read_all(reader, b"\n").decode() == "." * filling + "of the parent\n"
+
+
+@pytest.mark.parametrize("stream", [None, "closed"])
+def test_a_stream_that_is_not_there(stream: str | None) -> None:
+    with open(os.devnull, "w") as closed:
+        pass
+    stdio.write(closed if stream else None, "nothing happens\n")
