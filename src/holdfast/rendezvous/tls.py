@@ -11,33 +11,24 @@ from __future__ import annotations
 import os
 import ssl
 import threading
-from collections.abc import Sequence
+from typing import NamedTuple
 
 from holdfast.errors import UserError
-from holdfast.frozen import frozen
 
 
-@frozen
-class TlsFiles:
+class TlsFiles(NamedTuple):
     """Paths; an empty one is not given."""
 
     cert: str = ""
     key: str = ""
     ca: str = ""
 
-    @property
-    def are_given(self) -> bool:
-        return bool(self.cert or self.key or self.ca)
-
 
 class ReloadingTls:
-    """For any number of connections, from any thread. `protocols` are those to offer by ALPN."""
+    """For any number of connections, from any thread."""
 
-    def __init__(
-        self, cert: str = "", key: str = "", ca: str = "", *, is_server: bool = False, protocols: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, cert: str = "", key: str = "", ca: str = "", *, is_server: bool = False) -> None:
         self._is_server = is_server
-        self._protocols = list(protocols)
         # The process may change its directory later; what is refused now is named as the user has written it.
         self._files = [os.path.abspath(path) if path else "" for path in (cert, key, ca)]
         self._lock = threading.Lock()
@@ -59,10 +50,9 @@ class ReloadingTls:
     def _make(self, cert: str, key: str, ca: str) -> ssl.SSLContext:
         """A client believes `ca`, or else the authorities that this host trusts anyway. A server with `ca` demands
         certificates that it has signed, and one without demands none."""
+        purpose = ssl.Purpose.CLIENT_AUTH if self._is_server else ssl.Purpose.SERVER_AUTH
         try:
-            context = ssl.create_default_context(
-                ssl.Purpose.CLIENT_AUTH if self._is_server else ssl.Purpose.SERVER_AUTH, cafile=ca or None
-            )
+            context = ssl.create_default_context(purpose, cafile=ca or None)
         except (OSError, ValueError) as error:
             raise _unusable("authority", ca, error) from None
         if self._is_server:
@@ -73,8 +63,6 @@ class ReloadingTls:
                 context.load_cert_chain(cert, key or None, password="")
             except (OSError, ValueError) as error:
                 raise _unusable("certificate", " with ".join(filter(None, (cert, key))), error) from None
-        if self._protocols:
-            context.set_alpn_protocols(self._protocols)
         return context
 
 

@@ -107,9 +107,7 @@ def _check_private(directory: Path) -> None:
 
 
 def boot_id() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def default_directory() -> Path:

@@ -104,8 +104,7 @@ class EtcdKeeper:
         self._office = election.Office(appointment.leader, appointment.lease_s, appointment.renewed_at)
         self._when_written: deque[Callable[[], None]] = deque()  # In the order of the writes.
         self._loop = asyncio.get_running_loop()
-        self._renewals = ThreadPoolExecutor(1, "holdfast-renew")
-        self._writes = ThreadPoolExecutor(1, "holdfast-write")
+        self._renewals, self._writes = (ThreadPoolExecutor(1, f"holdfast-{kind}") for kind in ("renew", "write"))
         self._timer: asyncio.TimerHandle | None = None
 
     async def begin(self) -> None:
@@ -116,7 +115,13 @@ class EtcdKeeper:
             value = await self._loop.run_in_executor(self._writes, self._gateway.get, self._memory_key)
         except gateway.EtcdError as error:
             raise HostError(str(error)) from None
-        self._memory = self._decoded(value)
+        if value is not None:
+            try:
+                self._memory = _memory_decoder.decode(value)
+            except (ValueError, RecursionError) as error:
+                told = "what etcd remembers of run %r cannot be read, and counts as lost: %s"
+                logger.error(told, self._run_id, error)
+                self._memory = Memory()
         if self._memory is not None and self._memory != Memory():
             written = asyncio.Event()
             self.when_over = lambda _: written.set()
@@ -126,15 +131,6 @@ class EtcdKeeper:
             await written.wait()
         if not self.may_serve():
             raise HostError(f"the coordinator cannot serve: {self.reason_to_resign}")
-
-    def _decoded(self, value: bytes | None) -> Memory | None:
-        if value is None:
-            return None
-        try:
-            return _memory_decoder.decode(value)
-        except (ValueError, RecursionError) as error:
-            logger.error("what etcd remembers of run %r cannot be read, and counts as lost: %s", self._run_id, error)
-            return Memory()
 
     # What the coordinator asks for.
 
@@ -201,11 +197,10 @@ class EtcdKeeper:
 
     def _keep_memory(self, now: float) -> bool:
         """False if etcd has ended the memory's lease."""
-        lease = self._memory_lease
-        if lease is None or now < self._memory_renewed_at + self._memory_lease_s / 3:
+        if self._memory_lease is None or now < self._memory_renewed_at + self._memory_lease_s / 3:
             return True
         self._memory_renewed_at = now
-        return self._gateway.keep_alive(lease) > 0
+        return self._gateway.keep_alive(self._memory_lease) > 0
 
     def _write(self, write: election.Write) -> election.Event:
         try:
@@ -229,6 +224,5 @@ class EtcdKeeper:
     def _arm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        at = self._office.next_deadline()
-        if at is not None:
+        if (at := self._office.next_deadline()) is not None:
             self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._step, election.TimePassed())
