@@ -51,19 +51,22 @@ class ReloadingTls:
         """A client believes `ca`, or else the authorities that this host trusts anyway. A server with `ca` demands
         certificates that it has signed, and one without demands none."""
         purpose = ssl.Purpose.CLIENT_AUTH if self._is_server else ssl.Purpose.SERVER_AUTH
+        file = f"authority {ca}"
         try:
             context = ssl.create_default_context(purpose, cafile=ca or None)
-        except (OSError, ValueError) as error:
-            raise _unusable("authority", ca, error) from None
-        if self._is_server:
-            context.verify_mode = ssl.CERT_REQUIRED if ca else ssl.CERT_NONE
-        if self._is_server or cert:
-            try:
+            if self._is_server:
+                context.verify_mode = ssl.CERT_REQUIRED if ca else ssl.CERT_NONE
+            file = f"certificate {cert} with {key}" if key else f"certificate {cert}"
+            if self._is_server or cert:
                 # An answer to a question for a passphrase, which would otherwise be asked on the terminal.
                 context.load_cert_chain(cert, key or None, password="")
-            except (OSError, ValueError) as error:
-                raise _unusable("certificate", " with ".join(filter(None, (cert, key))), error) from None
-        return context
+            return context
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", "") or getattr(error, "strerror", "") or str(error)
+            if isinstance(error, ssl.SSLError) and error.reason is None:
+                # OpenSSL says no more than that its reader of such files has failed.
+                reason = "there is no certificate in it, or no key for it, or the key has a passphrase"
+            raise UserError(f"the TLS {file} cannot be used: {reason}") from None
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
@@ -73,12 +76,3 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def _unusable(what: str, file: str, error: OSError | ValueError) -> UserError:
-    if isinstance(error, ssl.SSLError) and error.reason is None:
-        # OpenSSL says no more than that its reader of such files has failed.
-        reason = "there is no certificate in it, or no key for it, or the key has a passphrase"
-    else:
-        reason = getattr(error, "reason", "") or getattr(error, "strerror", "") or str(error)
-    return UserError(f"the TLS {what} {file} cannot be used: {reason}")

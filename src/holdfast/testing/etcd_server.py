@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -127,7 +127,6 @@ class EtcdServer:
 
     @property
     def endpoints(self) -> list[str]:
-        """host:port of each member."""
         if not self._members:
             raise UserError("this etcd is not started")
         return [f"{_HOST}:{member.port}" for member in self._members]
@@ -156,14 +155,14 @@ class EtcdCluster(EtcdServer):
 
     def kill(self, number: int) -> None:
         """SIGKILL. Its data stays for `restart`."""
-        self._members[number].signal(signal.SIGKILL, lambda states: not states - {"Z"})
+        self._members[number].signal(signal.SIGKILL, "Z")
 
     def pause(self, number: int) -> None:
         """SIGSTOP: it keeps its connections and says nothing."""
-        self._members[number].signal(signal.SIGSTOP, lambda states: states == {"T"})
+        self._members[number].signal(signal.SIGSTOP, "T")
 
     def resume(self, number: int) -> None:
-        self._members[number].signal(signal.SIGCONT, lambda states: True)
+        os.kill(self.pids[number], signal.SIGCONT)
 
     def restart(self, *numbers: int) -> None:
         """With their data and at their ports; returns when they are healthy, for which the cluster needs a majority."""
@@ -174,7 +173,7 @@ class EtcdCluster(EtcdServer):
 
 class _Member:
     """One etcd, with ports and a home that outlast its process. The keeper of each process that it has had stays until
-    the end, and then removes the directory `temporary`, unless that is empty."""
+    the end, and then removes the directory `temporary`, if there is one."""
 
     def __init__(self, home: str, temporary: str, options: Sequence[str], stderr: IO[Any] | int | None) -> None:
         self.home = home
@@ -247,11 +246,11 @@ class _Member:
         found = fatal or [line for line in lines if not line.startswith("{")] or lines[-1:]
         return f"; it said: {found[0][:500]}" if found else ""
 
-    def signal(self, number: int, is_done: Callable[[set[str]], bool]) -> None:
-        """Wait until the states of its threads are such. Its keeper has not reaped it, so the pid is still its own."""
+    def signal(self, number: int, state: str) -> None:
+        """Wait until all threads are in that state. Its keeper has not reaped it, so the pid is still its own."""
         os.kill(self.pid, number)
         deadline = time.monotonic() + _STOP_S
-        while not is_done(_thread_states(self.pid)):
+        while _thread_states(self.pid) - {state}:
             if time.monotonic() > deadline:
                 raise HostError(f"etcd (pid {self.pid}) does not react to signal {number}")
             time.sleep(_LOOK_AGAIN_S / 10)

@@ -27,11 +27,9 @@ from holdfast.rendezvous import endpoints
 
 logger = logging.getLogger(__name__)
 
+READY = "ready"  # What a coordinator says to the process that started it, once it serves.
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EINVAL, errno.EAFNOSUPPORT)
 _START_PATIENCE_S = 10.0
-
-READY = "ready"
-"""What a coordinator says to the process that started it, once it serves."""
 
 
 class NotThisHost(HostError):  # noqa: N818
@@ -73,12 +71,9 @@ def host_at(sock: socket.socket, options: list[str]) -> bool:
 
 
 def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[str]) -> None:
-    """Start a coordinator that outlives this process, and keeps the guard for as long as it lives.
-
-    Returns when it serves. What it has to say until then is the error if it does not come to that; later it is
-    silent here and keeps a log of its own. Both sockets are closed here as soon as it exists: if it died while this
-    process, frozen perhaps, still held them, no other could take its place.
-    """
+    """Returns when it serves. What it says until then is the error if it does not come to that; later it has a log of
+    its own. It keeps the guard for as long as it lives. Both sockets are closed here as soon as it exists: if it died
+    while this process, frozen perhaps, still held them, no other could take its place."""
     from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired  # Only an agent that hosts one needs them.
 
     root = os.path.abspath(os.path.join(__file__, "../../../.."))

@@ -18,6 +18,7 @@ Errors by who can act: `Unavailable` (time), `EtcdRefused` (a person), `LeaseGon
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 import socket
@@ -37,8 +38,7 @@ from holdfast.rendezvous.tls import ReloadingTls
 DEFAULT_PORT = 2379
 MAX_ANSWER_BYTES = 8 << 20  # etcd itself takes values of 1.5 MiB by default, which base64 makes 2 MiB.
 
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _LEAST_ATTEMPT_S = 0.2
 _READS = ("/v3/kv/range", "/version")
 # With the last header a member that knows no leader says so at once instead of letting the request wait.
@@ -58,8 +58,7 @@ class Unavailable(EtcdError):  # noqa: N818
 
 
 class EtcdRefused(EtcdError):  # noqa: N818
-    """Only a person can put this right: password, permission, certificate, version, or no etcd at the endpoint.
-    Nothing was carried out."""
+    """Nothing was carried out: wrong password, permission, certificate or version, or no etcd at the endpoint."""
 
 
 class _Unusable(EtcdRefused):
@@ -76,7 +75,6 @@ class LeaseGone(EtcdError):  # noqa: N818
 
 # Requests and answers, in the form of etcd. Bytes are base64 on the wire, and a compare that names no relation is
 # equality. etcd writes numbers as texts, and leaves out zeros, empty texts and false.
-
 Fields = dict[str, Any]
 
 
@@ -118,7 +116,6 @@ class Answer(msgspec.Struct, frozen=True):
     # The answer to a renewal is a stream of one line, which is either a result or an error.
     result: Answer | None = None
     error: Answer | str | None = None
-    # Of an error.
     message: str = ""
     code: int = 0
     grpc_code: int = 0
@@ -190,18 +187,16 @@ class Gateway:
 
     def revoke_lease(self, lease: int) -> None:
         """End a lease and delete the keys attached to it. It may have ended already."""
-        try:
+        with contextlib.suppress(LeaseGone):
             self._send("/v3/lease/revoke", {"ID": lease})
-        except LeaseGone:
-            pass
 
     def check_version(self) -> None:
         """Raises `EtcdRefused` if etcd is older than the interface that this client speaks."""
         version = self._send("/version", None).etcdserver
         numbers = [int(part) if part.isdecimal() else -1 for part in version.split(".")[:2]]
         if numbers < [3, 4]:
-            name = self._members[self._preferred].name
-            raise EtcdRefused(f"etcd {version!r} at {name} is too old: holdfast needs 3.4 or later")
+            where = self._members[self._preferred].name
+            raise EtcdRefused(f"etcd {version!r} at {where} is too old: holdfast needs 3.4 or later")
 
     def _send(self, path: str, fields: Fields | None, *, is_repeatable: bool = True) -> Answer:
         """Ask one member after the other until one answers."""
@@ -304,17 +299,13 @@ class _Connection(io.RawIOBase):
     def __init__(self, host: str, port: int, tls: ReloadingTls | None, deadline: float) -> None:
         self._deadline = deadline
         self._sock = socket.create_connection((host, port), self._left_s())
-        try:
-            if tls is not None:
-                self._sock.settimeout(self._left_s())
-                self._sock = tls.context().wrap_socket(self._sock, server_hostname=host)
-        except BaseException:
-            self.hang_up()
-            raise
+        if tls is not None:
+            with self._sock as plain:  # Its descriptor moves to the other one.
+                plain.settimeout(self._left_s())
+                self._sock = tls.context().wrap_socket(plain, server_hostname=host)
 
     def _left_s(self) -> float:
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
+        if (left_s := self._deadline - time.monotonic()) <= 0:
             raise TimeoutError
         return left_s
 
@@ -338,8 +329,6 @@ class _Connection(io.RawIOBase):
     def hang_up(self) -> None:
         self._sock.close()
 
-
-# The meaning of answers and failures.
 
 _NOT_ETCD = "this is not an answer of etcd"
 _NOT_FOUND, _UNAUTHENTICATED = 5, 16

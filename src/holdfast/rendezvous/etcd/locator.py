@@ -65,8 +65,6 @@ class EtcdLocator:
         self._is_version_checked = False
         self._is_stopped = False
 
-    # What the client's thread calls.
-
     def target(self) -> Target:
         """The coordinator that is known. If none is, look for one."""
         leader = self._leader
@@ -83,7 +81,8 @@ class EtcdLocator:
 
     def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], None]) -> None:
         if not self._lock.locked():
-            _in_thread("holdfast-locate", self._look, known_term, is_wanted, found)
+            look = (known_term, is_wanted, found)
+            threading.Thread(target=self._look, args=look, name="holdfast-locate", daemon=True).start()
 
     def stop(self) -> None:
         """Coordinators that this node has started outlive it."""
@@ -156,18 +155,15 @@ class EtcdLocator:
         sent_at = time.monotonic()
         lease = self._gateway.grant_lease(self._options.leader_lease_s)
         mine = Leader(self._address, sock.getsockname()[1], secrets.token_hex(16), known_term + 1, boot_id=boot_id())
-        is_hosted = False
-        try:
+        with contextlib.ExitStack() as unless_hosted:
+            unless_hosted.callback(self._revoke, lease)
             leader = self._create(mine, lease) if is_wanted() else None
-            if leader == mine and is_wanted():
+            if leader is None or (leader == mine and not is_wanted()):
+                raise ConnectionError(errno.EAGAIN, _NO_COORDINATOR)
+            if leader == mine:
                 self._host(sock, mine, lease, sent_at)
-                is_hosted = True
-        finally:
-            if not is_hosted:
-                self._revoke(lease)
-        if leader is None or (leader == mine and not is_hosted):
-            raise ConnectionError(errno.EAGAIN, _NO_COORDINATOR)
-        return leader
+                unless_hosted.pop_all()
+            return leader
 
     def _create(self, mine: Leader, lease: int) -> Leader | None:
         """The leader key as it is afterwards."""
@@ -198,7 +194,8 @@ class EtcdLocator:
         where = endpoint_text(leader.host, leader.port)
         logger.info("this node hosts the coordinator of run %r at %s", self._run_id, where)
         self._lives = [each for each in self._lives if each.fileno() >= 0] + [life]
-        _in_thread("holdfast-coordinator-watch", self._watch, life, lease)
+        watch = partial(self._watch, life, lease)
+        threading.Thread(target=watch, name="holdfast-coordinator-watch", daemon=True).start()
 
     def _watch(self, life: socket.socket, lease: int) -> None:
         with life:
@@ -211,10 +208,6 @@ class EtcdLocator:
             self._gateway.revoke_lease(lease)
         except gateway.EtcdError:
             self._unrevoked.append(lease)
-
-
-def _in_thread(name: str, call: Callable[..., None], *args: object) -> None:
-    threading.Thread(target=call, args=args, name=name, daemon=True).start()
 
 
 def create_handler(params: RendezvousParameters) -> CoordinatorHandler:
