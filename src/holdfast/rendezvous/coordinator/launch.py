@@ -1,9 +1,8 @@
 """Starting a coordinator process. On tcp the agent that can bind the endpoint's address does it.
 
-The agent that binds it starts a coordinator as a process of its own, hands it the bound socket, and forgets it: the
-coordinator outlives the agent. Agents on the same host that come later find the port taken and connect. If the
-coordinator process dies, the next agent on that host that tries to reach it finds the port free again, and starts
-another one, which goes on with the run.
+It hands the coordinator the bound socket, and forgets it: the coordinator outlives the agent. Agents on the same host
+that come later find the port taken and connect. If the coordinator dies, the next agent on that host that tries to
+reach it finds the port free again, and starts another one, which goes on with the run.
 
 The socket does not listen before the coordinator process is ready to answer. Until then every attempt to connect is
 refused, which tells the agents of a running round that no place can have been given away; on a socket that
@@ -24,47 +23,39 @@ import socket
 import sys
 
 from holdfast.errors import HostError
-from holdfast.rendezvous.endpoints import endpoint_text
+from holdfast.rendezvous import endpoints
 
 logger = logging.getLogger(__name__)
 
+READY = "ready"  # What a coordinator says to the process that started it, once it serves.
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EINVAL, errno.EAFNOSUPPORT)
 _START_PATIENCE_S = 10.0
 
-READY = "ready"
-"""What a coordinator says to the process that started it, once it serves."""
-
 
 class NotThisHost(HostError):  # noqa: N818
-    """The address belongs to another host."""
+    pass
 
 
 class PortTaken(HostError):  # noqa: N818
     """Another process listens there."""
 
     def __init__(self, host: str, port: int) -> None:
-        super().__init__(f"cannot listen at {endpoint_text(host, port)}: the port is taken")
+        super().__init__(f"cannot listen at {endpoints.endpoint_text(host, port)}: the port is taken")
 
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket bound to exactly this address, which does not listen."""
-    problem = ""
+    where, problem = endpoints.endpoint_text(host, port), ""
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
-        sock = None
         try:
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            return sock
+            return endpoints.bound(family, address)
         except OSError as error:
-            if sock is not None:
-                sock.close()
             if error.errno == errno.EADDRINUSE:
                 raise PortTaken(host, port) from None
             if error.errno not in _NOT_OURS:
-                raise HostError(f"cannot listen at {endpoint_text(host, port)}: {error.strerror}") from None
+                raise HostError(f"cannot listen at {where}: {error.strerror}") from None
             problem = f" ({address[0]})" if address[0] != host else ""
-    raise NotThisHost(f"cannot listen at {endpoint_text(host, port)}: that is not an address of this host{problem}")
+    raise NotThisHost(f"cannot listen at {where}: that is not an address of this host{problem}")
 
 
 def host_at(sock: socket.socket, options: list[str]) -> bool:
@@ -80,12 +71,9 @@ def host_at(sock: socket.socket, options: list[str]) -> bool:
 
 
 def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[str]) -> None:
-    """Start a coordinator that outlives this process, and keeps the guard for as long as it lives.
-
-    Returns when it serves. What it has to say until then is the error if it does not come to that; later it is
-    silent here and keeps a log of its own. Both sockets are closed here as soon as it exists: if it died while this
-    process, frozen perhaps, still held them, no other could take its place.
-    """
+    """Returns when it serves. What it says until then is the error if it does not come to that; later it has a log of
+    its own. It keeps the guard for as long as it lives. Both sockets are closed here as soon as it exists: if it died
+    while this process, frozen perhaps, still held them, no other could take its place."""
     from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired  # Only an agent that hosts one needs them.
 
     root = os.path.abspath(os.path.join(__file__, "../../../.."))

@@ -37,8 +37,7 @@ class StateFiles:
     """The files of the coordinator at one endpoint. Trouble with them is told, and the run goes on."""
 
     def __init__(self, directory: Path, address: str, port: int) -> None:
-        self._directory = directory
-        self._name = endpoint_name(address, port)
+        self._directory, self._name = directory, endpoint_name(address, port)
 
     def path(self, run_id: str) -> Path:
         return self._directory / f"{self._name}-{hashlib.sha256(run_id.encode()).hexdigest()[:16]}.json"
@@ -107,9 +106,7 @@ def _check_private(directory: Path) -> None:
 
 
 def boot_id() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def default_directory() -> Path:

@@ -18,6 +18,7 @@ Errors by who can act: `Unavailable` (time), `EtcdRefused` (a person), `LeaseGon
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 import socket
@@ -32,14 +33,12 @@ import msgspec
 
 from holdfast.errors import HoldfastError, UserError
 from holdfast.rendezvous.endpoints import endpoint_text, parse_rendezvous_endpoint
-from holdfast.rendezvous.tls import ReloadingTls, TlsFiles
+from holdfast.rendezvous.tls import ReloadingTls
 
 DEFAULT_PORT = 2379
-OLDEST_VERSION = (3, 4)
 MAX_ANSWER_BYTES = 8 << 20  # etcd itself takes values of 1.5 MiB by default, which base64 makes 2 MiB.
 
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _LEAST_ATTEMPT_S = 0.2
 _READS = ("/v3/kv/range", "/version")
 # With the last header a member that knows no leader says so at once instead of letting the request wait.
@@ -47,7 +46,7 @@ _HEADERS = {"Content-Type": "application/json", "Connection": "close", "Grpc-Met
 
 
 class EtcdError(HoldfastError):
-    """Base of everything that can go wrong with etcd."""
+    pass
 
 
 class Unavailable(EtcdError):  # noqa: N818
@@ -59,16 +58,15 @@ class Unavailable(EtcdError):  # noqa: N818
 
 
 class EtcdRefused(EtcdError):  # noqa: N818
-    """Only a person can put this right: password, permission, certificate, version, or no etcd at the endpoint.
-    Nothing was carried out."""
+    """Nothing was carried out: wrong password, permission, certificate or version, or no etcd at the endpoint."""
 
 
 class _Unusable(EtcdRefused):
-    """This endpoint will never answer, however often it is asked; another one may."""
+    """This endpoint will never answer; another one may."""
 
 
 class _StaleToken(EtcdRefused):
-    """etcd does not know the token any more."""
+    pass
 
 
 class LeaseGone(EtcdError):  # noqa: N818
@@ -77,8 +75,6 @@ class LeaseGone(EtcdError):  # noqa: N818
 
 # Requests and answers, in the form of etcd. Bytes are base64 on the wire, and a compare that names no relation is
 # equality. etcd writes numbers as texts, and leaves out zeros, empty texts and false.
-
-
 Fields = dict[str, Any]
 
 
@@ -120,7 +116,6 @@ class Answer(msgspec.Struct, frozen=True):
     # The answer to a renewal is a stream of one line, which is either a result or an error.
     result: Answer | None = None
     error: Answer | str | None = None
-    # Of an error.
     message: str = ""
     code: int = 0
     grpc_code: int = 0
@@ -140,19 +135,18 @@ _answer_decoder = msgspec.json.Decoder(Answer, strict=False)
 
 
 class Gateway:
-    """Blocking; any number of threads may use it."""
+    """Blocking; any number of threads may use it. `tls` is as in `TlsFiles`."""
 
     def __init__(
         self,
         endpoints: Sequence[str],
-        *,
-        user: str | None = None,
+        user: str = "",
         password: str | None = None,
-        tls: TlsFiles | None = None,
+        tls: Sequence[str] = (),
         request_timeout_s: float = 5.0,
     ) -> None:
-        self.request_timeout_s = request_timeout_s
-        self._members = [_Member(each, tls or TlsFiles()) for each in endpoints]
+        self._timeout_s = request_timeout_s
+        self._members = [_Member(each, tls) for each in endpoints]
         self._preferred = 0
         self._credentials = msgspec.json.encode({"name": user, "password": password}) if user else None
         self._token = ""
@@ -193,28 +187,26 @@ class Gateway:
 
     def revoke_lease(self, lease: int) -> None:
         """End a lease and delete the keys attached to it. It may have ended already."""
-        try:
+        with contextlib.suppress(LeaseGone):
             self._send("/v3/lease/revoke", {"ID": lease})
-        except LeaseGone:
-            pass
 
     def check_version(self) -> None:
         """Raises `EtcdRefused` if etcd is older than the interface that this client speaks."""
         version = self._send("/version", None).etcdserver
-        numbers = tuple(int(part) if part.isdecimal() else -1 for part in version.split(".")[:2])
-        if numbers < OLDEST_VERSION:
-            name = self._members[self._preferred].name
-            raise EtcdRefused(f"etcd {version!r} at {name} is too old: holdfast needs 3.4 or later")
+        numbers = [int(part) if part.isdecimal() else -1 for part in version.split(".")[:2]]
+        if numbers < [3, 4]:
+            where = self._members[self._preferred].name
+            raise EtcdRefused(f"etcd {version!r} at {where} is too old: holdfast needs 3.4 or later")
 
     def _send(self, path: str, fields: Fields | None, *, is_repeatable: bool = True) -> Answer:
         """Ask one member after the other until one answers."""
         body = None if fields is None else msgspec.json.encode(fields)
-        deadline = time.monotonic() + self.request_timeout_s
+        deadline = time.monotonic() + self._timeout_s
         failures: dict[str, EtcdError] = {}
         problems, is_unknown = "", False
         for number in self._turns(deadline):
             member = self._members[number]
-            share_s = min(self.request_timeout_s / len(self._members), deadline - time.monotonic())
+            share_s = min(self._timeout_s / len(self._members), deadline - time.monotonic())
             try:
                 return self._ask(member, path, body, time.monotonic() + max(share_s, _LEAST_ATTEMPT_S))
             except (Unavailable, _Unusable) as failure:
@@ -229,7 +221,7 @@ class Gateway:
                 raise EtcdRefused(f"etcd: {problems}")
         reason = "the client is closed" if self._closing.is_set() else problems
         doubt = "; whether the write has happened is unknown" if is_unknown else ""
-        raise Unavailable(f"etcd has not answered within {self.request_timeout_s:.2g} s: {reason}{doubt}", is_unknown)
+        raise Unavailable(f"etcd has not answered within {self._timeout_s:.2g} s: {reason}{doubt}", is_unknown)
 
     def _turns(self, deadline: float) -> Iterator[int]:
         """The members by turns, the one that worked last first, until the time is up."""
@@ -261,18 +253,13 @@ class Gateway:
         return self._token
 
 
-# One member.
-
-
 class _Member:
     """`name` is what errors call it."""
 
-    def __init__(self, endpoint: str, files: TlsFiles) -> None:
-        protocol, self._host, self._port = parse_etcd_endpoint(endpoint, is_secure=files.are_given)
+    def __init__(self, endpoint: str, files: Sequence[str]) -> None:
+        protocol, self._host, self._port = parse_etcd_endpoint(endpoint, is_secure=any(files))
         self.name = endpoint_text(self._host, self._port)
-        self._tls = None
-        if protocol == "https":
-            self._tls = ReloadingTls(files.cert, files.key, files.ca, protocols=["http/1.1"])
+        self._tls = ReloadingTls(*files) if protocol == "https" else None
 
     def ask(self, path: str, body: bytes | None, token: str, deadline: float) -> Answer:
         http = HTTPConnection(self._host, self._port)
@@ -312,17 +299,13 @@ class _Connection(io.RawIOBase):
     def __init__(self, host: str, port: int, tls: ReloadingTls | None, deadline: float) -> None:
         self._deadline = deadline
         self._sock = socket.create_connection((host, port), self._left_s())
-        try:
-            if tls is not None:
-                self._sock.settimeout(self._left_s())
-                self._sock = tls.context().wrap_socket(self._sock, server_hostname=host)
-        except BaseException:
-            self.hang_up()
-            raise
+        if tls is not None:
+            with self._sock as plain:  # Its descriptor moves to the other one.
+                plain.settimeout(self._left_s())
+                self._sock = tls.context().wrap_socket(plain, server_hostname=host)
 
     def _left_s(self) -> float:
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
+        if (left_s := self._deadline - time.monotonic()) <= 0:
             raise TimeoutError
         return left_s
 
@@ -347,9 +330,6 @@ class _Connection(io.RawIOBase):
         self._sock.close()
 
 
-# The meaning of answers and failures.
-
-
 _NOT_ETCD = "this is not an answer of etcd"
 _NOT_FOUND, _UNAUTHENTICATED = 5, 16
 # Canceled, unknown, deadline exceeded, internal, unavailable, data loss: it may have been carried out.
@@ -359,12 +339,11 @@ _CUT_OFF = (ssl.SSLEOFError, ssl.SSLZeroReturnError, RemoteDisconnected, Connect
 
 
 def _read(name: str, status: int, data: bytes) -> Answer:
-    """The answer of a member. Raises what it means if that is not the answer to the request."""
+    """Raises what it means if it is not the answer to the request."""
+    answer, problem = Answer(), ""
     try:
         answer = _answer_decoder.decode(data)
-        problem = ""
     except (ValueError, RecursionError) as error:
-        answer = Answer()
         problem = f": {error}"
     complaint = answer.error if isinstance(answer.error, Answer) else answer
     if code := complaint.code or complaint.grpc_code:

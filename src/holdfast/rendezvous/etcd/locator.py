@@ -12,6 +12,7 @@ thread of its own (`locate`), and goes where a higher term is.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import math
@@ -21,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -38,6 +40,7 @@ from holdfast.rendezvous.membership.model import NodeFacts, is_loopback
 
 logger = logging.getLogger(__name__)
 
+_NO_COORDINATOR = "no coordinator is in office"
 _LONGEST_REQUEST_S = 5.0
 _MEMORY_LEASE_S = 60  # And twice the time for which workers may live on after the last coordinator.
 
@@ -62,8 +65,6 @@ class EtcdLocator:
         self._is_version_checked = False
         self._is_stopped = False
 
-    # What the client's thread calls.
-
     def target(self) -> Target:
         """The coordinator that is known. If none is, look for one."""
         leader = self._leader
@@ -87,10 +88,8 @@ class EtcdLocator:
         """Coordinators that this node has started outlive it."""
         self._is_stopped = True
         for life in self._lives:
-            try:
+            with contextlib.suppress(OSError):  # That process has ended.
                 life.shutdown(socket.SHUT_RD)
-            except OSError:
-                pass  # That process has ended.
         self._gateway.close()
 
     # Looking.
@@ -118,9 +117,7 @@ class EtcdLocator:
                 self._gateway.revoke_lease(self._unrevoked[0])
                 self._unrevoked.popleft()
             leader = self._read_leader() or self._campaign(known_term, is_wanted)
-        except gateway.EtcdRefused:
-            raise
-        except gateway.EtcdError as error:
+        except (gateway.Unavailable, gateway.LeaseGone) as error:
             raise ConnectionError(errno.EHOSTUNREACH, str(error)) from None
         if is_loopback(leader.host) and leader.boot_id != boot_id():
             raise UserError(
@@ -137,15 +134,13 @@ class EtcdLocator:
 
     def _campaign(self, known_term: int, is_wanted: Callable[[], bool]) -> Leader:
         if self._options.is_host is False:
-            problem = "no coordinator is in office, and this node may not start one (is_host=false)"
-            raise ConnectionError(errno.EAGAIN, problem)
+            raise ConnectionError(errno.EAGAIN, f"{_NO_COORDINATOR}, and this node may not start one (is_host=false)")
         try:
             with self._bind() as sock:
                 return self._host_or_find(sock, known_term, is_wanted)
         except HostError as error:
             # Another node may be able to. A port may be held by a coordinator that is about to step down.
-            problem = f"no coordinator is in office, and this node cannot start one: {error}"
-            raise ConnectionError(errno.EAGAIN, problem) from None
+            raise ConnectionError(errno.EAGAIN, f"{_NO_COORDINATOR}, and this node cannot start one: {error}") from None
 
     def _bind(self) -> socket.socket:
         try:
@@ -159,26 +154,22 @@ class EtcdLocator:
     def _host_or_find(self, sock: socket.socket, known_term: int, is_wanted: Callable[[], bool]) -> Leader:
         sent_at = time.monotonic()
         lease = self._gateway.grant_lease(self._options.leader_lease_s)
-        port = int(sock.getsockname()[1])
-        mine = Leader(self._address, port, secrets.token_hex(16), known_term + 1, boot_id=boot_id())
-        is_hosted = False
-        try:
+        mine = Leader(self._address, sock.getsockname()[1], secrets.token_hex(16), known_term + 1, boot_id=boot_id())
+        with contextlib.ExitStack() as unless_hosted:
+            unless_hosted.callback(self._revoke, lease)
             leader = self._create(mine, lease) if is_wanted() else None
-            if leader == mine and is_wanted():
+            if leader is None or (leader == mine and not is_wanted()):
+                raise ConnectionError(errno.EAGAIN, _NO_COORDINATOR)
+            if leader == mine:
                 self._host(sock, mine, lease, sent_at)
-                is_hosted = True
-        finally:
-            if not is_hosted:
-                self._revoke(lease)
-        if leader is None or (leader == mine and not is_hosted):
-            raise ConnectionError(errno.EAGAIN, "no coordinator is in office")
-        return leader
+                unless_hosted.pop_all()
+            return leader
 
     def _create(self, mine: Leader, lease: int) -> Leader | None:
         """The leader key as it is afterwards."""
         key = self._leader_key
-        put = gateway.put(key, memory.encode_leader(mine), lease)
         try:
+            put = gateway.put(key, memory.encode_leader(mine), lease)
             done = self._gateway.transact([gateway.is_missing(key)], [put], [gateway.get(key)])
             return mine if done.succeeded else memory.decode_leader(done.values[0])
         except gateway.EtcdError:
@@ -203,8 +194,8 @@ class EtcdLocator:
         where = endpoint_text(leader.host, leader.port)
         logger.info("this node hosts the coordinator of run %r at %s", self._run_id, where)
         self._lives = [each for each in self._lives if each.fileno() >= 0] + [life]
-        watch = (life, lease)
-        threading.Thread(target=self._watch, args=watch, name="holdfast-coordinator-watch", daemon=True).start()
+        watch = partial(self._watch, life, lease)
+        threading.Thread(target=watch, name="holdfast-coordinator-watch", daemon=True).start()
 
     def _watch(self, life: socket.socket, lease: int) -> None:
         with life:
@@ -222,11 +213,6 @@ class EtcdLocator:
 def create_handler(params: RendezvousParameters) -> CoordinatorHandler:
     """The backend `etcd` (also `etcd-v3`)."""
     options = EtcdOptions.from_parameters(params)
-    endpoints = options.access.endpoints
-    return CoordinatorHandler(
-        params,
-        options,
-        f"etcd {','.join(endpoints)}",
-        lambda facts: EtcdLocator(params.run_id, options, facts),
-        [gateway.parse_etcd_endpoint(each, is_secure=False)[1:] for each in endpoints],
-    )
+    where = f"etcd {','.join(options.access.endpoints)}"
+    places = [gateway.parse_etcd_endpoint(each, is_secure=False)[1:] for each in options.access.endpoints]
+    return CoordinatorHandler(params, options, where, partial(EtcdLocator, params.run_id, options), places)

@@ -39,8 +39,7 @@ logger = logging.getLogger(__name__)
 MAX_VALUE_BYTES = 1 << 20  # etcd refuses requests of more than 1.5 MiB, unless it was told otherwise.
 _HIGHEST_TERM = 1 << 53
 
-_leader_decoder = msgspec.json.Decoder(Leader)
-_memory_decoder = msgspec.json.Decoder(Memory)
+_leader_decoder, _memory_decoder = msgspec.json.Decoder(Leader), msgspec.json.Decoder(Memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +89,18 @@ class EtcdKeeper:
     """Keeps what one coordinator must not forget, for as long as it is in office."""
 
     def __init__(self, appointment: Appointment) -> None:
-        self.when_over: Callable[[str], None] = lambda reason: None
-        """Called once, when the office is over."""
+        self.when_over: Callable[[str], None] = lambda reason: None  # Called once, when the office is over.
         self.reason_to_resign = ""
-        self._run_id = appointment.run_id
+        self._own = appointment
         self._gateway = appointment.access.gateway(appointment.lease_s / 3)
-        self._lease = appointment.lease
         self._leader_key, self._memory_key = keys_of(appointment.prefix, appointment.run_id)
         self._memory: Memory | None = None
         self._memory_lease: int | None = None
-        self._memory_lease_s = appointment.memory_lease_s
         self._memory_renewed_at = 0.0
         self._office = election.Office(appointment.leader, appointment.lease_s, appointment.renewed_at)
         self._when_written: deque[Callable[[], None]] = deque()  # In the order of the writes.
         self._loop = asyncio.get_running_loop()
-        self._renewals = ThreadPoolExecutor(1, "holdfast-renew")
-        self._writes = ThreadPoolExecutor(1, "holdfast-write")
+        self._renewals, self._writes = (ThreadPoolExecutor(1, f"holdfast-{kind}") for kind in ("renew", "write"))
         self._timer: asyncio.TimerHandle | None = None
 
     async def begin(self) -> None:
@@ -116,25 +111,22 @@ class EtcdKeeper:
             value = await self._loop.run_in_executor(self._writes, self._gateway.get, self._memory_key)
         except gateway.EtcdError as error:
             raise HostError(str(error)) from None
-        self._memory = self._decoded(value)
+        if value is not None:
+            try:
+                self._memory = _memory_decoder.decode(value)
+            except (ValueError, RecursionError) as error:
+                told = "what etcd remembers of run %r cannot be read, and counts as lost: %s"
+                logger.error(told, self._own.run_id, error)
+                self._memory = Memory()
         if self._memory is not None and self._memory != Memory():
             written = asyncio.Event()
             self.when_over = lambda _: written.set()
             if self._memory.term >= self._office.leader.term:
                 self.raise_term(self._memory.term, lambda _: None)
-            self.remember(self._run_id, self._memory, written.set)
+            self.remember(self._own.run_id, self._memory, written.set)
             await written.wait()
         if not self.may_serve():
             raise HostError(f"the coordinator cannot serve: {self.reason_to_resign}")
-
-    def _decoded(self, value: bytes | None) -> Memory | None:
-        if value is None:
-            return None
-        try:
-            return _memory_decoder.decode(value)
-        except (ValueError, RecursionError) as error:
-            logger.error("what etcd remembers of run %r cannot be read, and counts as lost: %s", self._run_id, error)
-            return Memory()
 
     # What the coordinator asks for.
 
@@ -164,7 +156,7 @@ class EtcdKeeper:
         """Give the office up, so that the next coordinator need not wait for the lease to end."""
         self._office.has_resigned = True
         self._arm()
-        self._writes.submit(self._gateway.revoke_lease, self._lease)
+        self._writes.submit(self._gateway.revoke_lease, self._own.lease)
         await asyncio.to_thread(self._writes.shutdown)
         self._gateway.close()
         await asyncio.to_thread(self._renewals.shutdown)
@@ -193,7 +185,7 @@ class EtcdKeeper:
     def _renew(self) -> election.Event:
         sent_at = time.monotonic()
         try:
-            is_alive = self._gateway.keep_alive(self._lease) > 0 and self._keep_memory(sent_at)
+            is_alive = self._gateway.keep_alive(self._own.lease) > 0 and self._keep_memory(sent_at)
             return election.RenewalAnswered(sent_at, is_alive)
         except gateway.EtcdError as error:
             logger.warning("cannot renew the lease of this coordinator: %s", error)
@@ -201,19 +193,18 @@ class EtcdKeeper:
 
     def _keep_memory(self, now: float) -> bool:
         """False if etcd has ended the memory's lease."""
-        lease = self._memory_lease
-        if lease is None or now < self._memory_renewed_at + self._memory_lease_s / 3:
+        if self._memory_lease is None or now < self._memory_renewed_at + self._own.memory_lease_s / 3:
             return True
         self._memory_renewed_at = now
-        return self._gateway.keep_alive(lease) > 0
+        return self._gateway.keep_alive(self._memory_lease) > 0
 
     def _write(self, write: election.Write) -> election.Event:
         try:
-            then = [gateway.put(self._leader_key, encode_leader(write.after), self._lease)]
+            then = [gateway.put(self._leader_key, encode_leader(write.after), self._own.lease)]
             if write.memory is not None:
                 if self._memory_lease is None:
                     self._memory_renewed_at = time.monotonic()
-                    self._memory_lease = self._gateway.grant_lease(self._memory_lease_s)
+                    self._memory_lease = self._gateway.grant_lease(self._own.memory_lease_s)
                 then.append(gateway.put(self._memory_key, encode_memory(write.memory), self._memory_lease))
             guard = gateway.has_value(self._leader_key, encode_leader(write.before))
             done = self._gateway.transact([guard], then, [gateway.get(self._leader_key)])
@@ -223,12 +214,11 @@ class EtcdKeeper:
         except HostError:
             return election.WriteAnswered(None)  # Something else is stored there, so the key is lost.
         except gateway.EtcdError as error:
-            logger.warning("cannot write down what run %r must not forget: %s", self._run_id, error)
+            logger.warning("cannot write down what run %r must not forget: %s", self._own.run_id, error)
             return election.WriteFailed()
 
     def _arm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        at = self._office.next_deadline()
-        if at is not None:
+        if (at := self._office.next_deadline()) is not None:
             self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._step, election.TimePassed())

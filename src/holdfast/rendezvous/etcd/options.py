@@ -23,21 +23,17 @@ from holdfast.rendezvous.tls import TlsFiles
 
 PASSWORD_VARIABLE = "HOLDFAST_ETCD_PASSWORD"
 DEFAULT_PREFIX = "/holdfast"
-DEFAULT_LEASE_S = 6.0
-DEFAULT_LEADER_LEASE_S = 5
-DEFAULT_OUTAGE_TIMEOUT_S = 3600.0
+_LEASE_S = 6.0
+_LEADER_LEASE_S = 5
+_OUTAGE_TIMEOUT_S = 3600.0
 _SHORTEST_LEADER_LEASE_S = 2  # etcd gives no shorter one.
 # Another host may start the next coordinator, so a refused connection proves less than on tcp.
 _LEASE_RULES: dict[str, Any] = {"does_refusal_renew": False, "locate_after_s": 2.0}
 
 KEYS = {
     **{key: aliases for key, aliases in options.KEYS.items() if key != "store_type"},
-    "leader_lease": (),
-    "agent_tls": (),
+    **dict.fromkeys(("leader_lease", "agent_tls", "protocol", "user", "password_file"), ()),
     "prefix": ("etcd_prefix",),
-    "protocol": (),
-    "user": (),
-    "password_file": (),
     "cert": ("ssl_cert",),
     "key": ("ssl_cert_key",),
     "cacert": ("ca_cert",),
@@ -51,24 +47,18 @@ class Access:
     endpoints: tuple[str, ...] = ("localhost",)
     user: str = ""
     password_file: str = ""
-    tls: tuple[str, str, str] = ("", "", "")
-    """Certificate, key, authority."""
+    tls: TlsFiles = TlsFiles()  # noqa: RUF009
 
     def password(self) -> str | None:
         """From the file, or else from the environment."""
-        if not self.user:
-            return None
         path = self.password_file
         found = options.read_secret("password", path) if path else os.environ.get(PASSWORD_VARIABLE)
-        if not found:
+        if self.user and not found:
             raise UserError(f"etcd user {self.user!r} needs a password: give password_file, or set {PASSWORD_VARIABLE}")
-        return found
+        return found if self.user else None
 
     def gateway(self, request_timeout_s: float) -> Gateway:
-        files, password = TlsFiles(*self.tls), self.password()
-        return Gateway(
-            self.endpoints, user=self.user, password=password, tls=files, request_timeout_s=request_timeout_s
-        )
+        return Gateway(self.endpoints, self.user, self.password(), self.tls, request_timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +66,11 @@ class EtcdOptions(options.Options):
     """`tls_cert`, `tls_key` and `tls_ca` are for agent traffic alone. `is_host`: whether this node may start a
     coordinator; None means that it may. `coordinator_port` 0 is any free port."""
 
-    outage_timeout_s: float = DEFAULT_OUTAGE_TIMEOUT_S
-    lease: LeaseSettings = field(default_factory=lambda: LeaseSettings(lease_s=DEFAULT_LEASE_S, **_LEASE_RULES))
+    outage_timeout_s: float = _OUTAGE_TIMEOUT_S
+    lease: LeaseSettings = field(default_factory=lambda: LeaseSettings(lease_s=_LEASE_S, **_LEASE_RULES))
     access: Access = Access()
     prefix: str = DEFAULT_PREFIX
-    leader_lease_s: int = DEFAULT_LEADER_LEASE_S
+    leader_lease_s: int = _LEADER_LEASE_S
     coordinator_port: int = 0
 
     @classmethod
@@ -88,7 +78,7 @@ class EtcdOptions(options.Options):
         config = params.config
         options.check_known(config, KEYS)
         options.warn_of_heartbeat_timeout(config)
-        fields = options.fields_of(params, DEFAULT_LEASE_S, DEFAULT_OUTAGE_TIMEOUT_S)
+        fields = options.fields_of(params, _LEASE_S, _OUTAGE_TIMEOUT_S)
         fields["lease"] = replace(fields["lease"], **_LEASE_RULES)
         access = _access(params.endpoint, config)
         if options.one_of(config, "agent_tls", "on", "off") == "off":
@@ -98,7 +88,7 @@ class EtcdOptions(options.Options):
         prefix = options.text(config, KEYS, "prefix") or DEFAULT_PREFIX
         if not prefix.strip("/"):
             raise UserError(f"the key prefix {prefix!r} is empty")
-        lease_s = options.seconds(config, "leader_lease", DEFAULT_LEADER_LEASE_S)
+        lease_s = options.seconds(config, "leader_lease", _LEADER_LEASE_S)
         if lease_s != int(lease_s) or lease_s < _SHORTEST_LEADER_LEASE_S:
             raise UserError(f"leader_lease must be whole seconds, at least {_SHORTEST_LEADER_LEASE_S}, not {lease_s:g}")
         port = params.get_as_int("coordinator_port", 0)
@@ -112,12 +102,13 @@ def _access(endpoint: str, config: dict[str, Any]) -> Access:
     user, path, *own = (options.text(config, KEYS, key) for key in ("user", "password_file", "cert", "key", "cacert"))
     if path and not user:
         raise UserError(f"password_file {path!r} is the password of no user: user is missing")
-    cert, key, ca = own
-    if key and not cert:
-        raise UserError(f"key {key!r} is the key of no certificate: cert is missing")
-    is_plain = all(each.startswith("http://") for each in endpoints)
-    access = Access(endpoints, user, path, (cert, key, ca) if any(own) or is_plain else options.tls_files(config))
-    access.password()
+    files = TlsFiles(*own)
+    if files.key and not files.cert:
+        raise UserError(f"key {files.key!r} is the key of no certificate: cert is missing")
+    if not any(own) and not all(each.startswith("http://") for each in endpoints):
+        files = TlsFiles(*options.tls_files(config))
+    access = Access(endpoints, user, path, files)
+    access.password()  # Refuses a user without one.
     return access
 
 

@@ -13,10 +13,10 @@ import struct
 from typing import Any, Union, cast, get_args, get_type_hints
 
 import msgspec
+from msgspec.msgpack import Decoder, Encoder
 
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import Push
-from holdfast.rendezvous.membership.protocol import HeartbeatAnswer, StoreAnswer
 
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_HANDSHAKE_BYTES = 1 << 14
@@ -37,12 +37,10 @@ _SENT_AS = {kind: _wire_form(kind) for kind in get_args(Push)}
 _READ_AS = {sent: kind for kind, sent in _SENT_AS.items()}
 
 # Made once, here: two threads must not make msgspec look at the same type at the same time.
-_encoder = msgspec.msgpack.Encoder()
-HANDSHAKE: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(protocol.Handshake)
-UPWARD: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(protocol.ToCoordinator)
-DOWNWARD: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    Union[(*_READ_AS, HeartbeatAnswer, StoreAnswer)]  # Made of a list.
-)
+_encoder = Encoder()
+HANDSHAKE: Decoder[Any] = Decoder(protocol.Handshake)
+UPWARD: Decoder[Any] = Decoder(protocol.ToCoordinator)
+DOWNWARD: Decoder[Any] = Decoder(Union[(*_READ_AS, protocol.HeartbeatAnswer, protocol.StoreAnswer)])
 
 
 class Frames:
@@ -50,13 +48,11 @@ class Frames:
 
     def __init__(self, limit_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._buffer = bytearray()
-        self._decoder = HANDSHAKE
-        self._limit_bytes = limit_bytes
+        self._decoder, self._limit_bytes = HANDSHAKE, limit_bytes
 
-    def expect(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+    def expect(self, decoder: Decoder[Any]) -> None:
         """From the next message on."""
-        self._decoder = decoder
-        self._limit_bytes = MAX_MESSAGE_BYTES
+        self._decoder, self._limit_bytes = decoder, MAX_MESSAGE_BYTES
 
     def feed(self, data: bytes) -> None:
         self._buffer += data
@@ -76,34 +72,28 @@ class Frames:
         return decode(self._decoder, body)
 
 
-def decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> object:
+def decode(decoder: Decoder[Any], body: bytes) -> object:
     try:
         message: Any = decoder.decode(body)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise Malformed(f"not a message: {error}") from None
-    kind = _READ_AS.get(type(message))
-    if kind is not None:
+    if kind := _READ_AS.get(type(message)):
         message = kind(*(getattr(message, name) for name in kind.__match_args__))
-    problem = protocol.problem_of(message)
-    if problem:
+    if problem := protocol.problem_of(message):
         raise Malformed(f"{type(message).__name__} makes no sense: {problem}")
     return cast(object, message)
 
 
 def encode(message: Any) -> bytes:
     """A frame. Refuses what no receiver would take."""
-    sent_as = _SENT_AS.get(type(message))
-    if sent_as is not None:
-        message = sent_as(*(_fitted(getattr(message, name)) for name in sent_as.__struct_fields__))
+    if sent_as := _SENT_AS.get(type(message)):
+        # A text of a push is made of what other nodes say, and may have become too long for its receiver.
+        values = (getattr(message, name) for name in sent_as.__struct_fields__)
+        message = sent_as(*(protocol.clipped_text(each) if isinstance(each, str) else each for each in values))
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:
         raise ValueError(f"{type(message).__name__} has {len(body)} bytes, at most {MAX_MESSAGE_BYTES} can be sent")
     return _LENGTH.pack(len(body)) + body
-
-
-def _fitted(value: Any) -> Any:
-    """A text of a push is made of what other nodes say, and may have become too long for its receiver."""
-    return protocol.clipped_text(value) if isinstance(value, str) else value
 
 
 def prove(token: bytes, side: bytes, run_id: str, challenge: bytes, own_nonce: bytes) -> bytes:
@@ -114,5 +104,4 @@ def prove(token: bytes, side: bytes, run_id: str, challenge: bytes, own_nonce: b
     return hmac.new(token, text, hashlib.sha256).digest()
 
 
-def is_proof(given: bytes, expected: bytes) -> bool:
-    return hmac.compare_digest(given, expected)
+is_proof = hmac.compare_digest
