@@ -80,7 +80,7 @@ EFFECTS = {
     "start_method": Effect("fork", lambda a: a._group.start_method, "fork"),
     "role": Effect("trainer", lambda a: spec(a).role, "trainer"),
     "virtual_local_rank": Effect(None, lambda a: spec(a).virtual_local_rank, True),
-    "numa_binding": Effect("socket", lambda a: spec(a).numa_options, NumaOptions(AffinityMode.SOCKET)),
+    "numa_binding": Effect("socket", lambda a: a._group.numa_options, NumaOptions(AffinityMode.SOCKET)),
     "nnodes": Effect(
         "2:5", lambda a: (agreed(a).min_nodes, agreed(a).max_nodes), (2, 5), "--rdzv-backend=tcp --rdzv-endpoint=h:7"
     ),
@@ -130,8 +130,8 @@ EFFECTS = {
     "redirects": Effect("1", lambda a: a._group.logs_specs._redirects, Std.OUT),
     "tee": Effect("2", lambda a: a._group.logs_specs._tee, Std.ERR),
     "local_ranks_filter": Effect("0", lambda a: a._group.logs_specs._local_ranks_filter, {0}),
-    "duplicate_stdout_filters": Effect("a,b", lambda a: spec(a).duplicate_stdout_filters, ["a", "b"]),
-    "duplicate_stderr_filters": Effect("a,b", lambda a: spec(a).duplicate_stderr_filters, ["a", "b"]),
+    "duplicate_stdout_filters": Effect("a,b", lambda a: a._group.duplicate_stdout_filters, ["a", "b"]),
+    "duplicate_stderr_filters": Effect("a,b", lambda a: a._group.duplicate_stderr_filters, ["a", "b"]),
     "logs_specs": Effect("mine", lambda a: type(a._group.logs_specs).__module__, "fake_logs"),
     "quiet": Effect(None, lambda a: logging.getLogger("holdfast").level, logging.ERROR),
     "verbose": Effect(None, lambda a: logging.getLogger("holdfast").level, logging.DEBUG),

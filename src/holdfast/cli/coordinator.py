@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast import signals
-from holdfast.cli import console, values
-from holdfast.cli.plain import PlainParser
+from holdfast.cli import console
+from holdfast.cli.options import check_brackets, duration_s
+from holdfast.cli.parser import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def get_parser() -> PlainParser:
     parser.add_argument("--tls-cert", default="", metavar="FILE", help="speak TLS with this certificate")
     parser.add_argument("--tls-key", default="", metavar="FILE", help="the certificate's key, if it is not in it")
     parser.add_argument("--tls-ca", default="", metavar="FILE", help="agents must show a certificate of this authority")
-    parser.add_argument("--idle-timeout", type=values.duration_s, metavar="TIME", help="end when nobody has been "
+    parser.add_argument("--idle-timeout", type=duration_s, metavar="TIME", help="end when nobody has been "
                         "there for so long, and when the last run is over (default: serve until stopped)")  # fmt: skip
     return parser
 
@@ -185,7 +186,7 @@ def _bind(endpoint: str | None) -> socket.socket:
 
     if not endpoint:
         raise UserError("--listen HOST:PORT is required")
-    values.check_brackets("--listen", endpoint, 29400)
+    check_brackets("--listen", endpoint, 29400)
     host, port = endpoints.parse_rendezvous_endpoint(endpoint, 29400)
     try:
         return launch.bind(host, port)

@@ -33,10 +33,6 @@ def _help() -> str:
     )
 
 
-def _version() -> str:
-    return f"{PROGRAM} {holdfast.__version__}\n"
-
-
 def main(args: Sequence[str]) -> int:
     """Run the command that `args` begin with; its exit code is the result."""
     if not args:
@@ -50,17 +46,12 @@ def main(args: Sequence[str]) -> int:
         console.print_out(_help())
         return 0
     if first == "--version":
-        console.print_out(_version())
+        console.print_out(f"{PROGRAM} {holdfast.__version__}\n")
         return 0
     console.write(f"{_USAGE}\n")
-    console.write_error(PROGRAM, _complaint(first))
+    kind = "option" if first.startswith("-") else "command"
+    console.write_error(PROGRAM, f"unknown {kind} {first!r}{_suggestion(first)}")
     return 2
-
-
-def _complaint(word: str) -> str:
-    """What is wrong with the first word, and what was probably meant."""
-    kind = "option" if word.startswith("-") else "command"
-    return f"unknown {kind} {word!r}{_suggestion(word)}"
 
 
 def _suggestion(word: str) -> str:
