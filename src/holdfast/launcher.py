@@ -51,7 +51,7 @@ class LaunchConfig:
     grace in seconds between the first signal to a worker and SIGKILL; `exit_barrier_timeout` is for how many seconds a
     node whose workers have finished waits for the other nodes. `restart_policy` says more about restarts than
     `max_restarts` can, and replaces it. `hang_policy` (`holdfast.hangs.policy.HangPolicy`) says when workers count as
-    hung; without one nobody watches for that. At `health_port` (if None, `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent
+    hung; without one, hangs are not detected. At `health_port` (if None, `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent
     answers whether it is alive.
     """
 
@@ -126,10 +126,7 @@ class elastic_launch:  # noqa: N801  (the name that users know)
     """
 
     def __init__(
-        self,
-        config: LaunchConfig,
-        entrypoint: Callable[..., Any] | str | None,
-        health_check_server: Any = None,
+        self, config: LaunchConfig, entrypoint: Callable[..., Any] | str | None, health_check_server: Any = None
     ) -> None:
         self._config = config
         self._entrypoint = entrypoint
@@ -216,27 +213,17 @@ def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None,
     event_log_handler = config.event_log_handler
     try:
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
-        result = _run(agent)
+        result = agent.run()
         events.record(agent.get_event_succeeded(), event_log_handler)
         return result
-    except SignalException:
-        is_leaving = True
-        events.record(agent.get_event_failed(), event_log_handler)
-        raise
-    except Exception:
+    except Exception as error:
+        is_leaving = isinstance(error, SignalException)
+        mark_as_from_run(error)
         events.record(agent.get_event_failed(), event_log_handler)
         raise
     finally:
         if not is_leaving and handler is not None:
             _shut_down(handler)
-
-
-def _run(agent: LocalElasticAgent) -> RunResult:
-    try:
-        return agent.run()
-    except Exception as error:
-        mark_as_from_run(error)
-        raise
 
 
 def _shut_down(handler: RendezvousHandler) -> None:

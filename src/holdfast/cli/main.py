@@ -14,7 +14,7 @@ PROGRAM = "holdfast"
 # Command -> the function that returns its exit code, and what it does.
 COMMANDS = {
     "run": ("holdfast.cli.run:command", "start workers on this machine and keep them together"),
-    "coordinator": ("holdfast.cli.coordinator:main", "serve the membership of runs"),
+    "coordinator": ("holdfast.cli.coordinator:main", "serve the membership of any number of runs"),
     "stacks": ("holdfast.cli.stacks:main", "show where the workers of a run are right now"),
 }
 
@@ -29,7 +29,7 @@ def _help() -> str:
         "failures, and says exactly what went wrong when it cannot.\n\n"
         f"Commands:\n{commands}\n\n"
         "Options:\n  -h, --help   show this text\n  --version    show the version\n\n"
-        f"`{PROGRAM} COMMAND --help` tells more about a command.\n"
+        f"`{PROGRAM} COMMAND --help` describes a command.\n"
     )
 
 

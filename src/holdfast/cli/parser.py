@@ -218,7 +218,7 @@ class PlainParser(argparse.ArgumentParser):
         return f"# {self.prog}\n\n{self.description}\n\n{_table('option', rows)}\n\n```\n{epilog}\n```"
 
 
-# What people read.
+# Help and documentation.
 
 _INTRODUCTION = (
     "Start workers on this machine, as part of a run on one machine or many, and keep them together: if one "
@@ -229,20 +229,14 @@ _INTRODUCTION = (
 
 EXIT_CODES: tuple[tuple[str, str], ...] = (
     ("0", "all workers succeeded"),
-    ("1", "the workers failed for good, or the run could not be carried on"),
+    ("1", "the workers failed for good, or the run could not go on"),
     ("2", "wrong usage, or a node that does not fit into the run; nothing was started"),
     ("128+n", "stopped by signal n, for example 143 after SIGTERM"),
 )
 
 EXAMPLES: tuple[tuple[str, str], ...] = (
-    (
-        "four workers on this machine, restarted at most three times",
-        "--nproc-per-node 4 --max-restarts 3 train.py",
-    ),
-    (
-        "one worker for each GPU, their output on the console and in files",
-        "--nproc-per-node gpu -t 3 train.py",
-    ),
+    ("four workers on this machine, restarted at most three times", "--nproc-per-node 4 --max-restarts 3 train.py"),
+    ("one worker for each GPU, their output on the console and in files", "--nproc-per-node gpu -t 3 train.py"),
     (
         "the same line on each of two machines, one of which is node1",
         "--nnodes 2 --rdzv-backend tcp --rdzv-endpoint node1:29400 \\\n"
@@ -321,7 +315,7 @@ _WORKER_VARIABLES: tuple[tuple[str, str], ...] = (
     ("TORCHELASTIC_ERROR_FILE", "where a worker may write why it failed; empty with `--log-dir /dev/null`"),
     ("TORCHELASTIC_SIGNALS_TO_HANDLE", "what `--signals-to-handle` says"),
     ("TORCHELASTIC_TIMER_FILE", "the pipe of the watchdog, if there is one"),
-    ("HOLDFAST_ROUND", "a number that rises with every new world, whatever the reason"),
+    ("HOLDFAST_ROUND", "a number that grows with every new world, whatever the reason"),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1, unless the environment of holdfast says otherwise"),
     ("OMP_NUM_THREADS", "that of holdfast's environment; 1 if it is unset and there are more workers than one"),
     ("CUDA_VISIBLE_DEVICES", "that of holdfast's environment; the worker's one device with `--virtual-local-rank`"),
@@ -347,13 +341,10 @@ _OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
     ),
     (
         "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT",
-        "seconds after which a worker in uninterruptible sleep counts as failed; without it nobody looks",
+        "seconds after which a worker in uninterruptible sleep counts as failed; unset, this is not checked",
     ),
     ("TORCH_ELASTIC_WORKER_IDENTICAL", "1 says that all nodes have the same role and size, to plug-in rendezvous only"),
-    (
-        "LOGLEVEL",
-        "how much holdfast says if neither `-q` nor `-v` is given: `debug`, `info`, `warning` or `error`",
-    ),
+    ("LOGLEVEL", "how much holdfast logs if neither `-q` nor `-v` is given: `debug`, `info`, `warning` or `error`"),
     ("NO_COLOR", "if set, holdfast's own lines are never coloured"),
 )
 

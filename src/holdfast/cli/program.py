@@ -39,7 +39,7 @@ def _part_of_script(traceback: TracebackType | None) -> TracebackType | None:
 
 
 # The run is called after the script, and not after this function.
-run_script_path.runs_script = True  # type: ignore[attr-defined]  # a note on the function, for `entry.program_name`
+run_script_path.runs_script = True  # type: ignore[attr-defined]  # a note on the function, for `command.program_name`
 
 
 def get_use_env(args: argparse.Namespace) -> bool:

@@ -1,10 +1,10 @@
 """`holdfast run`: from a command line to a launch, and from its end to an exit code.
 
 `config_from_args` says what to launch and starts nothing. `run` launches it and raises what went wrong.
-`main` does both for a command line; `command` turns what it raises into the last words on stderr and the exit code:
+`main` does both for a command line; `command` turns what it raises into the last lines on stderr and the exit code:
 
     0      all workers succeeded
-    1      the workers failed for good, or the run could not be carried on
+    1      the workers failed for good, or the run could not go on
     2      wrong usage, or a node that does not fit into the run; nothing was started
     128+n  stopped by signal n
 """
