@@ -34,7 +34,7 @@ from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.lease import Lease
 from holdfast.process.spec import GroupSpec
 from holdfast.process.workers.group import PContext
-from holdfast.process.workers.start import start_group
+from holdfast.process.workers.start import new_group
 from holdfast.telemetry import fallback_log
 from holdfast.telemetry.metrics import prof, put_metric
 
@@ -95,12 +95,13 @@ class LocalElasticAgent(SimpleElasticAgent):
         envs = worker_environments(worker_group, self._round_facts(self._watchdog().start()), os.environ)
         watch = self._prepare_hang_watch(envs)
         prefixes = log_line_prefixes(self._group.log_line_prefix_template, spec.role, worker_group.workers)
-        self._context = start_group(
-            self._group, args, envs, prefixes, link=self._spawner(), lease=self._lease(), watch=watch
-        )
+        link, lease = self._spawner(), self._lease()
+        context = new_group(self._group, args, envs, prefixes, link=link, lease=lease, watch=watch)
+        context.start()
+        self._context = context
         if self._hangs is not None:
             self._hangs.begin()
-        return dict(self._context.pids())
+        return dict(context.pids())
 
     def _tell_start(self, group: WorkerGroup) -> None:
         super()._tell_start(group)

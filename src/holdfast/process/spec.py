@@ -2,7 +2,7 @@
 
 The launcher makes one `GroupSpec` from a `LaunchConfig`, by the names of the fields. The agent and `PContext` take it
 whole, so a new setting is a field here and the code that uses it. What changes from one life to the next (arguments,
-environments, labels of log lines) is given to `start_group` beside it. `start_processes`, the classes of
+environments, labels of log lines) is given to `new_group` beside it. `start_processes`, the classes of
 contexts and `LocalElasticAgent` keep the signatures that users know, and make a `GroupSpec` from them.
 """
 

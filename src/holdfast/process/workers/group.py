@@ -76,7 +76,7 @@ class RunProcsResult:
 class PContext(abc.ABC):
     """A group of processes that start and stop together. Made by `start_processes`.
 
-    The constructor has the signature that users know; holdfast itself goes through `start_group`.
+    The constructor has the signature that users know; holdfast itself goes through `new_group`.
     """
 
     def __init__(

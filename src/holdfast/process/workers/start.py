@@ -1,4 +1,4 @@
-"""The ways to start a group of processes: `start_processes` for users, `start_group` for the agent."""
+"""The ways to make a group of processes: `start_processes` for users, `new_group` for the agent."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ def start_processes(
     """
     filters = (duplicate_stdout_filters, duplicate_stderr_filters)
     spec = GroupSpec(name, entrypoint, logs_specs, start_method, None, numa_options, *filters)
-    return start_group(spec, args, envs, log_line_prefixes, link=link, lease=lease)
+    context = new_group(spec, args, envs, log_line_prefixes, link=link, lease=lease)
+    context.start()
+    return context
 
 
-def start_group(
+def new_group(
     spec: GroupSpec,
     args: dict[int, tuple[Any, ...]],
     envs: dict[int, dict[str, str]],
@@ -49,10 +51,9 @@ def start_group(
     lease: Lease | None = None,
     watch: OutputWatch | None = None,
 ) -> PContext:
-    """One life of a group. A `link` to a spawner that is already there saves starting another one. When the `lease`
-    expires the spawner kills the processes. A `watch` is told when they write something."""
+    """One life of a group, before its start. A `link` to a spawner that is already there saves starting another one.
+    When the `lease` expires the spawner kills the processes. A `watch` is told when they write something."""
     kind = SubprocessContext if isinstance(spec.entrypoint, str) else MultiprocessContext
     context = kind.__new__(kind)
     context.set_up(spec, args, envs, log_line_prefixes, link, lease, watch)
-    context.start()
     return context
