@@ -40,7 +40,7 @@ check: $(VENV)/.test $(VENV)/.check
 
 # docs/cli.md is made from the table of options.
 docs: $(VENV)/.runtime
-	$(BIN)/python -m holdfast.cli.help > docs/cli.md
+	$(BIN)/python -m holdfast.cli.parser > docs/cli.md
 
 # Side by side with torchrun; see docs/speed.md.
 bench: $(VENV)/.test

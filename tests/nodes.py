@@ -414,7 +414,7 @@ class Scene:
 
     def _nobody_failed_itself(self) -> None:
         for node in self.nodes:
-            assert "fault in holdfast" not in node.log, f"{node.name}\n{node.log}"
+            assert "internal error; please report" not in node.log, f"{node.name}\n{node.log}"
 
     def _rounds(self) -> dict[int, list[Life]]:
         rounds: dict[int, list[Life]] = defaultdict(list)

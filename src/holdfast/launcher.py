@@ -21,6 +21,7 @@ from holdfast.process import devices
 from holdfast.process.errors import ChildFailedError
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.spawner import command
+from holdfast.process.spec import GroupSpec
 from holdfast.rendezvous import registry
 from holdfast.rendezvous.api import DefaultTimeout, RendezvousHandler, RendezvousParameters
 from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
@@ -50,7 +51,7 @@ class LaunchConfig:
     grace in seconds between the first signal to a worker and SIGKILL; `exit_barrier_timeout` is for how many seconds a
     node whose workers have finished waits for the other nodes. `restart_policy` says more about restarts than
     `max_restarts` can, and replaces it. `hang_policy` (`holdfast.hangs.policy.HangPolicy`) says when workers count as
-    hung; without one nobody watches for that. At `health_port` (if None, `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent
+    hung; without one, hangs are not detected. At `health_port` (if None, `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent
     answers whether it is alive.
     """
 
@@ -125,10 +126,7 @@ class elastic_launch:  # noqa: N801  (the name that users know)
     """
 
     def __init__(
-        self,
-        config: LaunchConfig,
-        entrypoint: Callable[..., Any] | str | None,
-        health_check_server: Any = None,
+        self, config: LaunchConfig, entrypoint: Callable[..., Any] | str | None, health_check_server: Any = None
     ) -> None:
         self._config = config
         self._entrypoint = entrypoint
@@ -177,41 +175,36 @@ def _launch(
     parse_signals(config.signals_to_handle)
     events.check_destination(config.event_log_handler)
     os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
+    assert config.logs_specs is not None
+    assert config.shutdown_timeout is not None
+    assert config.exit_barrier_timeout is not None
     spec = WorkerSpec(
-        role=config.role,
+        **_same_fields(config, WorkerSpec),
         local_world_size=int(config.nproc_per_node),
         entrypoint=entrypoint,
         args=tuple(args),
         rdzv_handler=registry.get_rendezvous_handler(parameters),
-        max_restarts=config.max_restarts,
-        monitor_interval=config.monitor_interval,
         master_addr=master_addr,
         master_port=master_port,
-        local_addr=config.local_addr,
-        event_log_handler=config.event_log_handler,
-        numa_options=config.numa_options,
-        duplicate_stdout_filters=config.duplicate_stdout_filters,
-        duplicate_stderr_filters=config.duplicate_stderr_filters,
-        virtual_local_rank=config.virtual_local_rank,
-        restart_policy=config.restart_policy,
-        hang_policy=config.hang_policy,
     )
-    assert config.logs_specs is not None
-    assert config.shutdown_timeout is not None
-    assert config.exit_barrier_timeout is not None
+    assert spec.entrypoint is not None
     agent = LocalElasticAgent(
         spec=spec,
         logs_specs=config.logs_specs,
-        start_method=config.start_method,
         exit_barrier_timeout=config.exit_barrier_timeout,
-        log_line_prefix_template=config.log_line_prefix_template,
         shutdown_timeout=config.shutdown_timeout,
         health_check_server=health_check_server,
+        group=GroupSpec(entrypoint=spec.entrypoint, **_same_fields(config, GroupSpec)),
     )
     result = _run_to_outcome(agent, spec.rdzv_handler, config)
     if result.is_failed():
         raise ChildFailedError(name, result.failures, result.stopped, result.root, result.cause)
     return result.return_values
+
+
+def _same_fields(config: LaunchConfig, kind: Any) -> dict[str, Any]:
+    """What a config says about the fields that another record has, too."""
+    return {name: getattr(config, name) for name in kind.__match_args__ if hasattr(config, name)}
 
 
 def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None, config: LaunchConfig) -> RunResult:
@@ -220,27 +213,17 @@ def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None,
     event_log_handler = config.event_log_handler
     try:
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
-        result = _run(agent)
+        result = agent.run()
         events.record(agent.get_event_succeeded(), event_log_handler)
         return result
-    except SignalException:
-        is_leaving = True
-        events.record(agent.get_event_failed(), event_log_handler)
-        raise
-    except Exception:
+    except Exception as error:
+        is_leaving = isinstance(error, SignalException)
+        mark_as_from_run(error)
         events.record(agent.get_event_failed(), event_log_handler)
         raise
     finally:
         if not is_leaving and handler is not None:
             _shut_down(handler)
-
-
-def _run(agent: LocalElasticAgent) -> RunResult:
-    try:
-        return agent.run()
-    except Exception as error:
-        mark_as_from_run(error)
-        raise
 
 
 def _shut_down(handler: RendezvousHandler) -> None:

@@ -121,7 +121,7 @@ class Running:
         left = self.left()
         assert not left, f"processes left behind: {left}\n{ended}"
         assert may_own_traceback or f'File "{PACKAGE}' not in ended.err, f"a traceback of holdfast\n{ended}"
-        assert "fault in holdfast" not in ended.err, str(ended)
+        assert "internal error; please report" not in ended.err, str(ended)
         return ended
 
     def left(self) -> dict[int, str]:

@@ -241,7 +241,7 @@ def test_an_unknown_module(holdfast: Holdfast, name: str) -> None:
 def test_a_program_that_the_kernel_refuses(holdfast: Holdfast, content: str, reason: str) -> None:
     script = holdfast.script(content, "job", executable=True)
     ended = holdfast.run("--nproc-per-node=2", "--no-python", f"./{script}")
-    assert (ended.code, ended.err) == (1, f"holdfast run: error: the system refuses './job': {reason}\n")
+    assert (ended.code, ended.err) == (1, f"holdfast run: error: cannot start './job': {reason}\n")
 
 
 def test_an_interpreter_that_cannot_be_started_again(holdfast: Holdfast) -> None:
@@ -250,7 +250,7 @@ def test_an_interpreter_that_cannot_be_started_again(holdfast: Holdfast) -> None
         "from holdfast.__main__ import run; run()"
     )
     ended = holdfast.program(sys.executable, "-c", code)
-    line = "holdfast run: error: the system refuses '/nowhere/python': No such file or directory\n"
+    line = "holdfast run: error: cannot start '/nowhere/python': No such file or directory\n"
     assert (ended.code, ended.err) == (1, line)
 
 
@@ -511,7 +511,7 @@ def test_too_few_descriptors(holdfast: Holdfast) -> None:
     ended = holdfast.run("--nproc-per-node=150", "--no-python", "sleep", "3600", before=limit)
     assert ended.code == 1
     assert re.fullmatch(
-        r"holdfast run: error: the system refuses(.*): Too many open files \(see ulimit -Hn\)\n", ended.err
+        r"holdfast run: error: cannot start(.*): Too many open files \(see ulimit -Hn\)\n", ended.err
     ), str(ended)
 
 

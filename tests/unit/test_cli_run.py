@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from holdfast import launcher
-from holdfast.cli import coordinator, program
+from holdfast.cli import coordinator, options, program
 from holdfast.cli import run as cli
 from holdfast.cli.options import OPTIONS
 from holdfast.errors import HostError, InternalError, UserError
@@ -213,7 +213,7 @@ def test_the_older_way_does_not_fit_programs() -> None:
     ],
 )
 def test_filters(text: str, filters: list[str] | None) -> None:
-    assert cli.parse_filters(text) == filters
+    assert options.filters(text) == filters
 
 
 def install_logs_specs(directory: Path, monkeypatch: pytest.MonkeyPatch, group: str, source: str) -> None:
@@ -325,7 +325,7 @@ BAD_INPUT = [
     ),
     (
         "--nproc-per-node=999999999999",
-        re.compile(r"--nproc-per-node 999999999999: each worker takes up an open file, .*"),
+        re.compile(r"--nproc-per-node 999999999999: each worker needs an open file, .*"),
     ),
     ("--max-restarts=-1", "--max-restarts -1 is negative"),
     (
@@ -581,23 +581,22 @@ def ending(error: BaseException, monkeypatch: pytest.MonkeyPatch, *tokens: str) 
         (AssertionError("must be 1"), 2, "holdfast run: error: must be 1"),
         (ValueError("bad endpoint"), 2, "holdfast run: error: bad endpoint"),
         (HostError("no memory"), 1, "holdfast run: error: no memory"),
-        (OSError(8, "Exec format error", "./x"), 1, "holdfast run: error: the system refuses './x': Exec format error"),
+        (OSError(8, "Exec format error", "./x"), 1, "holdfast run: error: cannot start './x': Exec format error"),
         (
             OSError(24, "Too many open files"),
             1,
-            "holdfast run: error: the system refuses: Too many open files (see ulimit -Hn)",
+            "holdfast run: error: cannot start: Too many open files (see ulimit -Hn)",
         ),
         (
             OSError(11, "Resource temporarily unavailable", "python3"),
             1,
-            "holdfast run: error: the system refuses 'python3': Resource temporarily unavailable "
+            "holdfast run: error: cannot start 'python3': Resource temporarily unavailable "
             "(see ulimit -u, and the limit of processes of the container)",
         ),
         (
             RuntimeError("can't start new thread"),
             1,
-            "holdfast run: error: the system refuses a new thread "
-            "(see ulimit -u, and the limit of processes of the container)",
+            "holdfast run: error: cannot start a thread (see ulimit -u, and the limit of processes of the container)",
         ),
         (OSError("who knows"), 1, "holdfast run: error: who knows"),
         (RendezvousTimeoutError("2 of 3 came"), 1, "holdfast run: error: 2 of 3 came"),
@@ -635,7 +634,7 @@ def test_our_own_faults(error: Exception, monkeypatch: pytest.MonkeyPatch, capsy
     assert ending(error, monkeypatch) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
-    assert lines[-1] == "holdfast: this is a fault in holdfast itself; please report it with the lines above"
+    assert lines[-1] == "holdfast: internal error; please report it with the lines above"
 
 
 @pytest.mark.parametrize("method", ["run", "_invoke_run"])
@@ -650,7 +649,7 @@ def test_a_value_error_of_a_running_agent_is_a_fault(
 
     monkeypatch.setattr(local.LocalElasticAgent, method, explode)
     assert cli.command(["x.py"]) == 1
-    assert "this is a fault in holdfast itself" in capsys.readouterr().err
+    assert "internal error; please report" in capsys.readouterr().err
 
 
 def test_the_failure_report_comes_last_and_as_it_is(

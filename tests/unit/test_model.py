@@ -14,6 +14,8 @@ import pytest
 
 import holdfast.agent
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from holdfast.process.output.logs import DefaultLogsSpecs
+from holdfast.process.spec import GroupSpec
 
 
 class Job:
@@ -203,3 +205,15 @@ def test_the_package_lists_its_names_and_refuses_others() -> None:
     assert {"LocalElasticAgent", "SimpleElasticAgent", "ElasticAgent"} <= set(dir(holdfast.agent))
     with pytest.raises(AttributeError, match=r"'holdfast\.agent' has no attribute 'Bogus'"):
         _ = holdfast.agent.Bogus
+
+
+def test_an_agent_made_by_hand_starts_what_its_spec_says() -> None:
+    logs = DefaultLogsSpecs("/dev/null")
+    spec = WorkerSpec(
+        "trainer", 2, None, entrypoint="true", numa_options="numa",
+        duplicate_stdout_filters=["a"], duplicate_stderr_filters=["b"],
+    )  # fmt: skip
+    agent = holdfast.agent.LocalElasticAgent(spec, logs, "fork", log_line_prefix_template="[${rank}]")
+    assert agent._group == GroupSpec("trainer", "true", logs, "fork", "[${rank}]", "numa", ["a"], ["b"])
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        agent._group.role = "other"  # type: ignore[misc]

@@ -77,10 +77,10 @@ EFFECTS = {
     "module": Effect(None, lambda a: spec(a).args, ("-u", "-m", "x.py")),
     "no_python": Effect(None, lambda a: (spec(a).entrypoint, spec(a).args), ("./x.py", ())),
     "run_path": Effect(None, lambda a: spec(a).entrypoint, program.run_script_path),
-    "start_method": Effect("fork", lambda a: a._start_method, "fork"),
+    "start_method": Effect("fork", lambda a: a._group.start_method, "fork"),
     "role": Effect("trainer", lambda a: spec(a).role, "trainer"),
     "virtual_local_rank": Effect(None, lambda a: spec(a).virtual_local_rank, True),
-    "numa_binding": Effect("socket", lambda a: spec(a).numa_options, NumaOptions(AffinityMode.SOCKET)),
+    "numa_binding": Effect("socket", lambda a: a._group.numa_options, NumaOptions(AffinityMode.SOCKET)),
     "nnodes": Effect(
         "2:5", lambda a: (agreed(a).min_nodes, agreed(a).max_nodes), (2, 5), "--rdzv-backend=tcp --rdzv-endpoint=h:7"
     ),
@@ -126,13 +126,13 @@ EFFECTS = {
         HangPolicy(hang_timeout_s=60.0, pattern="step", progress_every_s=420.0),
         "--hang-timeout=60 --progress-pattern=step",
     ),
-    "log_dir": Effect("logs", lambda a: a._logs_specs.root_log_dir, "logs"),
-    "redirects": Effect("1", lambda a: a._logs_specs._redirects, Std.OUT),
-    "tee": Effect("2", lambda a: a._logs_specs._tee, Std.ERR),
-    "local_ranks_filter": Effect("0", lambda a: a._logs_specs._local_ranks_filter, {0}),
-    "duplicate_stdout_filters": Effect("a,b", lambda a: spec(a).duplicate_stdout_filters, ["a", "b"]),
-    "duplicate_stderr_filters": Effect("a,b", lambda a: spec(a).duplicate_stderr_filters, ["a", "b"]),
-    "logs_specs": Effect("mine", lambda a: type(a._logs_specs).__module__, "fake_logs"),
+    "log_dir": Effect("logs", lambda a: a._group.logs_specs.root_log_dir, "logs"),
+    "redirects": Effect("1", lambda a: a._group.logs_specs._redirects, Std.OUT),
+    "tee": Effect("2", lambda a: a._group.logs_specs._tee, Std.ERR),
+    "local_ranks_filter": Effect("0", lambda a: a._group.logs_specs._local_ranks_filter, {0}),
+    "duplicate_stdout_filters": Effect("a,b", lambda a: a._group.duplicate_stdout_filters, ["a", "b"]),
+    "duplicate_stderr_filters": Effect("a,b", lambda a: a._group.duplicate_stderr_filters, ["a", "b"]),
+    "logs_specs": Effect("mine", lambda a: type(a._group.logs_specs).__module__, "fake_logs"),
     "quiet": Effect(None, lambda a: logging.getLogger("holdfast").level, logging.ERROR),
     "verbose": Effect(None, lambda a: logging.getLogger("holdfast").level, logging.DEBUG),
     "event_log_handler": Effect("file:e.json", lambda a: spec(a).event_log_handler, "file:e.json"),
@@ -188,4 +188,4 @@ def test_no_effect_is_of_an_option_that_is_gone() -> None:
 def test_the_template_of_labels_has_its_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a variable and no option."""
     monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}]")
-    assert observe([], lambda a: a._prefix_template, monkeypatch) == "[${rank}]"
+    assert observe([], lambda a: a._group.log_line_prefix_template, monkeypatch) == "[${rank}]"

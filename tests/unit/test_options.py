@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import options
-from holdfast.cli.help import help_text
 from holdfast.cli.options import OPTIONS, Option
-from holdfast.cli.parser import RunParser
+from holdfast.cli.parser import RunParser, help_text
 
 ROOT = Path(__file__).parents[2]
 FLAGS = [option for option in OPTIONS if option.is_flag]
@@ -61,8 +60,8 @@ DEFAULTS = {
     "redirects": "0",
     "tee": "0",
     "local_ranks_filter": "",
-    "duplicate_stdout_filters": "",
-    "duplicate_stderr_filters": "",
+    "duplicate_stdout_filters": None,
+    "duplicate_stderr_filters": None,
     "node_rank": None,
     "join_timeout": None,
     "last_call": None,
@@ -83,7 +82,7 @@ DEFAULTS = {
     "hang_timeout": None,
     "start_timeout": None,
     "progress_signals": None,
-    "progress_pattern": "",
+    "progress_pattern": None,
     "progress_every": None,
     "master_addr": "127.0.0.1",
     "master_port": None,
@@ -105,6 +104,8 @@ def test_defaults() -> None:
 
 
 VALUES = {
+    "duplicate_stdout_filters": ("a, b,,c", ["a", "b,c"]),
+    "duplicate_stderr_filters": ("x", ["x"]),
     "nnodes": ("1:4", "1:4"),
     "max_restarts": ("7", 7),
     "monitor_interval": ("2.5", 2.5),
@@ -367,7 +368,7 @@ def test_help_goes_to_stdout_even_if_the_environment_is_wrong(
 
 def test_docs_are_up_to_date() -> None:
     made = subprocess.run(
-        [sys.executable, "-m", "holdfast.cli.help"], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-m", "holdfast.cli.parser"], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert made.stderr == ""
-    assert (ROOT / "docs" / "cli.md").read_text() == made.stdout, "run: python -m holdfast.cli.help > docs/cli.md"
+    assert (ROOT / "docs" / "cli.md").read_text() == made.stdout, "run: python -m holdfast.cli.parser > docs/cli.md"

@@ -32,7 +32,9 @@ from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.lease import Lease
-from holdfast.process.workers.group import PContext, start_processes
+from holdfast.process.spec import GroupSpec
+from holdfast.process.workers.group import PContext
+from holdfast.process.workers.start import new_group
 from holdfast.telemetry import fallback_log
 from holdfast.telemetry.metrics import prof, put_metric
 
@@ -55,6 +57,7 @@ _STUCK_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 class LocalElasticAgent(SimpleElasticAgent):
     """Runs the workers of a `WorkerSpec` as processes, functions or programs, on this host.
 
+    A `group` replaces what `spec` and the other arguments say about how processes are started.
     `uninterruptible_state_timeout` (seconds; also `TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT`): a worker that
     stays in uninterruptible sleep for that long makes the group unhealthy.
     """
@@ -69,12 +72,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         shutdown_timeout: float = 30,
         health_check_server: Any = None,
         uninterruptible_state_timeout: float | None = None,
+        *,
+        group: GroupSpec | None = None,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
         fallback_log.install()
-        self._start_method = start_method
-        self._logs_specs = logs_specs
-        self._prefix_template = log_line_prefix_template
+        self._group = group or _group_spec(spec, logs_specs, start_method, log_line_prefix_template)
         self._health_check_server = health_check_server
         self._stuck = _StuckWatch(_stuck_timeout_s(uninterruptible_state_timeout))
         self._context: PContext | None = None
@@ -88,28 +91,17 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
         args = {w.local_rank: tuple(macros.substitute(spec.args, w.local_rank)) for w in worker_group.workers}
-        assert spec.entrypoint is not None
         self._stuck.forget()
         envs = worker_environments(worker_group, self._round_facts(self._watchdog().start()), os.environ)
         watch = self._prepare_hang_watch(envs)
-        self._context = start_processes(
-            name=spec.role,
-            entrypoint=spec.entrypoint,
-            args=args,
-            envs=envs,
-            logs_specs=self._logs_specs,
-            log_line_prefixes=log_line_prefixes(self._prefix_template, spec.role, worker_group.workers),
-            start_method=self._start_method,
-            numa_options=spec.numa_options,
-            duplicate_stdout_filters=spec.duplicate_stdout_filters,
-            duplicate_stderr_filters=spec.duplicate_stderr_filters,
-            link=self._spawner(),
-            lease=self._lease(),
-            watch=watch,
-        )
+        prefixes = log_line_prefixes(self._group.log_line_prefix_template, spec.role, worker_group.workers)
+        link, lease = self._spawner(), self._lease()
+        context = new_group(self._group, args, envs, prefixes, link=link, lease=lease, watch=watch)
+        context.start()
+        self._context = context
         if self._hangs is not None:
             self._hangs.begin()
-        return dict(self._context.pids())
+        return dict(context.pids())
 
     def _tell_start(self, group: WorkerGroup) -> None:
         super()._tell_start(group)
@@ -121,7 +113,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _spawner(self) -> SpawnerLink | None:
         """The one spawner of this agent, or another one if somebody killed it. Forked functions bring their own."""
-        if callable(self._worker_group.spec.entrypoint) and self._start_method != "spawn":
+        if callable(self._group.entrypoint) and self._group.start_method != "spawn":
             return None
         if self._link is not None and not self._link.is_idle():
             self._link.close()
@@ -334,8 +326,14 @@ class LocalElasticAgent(SimpleElasticAgent):
         if self._link is not None:
             self._link.close()
             self._link = None
-        if isinstance(self._logs_specs, DefaultLogsSpecs):
-            self._logs_specs.remove_if_unused()
+        if isinstance(self._group.logs_specs, DefaultLogsSpecs):
+            self._group.logs_specs.remove_if_unused()
+
+
+def _group_spec(spec: WorkerSpec, logs_specs: LogsSpecs, start_method: str, template: str | None) -> GroupSpec:
+    assert spec.entrypoint is not None
+    filters = (spec.duplicate_stdout_filters, spec.duplicate_stderr_filters)
+    return GroupSpec(spec.role, spec.entrypoint, logs_specs, start_method, template, spec.numa_options, *filters)
 
 
 class _StuckWatch:

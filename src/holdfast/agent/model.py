@@ -135,16 +135,7 @@ class WorkerState(StrEnum):
 class WorkerGroup:
     """All workers of one agent. What only a round can give is None until then."""
 
-    __slots__ = (
-        "group_rank",
-        "group_world_size",
-        "master_addr",
-        "master_port",
-        "spec",
-        "state",
-        "store",
-        "workers",
-    )
+    __slots__ = ("group_rank", "group_world_size", "master_addr", "master_port", "spec", "state", "store", "workers")
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec

@@ -1,9 +1,10 @@
-"""`holdfast coordinator`: serve runs from a place of its own, instead of from the first agent's host."""
+"""`holdfast coordinator`: serve runs from a host of your choice, instead of from the first agent's host."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast import signals
-from holdfast.cli import console, values
-from holdfast.cli.plain import PlainParser
+from holdfast.cli import console
+from holdfast.cli.options import check_brackets, duration_s
+from holdfast.cli.parser import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
 
 if TYPE_CHECKING:
@@ -24,8 +26,8 @@ PROGRAM = "holdfast coordinator"
 _IDLE_TIMEOUT_S = 60.0
 
 _EPILOG = """\
-The agents of a run find a coordinator at their --rdzv-endpoint. If nobody listens there, the agent on whose host
-the endpoint is starts one; start one by hand where it shall outlive every host of the run.
+The agents of a run find a coordinator at their --rdzv-endpoint. If there is none, the agent on the host of the
+endpoint starts one. Start one by hand if it is to outlive every host of the run.
 
 example:
   holdfast coordinator --listen 10.0.0.1:29400 --token-file /etc/holdfast.token
@@ -42,8 +44,8 @@ def get_parser() -> PlainParser:
     parser.add_argument("--tls-cert", default="", metavar="FILE", help="speak TLS with this certificate")
     parser.add_argument("--tls-key", default="", metavar="FILE", help="the certificate's key, if it is not in it")
     parser.add_argument("--tls-ca", default="", metavar="FILE", help="agents must show a certificate of this authority")
-    parser.add_argument("--idle-timeout", type=values.duration_s, metavar="TIME", help="end when nobody has been "
-                        "there for so long, and when the last run is over (default: serve until stopped)")  # fmt: skip
+    parser.add_argument("--idle-timeout", type=duration_s, metavar="TIME", help="exit when no node has been "
+                        "connected for this long, or the last run is over (default: serve until stopped)")  # fmt: skip
     return parser
 
 
@@ -66,8 +68,8 @@ def main(argv: list[str]) -> int:
 
 
 async def _serve_by_hand(args: argparse.Namespace) -> None:
-    """For a person: it tells what happens, and ends when it is told to. Nobody can connect before it is ready to
-    answer: agents that want their coordinator back would wait while their leases run out."""
+    """Started by a user: it logs to the terminal, and ends on a signal. It accepts no connection before it can answer:
+    agents that reconnect would wait while their leases expire."""
     from holdfast.rendezvous import endpoints
 
     logging.basicConfig(level=logging.INFO, format="holdfast coordinator: %(message)s")
@@ -79,8 +81,8 @@ async def _serve_by_hand(args: argparse.Namespace) -> None:
 
 
 def _stop_on_signals(coordinator: Coordinator) -> None:
-    """Until now the command has only noted signals, so one that came during the start is acted on here. Under nohup
-    SIGHUP stays ignored."""
+    """Until now signals were only noted; one that came during the start is acted on here. Under nohup SIGHUP stays
+    ignored."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) != signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(number, coordinator.stop)
@@ -89,7 +91,7 @@ def _stop_on_signals(coordinator: Coordinator) -> None:
 
 
 async def _serve_for_a_run(args: argparse.Namespace) -> None:
-    """Started by an agent: it ends with the run, or when no node is there, and writes to its log only."""
+    """Started by an agent: it ends with the run, or when no node is connected, and writes to its log only."""
     from holdfast.rendezvous.coordinator import launch, memory
 
     sock = socket.socket(fileno=args.fd)
@@ -107,14 +109,14 @@ async def _serve_for_a_run(args: argparse.Namespace) -> None:
     try:
         await coordinator.serve(lambda: _withdraw(log))
     except launch.PortTaken:
-        print(launch.READY)  # Another one was faster, and serves.
+        print(launch.READY)  # Another coordinator was faster, and serves.
     else:
         log.unlink(missing_ok=True)
 
 
 async def _serve_in_office(args: argparse.Namespace, sock: socket.socket) -> None:
-    """For one run on etcd, for as long as etcd renews its lease. Its port is any, so its log is named by the run: the
-    coordinators that a host has one after the other add to it, and the one that sees the end of the run removes it."""
+    """For one run on etcd, for as long as etcd renews its lease. Its port varies, so its log is named after the run:
+    successive coordinators of a host append to it, and the one that sees the end of the run removes it."""
     import msgspec
 
     from holdfast.rendezvous.coordinator.memory import log_path
@@ -157,19 +159,17 @@ def _coordinator(
 
 
 def _allow_many_connections() -> None:
-    """A connection is a descriptor, and the usual limit is there for programs that use select."""
+    """Each connection needs a descriptor. The usual soft limit is for programs that use select."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        try:
+        with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (OSError, ValueError):
-            pass
 
 
 def _withdraw(log: Path, how: int = os.O_TRUNC) -> None:
-    """Tell whoever started us that all is well, and keep nothing of it: its terminal, its directory."""
+    """Tell the agent that started this coordinator that it is ready, and let go of its terminal and directory."""
     from holdfast.rendezvous.coordinator import launch, memory
 
     print(launch.READY, flush=True)
@@ -178,7 +178,7 @@ def _withdraw(log: Path, how: int = os.O_TRUNC) -> None:
         memory.make_private(log.parent)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | how | os.O_NOFOLLOW, 0o600)
     except OSError:
-        pass  # Then nobody reads what it says.
+        pass  # It runs without a log.
     for fd in (1, 2):
         os.dup2(output, fd)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -191,7 +191,7 @@ def _bind(endpoint: str | None) -> socket.socket:
 
     if not endpoint:
         raise UserError("--listen HOST:PORT is required")
-    values.check_brackets("--listen", endpoint, 29400)
+    check_brackets("--listen", endpoint, 29400)
     host, port = endpoints.parse_rendezvous_endpoint(endpoint, 29400)
     try:
         return launch.bind(host, port)

@@ -14,7 +14,7 @@ PROGRAM = "holdfast"
 # Command -> the function that returns its exit code, and what it does.
 COMMANDS = {
     "run": ("holdfast.cli.run:command", "start workers on this machine and keep them together"),
-    "coordinator": ("holdfast.cli.coordinator:main", "serve the membership of runs"),
+    "coordinator": ("holdfast.cli.coordinator:main", "serve the membership of any number of runs"),
     "stacks": ("holdfast.cli.stacks:main", "show where the workers of a run are right now"),
 }
 
@@ -29,12 +29,8 @@ def _help() -> str:
         "failures, and says exactly what went wrong when it cannot.\n\n"
         f"Commands:\n{commands}\n\n"
         "Options:\n  -h, --help   show this text\n  --version    show the version\n\n"
-        f"`{PROGRAM} COMMAND --help` tells more about a command.\n"
+        f"`{PROGRAM} COMMAND --help` describes a command.\n"
     )
-
-
-def _version() -> str:
-    return f"{PROGRAM} {holdfast.__version__}\n"
 
 
 def main(args: Sequence[str]) -> int:
@@ -50,17 +46,12 @@ def main(args: Sequence[str]) -> int:
         console.print_out(_help())
         return 0
     if first == "--version":
-        console.print_out(_version())
+        console.print_out(f"{PROGRAM} {holdfast.__version__}\n")
         return 0
     console.write(f"{_USAGE}\n")
-    console.write_error(PROGRAM, _complaint(first))
+    kind = "option" if first.startswith("-") else "command"
+    console.write_error(PROGRAM, f"unknown {kind} {first!r}{_suggestion(first)}")
     return 2
-
-
-def _complaint(word: str) -> str:
-    """What is wrong with the first word, and what was probably meant."""
-    kind = "option" if word.startswith("-") else "command"
-    return f"unknown {kind} {word!r}{_suggestion(word)}"
 
 
 def _suggestion(word: str) -> str:

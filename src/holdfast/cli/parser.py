@@ -1,10 +1,12 @@
-"""How a command line of `holdfast run` is read.
+"""How command lines are read, and how the options are shown to people: `--help` and docs/cli.md.
 
-The tokens are scanned from the left until the first one that is neither an option nor an option's value: that
-is the script, and all that follows is the script's own, whatever it looks like. Before the script a name may
-be shortened as long as it means one option, and dashes and underscores mean the same. Only then does argparse
-see the options, each in its full spelling, and convert the values. What the command line leaves open comes
-from `PET_<NAME>`, read at that moment, and otherwise from the default. An empty variable counts as unset.
+    python -m holdfast.cli.parser > docs/cli.md
+
+For `holdfast run` the tokens are scanned from the left until the first one that is neither an option nor an option's
+value: that is the script, and all that follows is the script's own, whatever it looks like. Before the script a name
+may be shortened as long as it means one option, and dashes and underscores mean the same. Only then does argparse see
+the options, each in its full spelling, and convert the values. What the command line leaves open comes from
+`PET_<NAME>`, read at that moment, and otherwise from the default. An empty variable counts as unset.
 """
 
 from __future__ import annotations
@@ -13,12 +15,11 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from holdfast.cli import console
-from holdfast.cli.help import help_text
-from holdfast.cli.options import OPTIONS, PROGRAM, USAGE, Option
+from holdfast.cli.options import GROUPS, OPTIONS, OUTPUT, PROGRAM, USAGE, Option
+from holdfast.frozen import frozen
 
 # Options of other launchers that have no counterpart, and what to do instead.
 _FOREIGN = {
@@ -33,13 +34,13 @@ class _UsageError(Exception):
     pass
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Split:
     """A command line taken apart: options in full for argparse, what they set, and the script's part."""
 
-    tokens: list[str] = field(default_factory=list)
-    dests: set[str] = field(default_factory=set)
-    rest: list[str] = field(default_factory=list)
+    tokens: list[str]
+    dests: set[str]
+    rest: list[str]
 
 
 def _with_dashes(name: str) -> str:
@@ -68,7 +69,7 @@ class _Scanner:
         self._long = {_with_dashes(name): action for name, action in actions.items() if name.startswith("--")}
 
     def split(self, tokens: Sequence[str]) -> _Split:
-        found = _Split()
+        found = _Split([], set(), [])
         queue = iter(tokens)
         for token in queue:
             if token == "--":
@@ -150,13 +151,10 @@ class RunParser(argparse.ArgumentParser):
     def __init__(self) -> None:
         super().__init__(prog=PROGRAM, usage=USAGE, allow_abbrev=False)
         for option in OPTIONS:
-            self._declare(option)
-
-    def _declare(self, option: Option) -> None:
-        if option.is_flag:
-            self.add_argument(*option.flags, action="store_true", dest=option.dest)
-        else:
-            self.add_argument(*option.flags, type=option.read, default=option.default, dest=option.dest)
+            if option.is_flag:
+                self.add_argument(*option.flags, action="store_true", dest=option.dest)
+            else:
+                self.add_argument(*option.flags, type=option.read, default=option.default, dest=option.dest)
 
     # Any in the signature, because the base class has overloads that this one need not tell apart.
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -199,3 +197,180 @@ class RunParser(argparse.ArgumentParser):
         console.write(f"usage: {USAGE}\n")
         console.write_error(PROGRAM, message.removeprefix("argument "))  # As argparse puts it.
         raise SystemExit(2)
+
+
+class PlainParser(argparse.ArgumentParser):
+    """For the small commands: argparse, with errors in one line as `holdfast run` has them."""
+
+    def __init__(self, program: str, description: str, epilog: str) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(program, None, description, epilog, formatter_class=formatter, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        console.write_error(self.prog, message.removeprefix("argument "))
+        raise SystemExit(2)
+
+    def page(self) -> str:
+        """Its part of docs/cli.md."""
+        shown = [each for each in self._actions if each.help not in (None, argparse.SUPPRESS) and each.dest != "help"]
+        rows = [(f"{', '.join(each.option_strings)} {each.metavar or ''}".rstrip(), each.help) for each in shown]
+        epilog = (self.epilog or "").strip()
+        return f"# {self.prog}\n\n{self.description}\n\n{_table('option', rows)}\n\n```\n{epilog}\n```"
+
+
+# Help and documentation.
+
+_INTRODUCTION = (
+    "Start workers on this machine, as part of a run on one machine or many, and keep them together: if one "
+    "fails, all are stopped and, if restarts are left, started again.",
+    "An option that is not given is taken from the environment: --max-restarts from PET_MAX_RESTARTS, and "
+    "so on. For a flag 1, true or yes means on and 0, false or no means off.",
+)
+
+EXIT_CODES: tuple[tuple[str, str], ...] = (
+    ("0", "all workers succeeded"),
+    ("1", "the workers failed for good, or the run could not go on"),
+    ("2", "wrong usage, or a node that does not fit into the run; nothing was started"),
+    ("128+n", "stopped by signal n, for example 143 after SIGTERM"),
+)
+
+EXAMPLES: tuple[tuple[str, str], ...] = (
+    ("four workers on this machine, restarted at most three times", "--nproc-per-node 4 --max-restarts 3 train.py"),
+    ("one worker for each GPU, their output on the console and in files", "--nproc-per-node gpu -t 3 train.py"),
+    (
+        "the same line on each of two machines, one of which is node1",
+        "--nnodes 2 --rdzv-backend tcp --rdzv-endpoint node1:29400 \\\n"
+        "    --rdzv-id job7 --nproc-per-node 4 --max-restarts 3 train.py",
+    ),
+)
+
+
+def _options_of(group: str) -> Iterator[tuple[str, str]]:
+    for option in OPTIONS:
+        if option.group == group:
+            note = f" (default: {option.default_text})" if option.default_text else ""
+            yield option.invocation, option.help + note
+    if group == OUTPUT:
+        yield "-h, --help", "Show this text."
+
+
+def _examples() -> Iterator[str]:
+    return (f"# {what}\n{PROGRAM} {line}" for what, line in EXAMPLES)
+
+
+def help_text(width: int) -> str:
+    """What `--help` prints, at most `width` columns wide."""
+    from textwrap import TextWrapper, indent
+
+    def wrap(text: str, column: int) -> str:
+        pad = " " * column
+        wrapper = TextWrapper(width, initial_indent=pad, subsequent_indent=pad, break_on_hyphens=False)
+        return wrapper.fill(text)
+
+    def entry(name: str, text: str, column: int = 24) -> str:
+        body = wrap(text, column)
+        head = f"  {name}"
+        return head + body[len(head) :] if len(head) + 2 <= column else f"{head}\n{body}"
+
+    parts = [f"usage: {USAGE}", *(wrap(text, 0) for text in _INTRODUCTION)]
+    for group in GROUPS:
+        parts.append("\n".join([f"{group}:", *(entry(name, text) for name, text in _options_of(group))]))
+    parts.append("\n".join(["Exit status:", *(entry(code, text, 10) for code, text in EXIT_CODES)]))
+    parts.append("\n".join(["Examples:", *(indent(example, "  ") for example in _examples())]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(option: Option) -> str:
+    default = f"`{option.default_text}`" if option.default_text else ""
+    variable = f"`{option.variable}`" if option.variable else ""
+    cells = (f"`{option.invocation}`", default, variable, option.help)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+_READING_RULES = (
+    "The first token that is neither an option nor an option's value is the script; all that follows is the "
+    "script's own. A value comes from the command line (the last one given wins), else from the environment "
+    "variable named below, else it is the default. An empty variable counts as unset.",
+    "Options are written with dashes or underscores, and may be shortened as long as they mean one option: "
+    "`--nproc 4` is `--nproc-per-node 4`. In the script's arguments, `${local_rank}` stands for the "
+    "worker's local rank, and `$$` for a dollar sign.",
+)
+
+_WORKER_VARIABLES: tuple[tuple[str, str], ...] = (
+    ("RANK", "its rank in the whole run, from 0"),
+    ("WORLD_SIZE", "how many workers the run has"),
+    ("LOCAL_RANK", "its rank on this node, from 0; always 0 with `--virtual-local-rank`"),
+    ("LOCAL_WORLD_SIZE", "how many workers this node has"),
+    ("GROUP_RANK", "the rank of this node"),
+    ("GROUP_WORLD_SIZE", "how many nodes there are"),
+    ("ROLE_NAME", "what `--role` says"),
+    ("ROLE_RANK", "its rank among the workers of that role"),
+    ("ROLE_WORLD_SIZE", "how many workers of that role there are"),
+    ("MASTER_ADDR", "where the node of rank 0 is"),
+    ("MASTER_PORT", "a port there that the worker of rank 0 may listen on"),
+    ("TORCHELASTIC_RUN_ID", "the name of the run"),
+    ("TORCHELASTIC_RESTART_COUNT", "how many restarts after failures there have been, the same on every node"),
+    ("TORCHELASTIC_MAX_RESTARTS", "what `--max-restarts` says"),
+    ("TORCHELASTIC_USE_AGENT_STORE", "`False`: the worker of rank 0 hosts the store itself; plug-ins may say `True`"),
+    ("TORCHELASTIC_ERROR_FILE", "where a worker may write why it failed; empty with `--log-dir /dev/null`"),
+    ("TORCHELASTIC_SIGNALS_TO_HANDLE", "what `--signals-to-handle` says"),
+    ("TORCHELASTIC_TIMER_FILE", "the pipe of the watchdog, if there is one"),
+    ("HOLDFAST_ROUND", "a number that grows with every new world, whatever the reason"),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1, unless the environment of holdfast says otherwise"),
+    ("OMP_NUM_THREADS", "that of holdfast's environment; 1 if it is unset and there are more workers than one"),
+    ("CUDA_VISIBLE_DEVICES", "that of holdfast's environment; the worker's one device with `--virtual-local-rank`"),
+)
+
+_OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
+    ("PYTHON_EXEC", "the Python that runs the workers, instead of holdfast's own"),
+    ("OMP_NUM_THREADS", "if unset and there is more than one local worker, the workers get 1"),
+    (
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+        "what stands in front of tee'd lines, with `${role_name}`, `${rank}` and `${local_rank}`",
+    ),
+    ("TORCHELASTIC_ERROR_FILE", "where the cause is written, as JSON, if the run fails"),
+    ("TORCHELASTIC_HEALTH_CHECK_PORT", "a port, if `--health-port` is not given"),
+    ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "seconds, if `--shutdown-timeout` is not given"),
+    ("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", "seconds, if `--exit-barrier-timeout` is not given"),
+    ("HOLDFAST_TOKEN", "the secret of the run, if `--token-file` is not given"),
+    ("HOLDFAST_ETCD_PASSWORD", "the password of etcd's user, if `password_file` is not in `--rdzv-conf`"),
+    (
+        "TORCHELASTIC_ENABLE_FILE_TIMER",
+        "1 starts a watchdog that kills workers whose timers expire; its pipe is at `TORCHELASTIC_TIMER_FILE`, or "
+        "else at a place that it chooses",
+    ),
+    (
+        "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT",
+        "seconds after which a worker in uninterruptible sleep counts as failed; unset, this is not checked",
+    ),
+    ("TORCH_ELASTIC_WORKER_IDENTICAL", "1 says that all nodes have the same role and size, to plug-in rendezvous only"),
+    ("LOGLEVEL", "how much holdfast logs if neither `-q` nor `-v` is given: `debug`, `info`, `warning` or `error`"),
+    ("NO_COLOR", "if set, holdfast's own lines are never coloured"),
+)
+
+
+def document() -> str:
+    """docs/cli.md."""
+    from holdfast.cli import coordinator, stacks  # Only the documentation needs them.
+
+    parts = ["# holdfast run", f"```\n{USAGE}\n```", *_INTRODUCTION, *_READING_RULES]
+    for group in GROUPS:
+        header = f"## {group}\n\n| option | default | environment | meaning |\n|---|---|---|---|"
+        parts.append("\n".join([header, *(_row(option) for option in OPTIONS if option.group == group)]))
+    for title, first, rows in (
+        ("Other environment variables", "variable", _OTHER_VARIABLES),
+        ("What a worker finds in its environment", "variable", _WORKER_VARIABLES),
+        ("Exit status", "status", EXIT_CODES),
+    ):
+        parts.append(f"## {title}\n\n{_table(first, rows)}")
+    examples = "\n\n".join(_examples())
+    parts += [f"## Examples\n\n```sh\n{examples}\n```", coordinator.get_parser().page(), stacks.get_parser().page()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(first: str, rows: Sequence[tuple[str, str | None]]) -> str:
+    return "\n".join([f"| {first} | meaning |", "|---|---|", *(f"| `{name}` | {meaning} |" for name, meaning in rows)])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

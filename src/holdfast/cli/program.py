@@ -39,7 +39,7 @@ def _part_of_script(traceback: TracebackType | None) -> TracebackType | None:
 
 
 # The run is called after the script, and not after this function.
-run_script_path.runs_script = True  # type: ignore[attr-defined]  # a note on the function, for `entry.program_name`
+run_script_path.runs_script = True  # type: ignore[attr-defined]  # a note on the function, for `command.program_name`
 
 
 def get_use_env(args: argparse.Namespace) -> bool:
@@ -56,10 +56,6 @@ def check_combination(args: argparse.Namespace) -> None:
         raise UserError("--no-python needs --use-env: a program of its own gets no --local-rank argument")
 
 
-def _python() -> str:
-    return os.environ.get("PYTHON_EXEC") or sys.executable
-
-
 def entry(args: argparse.Namespace) -> tuple[Callable[..., Any] | str, list[str]]:
     """The function or program that every worker runs, and its arguments."""
     own = [] if get_use_env(args) else ["--local-rank=${local_rank}"]
@@ -69,7 +65,7 @@ def entry(args: argparse.Namespace) -> tuple[Callable[..., Any] | str, list[str]
     if args.no_python:
         return args.training_script, own
     module = ["-m"] if args.module else []
-    return _python(), ["-u", *module, args.training_script, *own]
+    return os.environ.get("PYTHON_EXEC") or sys.executable, ["-u", *module, args.training_script, *own]
 
 
 def check_program(args: argparse.Namespace, local_world_size: int) -> None:

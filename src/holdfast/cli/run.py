@@ -1,10 +1,10 @@
 """`holdfast run`: from a command line to a launch, and from its end to an exit code.
 
 `config_from_args` says what to launch and starts nothing. `run` launches it and raises what went wrong.
-`main` does both for a command line; `command` turns what it raises into the last words on stderr and the exit code:
+`main` does both for a command line; `command` turns what it raises into the last lines on stderr and the exit code:
 
     0      all workers succeeded
-    1      the workers failed for good, or the run could not be carried on
+    1      the workers failed for good, or the run could not go on
     2      wrong usage, or a node that does not fit into the run; nothing was started
     128+n  stopped by signal n
 """
@@ -12,19 +12,21 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import signals
-from holdfast.cli import console, ending, values
-from holdfast.cli.options import Option
+from holdfast.cli import console
+from holdfast.cli.options import OPTIONS, PROGRAM, Option, check_brackets
 from holdfast.cli.parser import RunParser
 from holdfast.cli.program import check_combination, check_program, entry, get_use_env, run_script_path
-from holdfast.errors import UserError
+from holdfast.errors import HoldfastError, InternalError, UserError, is_from_run
+from holdfast.failures import report
 from holdfast.process import devices, errors
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 DEFAULT_MASTER_PORT = 29500
+# The backends that are built in, whose endpoint is a host, and its default port.
+_DEFAULT_PORTS = {"static": DEFAULT_MASTER_PORT, "tcp": 29400, "c10d": 29400, "etcd": 2379, "etcd-v3": 2379}
 LOGS_SPECS_GROUPS = ("holdfast.logs_specs", "torchrun.logs_specs")
 
 T = TypeVar("T")
@@ -88,17 +92,13 @@ def determine_local_world_size(nproc_per_node: str) -> int:
     number = _for_option("--nproc-per-node", devices.worker_count, nproc_per_node)
     if number < 1:
         raise UserError(f"--nproc-per-node {number}: at least one worker is needed")
-    _check_room_for(number)
-    return number
-
-
-def _check_room_for(workers: int) -> None:
-    """Far too many are refused before the memory is full of what is known about each of them."""
+    # Far too many are refused before memory is full of what is known about each of them.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY and workers > most:
+    if most != resource.RLIM_INFINITY and number > most:
         raise UserError(
-            f"--nproc-per-node {workers}: each worker takes up an open file, and {most} are allowed (ulimit -Hn)"
+            f"--nproc-per-node {number}: each worker needs an open file, and the limit is {most} (ulimit -Hn)"
         )
+    return number
 
 
 def get_rdzv_endpoint(args: argparse.Namespace) -> str:
@@ -111,12 +111,6 @@ def get_rdzv_endpoint(args: argparse.Namespace) -> str:
     return f"{address}:{DEFAULT_MASTER_PORT if args.master_port is None else args.master_port}"
 
 
-def parse_filters(text: str) -> list[str] | None:
-    """Texts separated by commas, where two commas stand for one within a text; None if there are none."""
-    texts = [part.replace("\0", ",").strip() for part in text.replace(",,", "\0").split(",")]
-    return [part for part in texts if part] or None
-
-
 def _parse_ranks(text: str) -> set[int] | None:
     if not text.strip():
         return None
@@ -124,12 +118,6 @@ def _parse_ranks(text: str) -> set[int] | None:
     if not all(name.isdecimal() for name in names):
         raise UserError(f"--local-ranks-filter {text!r} is not a list of ranks such as 0,1")
     return {int(name) for name in names}
-
-
-def _check_signals(names: str) -> str:
-    if not _for_option("--signals-to-handle", signals.parse_signals, names):
-        raise UserError("--signals-to-handle names no signal")
-    return names
 
 
 def _for_option(option: str, read: Callable[[str], T], value: str) -> T:
@@ -140,7 +128,9 @@ def _for_option(option: str, read: Callable[[str], T], value: str) -> T:
         raise UserError(f"{option}: {error}") from error
 
 
-def _check_numbers(args: argparse.Namespace) -> None:
+def _check_values(args: argparse.Namespace) -> None:
+    from holdfast.telemetry import events
+
     if args.max_restarts < 0:
         raise UserError(f"--max-restarts {args.max_restarts} is negative")
     if not 0 < args.monitor_interval < float("inf"):
@@ -151,22 +141,9 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise UserError(f"--master-port {args.master_port} is not a port (1 to 65535)")
     if args.health_port is not None and not 0 <= args.health_port < 65536:
         raise UserError(f"--health-port {args.health_port} is not a port (0 to 65535; 0 is any free one)")
-
-
-# The backends that are built in, where the endpoint is a host, and the port that goes without saying.
-_DEFAULT_PORTS = {"static": DEFAULT_MASTER_PORT, "tcp": 29400, "c10d": 29400, "etcd": 2379, "etcd-v3": 2379}
-# Options that have the same name as the rendezvous setting that they are.
-_RENDEZVOUS_OPTIONS = (
-    "join_timeout",
-    "last_call",
-    "lease",
-    "admit",
-    "on_isolation",
-    "token_file",
-    "tls_cert",
-    "tls_key",
-    "tls_ca",
-)
+    if not _for_option("--signals-to-handle", signals.parse_signals, args.signals_to_handle):
+        raise UserError("--signals-to-handle names no signal")
+    _for_option("--event-log-handler", events.check_destination, args.event_log_handler)
 
 
 # --- rendezvous ---------------------------------------------------------------------------------------------
@@ -195,33 +172,21 @@ def _check_node_rank(args: argparse.Namespace, standalone: bool, max_nodes: int)
         raise UserError(f"--node-rank {rank} is not between 0 and {max_nodes - 1} (--nnodes {args.nnodes})")
 
 
-def _rendezvous_fields(args: argparse.Namespace, min_nodes: int, max_nodes: int) -> dict[str, Any]:
+def _rendezvous_fields(args: argparse.Namespace, max_nodes: int) -> dict[str, Any]:
     """The part of LaunchConfig that says who meets whom, and where."""
-    from holdfast.cli import unused
-
     standalone = _is_standalone(args, max_nodes)
     _check_node_rank(args, standalone, max_nodes)
     settings = _rendezvous_settings(args)
-    unused.warn([*unused.places(args, standalone), *unused.numbers(args, standalone, min_nodes, max_nodes)])
+    backend, endpoint, run_id = args.rdzv_backend, get_rdzv_endpoint(args), args.rdzv_id
     if standalone:
-        return {
-            "rdzv_backend": "standalone",
-            "rdzv_endpoint": "",
-            "rdzv_configs": settings,
-            "run_id": args.rdzv_id if args.rdzv_id not in ("", "none") else _fresh_id(),
-        }
-    if args.rdzv_backend == "static":
+        backend, endpoint, run_id = "standalone", "", run_id if run_id not in ("", "none") else _fresh_id()
+    elif backend == "static":
         settings["rank"] = args.node_rank or 0
-    elif args.node_rank is not None and args.rdzv_backend in _DEFAULT_PORTS:
+    elif args.node_rank is not None and backend in _DEFAULT_PORTS:
         settings["rank"] = args.node_rank
-    endpoint = get_rdzv_endpoint(args)
-    _check_endpoint(args, endpoint, max_nodes)
-    return {
-        "rdzv_backend": args.rdzv_backend,
-        "rdzv_endpoint": endpoint,
-        "rdzv_configs": settings,
-        "run_id": args.rdzv_id,
-    }
+    if not standalone:
+        _check_endpoint(args, endpoint, max_nodes)
+    return {"rdzv_backend": backend, "rdzv_endpoint": endpoint, "rdzv_configs": settings, "run_id": run_id}
 
 
 def _check_endpoint(args: argparse.Namespace, endpoint: str, max_nodes: int) -> None:
@@ -235,7 +200,7 @@ def _check_endpoint(args: argparse.Namespace, endpoint: str, max_nodes: int) -> 
             f"the nodes cannot know where to meet; give all of them the same HOST:{port}"
         )
     for place in endpoint.split(","):
-        values.check_brackets("--rdzv-endpoint", place.strip().rpartition("://")[2], port)
+        check_brackets("--rdzv-endpoint", place.strip().rpartition("://")[2], port)
 
 
 def _rendezvous_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -244,46 +209,34 @@ def _rendezvous_settings(args: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = dict(_for_option("--rdzv-conf", parse_rendezvous_config, args.rdzv_conf))
     if "rank" in settings and args.rdzv_backend == "static":
         raise UserError("--rdzv-conf cannot set 'rank' for static; use --node-rank")
-    for name in _RENDEZVOUS_OPTIONS:
-        value = getattr(args, name)
-        if value is None:
-            continue
+    given = _given(args, "rdzv_configs")
+    for name in given:
         if name in settings:
             raise UserError(f"--{name.replace('_', '-')} and {name} in --rdzv-conf say the same thing twice")
-        settings[name] = value
-    return settings
+    return settings | given
+
+
+def _given(args: argparse.Namespace, record: str = "") -> dict[str, Any]:
+    """The fields that options set, of LaunchConfig or of one of the records in it. Without those left out."""
+    places = [(*option.field.rpartition("."), getattr(args, option.dest)) for option in OPTIONS if option.field]
+    return {field: value for owner, _, field, value in places if owner == record and value is not None}
 
 
 def _restart_policy(args: argparse.Namespace) -> RestartPolicy:
-    from holdfast.rendezvous.membership.restart_policy import FATAL_EXCEPTIONS, RestartPolicy
+    from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
     if args.restart_window == 0:
         raise UserError("--restart-window 0: no restart would count, and the workers be restarted for ever")
-
-    return RestartPolicy(
-        max_restarts=args.max_restarts,
-        window_s=args.restart_window,
-        backoff_s=args.restart_backoff,
-        fatal_exit_codes=args.fatal_exit_codes,
-        fatal_exceptions=FATAL_EXCEPTIONS if args.fatal_exceptions is None else args.fatal_exceptions,
-        uncounted_exit_codes=args.uncounted_exit_codes,
-        uncounted_exceptions=args.uncounted_exceptions,
-    )
+    return RestartPolicy(args.max_restarts, **_given(args, "restart_policy"))
 
 
 def _hang_policy(args: argparse.Namespace) -> HangPolicy | None:
-    given = (args.hang_timeout, args.start_timeout, args.progress_every, args.progress_signals)
-    if not args.progress_pattern and all(value is None for value in given):
+    given = _given(args, "hang_policy")
+    if not given:
         return None
     from holdfast.hangs.policy import HangPolicy
 
-    return HangPolicy(
-        hang_timeout_s=args.hang_timeout,
-        start_timeout_s=args.start_timeout,
-        pattern=args.progress_pattern,
-        progress_every_s=args.progress_every,
-        signals=args.progress_signals,
-    )
+    return HangPolicy(**given)
 
 
 def _fresh_id() -> str:
@@ -297,15 +250,8 @@ def _fresh_id() -> str:
 # --- logs ---------------------------------------------------------------------------------------------------
 
 
-def _logs_specs(args: argparse.Namespace, local_world_size: int) -> LogsSpecs:
+def _logs_specs(args: argparse.Namespace, redirects: Any, tee: Any, ranks: set[int] | None) -> LogsSpecs:
     """Made last of all: it may create directories."""
-    from holdfast.cli import unused
-    from holdfast.process.output.logs import Std
-
-    redirects = _for_option("--redirects", Std.from_str, args.redirects)
-    tee = _for_option("--tee", Std.from_str, args.tee)
-    ranks = _parse_ranks(args.local_ranks_filter)
-    unused.warn([*unused.streams(args), *unused.ranks(redirects, tee, ranks, local_world_size)])
     make = _logs_specs_class(args.logs_specs or "default")
     redirects, tee = (_streams_for(make, each) for each in (redirects, tee))
     specs: LogsSpecs = make(log_dir=args.log_dir, redirects=redirects, tee=tee, local_ranks_filter=ranks)
@@ -338,19 +284,59 @@ def _logs_specs_class(name: str) -> Callable[..., Any]:
     points = [point for group in LOGS_SPECS_GROUPS for point in entry_points(group=group)]
     for point in points:
         if point.name == name:
-            return _load_logs_specs(name, point.load)
+            try:
+                loaded = point.load()
+            except Exception as error:
+                raise UserError(f"--logs-specs {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+            if not callable(loaded):
+                raise UserError(f"--logs-specs {name!r} is not a class but {loaded!r}")
+            return loaded  # type: ignore[no-any-return]  # a plug-in's class; what it makes is used as a LogsSpecs
     known = ", ".join(sorted({"default", *(point.name for point in points)}))
     raise UserError(f"--logs-specs {name!r} is not installed; there are: {known}")
 
 
-def _load_logs_specs(name: str, load: Callable[[], Any]) -> Callable[..., Any]:
-    try:
-        loaded = load()
-    except Exception as error:
-        raise UserError(f"--logs-specs {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
-    if not callable(loaded):
-        raise UserError(f"--logs-specs {name!r} is not a class but {loaded!r}")
-    return loaded  # type: ignore[no-any-return]  # a plug-in's class; what it makes is used as a LogsSpecs
+# --- options without an effect ------------------------------------------------------------------------------
+
+
+def _unused(args: argparse.Namespace, fields: dict[str, Any], streams: dict[str, Any]) -> Iterator[str]:
+    """Options that were given and have no effect in this run. None is an error: people keep options in scripts and
+    environments that serve more than one kind of run."""
+    known = [option.variable for option in OPTIONS if option.variable]
+    for name in sorted(os.environ):
+        if name.startswith("PET_") and os.environ[name] and name not in known:
+            yield f"environment variable {name}{_nearest(name, known)}"
+    if args.start_method != "spawn" and not args.run_path:
+        yield f"--start-method {args.start_method}"
+    if args.restart_window and args.max_restarts == 0:
+        yield f"--restart-window {args.restart_window:g}"
+    is_static, standalone = args.rdzv_backend == "static", fields["rdzv_backend"] != args.rdzv_backend
+    if standalone and not is_static:
+        yield f"--rdzv-backend {args.rdzv_backend}"
+    if standalone and args.rdzv_endpoint:
+        yield f"--rdzv-endpoint {args.rdzv_endpoint}"
+    uses_master = is_static and not standalone and not args.rdzv_endpoint
+    if not uses_master and args.master_addr != "127.0.0.1":
+        yield f"--master-addr {args.master_addr}"
+    if not uses_master and args.master_port is not None:
+        yield f"--master-port {args.master_port}"
+    most = fields["max_nodes"]
+    if is_static and not standalone and fields["min_nodes"] < most:
+        yield f"the smaller number in --nnodes {args.nnodes} (static nodes are always {most}; tcp takes a range)"
+    for option, text in (("--redirects", args.redirects), ("--tee", args.tee)):
+        if args.log_dir == os.devnull and text != "0":
+            yield f"{option} {text}"
+    workers = fields["nproc_per_node"]
+    for option, ranks in streams.items():
+        for rank in sorted(ranks) if isinstance(ranks, dict | set) else ():
+            if rank >= workers:
+                yield f"rank {rank} in {option} (the local ranks here are 0 to {workers - 1})"
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, known, n=1, cutoff=0.8)
+    return f" (did you mean {close[0]}?)" if close else " (no option has that variable)"
 
 
 # --- the whole ----------------------------------------------------------------------------------------------
@@ -364,26 +350,23 @@ def _numa_options(args: argparse.Namespace) -> NumaOptions | None:
     return NumaOptions(AffinityMode(args.numa_binding))
 
 
-def _check_event_destination(name: str) -> str:
-    from holdfast.telemetry import events
-
-    _for_option("--event-log-handler", events.check_destination, name)
-    return name
-
-
-def config_from_args(
-    args: argparse.Namespace,
-) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
+def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
     """What to launch: settings, the function or program, and arguments. Wrong input is a `UserError`."""
-    from holdfast.cli import unused
     from holdfast.launcher import LaunchConfig
+    from holdfast.process.output.logs import Std
 
-    _check_numbers(args)
+    _check_values(args)
     check_combination(args)
-    unused.warn([*unused.variables(os.environ), *unused.manners(args)])
     entrypoint, entry_args = entry(args)
     fields = _fields(args)
-    specs = _logs_specs(args, fields["nproc_per_node"])
+    streams: dict[str, Any] = {
+        "--redirects": _for_option("--redirects", Std.from_str, args.redirects),
+        "--tee": _for_option("--tee", Std.from_str, args.tee),
+        "--local-ranks-filter": _parse_ranks(args.local_ranks_filter),
+    }
+    for text in _unused(args, fields, streams):
+        log.warning("%s has no effect in this run", text)
+    specs = _logs_specs(args, *streams.values())
     try:
         config = LaunchConfig(logs_specs=specs, **fields)
     except UserError:
@@ -396,27 +379,15 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
     """What LaunchConfig is made of, but for the logs."""
     min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
     return {
+        **_given(args),
         "min_nodes": min_nodes,
         "max_nodes": max_nodes,
         "nproc_per_node": determine_local_world_size(args.nproc_per_node),
-        "role": args.role,
-        "max_restarts": args.max_restarts,
-        "monitor_interval": args.monitor_interval,
-        "start_method": args.start_method,
         "log_line_prefix_template": os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
-        "local_addr": args.local_addr,
-        "event_log_handler": _check_event_destination(args.event_log_handler),
         "numa_options": _numa_options(args),
-        "signals_to_handle": _check_signals(args.signals_to_handle),
-        "duplicate_stdout_filters": parse_filters(args.duplicate_stdout_filters),
-        "duplicate_stderr_filters": parse_filters(args.duplicate_stderr_filters),
-        "virtual_local_rank": args.virtual_local_rank,
-        "shutdown_timeout": args.shutdown_timeout,
-        "exit_barrier_timeout": args.exit_barrier_timeout,
         "restart_policy": _restart_policy(args),
-        "health_port": args.health_port,
         "hang_policy": _hang_policy(args),
-        **_rendezvous_fields(args, min_nodes, max_nodes),
+        **_rendezvous_fields(args, max_nodes),
     }
 
 
@@ -469,8 +440,74 @@ def command(args: Sequence[str] | None = None) -> int:
     try:
         main(args)
     except (Exception, KeyboardInterrupt) as error:
-        return ending.explain(error)
+        return explain(error)
     return 0
+
+
+# --- how it ended ---------------------------------------------------------------------------------------------
+
+
+def explain(error: BaseException) -> int:
+    """Say why the run ended, and return the exit code that tells the same."""
+    from holdfast.rendezvous.api import RendezvousError, is_kind
+
+    if isinstance(error, errors.ChildFailedError):
+        console.write(error.format_msg().rstrip("\n") + "\n")
+        return 1
+    if isinstance(error, signals.SignalException | KeyboardInterrupt):
+        number = getattr(error, "sigval", 2)
+        console.write(f"{console.PREFIX} stopped by {signals.signal_name(number)}{_killed(error)}\n")
+        return 128 + number
+    is_usage = isinstance(error, UserError) or _is_refused_value(error)
+    # What the system refuses (a program in a foreign format, one descriptor too many) is not for us to explain.
+    is_named = isinstance(error, HoldfastError | OSError) and not isinstance(error, InternalError)
+    is_foreseen = is_named or is_kind(error, RendezvousError) or _is_refused_thread(error)
+    if not is_usage and not is_foreseen:
+        return _own_up(error)
+    log.debug("where this comes from:", exc_info=error)
+    console.write_error(PROGRAM, _words_of(error))
+    return 2 if is_usage else 1
+
+
+def _killed(error: BaseException) -> str:
+    ranks = getattr(error, "killed_ranks", ())
+    return f"; {report.ranks_text(ranks)} had to be killed" if ranks else ""
+
+
+_REMEDIES = {
+    errno.EMFILE: " (see ulimit -Hn)",
+    errno.EAGAIN: " (see ulimit -u, and the limit of processes of the container)",
+}
+
+
+def _words_of(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        # Of the words of the system these are the ones that a user can do something about.
+        remedy = _REMEDIES.get(error.errno or 0, "")
+        about = f" {os.fsdecode(error.filename)!r}" if isinstance(error.filename, str | bytes) else ""
+        return f"cannot start{about}: {error.strerror}{remedy}"
+    if _is_refused_thread(error):
+        return f"cannot start a thread{_REMEDIES[errno.EAGAIN]}"
+    notes = ", ".join(getattr(error, "__notes__", ()))
+    return (str(error) or type(error).__name__) + (f" ({notes})" if notes else "")
+
+
+def _is_refused_thread(error: BaseException) -> bool:
+    """The interpreter has no class of its own for it."""
+    return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+
+
+def _is_refused_value(error: BaseException) -> bool:
+    """A value that was refused while the launch was being prepared, with a text that says so."""
+    return isinstance(error, ValueError | AssertionError) and bool(str(error)) and not is_from_run(error)
+
+
+def _own_up(error: BaseException) -> int:
+    import traceback
+
+    console.write("".join(traceback.format_exception(error)))
+    console.write(f"{console.PREFIX} internal error; please report it with the lines above\n")
+    return 1
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from holdfast import procfs, signals
 from holdfast.agent import roll
 from holdfast.agent.roll import Entry
 from holdfast.cli import console
-from holdfast.cli.plain import PlainParser
+from holdfast.cli.parser import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.hangs import compare, watch
 

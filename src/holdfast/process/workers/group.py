@@ -43,6 +43,7 @@ from holdfast.process.spawner.client import (
     starting,
 )
 from holdfast.process.spawner.lease import Lease
+from holdfast.process.spec import GroupSpec
 from holdfast.process.workers.worker import Slot, Stop, UnreadableValue
 
 if TYPE_CHECKING:
@@ -73,7 +74,10 @@ class RunProcsResult:
 
 
 class PContext(abc.ABC):
-    """A group of processes that start and stop together. Made by `start_processes`."""
+    """A group of processes that start and stop together. Made by `start_processes`.
+
+    The constructor has the signature that users know; holdfast itself goes through `new_group`.
+    """
 
     def __init__(
         self,
@@ -86,35 +90,42 @@ class PContext(abc.ABC):
         duplicate_stdout_filters: list[str] | None = None,
         duplicate_stderr_filters: list[str] | None = None,
         *,
+        start_method: str = "spawn",
         numa_options: Any = None,
+    ) -> None:
+        filters = (duplicate_stdout_filters, duplicate_stderr_filters)
+        spec = GroupSpec(name, entrypoint, logs_specs, start_method, None, numa_options, *filters)
+        self.set_up(spec, args, envs, log_line_prefixes)
+
+    def set_up(
+        self,
+        spec: GroupSpec,
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        log_line_prefixes: dict[int, str] | None = None,
         link: SpawnerLink | None = None,
         lease: Lease | None = None,
         watch: OutputWatch | None = None,
     ) -> None:
         _check_ranks("args", args, len(args))
         _check_ranks("envs", envs, len(args))
-        self.name = name
-        self.entrypoint = entrypoint
+        self._spec = spec
+        self.name = spec.role
+        self.entrypoint = spec.entrypoint
         self.args = args
         self.envs = envs
         self.nprocs = len(args)
-        self.destinations: LogsDest = logs_specs.reify(envs)
+        self._link = link
+        self._owns_link = link is None
+        self.destinations: LogsDest = spec.logs_specs.reify(envs)
         self.stdouts = self.destinations.stdouts
         self.stderrs = self.destinations.stderrs
         self.error_files = self.destinations.error_files
         self.filtered_stdout = self.destinations.filtered_stdout
         self.filtered_stderr = self.destinations.filtered_stderr
         self.survivors: tuple[tuple[int, str], ...] = ()
-        self._outlets = Outlets(
-            name,
-            self.destinations,
-            log_line_prefixes or {},
-            {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters},
-            watch,
-        )
-        self._numa_options = numa_options
-        self._link = link
-        self._owns_link = link is None
+        filters = {"stdout": spec.duplicate_stdout_filters, "stderr": spec.duplicate_stderr_filters}
+        self._outlets = Outlets(self.name, self.destinations, log_line_prefixes or {}, filters, watch)
         self._lease = lease
         self._slots: dict[int, Slot] = {}
         self._resources = ExitStack()
@@ -185,11 +196,11 @@ class PContext(abc.ABC):
         return os.dup(self._slots[rank].blackbox_fd)
 
     def _cpus(self, rank: int) -> frozenset[int]:
-        if self._numa_options is None:
+        if self._spec.numa_options is None:
             return frozenset()
         from holdfast.process.workers import cpus
 
-        return cpus.cpus_for(self._numa_options, rank, self.nprocs)
+        return cpus.cpus_for(self._spec.numa_options, rank, self.nprocs)
 
     # Watching.
 
@@ -434,14 +445,18 @@ class MultiprocessContext(PContext):
         *others: Any,
         **more: Any,
     ) -> None:
-        if start_method not in ("spawn", "fork", "forkserver"):
-            raise UserError(f"unknown start method {start_method!r}; there are spawn, fork and forkserver")
-        self.start_method = start_method
+        super().__init__(name, entrypoint, args, envs, *others, start_method=start_method, **more)
+
+    def set_up(self, spec: GroupSpec, args: dict[int, tuple[Any, ...]], *life: Any, **more: Any) -> None:
+        self.start_method = spec.start_method
+        if self.start_method not in ("spawn", "fork", "forkserver"):
+            raise UserError(f"unknown start method {self.start_method!r}; there are spawn, fork and forkserver")
+        assert callable(spec.entrypoint)
         self._peers = calls.Peers()
-        sent = args if start_method != "fork" else {}
-        self._payloads = {rank: calls.pickled_call(entrypoint, values) for rank, values in sent.items()}
-        super().__init__(name, entrypoint, args, envs, *others, **more)
-        if start_method != "spawn":  # Neither a cold spawner nor one that is older than this call will do.
+        sent = args if self.start_method != "fork" else {}
+        self._payloads = {rank: calls.pickled_call(spec.entrypoint, values) for rank, values in sent.items()}
+        super().set_up(spec, args, *life, **more)
+        if self.start_method != "spawn":  # Neither a cold spawner nor one that is older than this call will do.
             self._link, self._owns_link = None, True
 
     def _make_link(self) -> SpawnerLink:
@@ -475,38 +490,6 @@ class MultiprocessContext(PContext):
     def _release(self) -> None:
         super()._release()
         self._peers.close()
-
-
-def start_processes(
-    name: str,
-    entrypoint: Callable[..., Any] | str,
-    args: dict[int, tuple[Any, ...]],
-    envs: dict[int, dict[str, str]],
-    logs_specs: LogsSpecs,
-    log_line_prefixes: dict[int, str] | None = None,
-    start_method: str = "spawn",
-    numa_options: Any = None,
-    duplicate_stdout_filters: list[str] | None = None,
-    duplicate_stderr_filters: list[str] | None = None,
-    *,
-    link: SpawnerLink | None = None,
-    lease: Lease | None = None,
-    watch: OutputWatch | None = None,
-) -> PContext:
-    """Start one process for each local rank: of a program (a text entry point) or of a function.
-
-    `args` and `envs` map each local rank 0..n-1 to its arguments and its additional environment. A `link` to a
-    spawner that is already there saves starting another one. A `watch` is told when workers write something.
-    """
-    others = (logs_specs, log_line_prefixes, duplicate_stdout_filters, duplicate_stderr_filters)
-    common: dict[str, Any] = {"numa_options": numa_options, "link": link, "lease": lease, "watch": watch}
-    context: PContext
-    if isinstance(entrypoint, str):
-        context = SubprocessContext(name, entrypoint, args, envs, *others, **common)
-    else:
-        context = MultiprocessContext(name, entrypoint, args, envs, start_method, *others, **common)
-    context.start()
-    return context
 
 
 def _check_ranks(what: str, mapping: Mapping[int, Any], count: int) -> None:
