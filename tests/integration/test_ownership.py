@@ -206,7 +206,8 @@ from holdfast.rendezvous.coordinator import launch
 for with_site_packages in (False, True):
     link = SpawnerLink.launch(with_site_packages=with_site_packages)
     link.kill_all()
-    print(*map(str, link.reports(None)))
+    link.wait(None)
+    print(*map(str, link.reports()))
     link.close()
 with socket.socket() as guard:
     launch.start_coordinator(launch.bind("127.0.0.1", 0), guard, [])

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from holdfast import loop
+from holdfast.process import DefaultLogsSpecs, start_processes
 from holdfast.process.spawner.client import Exited, Refused, Report, SpawnerLink, Started, StartOrder, Swept
 from holdfast.process.spawner.lease import Lease
+from holdfast.process.workers.group import PContext, SubprocessContext
+from holdfast.process.workers.ladder import ANSWER_PATIENCE_S
+from holdfast.signals import SignalException
 from tests import support
+
+# What is promised to be prompt, on a machine that is busy.
+PROMPTLY_S = 10
 
 # The spawner alone.
 
@@ -40,7 +49,8 @@ class Spawner:
         deadline = time.monotonic() + support.DEADLINE_S
         while sum(isinstance(report, kind) for report in self.reports) < count:
             assert time.monotonic() < deadline, self.reports
-            self.reports += self.link.reports(deadline - time.monotonic())
+            self.link.wait(deadline - time.monotonic())
+            self.reports += self.link.reports()
         return [(type(report).__name__, getattr(report, "id", None)) for report in self.reports]
 
     def pid_of(self, rank: int) -> int:
@@ -98,3 +108,99 @@ def test_the_lease_is_enforced_while_an_exec_hangs(spawner: Spawner, hanging: st
     lease.set(time.monotonic())
     assert sorted(spawner.hear(Exited, 2)) == [("Exited", 0), ("Exited", 1), ("Started", 0), ("Started", 1)]
     lease.close()
+
+
+# A group of processes.
+
+
+def group_of(*programs: str, link: SpawnerLink | None = None) -> PContext:
+    """One process a program; each is started by a shell that is replaced by it."""
+    args = {rank: ("-c", f"exec {program}") for rank, program in enumerate(programs)}
+    return SubprocessContext("t", "sh", args, {rank: {} for rank in args}, DefaultLogsSpecs("/dev/null"), link=link)
+
+
+def direct_group_of(program: str, ranks: int) -> PContext:
+    envs: dict[int, dict[str, str]] = {rank: {} for rank in range(ranks)}
+    return SubprocessContext("t", program, dict.fromkeys(range(ranks), ()), envs, DefaultLogsSpecs("/dev/null"))
+
+
+def poll_until(done: Callable[[], bool], context: PContext) -> None:
+    ends = time.monotonic() + support.DEADLINE_S
+    while not done():
+        assert time.monotonic() < ends
+        loop.wait_readable([context.fileno()], 1.0, writable=context.unsent_fds())
+
+
+def test_a_group_starts_and_stops_without_blocking() -> None:
+    context = group_of(*["sleep 600"] * 40)
+    context.begin_start()
+    poll_until(context.poll_start, context)
+    pids = list(context.pids().values())
+    assert len(pids) == 40
+    context.begin_stop(signal.SIGTERM, 600)
+    poll_until(context.poll_stop, context)
+    assert not any(support.alive(pid) for pid in pids)
+    assert set(context.stopped().values()) == {"SIGTERM"}
+
+
+def test_a_group_that_does_not_start_is_stopped(hanging: str) -> None:
+    context = direct_group_of(hanging, 20)
+    context.begin_start()
+    assert not context.poll_start()
+    began = time.monotonic()
+    context.begin_stop(signal.SIGTERM, 600)
+    poll_until(context.poll_stop, context)
+    assert time.monotonic() - began < PROMPTLY_S, "what does not run yet needs no grace"
+
+
+def test_haste_ends_the_grace(mailbox: support.Mailbox) -> None:
+    context = group_of(f"sh -c 'trap \"\" TERM; echo there > {mailbox}; read line < {mailbox}.never'")
+    os.mkfifo(f"{mailbox}.never")
+    context.start()
+    mailbox.take()
+    context.begin_stop(signal.SIGTERM, 600)
+    assert not context.poll_stop()
+    context.begin_stop(signal.SIGTERM, 0)
+    poll_until(context.poll_stop, context)
+    assert context.stopped()[0].startswith("SIGKILL")
+
+
+def test_a_signal_interrupts_a_start_that_hangs(hanging: str) -> None:
+    def interrupt() -> None:
+        support.wait_until(lambda: [pid for pid in support.tree(os.getpid()) if is_in_exec(pid)], "it hangs")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(SignalException):
+        start_processes("t", hanging, {0: ()}, {0: {}}, DefaultLogsSpecs("/dev/null"))
+    thread.join()
+
+
+def is_in_exec(pid: int) -> bool:
+    """Whether the process is in an exec that waits for the lease on its file."""
+    try:
+        return "lease" in Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return False
+
+
+def test_a_stopped_spawner_does_not_hold_up_a_stop() -> None:
+    """Its socket is full: some of the orders have not even been sent."""
+    link = SpawnerLink.launch()
+    support.halt(link._pid)
+    context = SubprocessContext(
+        "t",
+        "sleep",
+        dict.fromkeys(range(16), ("600", "x" * 100000)),
+        {rank: {} for rank in range(16)},
+        DefaultLogsSpecs("/dev/null"),
+        link=link,
+    )
+    context.begin_start()
+    assert not context.poll_start()
+    assert context.unsent_fds()
+    began = time.monotonic()
+    context.close(signal.SIGTERM, 600)
+    assert time.monotonic() - began < ANSWER_PATIENCE_S + PROMPTLY_S
+    assert not support.alive(link._pid)

@@ -87,6 +87,8 @@ class Slot:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def failed_by_itself(self) -> bool:
+        if self.pid is None:  # It was never started.
+            return False
         if self.hang:
             return True
         if self.exitcode is None:
