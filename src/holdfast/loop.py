@@ -87,6 +87,12 @@ def wait_readable(
         box.clear_wakeups()
 
 
+def is_readable(fd: int) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
+
+
 class Wakeup:
     """An eventfd by which any thread wakes a loop. Ringing it after it was closed does nothing."""
 

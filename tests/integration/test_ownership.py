@@ -493,6 +493,23 @@ def test_a_second_interrupt_ends_all_patience(launch: Any) -> None:
     assert not any(support.alive(pid) for pid in pids)
 
 
+def test_a_second_interrupt_ends_the_grace_of_a_restart(launch: Any) -> None:
+    """The first one surfaces while the workers are being stopped: the node leaves at once, and keeps their grace."""
+    order = {"nproc": 2, "max_restarts": 3, "shutdown_timeout": 600}
+    job = launch("--on", "SIGTERM,SIGINT", "--then", "exit 3", "--rank", "1", **order)
+    pids = job.hear("worker", 2)
+    job.open_gate(1)
+    job.hear("worker-SIGTERM")
+    job.send(signal.SIGINT)
+    support.wait_until(lambda: "got SIGINT" in (job.directory / "err").read_text(), "the agent leaves")
+    assert support.alive(pids[0]) or support.alive(pids[1])
+    job.send(signal.SIGINT)
+    outcome = job.outcome(PROMPTLY_S)
+    assert outcome["signal"] == "SIGINT"
+    assert "got SIGINT, the workers are being stopped; Ctrl-C again kills them" in outcome["stderr"]
+    assert not any(support.alive(pid) for pid in pids)
+
+
 def test_a_second_sigterm_does_not_shorten_the_grace(launch: Any) -> None:
     job = launch("--on", "SIGTERM", shutdown_timeout=3)
     (pid,) = job.hear("worker")

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast import loop
+from holdfast.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.process import DefaultLogsSpecs, start_processes
 from holdfast.process.spawner.client import Exited, Refused, Report, SpawnerLink, Started, StartOrder, Swept
 from holdfast.process.spawner.lease import Lease
 from holdfast.process.workers.group import PContext, SubprocessContext
 from holdfast.process.workers.ladder import ANSWER_PATIENCE_S
+from holdfast.rendezvous.coordination import Push
+from holdfast.rendezvous.membership.model import End, Ended, Outcome, PlaceLost, Stop
+from holdfast.rendezvous.membership.restart_policy import Failure
+from holdfast.rendezvous.solo import SoloCoordination
+from holdfast.rendezvous.static import StandaloneRendezvous
 from holdfast.signals import SignalException
 from tests import support
 
+WORKER = str(Path(__file__).parent.parent / "programs" / "worker.py")
 # What is promised to be prompt, on a machine that is busy.
 PROMPTLY_S = 10
 
@@ -204,3 +214,134 @@ def test_a_stopped_spawner_does_not_hold_up_a_stop() -> None:
     context.close(signal.SIGTERM, 600)
     assert time.monotonic() - began < ANSWER_PATIENCE_S + PROMPTLY_S
     assert not support.alive(link._pid)
+
+
+# The agent's loop.
+
+
+class Run(SoloCoordination, StandaloneRendezvous):
+    """A run of others, which pushes what a test says, and has succeeded when this node wants to join again."""
+
+    def __init__(self) -> None:
+        SoloCoordination.__init__(self, StandaloneRendezvous("x"), 0.01)
+        StandaloneRendezvous.__init__(self, "x")
+        self.joins = 0
+
+    def join(self) -> None:
+        self.joins += 1
+        if self.joins > 1:
+            self.push(Ended(Outcome(End.SUCCEEDED, "all workers have succeeded")))
+        else:
+            super().join()
+
+    def report_failure(self, round: int, failure: Failure) -> None:
+        self.failure = failure
+
+    def push(self, message: Push) -> None:
+        self._mailbox.put(message)
+
+
+def agent_of(entrypoint: str, *args: str, ranks: int = 2, kind: type[LocalElasticAgent] = LocalElasticAgent) -> Any:
+    spec = WorkerSpec("r", ranks, Run(), entrypoint=entrypoint, args=args)
+    return kind(spec, DefaultLogsSpecs("/dev/null"), shutdown_timeout=600)
+
+
+def await_exec(count: int) -> None:
+    support.wait_until(lambda: sum(map(is_in_exec, support.tree(os.getpid()))) == count, "the execs hang")
+
+
+STOP = Stop(1, "a worker elsewhere has failed")
+LOST = PlaceLost(1, "out of reach")
+
+
+@pytest.mark.parametrize("push", [STOP, LOST, Ended(Outcome(End.SUCCEEDED, "the others have finished"))])
+def test_a_push_is_acted_on_while_workers_start(hanging: str, push: Push) -> None:
+    agent = agent_of(hanging)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(agent.run)
+        await_exec(2)
+        assert agent._health()["phase"] == "starting"
+        agent._coordination.push(push)
+        assert ended.result(PROMPTLY_S).state is WorkerState.SUCCEEDED
+    assert agent._coordination.joins == (1 if isinstance(push, Ended) else 2)
+
+
+def test_a_lost_place_ends_the_grace(mailbox: support.Mailbox) -> None:
+    agent = agent_of(sys.executable, WORKER, str(mailbox), "--on", "SIGTERM", ranks=1)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(agent.run)
+        assert mailbox.take()[0].startswith("worker ")
+        support.wait_until(lambda: agent._health()["phase"] == "running", "it runs")
+        agent._coordination.push(STOP)
+        assert mailbox.take()[0].startswith("worker-SIGTERM ")
+        assert agent._health()["phase"] == "stopping"
+        agent._coordination.push(LOST)
+        assert ended.result(PROMPTLY_S).state is WorkerState.SUCCEEDED
+
+
+def test_a_worker_that_fails_counts_while_another_one_cannot_be_started(
+    hanging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def describe(context: PContext, rank: int, fds: Any, unsent: Any) -> tuple[str, tuple[str, ...]]:
+        return "exec", (hanging,) if rank else ("false",)
+
+    monkeypatch.setattr(SubprocessContext, "_describe", describe)
+    agent = agent_of("false")
+    assert agent.run().state is WorkerState.SUCCEEDED, "the others have gone on"
+    assert (agent._coordination.failure.rank, agent._coordination.failure.exitcode) == (0, 1)
+
+
+class WithStoppedSpawner(LocalElasticAgent):
+    def _spawner(self) -> SpawnerLink | None:
+        link = super()._spawner()
+        assert link is not None
+        self.spawner_pid = link._pid
+        support.halt(link._pid)
+        return link
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_an_agent_whose_spawner_is_stopped(number: signal.Signals) -> None:
+    """The loop turns, so it is alive; nothing but a signal could help it."""
+    agent = agent_of("sleep", "600", kind=WithStoppedSpawner)
+
+    def interrupt() -> None:
+        support.wait_until(lambda: agent._health()["phase"] == "starting" and agent._busy_time.busy_for_s() == 0, "it")
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(SignalException) as received:
+        agent.run()
+    thread.join()
+    assert received.value.sigval is number
+    assert time.monotonic() - began < ANSWER_PATIENCE_S + PROMPTLY_S
+    assert not support.alive(agent.spawner_pid)
+
+
+class WithOwnHooks(LocalElasticAgent):
+    """Its hooks block, as those of agents that others wrote."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        return super()._start_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        super()._stop_workers(worker_group, is_restart)
+
+
+@pytest.mark.parametrize("kind", [LocalElasticAgent, WithOwnHooks])
+def test_a_signal_ends_an_agent_whose_exec_hangs(hanging: str, kind: type[LocalElasticAgent]) -> None:
+    agent = agent_of(hanging, kind=kind)
+
+    def interrupt() -> None:
+        await_exec(2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(SignalException):
+        agent.run()
+    thread.join()
+    assert time.monotonic() - began < PROMPTLY_S

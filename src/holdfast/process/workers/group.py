@@ -22,7 +22,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from holdfast import signals
@@ -47,7 +46,7 @@ from holdfast.process.spawner.client import (
 )
 from holdfast.process.spawner.lease import Lease
 from holdfast.process.workers.ladder import Action, Ladder, Rung
-from holdfast.process.workers.worker import Slot, Stop, UnreadableValue
+from holdfast.process.workers.worker import RunProcsResult, Slot, Stop, UnreadableValue
 
 if TYPE_CHECKING:
     from holdfast.process.output.watch import OutputWatch
@@ -57,19 +56,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_GRACE_S = 30.0
 # Each order has about five descriptors in flight. More at once would not start anything sooner.
 _MOST_UNDERWAY = 16
-
-
-@dataclass(slots=True)
-class RunProcsResult:
-    """How a group of processes ended; the keys are local ranks."""
-
-    return_values: dict[int, Any] = field(default_factory=dict)
-    failures: dict[int, ProcessFailure] = field(default_factory=dict)
-    stdouts: dict[int, str] = field(default_factory=dict)
-    stderrs: dict[int, str] = field(default_factory=dict)
-
-    def is_failed(self) -> bool:
-        return bool(self.failures)
 
 
 class PContext(abc.ABC):
@@ -378,7 +364,9 @@ class PContext(abc.ABC):
         grace_s = max(0.0, grace_s)
         if self._ladder is not None:
             self._ladder.hurry(grace_s, time.monotonic())
-        elif self._slots and not self._is_closed:
+        elif not self._slots:
+            self._release()
+        elif not self._is_closed:
             self._take_reports()
             self._stop = Stop(number, grace_s)
             self._dismiss_returned()
@@ -390,10 +378,9 @@ class PContext(abc.ABC):
         if self._ladder is not None and not self._is_closed:
             self._take_reports()
             self._climb(self._ladder)
-            if self._ladder.rung is not Rung.GONE:
-                return False
-        self._release()
-        return True
+            if self._ladder.rung is Rung.GONE:
+                self._release()
+        return self._is_closed
 
     def next_deadline(self) -> float | None:
         """When `poll_stop` must be asked although nothing was reported."""
@@ -522,15 +509,20 @@ def start_processes(
     `args` and `envs` map each local rank 0..n-1 to its arguments and its additional environment. A `link` to a
     spawner that is already there saves starting another one. A `watch` is told when workers write something.
     """
-    others = (logs_specs, log_line_prefixes, duplicate_stdout_filters, duplicate_stderr_filters)
-    common: dict[str, Any] = {"numa_options": numa_options, "link": link, "lease": lease, "watch": watch}
-    context: PContext
-    if isinstance(entrypoint, str):
-        context = SubprocessContext(name, entrypoint, args, envs, *others, **common)
-    else:
-        context = MultiprocessContext(name, entrypoint, args, envs, start_method, *others, **common)
+    logs = (logs_specs, log_line_prefixes, duplicate_stdout_filters, duplicate_stderr_filters)
+    runtime: dict[str, Any] = {"numa_options": numa_options, "link": link, "lease": lease, "watch": watch}
+    context = new_processes(name, entrypoint, args, envs, start_method, *logs, **runtime)
     context.start()
     return context
+
+
+def new_processes(
+    name: str, entrypoint: Callable[..., Any] | str, args: Any, envs: Any, start_method: str, *logs: Any, **runtime: Any
+) -> PContext:
+    """The context of `start_processes`, before its start."""
+    if isinstance(entrypoint, str):
+        return SubprocessContext(name, entrypoint, args, envs, *logs, **runtime)
+    return MultiprocessContext(name, entrypoint, args, envs, start_method, *logs, **runtime)
 
 
 def _check_ranks(what: str, mapping: Mapping[int, Any], count: int) -> None:
