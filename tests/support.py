@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import itertools
 import os
@@ -163,6 +164,21 @@ def unmarked() -> Iterator[None]:
         yield
     finally:
         os.environ[TEST_MARK] = mark
+
+
+@contextlib.contextmanager
+def hanging_program(path: Path) -> Iterator[str]:
+    """A program whose exec does not return, as on a dead mount: a lease on the file holds up every process that opens
+    it. The kernel breaks the lease after 45 s by default; a signal ends the wait at once."""
+    write_script(path, "#!/bin/sh\nexec sleep 600\n", executable=True)
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # By which the kernel asks for the lease.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    try:
+        yield str(path)
+    finally:
+        os.close(fd)
+        signal.signal(signal.SIGIO, before)
 
 
 def spawner_of(worker_pid: int) -> int:

@@ -53,6 +53,7 @@ PURE = {
     "hangs/policy.py": {"holdfast.errors", "holdfast.frozen"},
     "hangs/compare.py": {"holdfast.failures.report", "holdfast.frozen"},
     "process/output/lines.py": set(),
+    "process/workers/ladder.py": set(),
 }
 DATA_MODULES = {
     "__future__", "collections", "collections.abc", "dataclasses", "enum", "functools", "heapq", "itertools", "json",

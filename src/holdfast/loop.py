@@ -83,8 +83,11 @@ def in_hook() -> AbstractContextManager[None]:
     return nullcontext() if busy is None else busy._in_hook()
 
 
-def wait_readable(fds: Iterable[int], timeout_s: float | None, *, new_signals_only: bool = False) -> None:
-    """Wait until a descriptor can be read, a signal has been noted, or the time is up (None: no limit).
+def wait_readable(
+    fds: Iterable[int], timeout_s: float | None, *, writable: Iterable[int] = (), new_signals_only: bool = False
+) -> None:
+    """Wait until a descriptor can be read, one of `writable` can be written as well, a signal has been noted, or the
+    time is up (None: no limit).
 
     Whoever is already stopping everything passes `new_signals_only`: a signal that was noted before stays
     noted for later and does not cut the wait short.
@@ -96,10 +99,18 @@ def wait_readable(fds: Iterable[int], timeout_s: float | None, *, new_signals_on
     poller = select.poll()
     for fd in (*fds, *([box.fileno()] if box else [])):
         poller.register(fd, select.POLLIN)
+    for fd in writable:
+        poller.register(fd, select.POLLIN | select.POLLOUT)
     with _waiting():
         poller.poll(None if timeout_s is None else max(0.0, timeout_s * 1000))
     if box is not None:
         box.clear_wakeups()
+
+
+def is_readable(fd: int) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 class Wakeup:

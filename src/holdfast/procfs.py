@@ -1,10 +1,4 @@
-"""The kill ladder, and who belongs to whose tree.
-
-A worker is the leader of a session of its own, and everything it starts belongs to it. The ladder is the same
-on every path (a failure, a restart, a signal, the end): the signal to the leaders, all at once; the grace
-period, counted for all of them in parallel; then SIGKILL to everything that is left, leaders and descendants
-alike, and a look that it is really gone. A process that even SIGKILL does not end (uninterruptible sleep) is
-named, and nobody waits for it longer than `KILL_PATIENCE_S`.
+"""What /proc says of processes, and who belongs to whose tree.
 
 Finding a tree: the spawner is a subreaper, so whatever a worker leaves behind becomes the spawner's own child.
 Such an orphan is the dead worker's if it is in the worker's session or carries the worker's mark in its

@@ -206,7 +206,8 @@ from holdfast.rendezvous.coordinator import launch
 for with_site_packages in (False, True):
     link = SpawnerLink.launch(with_site_packages=with_site_packages)
     link.kill_all()
-    print(*map(str, link.reports(None)))
+    link.wait(None)
+    print(*map(str, link.reports()))
     link.close()
 with socket.socket() as guard:
     launch.start_coordinator(launch.bind("127.0.0.1", 0), guard, [])
@@ -510,6 +511,23 @@ def test_a_second_interrupt_ends_all_patience(launch: Any) -> None:
     job.hear("worker-SIGINT", 2)
     job.send(signal.SIGINT)
     assert job.outcome()["signal"] == "SIGINT"
+    assert not any(support.alive(pid) for pid in pids)
+
+
+def test_a_second_interrupt_ends_the_grace_of_a_restart(launch: Any) -> None:
+    """The first one surfaces while the workers are being stopped: the node leaves at once, and keeps their grace."""
+    order = {"nproc": 2, "max_restarts": 3, "shutdown_timeout": 600}
+    job = launch("--on", "SIGTERM,SIGINT", "--then", "exit 3", "--rank", "1", **order)
+    pids = job.hear("worker", 2)
+    job.open_gate(1)
+    job.hear("worker-SIGTERM")
+    job.send(signal.SIGINT)
+    support.wait_until(lambda: "got SIGINT" in (job.directory / "err").read_text(), "the agent leaves")
+    assert support.alive(pids[0]) or support.alive(pids[1])
+    job.send(signal.SIGINT)
+    outcome = job.outcome(PROMPTLY_S)
+    assert outcome["signal"] == "SIGINT"
+    assert "got SIGINT, the workers are being stopped; Ctrl-C again kills them" in outcome["stderr"]
     assert not any(support.alive(pid) for pid in pids)
 
 

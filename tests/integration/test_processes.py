@@ -466,7 +466,8 @@ def test_no_foreign_descriptors(starter: Starter, method: str) -> None:
 
 HELD_PIPES = """
     import os, sys
-    from holdfast.process import DefaultLogsSpecs, signals, start_processes
+    from holdfast import signals
+    from holdfast.process import DefaultLogsSpecs, start_processes
     from holdfast.process.spawner.lease import Lease
 
     def held():
@@ -477,20 +478,23 @@ HELD_PIPES = """
         signals.inbox()  # The caller's own, made when first asked for.
         before = held()
         logs = DefaultLogsSpecs("/dev/null")
-        context = start_processes("t", held, {0: ()}, {0: {}}, logs, start_method=sys.argv[1], lease=Lease())
-        found = context.wait(60).return_values[0]
-        context.close()
-        print(sorted(what for what in found - before if what.startswith("pipe:")))
+        for ranks in (1, 8):
+            args, envs = dict.fromkeys(range(ranks), ()), {rank: {} for rank in range(ranks)}
+            context = start_processes("t", held, args, envs, logs, start_method=sys.argv[1], lease=Lease())
+            found = context.wait(60).return_values.values()
+            context.close()
+            peers = set.intersection(*found) if ranks > 1 else set()  # The pipe by which they wait for each other.
+            print(sorted(what for what in set.union(*found) - before - peers if what.startswith("pipe:")))
 """
 
 
 @pytest.mark.parametrize("method", START_METHODS)
 def test_a_function_holds_no_pipe_of_holdfast(tmp_path: Path, method: str) -> None:
-    """Neither the lease's, which it could read empty, nor the one that says whether it was started. In a process of its
-    own: a fork inherits what the threads of other tests have just opened."""
+    """Neither the lease's, which it could read empty, nor those that say whether it, or another one, was started. In a
+    process of its own: a fork inherits what the threads of other tests have just opened."""
     path = support.write_script(tmp_path / "main.py", HELD_PIPES)
     with support.python(path, method) as process:
-        assert process.communicate(timeout=support.DEADLINE_S) == ("[]\n", "")
+        assert process.communicate(timeout=support.DEADLINE_S) == ("[]\n[]\n", "")
 
 
 STDIN_SCRIPT = """
@@ -718,9 +722,10 @@ def test_two_hundred_workers(starter: Starter) -> None:
 
 LIMITED_SCRIPT = """
 import os, resource, signal, sys, threading
-from holdfast.process import DefaultLogsSpecs, Std, link, start_processes
+from holdfast.process import DefaultLogsSpecs, Std, start_processes
+from holdfast.process.spawner.client import SpawnerLink
 
-class Slow(link.SpawnerLink):
+class Slow(SpawnerLink):
     # The spawner comes late, when everything that does not wait for it has been sent.
     def __init__(self, channel, pid, token):
         super().__init__(channel, pid, token)
@@ -747,6 +752,7 @@ def test_starting_takes_few_descriptors_beyond_those_that_stay(tmp_path: Path) -
 
 def test_too_many_workers_for_the_limit_are_refused_in_one_line(tmp_path: Path) -> None:
     source = LIMITED_SCRIPT.replace("(720, 720)", "(400, 400)")
+    source = source.replace('"true", {rank: ()', '"sleep", {rank: ("600",)')  # All of them at once.
     with support.python(support.write_script(tmp_path / "main.py", source), tmp_path / "logs") as process:
         _, err = process.communicate(timeout=support.DEADLINE_S)
     assert process.returncode == 1

@@ -123,9 +123,10 @@ class AgentLife(RuleBasedStateMachine):
         self.is_starting = False
         self.take(WorkersStarted(self.machine.round))
 
-    @precondition(lambda self: self.workers and not self.is_starting and not self.is_over)
+    @precondition(lambda self: self.workers and not self.is_over)
     @rule()
     def fail(self) -> None:
+        """Also while others are being started."""
         self.take(WorkersFailed(self.machine.round))
 
     @precondition(lambda self: self.workers and not self.is_starting and not self.is_over)

@@ -83,6 +83,7 @@ FOLLOWS: dict[tuple[Phase, type], tuple[Phase, list[Any]]] = {
     (Phase.JOINING, Stop): (Phase.JOINING, []),
     (Phase.JOINING, Ended): (Phase.ENDED, [EndRun(SUCCEEDED)]),
     (Phase.STARTING, WorkersStarted): (Phase.RUNNING, []),
+    (Phase.STARTING, WorkersFailed): (Phase.STOPPING, [ReportFailure(1), GRACE]),
     (Phase.STARTING, Stop): (Phase.STOPPING, [GRACE]),
     (Phase.STARTING, PlaceLost): (Phase.STOPPING, [AT_ONCE]),
     (Phase.STARTING, Ended): (Phase.STOPPING, [GRACE]),

@@ -1,19 +1,18 @@
 """Agents: the contract, and the one that drives `lifecycle` through four hooks.
 
-`SimpleElasticAgent` turns commands of the machine into calls of its hooks, and what they return into events. The
-other source of events is the run's `Coordination`, which says which round comes next and pushes what the run has
+`SimpleElasticAgent` turns commands of the machine into calls of its hooks (`hooks`), and what they return into events.
+The other source of events is the run's `Coordination`, which says which round comes next and pushes what the run has
 decided. A subclass that implements `_start_workers`, `_stop_workers`, `_monitor_workers` and `_shutdown` is a whole
 agent: it is asked for the state of its workers every `monitor_interval`. One that can do better overrides
-`_wait_for_change` to return the moment something happened.
+`_wait_for_change` to return the moment something happened, and starts and stops its workers without blocking.
 
 Signals are noted from the beginning of `run` to its end and surface where nothing is half done: while waiting
-for the rendezvous, for the workers, or for the other nodes. The workers then get the same signal, the grace
-period, and the exception goes on to the caller.
+for the rendezvous, for the workers to start, to end or to stop, or for the other nodes. The workers then get the same
+signal and the grace period, and the exception goes on to the caller.
 """
 
 from __future__ import annotations
 
-import abc
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ from typing import Any, assert_never
 from holdfast import loop, signals
 from holdfast.agent import causes, exchange, health, hooks, lifecycle, ranks, recording
 from holdfast.agent.blocking import call_interruptibly
+from holdfast.agent.hooks import DEFAULT_ROLE, ElasticAgent, WorkerHooks
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.errors import HoldfastError, HostError, UserError
@@ -42,33 +42,20 @@ from holdfast.rendezvous.membership.restart_policy import HANG, RestartPolicy
 from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.signals import SignalException
 from holdfast.telemetry.events import Event, record
-from holdfast.telemetry.metrics import prof, put_metric
+from holdfast.telemetry.metrics import prof, put_call, put_metric
 
 __all__ = ["DEFAULT_ROLE", "ElasticAgent", "SimpleElasticAgent"]
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_ROLE = "default"
-
+_WITH_WORKERS = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.STOPPING)
 _IN_ROUND = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.WAITING)
 
 # For how long a node that has reported a hang keeps its workers, so that every node can take stacks.
 _OTHERS_LOOK_S = 2.0
 
 
-class ElasticAgent(abc.ABC):
-    """Owns the workers of one node."""
-
-    @abc.abstractmethod
-    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run the workers to the end, through restarts and changes of membership."""
-
-    @abc.abstractmethod
-    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
-        """The group of workers as it stands."""
-
-
-class SimpleElasticAgent(ElasticAgent):
+class SimpleElasticAgent(WorkerHooks):
     """An agent for workers of one role."""
 
     def __init__(self, spec: WorkerSpec, exit_barrier_timeout: float = 300, shutdown_timeout: float = 30) -> None:
@@ -82,51 +69,12 @@ class SimpleElasticAgent(ElasticAgent):
         self._run_outcome: Outcome | None = None
         self._result = RunResult(WorkerState.INIT)
         self._total_execution_time = 0
+        self._start_began = 0.0
         self._restart_began: float | None = None
         self._health_check_server: Any = None
         self._busy_time = BusyTime()
         self._is_stopping = False
         self._was_told_of_hang = False
-
-    # Hooks.
-
-    @abc.abstractmethod
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start one worker for each local rank; returns their ids."""
-
-    @abc.abstractmethod
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Stop every worker of the group and everything they started."""
-
-    @abc.abstractmethod
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """How the workers stand at this moment. Only looks."""
-
-    @abc.abstractmethod
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
-        """Stop the workers with that signal and release everything. Called once at the end, may find nothing."""
-
-    def _wait_for_change(self, worker_group: WorkerGroup, pushes_fd: int, timeout_s: float | None) -> None:
-        """Return when it may be worth asking for the state of the workers, when the descriptor of the pushes can
-        be read, or when the time is up. A signal must cut it short."""
-        interval_s = worker_group.spec.monitor_interval
-        loop.wait_readable([pushes_fd], interval_s if timeout_s is None else min(interval_s, timeout_s))
-
-    def _examine_workers(self, worker_group: WorkerGroup) -> RunResult | None:
-        """The run hangs: see where these workers are. The result if the cause is among them."""
-        return None
-
-    def _unkillable(self) -> tuple[int, ...]:
-        """After a stop: the pids that even SIGKILL did not end."""
-        return ()
-
-    def _killed_ranks(self) -> tuple[int, ...]:
-        """After a stop: the global ranks that did not end by themselves within the grace period."""
-        return ()
-
-    def _settle(self, result: RunResult) -> RunResult:
-        """The result with what is known only after the workers were stopped."""
-        return result
 
     def _get_alive_time(self) -> float:
         """When this agent was last known to be alive, in seconds since the epoch; the health check asks for it.
@@ -185,12 +133,14 @@ class SimpleElasticAgent(ElasticAgent):
                     hooks.call(self._shutdown, timeout=self._shutdown_timeout)
 
     def _what_is_stopped(self, number: signal.Signals) -> str:
-        if self._machine.phase not in (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING):
+        if self._machine.phase not in _WITH_WORKERS:
             return ""
+        hurry = "Ctrl-C again kills them" if number == signal.SIGINT else ""
+        if self._machine.phase is lifecycle.Phase.STOPPING:
+            return f", the workers are being stopped{hurry and f'; {hurry}'}"
         if not self._shutdown_timeout:
             return ", killing the workers"
-        hurry = "; Ctrl-C again kills them" if number == signal.SIGINT else ""
-        return f", stopping the workers (up to {self._shutdown_timeout:g} s{hurry})"
+        return f", stopping the workers (up to {self._shutdown_timeout:g} s{hurry and f'; {hurry}'})"
 
     def _leave(self, death_sig: signal.Signals) -> None:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
@@ -238,14 +188,14 @@ class SimpleElasticAgent(ElasticAgent):
                 self._join(group, run)
             case lifecycle.StartWorkers(round):
                 self._was_told_of_hang = False
-                self._initialize_workers(group)
-                return [lifecycle.WorkersStarted(round)]
+                self._start_began = time.monotonic()
+                with self._start_measured():
+                    self._begin_start(group)
+                return self._look_at_start(group)
             case lifecycle.StopWorkers(round, at_once):
-                self._restart_began = time.monotonic()
-                hooks.call(self._stop_group, group, at_once)
-                group.state = WorkerState.STOPPED
-                self._result = hooks.call(self._settle, self._result)
-                return [lifecycle.WorkersStopped(round, hooks.call(self._unkillable))]
+                self._restart_began = self._restart_began or time.monotonic()
+                self._begin_stop(group, at_once)
+                return self._look_at_stop(group)
             case lifecycle.ReportFailure(round):
                 failure = causes.failure_of(self._result, os.uname().nodename)
                 self._failed_round = round
@@ -268,30 +218,55 @@ class SimpleElasticAgent(ElasticAgent):
         if (group.group_world_size or 1) > 1:
             loop.wait_readable([], _OTHERS_LOOK_S)
 
-    def _stop_group(self, group: WorkerGroup, at_once: bool) -> None:
-        """A hook cannot be told to hurry; if the place is lost, the spawner kills the workers. A restart may follow or
-        not; a hook that asks is told that it does, and keeps what the next round needs. `_shutdown` comes last."""
-        hooks.call(self._stop_workers, group, is_restart=True)
-
     def _next_events(self, run: Coordination) -> list[lifecycle.Event | Push]:
         """Wait until something happens; then say what."""
         group = self._worker_group
         signals.inbox().raise_pending()
         deadline = self._machine.next_deadline()
         left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if self._machine.phase is not lifecycle.Phase.RUNNING or run.has_lapsed:
-            loop.wait_readable([run.fileno()], left_s)
+        if self._is_watching(run):
+            is_running = self._machine.phase is lifecycle.Phase.RUNNING
+            hooks.call(self._wait_for_change, group, run.fileno(), run.ask_every_s if is_running else None)
         else:
-            hooks.call(self._wait_for_change, group, run.fileno(), run.ask_every_s)
+            loop.wait_readable([run.fileno()], left_s)
         signals.inbox().raise_pending()
         if deadline is not None and time.monotonic() >= deadline:
             logger.warning("timed out after %g s waiting for other nodes to finish", self._machine.peers_timeout_s)
             return [lifecycle.TimePassed(self._machine.round)]
-        events: list[lifecycle.Event | Push] = []
-        # Workers that die because the lease has run out have not failed; the push that says so is on its way.
-        if self._machine.phase is lifecycle.Phase.RUNNING and not run.has_lapsed:
-            events += self._look_at_workers(group)
-        return events or [*run.take()]
+        events = self._look(group) if self._is_watching(run) else []
+        # Some handlers are asked whether nodes wait; that is for workers that run.
+        is_changing = self._machine.phase in (lifecycle.Phase.STARTING, lifecycle.Phase.STOPPING)
+        return [*events] if events or (is_changing and not loop.is_readable(run.fileno())) else [*run.take()]
+
+    def _is_watching(self, run: Coordination) -> bool:
+        """Whether workers are there whose ends count. Those that die because the lease has run out have not failed; the
+        push that says so is on its way."""
+        if run.has_lapsed:
+            return self._machine.phase is lifecycle.Phase.STOPPING
+        return self._machine.phase in _WITH_WORKERS
+
+    def _look(self, group: WorkerGroup) -> list[lifecycle.Event]:
+        match self._machine.phase:
+            case lifecycle.Phase.STARTING:
+                return self._look_at_start(group)
+            case lifecycle.Phase.STOPPING:
+                return self._look_at_stop(group)
+        return self._look_at_workers(group)
+
+    def _look_at_start(self, group: WorkerGroup) -> list[lifecycle.Event]:
+        with self._start_measured():
+            ids = self._poll_start(group)
+        if ids is None:
+            return []
+        self._note_start(group, ids)
+        return [lifecycle.WorkersStarted(self._machine.round)]
+
+    def _look_at_stop(self, group: WorkerGroup) -> list[lifecycle.Event]:
+        if not self._poll_stop(group):
+            return []
+        group.state = WorkerState.STOPPED
+        self._result = hooks.call(self._settle, self._result)
+        return [lifecycle.WorkersStopped(self._machine.round, hooks.call(self._unkillable))]
 
     def _look_at_workers(self, group: WorkerGroup) -> list[lifecycle.Event]:
         result = hooks.call(self._monitor_workers, group)
@@ -421,8 +396,7 @@ class SimpleElasticAgent(ElasticAgent):
         """A rendezvous spans several turns of the loop, so its time is put together here."""
         duration_ms = _elapsed_ms(self._join_began)
         self._record(self._event("RENDEZVOUS", raw_error=raw_error, duration_ms=duration_ms))
-        put_metric(f"SimpleElasticAgent._rendezvous.{'failure' if raw_error else 'success'}", 1)
-        put_metric("SimpleElasticAgent._rendezvous.duration.ms", duration_ms)
+        put_call("SimpleElasticAgent._rendezvous", self._join_began, has_failed=raw_error is not None)
 
     @prof
     def _assign_worker_ranks(
@@ -440,19 +414,24 @@ class SimpleElasticAgent(ElasticAgent):
         is_said = os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1"
         return is_said or getattr(self._handler, "has_fixed_world", False)
 
-    @prof
-    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
-        ids = hooks.call(self._start_workers, worker_group)
+    @contextmanager
+    def _start_measured(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            put_call("SimpleElasticAgent._initialize_workers", self._start_began, has_failed=True)
+            raise
+
+    def _note_start(self, worker_group: WorkerGroup, ids: dict[int, Any]) -> None:
         for local_rank, id_ in ids.items():
             worker = worker_group.workers[local_rank]
             worker.id = id_
             self._record(self._event("START", worker))
         worker_group.state = WorkerState.HEALTHY
         self._tell_start(worker_group)
+        put_call("SimpleElasticAgent._initialize_workers", self._start_began)
         if self._restart_began is not None:
-            # A restart spans two commands of the machine, so its time is put together here.
-            put_metric("SimpleElasticAgent._restart_workers.success", 1)
-            put_metric("SimpleElasticAgent._restart_workers.duration.ms", _elapsed_ms(self._restart_began))
+            put_call("SimpleElasticAgent._restart_workers", self._restart_began)
             self._restart_began = None
 
     def _tell_start(self, group: WorkerGroup) -> None:

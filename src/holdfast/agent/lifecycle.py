@@ -153,6 +153,7 @@ TRANSITIONS: dict[tuple[Phase, type[Event]], frozenset[Phase]] = {
     (Phase.JOINING, Stop): _to(Phase.JOINING),
     (Phase.JOINING, Ended): _to(Phase.ENDED),
     (Phase.STARTING, WorkersStarted): _to(Phase.RUNNING),
+    (Phase.STARTING, WorkersFailed): _to(Phase.STOPPING),
     (Phase.STARTING, Stop): _to(Phase.STOPPING),
     (Phase.STARTING, PlaceLost): _to(Phase.STOPPING),
     (Phase.STARTING, Ended): _to(Phase.STOPPING),
@@ -261,7 +262,7 @@ class Lifecycle:
         return [ReportSuccess(self.round)]
 
     def _failed(self) -> list[Command]:
-        if self.phase is not Phase.RUNNING:
+        if self.phase not in (Phase.STARTING, Phase.RUNNING):
             return []
         return [ReportFailure(self.round), *self._stop(at_once=False)]
 

@@ -10,11 +10,12 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from holdfast import loop, procfs
-from holdfast.agent import recording
+from holdfast import loop, procfs, signals
+from holdfast.agent import lifecycle, recording
 from holdfast.agent.agent import SimpleElasticAgent
 from holdfast.agent.environment import RoundFacts, log_line_prefixes, macros, worker_environments
 from holdfast.agent.health import PORT_VARIABLE as TORCHELASTIC_HEALTH_CHECK_PORT
@@ -36,7 +37,7 @@ from holdfast.process.spec import GroupSpec
 from holdfast.process.workers.group import PContext
 from holdfast.process.workers.start import new_group
 from holdfast.telemetry import fallback_log
-from holdfast.telemetry.metrics import prof, put_metric
+from holdfast.telemetry.metrics import prof, put_call, put_metric
 
 if TYPE_CHECKING:
     from holdfast.hangs.watch import Finding, HangWatch
@@ -50,6 +51,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+# A worker may end before the last one is started. Usually that one follows at once, and the group fails as a whole.
+_START_PATIENCE_S = 5.0
 
 _STUCK_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
@@ -81,14 +85,65 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._health_check_server = health_check_server
         self._stuck = _StuckWatch(_stuck_timeout_s(uninterruptible_state_timeout))
         self._context: PContext | None = None
+        self._stop_began: float | None = None
         self._link: SpawnerLink | None = None
         self._held_lease: Lease | None = None
         self._held_watchdog: Watchdog | None = None
         self._hangs: HangWatch | None = None
         self._roll: Roll | None = None
 
+    # Starting and stopping are events, unless a subclass has hooks of its own: those block.
+
     @prof
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        context = self._begin_own_start(worker_group)
+        while not context.poll_start():
+            signals.inbox().raise_pending()
+            loop.wait_readable([context.fileno()], None, writable=context.unsent_fds())
+        return self._started_ids(context)
+
+    @prof
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        if self._context is not None:
+            self._context.close(signal.SIGTERM, self._shutdown_timeout)
+
+    def _is_own(self, hook: Any, own: Any) -> bool:
+        return getattr(hook, "__func__", None) is own
+
+    def _begin_start(self, group: WorkerGroup) -> None:
+        if self._is_own(self._start_workers, LocalElasticAgent._start_workers):
+            with self._own_start_measured():
+                self._begin_own_start(group)
+
+    def _poll_start(self, group: WorkerGroup) -> dict[int, Any] | None:
+        if not self._is_own(self._start_workers, LocalElasticAgent._start_workers):
+            return super()._poll_start(group)
+        assert self._context is not None
+        with self._own_start_measured():
+            is_done = self._context.poll_start()
+        if not is_done:
+            return None
+        put_call("LocalElasticAgent._start_workers", self._start_began)
+        return self._started_ids(self._context)
+
+    @contextmanager
+    def _own_start_measured(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            put_call("LocalElasticAgent._start_workers", self._start_began, has_failed=True)
+            raise
+
+    def _look_at_start(self, group: WorkerGroup) -> list[lifecycle.Event]:
+        """A worker that fails counts, although others have not been started, if those take long."""
+        events = super()._look_at_start(group)
+        is_late = time.monotonic() >= self._start_began + _START_PATIENCE_S
+        if events or self._context is None or not is_late or not self._context.failures():
+            return events
+        self._result = self._failed_result(self._context, {w.local_rank: w.global_rank for w in group.workers})
+        return [lifecycle.WorkersFailed(self._machine.round)]
+
+    def _begin_own_start(self, worker_group: WorkerGroup) -> PContext:
         spec = worker_group.spec
         args = {w.local_rank: tuple(macros.substitute(spec.args, w.local_rank)) for w in worker_group.workers}
         self._stuck.forget()
@@ -96,12 +151,32 @@ class LocalElasticAgent(SimpleElasticAgent):
         watch = self._prepare_hang_watch(envs)
         prefixes = log_line_prefixes(self._group.log_line_prefix_template, spec.role, worker_group.workers)
         link, lease = self._spawner(), self._lease()
-        context = new_group(self._group, args, envs, prefixes, link=link, lease=lease, watch=watch)
-        context.start()
-        self._context = context
+        self._context = context = new_group(self._group, args, envs, prefixes, link=link, lease=lease, watch=watch)
+        context.begin_start()
+        return context
+
+    def _started_ids(self, context: PContext) -> dict[int, Any]:
         if self._hangs is not None:
             self._hangs.begin()
         return dict(context.pids())
+
+    def _begin_stop(self, group: WorkerGroup, at_once: bool) -> None:
+        self._stop_watching()
+        if self._context is not None and at_once:
+            self._context.begin_stop(signal.SIGKILL, 0)
+        elif self._context is not None and self._is_own(self._stop_workers, LocalElasticAgent._stop_workers):
+            self._stop_began = time.monotonic()
+            self._context.begin_stop(signal.SIGTERM, self._shutdown_timeout)
+        else:
+            super()._begin_stop(group, at_once)
+
+    def _poll_stop(self, group: WorkerGroup) -> bool:
+        if self._context is not None and self._context.next_deadline() is not None and not self._context.poll_stop():
+            return False
+        if self._stop_began is not None:
+            put_call("LocalElasticAgent._stop_workers", self._stop_began)
+            self._stop_began = None
+        return True
 
     def _tell_start(self, group: WorkerGroup) -> None:
         super()._tell_start(group)
@@ -160,16 +235,20 @@ class LocalElasticAgent(SimpleElasticAgent):
         )
 
     def _wait_for_change(self, worker_group: WorkerGroup, pushes_fd: int, timeout_s: float | None) -> None:
-        assert self._context is not None
-        if self._context.has_ended():
+        context = self._context
+        assert context is not None
+        deadlines = [context.next_deadline(), self._hangs.next_deadline() if self._hangs is not None else None]
+        if self._machine.phase is lifecycle.Phase.RUNNING and context.has_ended():
             return  # While the last workers were being started; nothing will come to wake us.
+        if self._machine.phase is lifecycle.Phase.STARTING and context.has_ended():
+            deadlines.append(self._start_began + _START_PATIENCE_S)
         if timeout_s is None and self._stuck.is_on:
             timeout_s = worker_group.spec.monitor_interval
-        look_at = self._hangs.next_deadline() if self._hangs is not None else None
-        if look_at is not None:
-            left_s = max(0.0, look_at - time.monotonic())
-            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
-        loop.wait_readable([self._context.fileno(), pushes_fd], timeout_s)
+        for deadline in deadlines:
+            if deadline is not None:
+                left_s = max(0.0, deadline - time.monotonic())
+                timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+        loop.wait_readable([context.fileno(), pushes_fd], timeout_s, writable=context.unsent_fds())
 
     @prof
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -284,18 +363,6 @@ class LocalElasticAgent(SimpleElasticAgent):
             logger.error("worker %d has been in uninterruptible sleep for %g s", pid, self._stuck.timeout_s)
             context.blame(pid, f"it had been in uninterruptible sleep for {self._stuck.timeout_s:g} s")
         return pid is not None
-
-    @prof
-    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
-        if self._context is not None:
-            self._context.close(signal.SIGTERM, self._shutdown_timeout)
-
-    def _stop_group(self, group: WorkerGroup, at_once: bool) -> None:
-        self._stop_watching()
-        if at_once and self._context is not None:
-            self._context.close(signal.SIGKILL, 0)
-        else:
-            super()._stop_group(group, at_once)
 
     def _stop_watching(self) -> None:
         self._end_hang_watch()

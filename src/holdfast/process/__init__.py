@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from holdfast.process.output.logs import to_map as to_map
     from holdfast.process.workers.group import MultiprocessContext as MultiprocessContext
     from holdfast.process.workers.group import PContext as PContext
-    from holdfast.process.workers.group import RunProcsResult as RunProcsResult
     from holdfast.process.workers.group import SubprocessContext as SubprocessContext
     from holdfast.process.workers.start import start_processes as start_processes
+    from holdfast.process.workers.worker import RunProcsResult as RunProcsResult
     from holdfast.signals import SignalException as SignalException
 
 __all__, __getattr__, __dir__ = lazy.exports(
@@ -28,8 +28,9 @@ __all__, __getattr__, __dir__ = lazy.exports(
     {
         "holdfast.process.errors": "ProcessFailure",
         "holdfast.process.output.logs": "DefaultLogsSpecs LogsDest LogsSpecs Std get_std_cm to_map",
-        "holdfast.process.workers.group": "MultiprocessContext PContext RunProcsResult SubprocessContext",
+        "holdfast.process.workers.group": "MultiprocessContext PContext SubprocessContext",
         "holdfast.process.workers.start": "start_processes",
+        "holdfast.process.workers.worker": "RunProcsResult",
         "holdfast.signals": "SignalException",
     },
 )

@@ -163,20 +163,23 @@ def publish_metric(metric_group: str, metric_name: str, metric_value: float) -> 
     put_metric(metric_name, metric_value, metric_group)
 
 
+def put_call(key: str, began: float, *, has_failed: bool = False, group: str = DEFAULT_GROUP) -> None:
+    """What `prof` puts for one call, for work that began then and spans several turns of a loop."""
+    put_metric(f"{key}.{'failure' if has_failed else 'success'}", 1, group)
+    put_metric(f"{key}.duration.ms", int((time.monotonic() - began) * 1000), group)
+
+
 def _measured(fn: Callable[_P, _R], group: str) -> Callable[_P, _R]:
     @wraps(fn)
     def measured(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        key = _get_metric_name(fn)
-        outcome = "failure"
-        start_s = time.monotonic()
+        has_failed = True
+        began = time.monotonic()
         try:
             result = fn(*args, **kwargs)
-            outcome = "success"
+            has_failed = False
             return result
         finally:
-            duration_ms = int((time.monotonic() - start_s) * 1000)
-            put_metric(f"{key}.{outcome}", 1, group)
-            put_metric(f"{key}.duration.ms", duration_ms, group)
+            put_call(_get_metric_name(fn), began, has_failed=has_failed, group=group)
 
     return measured
 

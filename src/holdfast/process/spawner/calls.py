@@ -6,8 +6,9 @@ import contextlib
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 from holdfast.errors import UserError
 
@@ -52,25 +53,22 @@ class Peers:
     """The pipe by which function workers know that all have returned; `bootstrap.Peers` is their side of it.
 
     It is made when the first worker is described: a spawner that is a fork of this process was made before and has no
-    copy. This process holds the writing end while workers are being started, and the other one as long as they live.
+    copy. This process holds the writing end until the last worker is described, and the other one as long as they live.
     """
 
     def __init__(self) -> None:
         self._read_fd = self._write_fd = -1
+        _all_peers.add(self)
 
-    @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            if self._write_fd >= 0:
-                os.close(self._write_fd)
-
-    def descriptors(self) -> dict[str, int]:
+    def descriptors(self, *, is_last: bool) -> dict[str, int]:
         """Copies for one worker, by the names under which it finds them."""
         if self._read_fd < 0:
             self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
-        return {"HOLDFAST_PEERS_READ": os.dup(self._read_fd), "HOLDFAST_PEERS_WRITE": os.dup(self._write_fd)}
+        copies = {"HOLDFAST_PEERS_READ": os.dup(self._read_fd), "HOLDFAST_PEERS_WRITE": os.dup(self._write_fd)}
+        if is_last:
+            os.close(self._write_fd)
+            self._write_fd = -1
+        return copies
 
     def dismiss(self) -> None:
         """The group is being stopped: who has returned waits no longer."""
@@ -84,6 +82,19 @@ class Peers:
                 os.close(fd)
 
     def close(self) -> None:
-        if self._read_fd >= 0:
-            os.close(self._read_fd)
-            self._read_fd = -1
+        for fd in (self._read_fd, self._write_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._read_fd = self._write_fd = -1
+
+
+_all_peers: WeakSet[Peers] = WeakSet()
+
+
+def _close_all_peers() -> None:
+    """A fork for another group, made while workers of this one are being started, must not hold their pipe open."""
+    for peers in _all_peers:
+        peers.close()
+
+
+os.register_at_fork(after_in_child=_close_all_peers)

@@ -22,6 +22,10 @@ from holdfast.process.spawner.wire import Channel, Message, channel_pair
 if TYPE_CHECKING:
     from holdfast.process.spawner.server import Call
 
+# A black box, a pidfd, and a pipe and a file for each of two streams.
+_DESCRIPTORS_A_WORKER = 6
+_DESCRIPTORS_TO_SPARE = 64
+
 _GOODBYE_PATIENCE_S = procfs.KILL_PATIENCE_S + 1.0
 
 # A fork copies every open descriptor. One made by another thread at the wrong moment would keep a second copy of a
@@ -176,7 +180,7 @@ class SpawnerLink:
 
     def is_idle(self) -> bool:
         """Whether the spawner is there and has nothing to say, as it should be between two lives of a group."""
-        return not self.reports(0.0) and not self._is_lost
+        return not self.reports() and not self._is_lost
 
     def prepare(self) -> None:
         """Workers inherit this process's environment, directory and ignored signals as they are now."""
@@ -196,31 +200,25 @@ class SpawnerLink:
     def kill_all(self, patience_s: float = procfs.KILL_PATIENCE_S) -> None:
         self._channel.send(("kill", patience_s))
 
-    def reports(self, timeout_s: float | None = 0.0, *, new_signals_only: bool = False) -> list[Report]:
-        """What the spawner has to say; waits for the first word, for a signal, or until the time is up."""
+    def reports(self) -> list[Report]:
+        """What the spawner has said since the last call. Never waits."""
         if self._is_lost:
             return []
         self._channel.flush()
-        reports = self._read()
-        if not reports and timeout_s != 0.0:
-            self._wait(timeout_s, new_signals_only)
-            reports = self._read()
-        return reports
-
-    def _wait(self, timeout_s: float | None, new_signals_only: bool) -> None:
-        if self._channel.has_unsent:
-            poller = select.poll()
-            poller.register(self._channel.fileno(), select.POLLIN | select.POLLOUT)
-            poller.poll(None if timeout_s is None else timeout_s * 1000)
-            self._channel.flush()
-            return
-        loop.wait_readable([self._channel.fileno()], timeout_s, new_signals_only=new_signals_only)
-
-    def _read(self) -> list[Report]:
         reports = [self._understand(message, fds) for message, fds in self._channel.receive()]
         if not self._channel.is_open:
             reports.append(self._lose())
         return reports
+
+    def wait(self, timeout_s: float | None, *, new_signals_only: bool = False) -> None:
+        """Wait until the spawner says something or takes more orders, a signal comes, or the time is up."""
+        if not self._is_lost:
+            unsent = self.unsent_fds()
+            loop.wait_readable([self.fileno()], timeout_s, writable=unsent, new_signals_only=new_signals_only)
+
+    def unsent_fds(self) -> list[int]:
+        """The descriptor, if it must be watched for writing as well: the spawner has not taken every order yet."""
+        return [self._channel.fileno()] if self._channel.has_unsent else []
 
     def _understand(self, message: Message, fds: list[int]) -> Report:
         match message:
@@ -322,6 +320,18 @@ def _directory() -> bytes | None:
         return os.getcwdb()
     except FileNotFoundError:
         return None  # It was deleted under us; the spawner stands in the same one.
+
+
+def allow_descriptors_for(workers: int) -> None:
+    """Raise this process's limit of open files if those of so many workers would not fit. The spawner was started
+    before, so workers keep the limit that the user gave them."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + workers * _DESCRIPTORS_A_WORKER + _DESCRIPTORS_TO_SPARE
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _ensure_standard_descriptors() -> None:

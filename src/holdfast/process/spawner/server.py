@@ -13,6 +13,10 @@ every worker becomes its child. It ignores every signal that can be ignored. It 
 
 and reports `started` (with a pidfd), `refused`, `exited` (in the order in which it reaped them) and `swept`.
 
+The loop never blocks. A forked worker reports through a pipe: the pipe ends when the program runs, or carries the
+error for which it does not run. The loop polls that pipe with everything else, so an exec that hangs (on a dead mount)
+holds up neither other starts, nor kills, nor the lease.
+
 When the agent's end of the socket closes, for whatever reason, the spawner kills every tree and exits. When
 the spawner itself is killed, the kernel kills the workers (their parent-death signal).
 
@@ -54,12 +58,16 @@ Call = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 class _Worker:
-    __slots__ = ("id", "mark", "pid")
+    """`report_fd` is the pipe that says whether the program runs; -1 once it has."""
 
-    def __init__(self, id_: int, pid: int, mark: bytes) -> None:
+    __slots__ = ("id", "is_refused", "mark", "pid", "report_fd")
+
+    def __init__(self, id_: int, pid: int, mark: bytes, report_fd: int) -> None:
         self.id = id_
         self.pid = pid
         self.mark = mark
+        self.report_fd = report_fd
+        self.is_refused = False
 
 
 class Spawner:
@@ -79,6 +87,7 @@ class Spawner:
         self._pid = os.getpid()
         self._orders: deque[tuple[Message, list[int]]] = deque()
         self._workers: dict[int, _Worker] = {}
+        self._starting: dict[int, _Worker] = {}
         self._unburied: list[_Worker] = []
         self._reaped = 0
         self._sweep_deadline: float | None = None
@@ -90,11 +99,12 @@ class Spawner:
         self._lease_until = math.inf
         self._is_lease_enforced = False
         self._is_over = False
+        self._poller = select.poll()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self) -> None:
         self._become_owner()
-        poller = select.poll()
+        poller = self._poller
         poller.register(self._wake_read, select.POLLIN)
         # The socket stays open if the agent's program had forked a child that holds it too, so that the agent
         # itself is watched as well.
@@ -110,6 +120,7 @@ class Spawner:
                 break
             self._drain_wakeups()
             self._channel.flush()
+            self._hear_starts()
             self._reap()
             self._orders.extend(self._channel.receive())
             while self._orders:
@@ -171,7 +182,7 @@ class Spawner:
     ) -> None:
         mark = self._token + b".%d" % id_
         environment = {**self._environment, **changes, procfs.MARK_VARIABLE.encode(): mark}
-        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             pid = os.fork()
         except OSError as error:
@@ -180,18 +191,30 @@ class Spawner:
         if pid == 0:
             os.close(read_fd)
             self._run_worker(kind, id_, argv, environment, cpus, fds, write_fd)
-        os.close(write_fd)
-        for fd in fds.values():
+        for fd in (write_fd, *fds.values()):
             os.close(fd)
-        self._workers[pid] = _Worker(id_, pid, mark)
-        failure = os.read(read_fd, 16)  # Ends as soon as the program runs, or says why it does not.
-        os.close(read_fd)
-        if failure:
-            os.waitpid(pid, 0)
-            del self._workers[pid]
-            self._refuse(id_, int(failure), ())
+        self._workers[pid] = self._starting[read_fd] = _Worker(id_, pid, mark, read_fd)
+        self._poller.register(read_fd, select.POLLIN)
+
+    def _hear_starts(self) -> None:
+        for worker in list(self._starting.values()):
+            self._hear_start(worker)
+
+    def _hear_start(self, worker: _Worker, *, is_reaped: bool = False) -> None:
+        """Report that the program runs, or why it does not, once either is known."""
+        try:
+            failure = os.read(worker.report_fd, 16)
+        except BlockingIOError:
             return
-        self._channel.send(("started", id_, pid), _pidfd(pid))
+        self._poller.unregister(worker.report_fd)
+        os.close(worker.report_fd)
+        del self._starting[worker.report_fd]
+        worker.report_fd = -1
+        if failure:
+            worker.is_refused = True
+            self._refuse(worker.id, int(failure), ())
+        else:  # Killed before it executed anything is reported alike: it was started, and has ended.
+            self._channel.send(("started", worker.id, worker.pid), () if is_reaped else _pidfd(worker.pid))
 
     def _refuse(self, id_: int, number: int, fds: tuple[int, ...]) -> None:
         for fd in fds:
@@ -258,7 +281,7 @@ class Spawner:
         self._channel.close()
         others = [fd for _, fds_of_another in self._orders for fd in fds_of_another]
         lease = () if self._lease_fd is None else (self._lease_fd,)
-        for fd in (self._wake_read, self._wake_write, *lease, *self._agent, *others):
+        for fd in (self._wake_read, self._wake_write, *lease, *self._agent, *self._starting, *others):
             os.close(fd)
         call = self._calls[id_] if kind == "memory" else bootstrap.payload_call(fds["HOLDFAST_PAYLOAD"])
         peers = bootstrap.Peers(*(fds.get(name, -1) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")))
@@ -275,7 +298,11 @@ class Spawner:
             if pid == 0:
                 break
             worker = self._workers.pop(pid, None)
-            if worker is not None:
+            if worker is None:
+                continue
+            if worker.report_fd >= 0:
+                self._hear_start(worker, is_reaped=True)
+            if not worker.is_refused:
                 self._reaped += 1
                 self._channel.send(("exited", worker.id, os.waitstatus_to_exitcode(status), self._reaped))
                 self._unburied.append(worker)

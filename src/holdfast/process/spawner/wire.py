@@ -16,6 +16,7 @@ import errno
 import marshal
 import os
 import struct
+from _weakrefset import WeakSet  # `weakref` has it from there; the spawner starts faster without the rest.
 from collections import deque
 from typing import Any
 
@@ -24,6 +25,8 @@ _READ_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 253  # What the kernel takes in one message.
 
 Message = tuple[Any, ...]
+
+_channels: WeakSet[Channel] = WeakSet()
 
 
 class Channel:
@@ -36,6 +39,7 @@ class Channel:
         self._descriptors: deque[int] = deque()
         self._outgoing: deque[tuple[bytearray, tuple[int, ...]]] = deque()
         self.is_open = True
+        _channels.add(self)
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -135,3 +139,12 @@ def channel_pair() -> tuple[Channel, _socket.socket]:
     os.set_inheritable(ours.fileno(), False)
     os.set_inheritable(theirs.fileno(), False)
     return Channel(ours), theirs
+
+
+def _drop_all_outgoing() -> None:
+    """A process that was forked sends nothing, and would keep the other ends of its parent's pipes open."""
+    for channel in _channels:
+        channel._drop_outgoing()
+
+
+os.register_at_fork(after_in_child=_drop_all_outgoing)

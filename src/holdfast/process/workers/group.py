@@ -4,8 +4,10 @@ A `PContext` is one life of a worker group. Its parts: the spawner, which owns t
 each worker (memory that outlives it, in which the bootstrap leaves the return value, the traceback or the stack
 at the moment of a fatal signal); and the pump, which carries what workers write to files and the console.
 
-Events come from the spawner through `SpawnerLink` and are kept in one `Slot` a worker (see `slots`). `wait` only
-looks and waits; it stops nothing. `close` is the kill ladder (see `stop`).
+Events come from the spawner through `SpawnerLink` and are kept in one `Slot` a worker (see `worker`). Nothing blocks:
+`begin_start` and `begin_stop` give orders, and a loop that waits for `fileno()`, `unsent_fds()` and `next_deadline()`
+asks `poll_start` and `poll_stop` whether that is done. Stopping is the kill ladder (see `ladder`). `start`, `wait` and
+`close` are such loops for callers that have nothing else to wait for; `wait` only looks and stops nothing.
 
 stderr always passes through the pump unless it is redirected to a file, so that the last lines of a worker that
 fails are known; on a terminal the worker is given a terminal.
@@ -18,12 +20,11 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from holdfast import procfs, signals
+from holdfast import signals
 from holdfast.errors import HostError, UserError
 from holdfast.failures import oom
 from holdfast.failures.report import Evidence
@@ -40,37 +41,22 @@ from holdfast.process.spawner.client import (
     Started,
     StartOrder,
     Swept,
+    allow_descriptors_for,
     starting,
 )
 from holdfast.process.spawner.lease import Lease
 from holdfast.process.spec import GroupSpec
-from holdfast.process.workers.worker import Slot, Stop, UnreadableValue
+from holdfast.process.workers.ladder import Action, Ladder, Rung
+from holdfast.process.workers.worker import RunProcsResult, Slot, Stop, UnreadableValue
 
 if TYPE_CHECKING:
     from holdfast.process.output.watch import OutputWatch
 
 logger = logging.getLogger(__name__)
 
-# A black box, a pidfd, and a pipe and a file for each of two streams.
-_DESCRIPTORS_A_WORKER = 6
-_DESCRIPTORS_TO_SPARE = 64
-
 DEFAULT_GRACE_S = 30.0
 # Each order has about five descriptors in flight. More at once would not start anything sooner.
 _MOST_UNDERWAY = 16
-
-
-@dataclass(slots=True)
-class RunProcsResult:
-    """How a group of processes ended; the keys are local ranks."""
-
-    return_values: dict[int, Any] = field(default_factory=dict)
-    failures: dict[int, ProcessFailure] = field(default_factory=dict)
-    stdouts: dict[int, str] = field(default_factory=dict)
-    stderrs: dict[int, str] = field(default_factory=dict)
-
-    def is_failed(self) -> bool:
-        return bool(self.failures)
 
 
 class PContext(abc.ABC):
@@ -131,6 +117,7 @@ class PContext(abc.ABC):
         self._resources = ExitStack()
         self._kills_before: oom.MemoryKills | None = None
         self._stop: Stop | None = None
+        self._ladder: Ladder | None = None
         self._lost_how = ""
         self._is_swept = False
         self._is_closed = False
@@ -138,42 +125,61 @@ class PContext(abc.ABC):
     # Starting.
 
     def start(self) -> None:
-        """Start every process, or none: if one cannot be started the others are ended and the reason is raised."""
+        """Start every process, or none: if one cannot be started the others are ended and the reason is raised. A
+        signal that comes meanwhile is passed on to those that were started, and raised."""
+        self.begin_start()
+        try:
+            while not self.poll_start():
+                signals.inbox().raise_pending()
+                self._wait_for_reports(None)
+        except signals.SignalException as received:
+            self.close(received.sigval)
+            raise
+
+    def begin_start(self) -> None:
+        """Send the first orders to the spawner."""
         if self._slots:
             raise ValueError(f"the processes of {self.name!r} were started before")
         self._resources.enter_context(signals.deferred())
-        try:
+        with self._all_or_none(), starting():
+            self._kills_before = oom.memory_killer_counter()
+            if self._link is None:
+                self._link = self._make_link()
+            if self._lease is not None:
+                self._link.lend_lease(self._lease)
+            allow_descriptors_for(self.nprocs)
+            self._link.prepare()
+            self._outlets.start()
+            self._order_more(self._link)
+
+    def poll_start(self) -> bool:
+        """Whether every process runs; sends more orders if not. If one cannot be started this raises the reason."""
+        assert self._link is not None
+        with self._all_or_none():
+            self._take_reports()
+            for rank, slot in self._slots.items():
+                if slot.refusal is not None:
+                    raise OSError(slot.refusal, os.strerror(slot.refusal), self._display_name(rank))
+            if self._lost_how and any(slot.pid is None for slot in self._slots.values()):
+                raise HostError(f"the processes of {self.name} were not all started: the spawner {self._lost_how}")
             with starting():
-                self._start()
+                self._order_more(self._link)
+        return not any(slot.is_underway for slot in self._slots.values())
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self.close(signal.SIGKILL, 0)
             raise
 
-    def _start(self) -> None:
-        self._kills_before = oom.memory_killer_counter()
-        if self._link is None:
-            self._link = self._make_link()
-        if self._lease is not None:
-            self._link.lend_lease(self._lease)
-        _allow_descriptors(_DESCRIPTORS_A_WORKER * self.nprocs)
-        self._link.prepare()
-        self._outlets.start()
-        for rank in range(self.nprocs):
-            self._start_one(self._link, rank)
-            self._await_starts(_MOST_UNDERWAY)
-        self._await_starts(0)
+    def _order_more(self, link: SpawnerLink) -> None:
+        underway = sum(slot.is_underway for slot in self._slots.values())
+        for rank in range(len(self._slots), min(self.nprocs, len(self._slots) + _MOST_UNDERWAY - underway)):
+            self._order(link, rank)
 
-    def _await_starts(self, most_underway: int) -> None:
-        """Wait until no more than that many are on their way; an order that cannot be carried out raises."""
-        while sum(slot.is_underway for slot in self._slots.values()) > most_underway:
-            self._take_reports(None, new_signals_only=True)
-        for rank, slot in self._slots.items():
-            if slot.refusal is not None:
-                raise OSError(slot.refusal, os.strerror(slot.refusal), self._display_name(rank))
-        if any(slot.pid is None and slot.exitcode is not None for slot in self._slots.values()):
-            raise HostError(f"the processes of {self.name} were not all started: the spawner {self._lost_how}")
-
-    def _start_one(self, link: SpawnerLink, rank: int) -> None:
+    def _order(self, link: SpawnerLink, rank: int) -> None:
         self._slots[rank] = Slot(rank, os.memfd_create(f"holdfast-{rank}", os.MFD_CLOEXEC))
         with ExitStack() as unsent:
             fds = {
@@ -191,9 +197,6 @@ class PContext(abc.ABC):
 
     def _make_link(self) -> SpawnerLink:
         return SpawnerLink.launch()
-
-    def _blackbox_for(self, rank: int) -> int:
-        return os.dup(self._slots[rank].blackbox_fd)
 
     def _cpus(self, rank: int) -> frozenset[int]:
         if self._spec.numa_options is None:
@@ -213,6 +216,10 @@ class PContext(abc.ABC):
         if self._link is None:
             raise ValueError(f"the processes of {self.name!r} have not been started")
         return self._link.fileno()
+
+    def unsent_fds(self) -> list[int]:
+        """`fileno()`, if a loop must wait until it can be written as well."""
+        return self._link.unsent_fds() if self._link is not None else []
 
     def has_ended(self) -> bool:
         """Whether `wait` would return a result at once, of what was heard so far."""
@@ -235,12 +242,8 @@ class PContext(abc.ABC):
 
     def running(self) -> dict[int, int]:
         """Local rank -> pid of those that still work: they have neither ended, as far as was heard, nor returned."""
-        slots = self._slots.items()
-        return {
-            rank: slot.pid
-            for rank, slot in slots
-            if slot.pid is not None and slot.is_running and not slot.has_returned()
-        }
+        working = {rank for rank, slot in self._slots.items() if slot.is_running and not slot.has_returned()}
+        return {rank: pid for rank, pid in self.pids().items() if rank in working}
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """The result once every process succeeded or any failed; None while they run.
@@ -251,24 +254,29 @@ class PContext(abc.ABC):
         deadline = None if timeout < 0 else time.monotonic() + timeout
         while True:
             signals.inbox().raise_pending()
-            self._take_reports(0.0)
+            self._take_reports()
             result = self._result()
             if result is not None:
                 return result
             left_s = None if deadline is None else deadline - time.monotonic()
             if left_s is not None and left_s <= 0:
                 return None
-            self._take_reports(left_s)
+            self._wait_for_reports(left_s)
 
-    def _take_reports(self, timeout_s: float | None, *, new_signals_only: bool = False) -> None:
+    def _wait_for_reports(self, timeout_s: float | None, *, new_signals_only: bool = False) -> None:
         if self._link is not None:
-            for report in self._link.reports(timeout_s, new_signals_only=new_signals_only):
-                self._note(report)
+            self._link.wait(timeout_s, new_signals_only=new_signals_only)
+
+    def _take_reports(self) -> None:
+        for report in self._link.reports() if self._link is not None else ():
+            self._note(report)
 
     def _note(self, report: Report) -> None:
         match report:
             case Started(rank, pid, pidfd):
                 self._slots[rank].pid, self._slots[rank].pidfd = pid, pidfd
+                if self._stop is not None:
+                    self._slots[rank].send(self._stop.signal)  # It was on its way when the others got theirs.
             case Refused(rank, number):
                 self._slots[rank].refusal = number
             case Exited(rank, exitcode, order):
@@ -353,28 +361,55 @@ class PContext(abc.ABC):
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = DEFAULT_GRACE_S) -> None:
         """The kill ladder, then everything this context holds is released. May be called again."""
-        if self._is_closed:
-            return
-        self._is_closed = True
         try:
-            self._climb_ladder(signal.Signals(death_sig or signal.SIGTERM), max(0.0, timeout))
+            self.begin_stop(signal.Signals(death_sig or signal.SIGTERM), timeout)
+            while not self.poll_stop():
+                deadline = self.next_deadline()
+                left_s = None if deadline is None else deadline - time.monotonic()
+                self._wait_for_reports(left_s, new_signals_only=True)
         finally:
             self._release()
 
-    def _climb_ladder(self, number: signal.Signals, grace_s: float) -> None:
-        if self._link is None or not self._slots:
-            return
-        self._take_reports(0.0)
-        self._stop = Stop(number, grace_s)
-        self._dismiss_returned()
-        self._signal_leaders(number)
-        deadline = time.monotonic() + grace_s
-        while any(slot.is_running for slot in self._slots.values()):
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or signals.inbox().wants_haste:
-                break
-            self._take_reports(left_s, new_signals_only=True)
-        self._sweep()
+    def begin_stop(self, number: signal.Signals, grace_s: float) -> None:
+        """Send every process the signal. If a stop has begun, this only limits the grace that is left."""
+        grace_s = max(0.0, grace_s)
+        if self._ladder is not None:
+            self._ladder.hurry(grace_s, time.monotonic())
+        elif not self._slots:
+            self._release()
+        elif not self._is_closed:
+            self._take_reports()
+            self._stop = Stop(number, grace_s)
+            self._dismiss_returned()
+            self._signal_leaders(number)
+            self._ladder = Ladder(grace_s, time.monotonic())
+
+    def poll_stop(self) -> bool:
+        """Whether nothing is left but `survivors`, which cannot be killed; then everything is released."""
+        if self._ladder is not None and not self._is_closed:
+            self._take_reports()
+            self._climb(self._ladder)
+            if self._ladder.rung is Rung.GONE:
+                self._release()
+        return self._is_closed
+
+    def next_deadline(self) -> float | None:
+        """When `poll_stop` must be asked although nothing was reported."""
+        return self._ladder.deadline if self._ladder is not None else None
+
+    def _climb(self, ladder: Ladder) -> None:
+        assert self._link is not None
+        now = time.monotonic()
+        if signals.inbox().wants_haste:
+            ladder.hurry(0.0, now)
+        has_leaders = any(slot.is_running for slot in self._slots.values())
+        match ladder.climb(now, has_leaders=has_leaders, is_swept=self._is_swept):
+            case Action.KILL_TREES:
+                self._link.kill_all()
+            case Action.KILL_SPAWNER:
+                logger.error("the spawner of %s does not answer and is killed with everything below it", self.name)
+                self._link.kill_spawner()
+                self._lose_everything("did not answer and was killed")
 
     def _dismiss_returned(self) -> None:  # noqa: B027  (nobody waits, unless a subclass has such workers)
         """Workers that have returned and wait for others wait no longer."""
@@ -386,39 +421,18 @@ class PContext(abc.ABC):
                 if slot.hang:  # It may be stopped, and would not hear of it.
                     slot.send(signal.SIGCONT)
 
-    def _sweep(self) -> None:
-        """Kill what is left of every tree and make sure of it."""
-        assert self._link is not None
-        self._link.kill_all()
-        deadline = time.monotonic() + procfs.KILL_PATIENCE_S + 1.0
-        while not self._is_swept and (left_s := deadline - time.monotonic()) > 0:
-            self._take_reports(left_s, new_signals_only=True)
-        if not self._is_swept:
-            logger.error("the spawner of %s does not answer and is killed with everything below it", self.name)
-            self._link.kill_spawner()
-            self._lose_everything("did not answer and was killed")
+    def _release(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         for pid, state in self.survivors:
             logger.error("process %d (state %s) of %s cannot be killed", pid, state, self.name)
-
-    def _release(self) -> None:
         self._outlets.close(will_end=not self.survivors)
         if self._owns_link and self._link is not None:
             self._link.close()
         for slot in self._slots.values():
             slot.close()
         self._resources.close()
-
-
-def _allow_descriptors(wanted: int) -> None:
-    """Raise this process's limit of open files if so many more would not fit. The spawner was started before, so
-    workers keep the limit that the user gave them."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + wanted + _DESCRIPTORS_TO_SPARE
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class SubprocessContext(PContext):
@@ -428,7 +442,7 @@ class SubprocessContext(PContext):
         assert isinstance(self.entrypoint, str)
         described = command.command_for(self.entrypoint, [_text(each) for each in self.args[rank]])
         if described.is_python:
-            fds["HOLDFAST_BLACKBOX"] = _keep(unsent, self._blackbox_for(rank))
+            fds["HOLDFAST_BLACKBOX"] = _keep(unsent, os.dup(self._slots[rank].blackbox_fd))
         return "exec", described.argv
 
 
@@ -469,14 +483,11 @@ class MultiprocessContext(PContext):
         call = (self.entrypoint, tuple(self.args[rank]))
         return lambda: call
 
-    def _start(self) -> None:
-        with self._peers.starting():
-            super()._start()
-
     def _describe(self, rank: int, fds: dict[str, int], unsent: ExitStack) -> tuple[str, tuple[str, ...]]:
-        fds["HOLDFAST_BLACKBOX"] = _keep(unsent, self._blackbox_for(rank))
+        fds["HOLDFAST_BLACKBOX"] = _keep(unsent, os.dup(self._slots[rank].blackbox_fd))
         if self.nprocs > 1:
-            fds |= {name: _keep(unsent, fd) for name, fd in self._peers.descriptors().items()}
+            copies = self._peers.descriptors(is_last=rank == self.nprocs - 1)
+            fds |= {name: _keep(unsent, fd) for name, fd in copies.items()}
         if self.start_method == "fork":
             return "memory", ()
         fds["HOLDFAST_PAYLOAD"] = _keep(unsent, calls.memory_file(self._payloads[rank]))

@@ -14,10 +14,11 @@ import contextlib
 import os
 import pickle
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast import procfs
+from holdfast.process.errors import ProcessFailure
 from holdfast.process.workers.blackbox import BlackBox, read_blackbox
 
 # A worker that ends so after it was told to stop still failed by itself.
@@ -31,6 +32,19 @@ _CRASH = "Fatal Python error"
 
 class UnreadableValue(Exception):  # noqa: N818
     """A return value came that this process cannot unpickle."""
+
+
+@dataclass(slots=True)
+class RunProcsResult:
+    """How a group of processes ended; the keys are local ranks."""
+
+    return_values: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)
+    stdouts: dict[int, str] = field(default_factory=dict)
+    stderrs: dict[int, str] = field(default_factory=dict)
+
+    def is_failed(self) -> bool:
+        return bool(self.failures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +101,8 @@ class Slot:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def failed_by_itself(self) -> bool:
+        if self.pid is None:  # It was never started.
+            return False
         if self.hang:
             return True
         if self.exitcode is None:

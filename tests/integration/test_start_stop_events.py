@@ -1,0 +1,350 @@
+"""Starting and stopping are events: nothing that hangs holds up a start, a stop, a signal, a push or the lease."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import loop
+from holdfast.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from holdfast.process import DefaultLogsSpecs, start_processes
+from holdfast.process.spawner.client import Exited, Refused, Report, SpawnerLink, Started, StartOrder, Swept
+from holdfast.process.spawner.lease import Lease
+from holdfast.process.spec import GroupSpec
+from holdfast.process.workers.group import PContext, SubprocessContext
+from holdfast.process.workers.ladder import ANSWER_PATIENCE_S
+from holdfast.process.workers.start import new_group
+from holdfast.rendezvous.coordination import Push
+from holdfast.rendezvous.membership.model import End, Ended, Outcome, PlaceLost, Stop
+from holdfast.rendezvous.membership.restart_policy import Failure
+from holdfast.rendezvous.solo import SoloCoordination
+from holdfast.rendezvous.static import StandaloneRendezvous
+from holdfast.signals import SignalException
+from tests import support
+
+WORKER = str(Path(__file__).parent.parent / "programs" / "worker.py")
+# What is promised to be prompt, on a machine that is busy.
+PROMPTLY_S = 10
+
+# The spawner alone.
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[str]:
+    with support.hanging_program(tmp_path / "hangs") as program:
+        yield program
+
+
+class Spawner:
+    """A spawner, and everything that it has reported."""
+
+    def __init__(self) -> None:
+        self.link = SpawnerLink.launch()
+        self.link.prepare()
+        self.reports: list[Report] = []
+
+    def start(self, rank: int, *argv: str) -> None:
+        fds = {name: os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC) for name in ("stdin", "stdout", "stderr")}
+        self.link.start(StartOrder(rank, "exec", argv, {}, frozenset(), fds))
+
+    def hear(self, kind: type[Report], count: int = 1) -> list[tuple[str, int | None]]:
+        """All reports so far as (kind, rank), once that many of one kind have come."""
+        deadline = time.monotonic() + support.DEADLINE_S
+        while sum(isinstance(report, kind) for report in self.reports) < count:
+            assert time.monotonic() < deadline, self.reports
+            self.link.wait(deadline - time.monotonic())
+            self.reports += self.link.reports()
+        return [(type(report).__name__, getattr(report, "id", None)) for report in self.reports]
+
+    def pid_of(self, rank: int) -> int:
+        return next(each.pid for each in self.reports if isinstance(each, Started) and each.id == rank)
+
+
+@pytest.fixture
+def spawner() -> Iterator[Spawner]:
+    spawner = Spawner()
+    yield spawner
+    spawner.link.close()
+    for report in spawner.reports:
+        if isinstance(report, Started) and report.pidfd is not None:
+            os.close(report.pidfd)
+
+
+def test_an_exec_that_hangs_holds_up_neither_other_starts_nor_kills(spawner: Spawner, hanging: str) -> None:
+    spawner.start(0, hanging)
+    spawner.start(1, "sleep", "600")
+    assert spawner.hear(Started) == [("Started", 1)]
+    spawner.start(2, "false")
+    assert spawner.hear(Exited)[1:] == [("Started", 2), ("Exited", 2)]
+    spawner.link.kill_all()
+    said = spawner.hear(Swept)[3:]
+    assert said[-1] == ("Swept", None)
+    assert sorted(said[:-1]) == [("Exited", 0), ("Exited", 1), ("Started", 0)]
+    assert said.index(("Started", 0)) < said.index(("Exited", 0))
+
+
+def test_a_worker_that_is_killed_before_its_exec_has_started_and_ended_once(spawner: Spawner, hanging: str) -> None:
+    spawner.start(0, hanging)
+    (pid,) = support.wait_until(lambda: support.tree(spawner.link._pid), "it was forked")
+    os.kill(pid, signal.SIGKILL)
+    assert spawner.hear(Exited) == [("Started", 0), ("Exited", 0)]
+    spawner.link.kill_all()
+    assert spawner.hear(Swept)[2:] == [("Swept", None)]
+
+
+def test_a_program_that_cannot_be_executed_is_refused_and_never_exits(spawner: Spawner, hanging: str) -> None:
+    spawner.start(0, hanging)
+    for rank in range(1, 9):
+        spawner.start(rank, "/nowhere/to/be/found")
+    assert sorted(spawner.hear(Refused, 8)) == [("Refused", rank) for rank in range(1, 9)]
+    spawner.link.kill_all()
+    assert spawner.hear(Swept)[8:] == [("Started", 0), ("Exited", 0), ("Swept", None)]
+
+
+def test_the_lease_is_enforced_while_an_exec_hangs(spawner: Spawner, hanging: str) -> None:
+    lease = Lease()
+    spawner.link.lend_lease(lease)
+    spawner.start(0, "sleep", "600")
+    spawner.hear(Started)
+    spawner.start(1, hanging)
+    support.wait_until(lambda: len(support.tree(spawner.link._pid)) == 2, "it was forked")
+    lease.set(time.monotonic())
+    assert sorted(spawner.hear(Exited, 2)) == [("Exited", 0), ("Exited", 1), ("Started", 0), ("Started", 1)]
+    lease.close()
+
+
+# A group of processes.
+
+
+def group_of(*programs: str, link: SpawnerLink | None = None) -> PContext:
+    """One process a program; each is started by a shell that is replaced by it."""
+    args = {rank: ("-c", f"exec {program}") for rank, program in enumerate(programs)}
+    spec = GroupSpec("t", "sh", DefaultLogsSpecs("/dev/null"))
+    return new_group(spec, args, {rank: {} for rank in args}, link=link)
+
+
+def direct_group_of(program: str, ranks: int) -> PContext:
+    envs: dict[int, dict[str, str]] = {rank: {} for rank in range(ranks)}
+    return SubprocessContext("t", program, dict.fromkeys(range(ranks), ()), envs, DefaultLogsSpecs("/dev/null"))
+
+
+def poll_until(done: Callable[[], bool], context: PContext) -> None:
+    ends = time.monotonic() + support.DEADLINE_S
+    while not done():
+        assert time.monotonic() < ends
+        loop.wait_readable([context.fileno()], 1.0, writable=context.unsent_fds())
+
+
+def test_a_group_starts_and_stops_without_blocking() -> None:
+    context = group_of(*["sleep 600"] * 40)
+    context.begin_start()
+    poll_until(context.poll_start, context)
+    pids = list(context.pids().values())
+    assert len(pids) == 40
+    context.begin_stop(signal.SIGTERM, 600)
+    poll_until(context.poll_stop, context)
+    assert not any(support.alive(pid) for pid in pids)
+    assert set(context.stopped().values()) == {"SIGTERM"}
+
+
+def test_a_group_that_does_not_start_is_stopped(hanging: str) -> None:
+    context = direct_group_of(hanging, 20)
+    context.begin_start()
+    assert not context.poll_start()
+    began = time.monotonic()
+    context.begin_stop(signal.SIGTERM, 600)
+    poll_until(context.poll_stop, context)
+    assert time.monotonic() - began < PROMPTLY_S, "what does not run yet needs no grace"
+
+
+def test_haste_ends_the_grace(mailbox: support.Mailbox) -> None:
+    context = group_of(f"sh -c 'trap \"\" TERM; echo there > {mailbox}; read line < {mailbox}.never'")
+    os.mkfifo(f"{mailbox}.never")
+    context.start()
+    mailbox.take()
+    context.begin_stop(signal.SIGTERM, 600)
+    assert not context.poll_stop()
+    context.begin_stop(signal.SIGTERM, 0)
+    poll_until(context.poll_stop, context)
+    assert context.stopped()[0].startswith("SIGKILL")
+
+
+def test_a_signal_interrupts_a_start_that_hangs(hanging: str) -> None:
+    def interrupt() -> None:
+        support.wait_until(lambda: [pid for pid in support.tree(os.getpid()) if is_in_exec(pid)], "it hangs")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(SignalException):
+        start_processes("t", hanging, {0: ()}, {0: {}}, DefaultLogsSpecs("/dev/null"))
+    thread.join()
+
+
+def is_in_exec(pid: int) -> bool:
+    """Whether the process is in an exec that waits for the lease on its file."""
+    try:
+        return "lease" in Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return False
+
+
+def test_a_stopped_spawner_does_not_hold_up_a_stop() -> None:
+    """Its socket is full: some of the orders have not even been sent."""
+    link = SpawnerLink.launch()
+    support.halt(link._pid)
+    context = SubprocessContext(
+        "t",
+        "sleep",
+        dict.fromkeys(range(16), ("600", "x" * 100000)),
+        {rank: {} for rank in range(16)},
+        DefaultLogsSpecs("/dev/null"),
+        link=link,
+    )
+    context.begin_start()
+    assert not context.poll_start()
+    assert context.unsent_fds()
+    began = time.monotonic()
+    context.close(signal.SIGTERM, 600)
+    assert time.monotonic() - began < ANSWER_PATIENCE_S + PROMPTLY_S
+    assert not support.alive(link._pid)
+
+
+# The agent's loop.
+
+
+class Run(SoloCoordination, StandaloneRendezvous):
+    """A run of others, which pushes what a test says, and has succeeded when this node wants to join again."""
+
+    def __init__(self) -> None:
+        SoloCoordination.__init__(self, StandaloneRendezvous("x"), 0.01)
+        StandaloneRendezvous.__init__(self, "x")
+        self.joins = 0
+
+    def join(self) -> None:
+        self.joins += 1
+        if self.joins > 1:
+            self.push(Ended(Outcome(End.SUCCEEDED, "all workers have succeeded")))
+        else:
+            super().join()
+
+    def report_failure(self, round: int, failure: Failure) -> None:
+        self.failure = failure
+
+    def push(self, message: Push) -> None:
+        self._mailbox.put(message)
+
+
+def agent_of(entrypoint: str, *args: str, ranks: int = 2, kind: type[LocalElasticAgent] = LocalElasticAgent) -> Any:
+    spec = WorkerSpec("r", ranks, Run(), entrypoint=entrypoint, args=args)
+    return kind(spec, DefaultLogsSpecs("/dev/null"), shutdown_timeout=600)
+
+
+def await_exec(count: int) -> None:
+    support.wait_until(lambda: sum(map(is_in_exec, support.tree(os.getpid()))) == count, "the execs hang")
+
+
+STOP = Stop(1, "a worker elsewhere has failed")
+LOST = PlaceLost(1, "out of reach")
+
+
+@pytest.mark.parametrize("push", [STOP, LOST, Ended(Outcome(End.SUCCEEDED, "the others have finished"))])
+def test_a_push_is_acted_on_while_workers_start(hanging: str, push: Push) -> None:
+    agent = agent_of(hanging)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(agent.run)
+        await_exec(2)
+        assert agent._health()["phase"] == "starting"
+        agent._coordination.push(push)
+        assert ended.result(PROMPTLY_S).state is WorkerState.SUCCEEDED
+    assert agent._coordination.joins == (1 if isinstance(push, Ended) else 2)
+
+
+def test_a_lost_place_ends_the_grace(mailbox: support.Mailbox) -> None:
+    agent = agent_of(sys.executable, WORKER, str(mailbox), "--on", "SIGTERM", ranks=1)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(agent.run)
+        assert mailbox.take()[0].startswith("worker ")
+        support.wait_until(lambda: agent._health()["phase"] == "running", "it runs")
+        agent._coordination.push(STOP)
+        assert mailbox.take()[0].startswith("worker-SIGTERM ")
+        assert agent._health()["phase"] == "stopping"
+        agent._coordination.push(LOST)
+        assert ended.result(PROMPTLY_S).state is WorkerState.SUCCEEDED
+
+
+def test_a_worker_that_fails_counts_while_another_one_cannot_be_started(
+    hanging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def describe(context: PContext, rank: int, fds: Any, unsent: Any) -> tuple[str, tuple[str, ...]]:
+        return "exec", (hanging,) if rank else ("false",)
+
+    monkeypatch.setattr(SubprocessContext, "_describe", describe)
+    agent = agent_of("false")
+    assert agent.run().state is WorkerState.SUCCEEDED, "the others have gone on"
+    assert (agent._coordination.failure.rank, agent._coordination.failure.exitcode) == (0, 1)
+
+
+class WithStoppedSpawner(LocalElasticAgent):
+    def _spawner(self) -> SpawnerLink | None:
+        link = super()._spawner()
+        assert link is not None
+        self.spawner_pid = link._pid
+        support.halt(link._pid)
+        return link
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_an_agent_whose_spawner_is_stopped(number: signal.Signals) -> None:
+    """The loop turns, so it is alive; nothing but a signal could help it."""
+    agent = agent_of("sleep", "600", kind=WithStoppedSpawner)
+
+    def interrupt() -> None:
+        support.wait_until(lambda: agent._health()["phase"] == "starting" and agent._busy_time.busy_for_s() == 0, "it")
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(SignalException) as received:
+        agent.run()
+    thread.join()
+    assert received.value.sigval is number
+    assert time.monotonic() - began < ANSWER_PATIENCE_S + PROMPTLY_S
+    assert not support.alive(agent.spawner_pid)
+
+
+class WithOwnHooks(LocalElasticAgent):
+    """Its hooks block, as those of agents that others wrote."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        return super()._start_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        super()._stop_workers(worker_group, is_restart)
+
+
+@pytest.mark.parametrize("kind", [LocalElasticAgent, WithOwnHooks])
+def test_a_signal_ends_an_agent_whose_exec_hangs(hanging: str, kind: type[LocalElasticAgent]) -> None:
+    agent = agent_of(hanging, kind=kind)
+
+    def interrupt() -> None:
+        await_exec(2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(SignalException):
+        agent.run()
+    thread.join()
+    assert time.monotonic() - began < PROMPTLY_S
