@@ -589,7 +589,7 @@ class Overtaken(SoloCoordination, StandaloneRendezvous):
         SoloCoordination.__init__(self, StandaloneRendezvous("x"), 0.01)
         StandaloneRendezvous.__init__(self, "x")
 
-    def join(self) -> None:
+    def join(self, failure: Failure | None = None) -> None:
         if self._round:
             self._mailbox.put(Ended(Outcome(End.SUCCEEDED, "all workers have succeeded")))
         else:
@@ -624,7 +624,7 @@ def test_two_pushes_at_once_stop_the_workers_once() -> None:
 class Late(Overtaken):
     """The run has used three restarts when this node comes."""
 
-    def join(self) -> None:
+    def join(self, failure: Failure | None = None) -> None:
         SoloCoordination.join(self)
         self._mailbox.put(Sealed("", Place(0, 1, 0, 1, restarts_used=3)))
 

@@ -163,7 +163,7 @@ def test_times_that_are_none(values: list[Any], words: str) -> None:
         ({"tls_key": "k.pem"}, "tls_key 'k.pem' is the key of no certificate: tls_cert is missing"),
         (
             {"coordinator_port": 1},
-            "coordinator_port is for static runs; the backend 'tcp' meets at the endpoint itself",
+            "coordinator_port is for static runs; backend 'tcp' meets at the endpoint itself",
         ),
         ({"token_file": "/no/such/file"}, "the token file '/no/such/file' cannot be read: No such file or directory"),
     ],

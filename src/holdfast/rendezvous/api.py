@@ -84,7 +84,6 @@ class RendezvousParameters:
         self.config = kwargs
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The setting as it was given."""
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
@@ -200,7 +199,6 @@ class RendezvousHandlerRegistry:
         return name in self._creators
 
     def names(self) -> list[str]:
-        """The registered backends, in alphabetical order."""
         return sorted(self._creators)
 
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
@@ -212,7 +210,6 @@ class RendezvousHandlerRegistry:
             raise UserError(f"rendezvous backend {backend!r} is taken by {taken_by!r}, so not {creator!r}")
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
-        """A handler of the backend that `params` names."""
         creator = self._creators.get(params.backend)
         if creator is None:
             available = ", ".join(self.names()) or "none"

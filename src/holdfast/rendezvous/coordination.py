@@ -7,13 +7,12 @@ has decided. For every other backend `SoloCoordination` (`solo`) stands in.
 from __future__ import annotations
 
 import abc
-import contextlib
-import os
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from holdfast.frozen import frozen
+from holdfast.loop import Wakeup
 from holdfast.rendezvous.api import RendezvousInfo
 from holdfast.rendezvous.membership.model import Ended, Outcome, PlaceLost, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
@@ -38,28 +37,25 @@ class Mailbox(Generic[Item]):
         self._lock = threading.Lock()
         self._items: list[Item] = []
         self._is_closed = False
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-    def __del__(self) -> None:
-        os.close(self._fd)
+        self._wakeup = Wakeup()
 
     def fileno(self) -> int:
-        return self._fd
+        return self._wakeup.fileno()
 
     def put(self, item: Item) -> bool:
         """False if the loop has ended."""
         with self._lock:
             if not self._is_closed:
                 self._items.append(item)
-                os.eventfd_write(self._fd, 1)
+                self._wakeup.ring()
             return not self._is_closed
 
     def take(self) -> list[Item]:
         """What was put since the last call, oldest first."""
-        with self._lock, contextlib.suppress(BlockingIOError):
+        with self._lock:
+            self._wakeup.hush()
             items, self._items = self._items, []
-            os.eventfd_read(self._fd)
-        return items
+            return items
 
     def close(self) -> None:
         with self._lock:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import socket
 import threading
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
+from holdfast import loop
 from holdfast.errors import HostError, UserError
 from holdfast.rendezvous import api, endpoints
 from holdfast.rendezvous.client.handshake import Target
@@ -53,13 +53,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         """`where` names what the nodes meet at, for messages; this node's address is the one that reaches one of
         `addresses`. `master` is where the workers meet if the user has fixed it; else it is the node of rank 0."""
         super().__init__()
-        self._backend = params.backend
-        self._run_id = params.run_id
-        self._options = options
-        self._where = where
-        self._make_locator = locator
-        self._addresses = addresses
-        self._master = master
+        self._backend, self._run_id = params.backend, params.run_id
+        self._options, self._where = options, where
+        self._make_locator, self._addresses, self._master = locator, addresses, master
         self._client: Client | None = None
         self._lock = threading.Lock()
         self._is_shut_down = False
@@ -85,8 +81,6 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     def next_rendezvous(self) -> api.RendezvousInfo:
         """For users who call the handler themselves: join, and block until there is a place."""
         self.join()
-        poller = select.poll()  # Unlike select, for any number of descriptors.
-        poller.register(self._mailbox, select.POLLIN)
         while True:
             for push in self._mailbox.take():
                 match push:
@@ -96,7 +90,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
                         raise api.RendezvousClosedError(outcome.reason)
                     case JoinFailed(error):
                         raise error
-            poller.poll()
+            loop.wait_readable([self.fileno()], None, new_signals_only=True)
 
     def is_closed(self) -> bool:
         return self.outcome is not None
@@ -111,11 +105,10 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         """Let go of everything. The run ends only with an outcome; without one, this node leaves it."""
         with self._lock:
             self._is_shut_down = True
-        if self._client is not None:
-            if self.outcome is None:
-                self.leaving()
-            self.left()
-            self._client = None
+        if self.outcome is None:
+            self.leaving()
+        self.left()
+        self._client = None
         self._held.release()
         self._fail(api.RendezvousConnectionError(f"the rendezvous of run {self._run_id!r} was shut down"))
         return True
@@ -144,13 +137,12 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             lease = NodeLease(options.lease, may_outlive_lease=options.continue_when_isolated)
             participant = node.Participant(self._facts, options.settings(self._policy), lease)
             reach = Reachability(self._where, options.join_timeout_s, options.outage_timeout_s, time.monotonic())
-            client = Client(locator, participant, self._deliver, self._lease, self._fail, reach, self._stuck_for_s)
             with self._lock:
                 if self._is_shut_down:
-                    client.stop()
+                    locator.stop()
                     return
-                self._client = client
-                client.start()
+                told = (self._deliver, self._lease, self._fail)
+                self._client = client = Client(locator, participant, *told, reach, self._stuck_for_s)
             self._ask(client)
         except Exception as error:
             self._fail(error)
@@ -218,18 +210,17 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
                 except OSError as error:
                     problem = f"there is no way to {host!r} from this host ({error.strerror})"
                 else:
-                    self._warn_of_loopback(host, address)
+                    # Many hosts resolve their own name to a loopback address.
+                    if model.is_loopback(address) and not model.is_loopback(host) and self._options.max_nodes > 1:
+                        logger.warning(
+                            "on this host the endpoint's name %r means %s, where no other host can reach it; if there "
+                            "are others, give an address instead of the name", host, address
+                        )  # fmt: skip
                     return address
                 problems.append(f"the endpoint {endpoints.endpoint_text(host, port)}: {problem}")
             if time.monotonic() >= deadline:
                 raise api.RendezvousConnectionError(f"{'; '.join(problems)}; tried for {_RESOLVE_PATIENCE_S:g} s")
             time.sleep(0.5)
-
-    def _warn_of_loopback(self, host: str, address: str) -> None:
-        """Many hosts resolve their own name to a loopback address."""
-        if model.is_loopback(address) and not model.is_loopback(host) and self._options.max_nodes > 1:
-            problem = f"on this host the endpoint's name {host!r} means {address}, where no other host can reach it"
-            logger.warning("%s; if there are others, give an address instead of the name", problem)
 
     # In the client's thread.
 
@@ -285,8 +276,13 @@ class FixedEndpoint:
 
     def __init__(self, host: str, port: int, run_id: str, options: Options) -> None:
         self._options = options
-        if port == 0:
-            port = self._host_somewhere(host)
+        if port == 0:  # Any free port of this host, which no other node can know: good for one node.
+            if options.max_nodes > 1:
+                where = endpoints.endpoint_text(host, 0)
+                raise UserError(f"the endpoint {where} names no port, so {options.max_nodes} nodes cannot meet there")
+            with launch.bind(host, 0) as sock:
+                port = int(sock.getsockname()[1])
+                self._start_coordinator(sock)
         self._target = Target(host, port, run_id, options.token, options.client_tls())
 
     def target(self) -> Target:
@@ -310,49 +306,31 @@ class FixedEndpoint:
             if self._options.is_host:
                 raise UserError(f"is_host is true, but this node {error}") from None
 
-    def _host_somewhere(self, host: str) -> int:
-        """Port 0 is any free port of this host, which no other node can know: good for one node."""
-        if self._options.max_nodes > 1:
-            raise UserError(
-                f"the endpoint {endpoints.endpoint_text(host, 0)} names no port, so {self._options.max_nodes} nodes "
-                "cannot meet there"
-            )
-        with launch.bind(host, 0) as sock:
-            port = int(sock.getsockname()[1])
-            self._start_coordinator(sock)
-        return port
-
     def _start_coordinator(self, sock: socket.socket) -> None:
         where = endpoints.endpoint_text(*sock.getsockname()[:2])
-        if self._options.speaks_tls and not self._options.tls_cert:
-            raise UserError(
-                f"nothing listens at {where}, and without tls_cert this node cannot start a coordinator that speaks TLS"
-            )
+        if self._options.tls_ca and not self._options.tls_cert:
+            problem = "without tls_cert this node cannot start a coordinator that speaks TLS"
+            raise UserError(f"nothing listens at {where}, and {problem}")
         if launch.host_at(sock, self._options.coordinator_options()):
             logger.debug("started a coordinator at %s", where)
 
 
 def create_tcp_handler(params: api.RendezvousParameters) -> CoordinatorHandler:
     """The backend `tcp` (also `c10d`)."""
-    host, port = endpoints.parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
-    return _at(host, port, params, Options.from_parameters(params), None)
+    return create_handler_at(params, *endpoints.parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT))
 
 
-def create_static_handler(
-    params: api.RendezvousParameters, master_addr: str, master_port: int, coordinator_port: int
+def create_handler_at(
+    params: api.RendezvousParameters, host: str, port: int, master: api.RendezvousStoreInfo | None = None
 ) -> CoordinatorHandler:
-    """Nodes whose number and ranks the user has fixed, and that share failures, restarts and the outcome."""
-    options = replace(Options.from_parameters(params), min_nodes=params.max_nodes)
-    return _at(master_addr, coordinator_port, params, options, api.RendezvousStoreInfo(master_addr, master_port))
+    """With a `master` the user has fixed the number of nodes, too."""
+    options, where = Options.from_parameters(params), endpoints.endpoint_text(host, port)
+    options = replace(options, min_nodes=options.max_nodes if master else options.min_nodes)
 
+    def locator(facts: model.NodeFacts) -> FixedEndpoint:
+        return FixedEndpoint(host, port, params.run_id, options)
 
-def _at(
-    host: str, port: int, params: api.RendezvousParameters, options: Options, master: api.RendezvousStoreInfo | None
-) -> CoordinatorHandler:
-    where = endpoints.endpoint_text(host, port)
-    return CoordinatorHandler(
-        params, options, where, lambda facts: FixedEndpoint(host, port, params.run_id, options), [(host, port)], master
-    )
+    return CoordinatorHandler(params, options, where, locator, [(host, port)], master)
 
 
 def _numeric(address: str) -> str:

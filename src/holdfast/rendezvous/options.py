@@ -61,11 +61,8 @@ class Options:
         # Settings that other launchers have and that mean something else here, or nothing.
         if str(config.get("store_type", "tcp")).strip().lower() != "tcp":
             raise UserError(f"store_type must be tcp, not {config['store_type']!r}: nodes meet at a coordinator")
-        warn_of_heartbeat_timeout(config)
         if "coordinator_port" in config and backend != "static":
-            raise UserError(
-                f"coordinator_port is for static runs; the backend {backend!r} meets at the endpoint itself"
-            )
+            raise UserError(f"coordinator_port is for static runs; backend {backend!r} meets at the endpoint itself")
         return cls(**fields_of(params))
 
     def settings(self, policy: RestartPolicy) -> Settings:
@@ -73,10 +70,6 @@ class Options:
         shared = {each.name for each in fields(Settings)}
         given = {each.name: getattr(of, each.name) for of in (self.lease, self) for each in fields(of)}
         return Settings(policy=policy, **{name: value for name, value in given.items() if name in shared})
-
-    @property
-    def speaks_tls(self) -> bool:
-        return bool(self.tls_ca or self.tls_cert)
 
     def client_tls(self) -> ReloadingTls | None:
         return _tls(self.tls_cert, self.tls_key, self.tls_ca, is_server=False)
@@ -131,13 +124,10 @@ def names_of(keys: Keys) -> set[str]:
 
 
 def check_known(config: dict[str, Any], keys: Keys) -> None:
-    """An unknown setting would be accepted and ignored."""
+    """A setting that would be accepted and ignored is an error, or a warning if torchrun has it."""
     unknown = sorted(config.keys() - names_of(keys))
     if unknown:
         raise UserError(f"unknown rendezvous setting {unknown[0]!r}; there are {', '.join(sorted(keys))}")
-
-
-def warn_of_heartbeat_timeout(config: dict[str, Any]) -> None:
     if "heartbeat_timeout" in config:
         seconds(config, "heartbeat_timeout", 5.0)
         logger.warning("the rendezvous setting heartbeat_timeout has no effect; lease is how long a node may be silent")

@@ -104,20 +104,15 @@ class SoloCoordination(Coordination):
         pushes = super().take()
         if any(isinstance(push, Sealed) for push in pushes):
             self._is_joining = False
-        if pushes or self.ask_every_s is None or not self._are_nodes_waiting():
-            return pushes
-        return [Stop(self._round, "other nodes are waiting to join")]
-
-    def _are_nodes_waiting(self) -> bool:
-        """Healthy workers are not stopped because the handler cannot be asked."""
         try:
-            return self._handler.num_nodes_waiting() > 0
-        except Exception as error:
+            if not pushes and self.ask_every_s is not None and self._handler.num_nodes_waiting() > 0:
+                return [Stop(self._round, "other nodes are waiting to join")]
+        except Exception as error:  # That the handler cannot be asked is no reason to stop healthy workers.
             complaint = f"{type(error).__name__}: {error}"
             if complaint != self._complaint:
                 logger.warning("cannot ask whether other nodes are waiting; the workers go on: %s", complaint)
             self._complaint = complaint
-            return False
+        return pushes
 
     @property
     def ask_every_s(self) -> float | None:

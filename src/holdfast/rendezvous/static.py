@@ -126,7 +126,7 @@ def create_rdzv_handler(params: RendezvousParameters) -> api.RendezvousHandler:
 
         if port > 65535:
             raise UserError(f"there is no port after {master_port} for the coordinator; set coordinator_port")
-        return handler.create_static_handler(params, master_addr, master_port, port)
+        return handler.create_handler_at(params, master_addr, port, RendezvousStoreInfo(master_addr, master_port))
     _check_settings(params)
     return StaticTCPRendezvous(master_addr, master_port, rank, params.max_nodes, params.run_id, _timeout_s(params))
 

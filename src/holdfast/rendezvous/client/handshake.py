@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 HANDSHAKE_TIMEOUT_S = 5.0
 _READ_BYTES = 1 << 14
+_HUNG_UP = (errno.ECONNRESET, "it closed the connection")
 
 
 class TurnedAway(HoldfastError):  # noqa: N818
@@ -90,7 +91,7 @@ class Target:
         except ssl.SSLCertVerificationError as error:
             raise TurnedAway(f"the certificate of {self.endpoint} is not accepted: {error.verify_message}") from None
         except ssl.SSLEOFError:
-            raise _hung_up() from None
+            raise ConnectionResetError(*_HUNG_UP) from None
         except ssl.SSLError as error:
             hint = "; does it speak TLS?" if error.reason == "WRONG_VERSION_NUMBER" else ""
             raise TurnedAway(f"no TLS connection to {self.endpoint}: {error.reason or error}{hint}") from None
@@ -125,12 +126,11 @@ class Target:
                 sock.settimeout(max(0.001, ends - time.monotonic()))
                 data = sock.recv(_READ_BYTES)
                 if not data and self.tls is not None:
-                    problem = (
-                        "closed the connection after the TLS handshake; does it want another certificate (tls_cert)?"
-                    )
-                    raise TurnedAway(f"{self.endpoint} {problem}", Obstacle.TLS_REFUSED)
+                    problem = "closed the connection after the TLS handshake"
+                    hint = "does it want another certificate (tls_cert)?"
+                    raise TurnedAway(f"{self.endpoint} {problem}; {hint}", Obstacle.TLS_REFUSED)
                 if not data:
-                    raise _hung_up()
+                    raise ConnectionResetError(*_HUNG_UP)
                 stream.feed(data)
         except frames.Malformed:
             message = None
@@ -148,8 +148,5 @@ class Target:
         return message
 
     def _silent(self, hint: str) -> TurnedAway:
-        return TurnedAway(f"{self.endpoint} accepts connections but says nothing; {hint}", Obstacle.SILENT)
-
-
-def _hung_up() -> ConnectionResetError:
-    return ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+        text = f"{self.endpoint} accepts connections but says nothing; {hint}"
+        return TurnedAway(text, Obstacle.UNREACHABLE)

@@ -19,21 +19,13 @@ class Obstacle(StrEnum):
     UNREACHABLE = "UNREACHABLE"
     NAME_UNKNOWN = "NAME_UNKNOWN"
     HUNG_UP = "HUNG_UP"
-    SILENT = "SILENT"
     TLS_REFUSED = "TLS_REFUSED"
     TURNED_AWAY = "TURNED_AWAY"
-    CANNOT_HOST = "CANNOT_HOST"
 
 
 # How long the same obstacle may last on the first connection. A coordinator that is about to end hangs up. One that is
 # unreachable or frozen may yet come: the join timeout bounds the wait.
-_PATIENCE_S = {
-    Obstacle.NAME_UNKNOWN: 5.0,
-    Obstacle.HUNG_UP: 8.0,
-    Obstacle.TLS_REFUSED: 0.5,
-    Obstacle.TURNED_AWAY: 0.0,
-    Obstacle.CANNOT_HOST: 0.0,
-}
+_PATIENCE_S = {Obstacle.NAME_UNKNOWN: 5.0, Obstacle.HUNG_UP: 8.0, Obstacle.TLS_REFUSED: 0.5, Obstacle.TURNED_AWAY: 0.0}
 _FIRST_WORD_AFTER_S = 3.0
 _NEXT_WORD_AFTER_S = 60.0
 
@@ -41,11 +33,7 @@ _NEXT_WORD_AFTER_S = 60.0
 @frozen
 class Say:
     text: str
-
-
-@frozen
-class Abandon:
-    text: str
+    gives_up: bool = False
 
 
 class Reachability:
@@ -74,7 +62,7 @@ class Reachability:
         problem = f"; the last attempt: {self.last_problem}" if self.last_problem else ""
         return f"could not reach {self.who} within {self._patience_s:g} s{problem}"
 
-    def failed(self, obstacle: Obstacle, problem: str, now: float) -> Say | Abandon | None:
+    def failed(self, obstacle: Obstacle, problem: str, now: float) -> Say | None:
         self.last_problem = problem
         self._attempts += 1
         if obstacle is not self._obstacle:
@@ -83,7 +71,7 @@ class Reachability:
         tried = f"tried {'once' if self._attempts == 1 else f'{self._attempts} times'} in {elapsed_s:.0f} s"
         patience_s = None if self._has_been_welcome else _PATIENCE_S.get(obstacle)
         if patience_s is not None and now - self._obstacle_since >= patience_s:
-            return Abandon(f"{problem} ({tried})" if patience_s else problem)
+            return Say(f"{problem} ({tried})" if patience_s else problem, gives_up=True)
         if now < self._speak_at:
             return None
         self._speak_at = now + _NEXT_WORD_AFTER_S

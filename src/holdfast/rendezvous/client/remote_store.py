@@ -33,8 +33,7 @@ class RemoteStore(Store):
     def __init__(self, client: Client, timeout: timedelta, prefix: str = "") -> None:
         """All keys are in the namespace `prefix`."""
         super().__init__(timeout)
-        self._client = client
-        self._prefix = prefix
+        self._client, self._prefix = client, prefix
         self._generation = b""
         self._lock = threading.Lock()
 
@@ -61,7 +60,6 @@ class RemoteStore(Store):
         raise UserError(f"store: {answer.problem}")
 
     def _within(self, timeout: timedelta | None) -> _Within:
-        """From now on."""
         timeout_s = (self._timeout if timeout is None else timeout).total_seconds()
         return timeout_s, time.monotonic() + timeout_s
 

@@ -24,9 +24,8 @@ from typing import Any, Protocol
 from holdfast.errors import HoldfastError
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
-from holdfast.rendezvous.client import reachability
 from holdfast.rendezvous.client.handshake import Target, TurnedAway
-from holdfast.rendezvous.client.reachability import Obstacle, Reachability
+from holdfast.rendezvous.client.reachability import Obstacle, Reachability, Say
 from holdfast.rendezvous.coordination import Mailbox
 from holdfast.rendezvous.membership import node, node_lease, protocol
 from holdfast.rendezvous.membership.frames import Frames, Malformed, encode
@@ -73,13 +72,9 @@ class Client:
         stuck_for_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`stuck_for_s` says for how long the agent's loop has not turned."""
-        self.reach = reach
+        self.reach, self._locator, self._node = reach, locator, participant
+        self._deliver, self._set_lease, self._fail = deliver, set_lease, fail
         self._stuck_for_s = stuck_for_s
-        self._locator = locator
-        self._node = participant
-        self._deliver = deliver
-        self._set_lease = set_lease
-        self._fail = fail
         self._sock: socket.socket | None = None
         self._frames: Frames | None = None
         self._target: Target | None = None  # Of the last connection.
@@ -92,8 +87,6 @@ class Client:
         self._numbers = itertools.count(1)
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="holdfast-client", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def post(self, event: node.AgentEvent) -> bool:
@@ -120,10 +113,8 @@ class Client:
     def stop(self) -> None:
         """Send what is to be sent, and end."""
         self._is_stopping = True
-        if self._thread.ident is None:
-            self._end()
         self._inbox.put(None)
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():
             self._thread.join(2 * _GOODBYE_S)
         self._locator.stop()
 
@@ -135,30 +126,23 @@ class Client:
             while not self._is_stopping:
                 self._wait(self._node.next_deadline(), self._gives_up_at())
                 self._turn()
-            self._say_goodbye()
+            goodbye_at = time.monotonic() + _GOODBYE_S
+            self._turn()
+            while self._outgoing and time.monotonic() < goodbye_at:
+                self._wait(goodbye_at)
+                self._flush()
         except Exception as error:
             problem = error
         self._close()
-        self._end()
+        self._inbox.close()
+        for number, (_, answer) in self._unanswered.copy().items():
+            answer.put(StoreAnswer(number, problem=CONNECTION_CLOSED))
         if problem is not None:  # Told last: an agent that asks again finds that this has ended.
             self._fail(problem)
 
     def _gives_up_at(self) -> float | None:
         """The coordinator decides how long a round may take to form; what is bounded here is to be out of its reach."""
         return self.reach.gives_up_at() if self._node.standing is Standing.WAITING else None
-
-    def _say_goodbye(self) -> None:
-        """What the agent has said last goes out, if the coordinator can be reached at all."""
-        goodbye_at = time.monotonic() + _GOODBYE_S
-        self._turn()
-        while self._outgoing and time.monotonic() < goodbye_at:
-            self._wait(goodbye_at)
-            self._flush()
-
-    def _end(self) -> None:
-        self._inbox.close()
-        for number, (_, answer) in self._unanswered.copy().items():
-            answer.put(StoreAnswer(number, problem=CONNECTION_CLOSED))
 
     def _wait(self, *deadlines: float | None) -> None:
         """Until something comes in, can go out, or is due."""
@@ -194,7 +178,6 @@ class Client:
                     self._connect()
                 case node_lease.HangUp():
                     self._close()
-                    self.reach.lost(time.monotonic())
                 case node_lease.SetLease(until):
                     self._set_lease(until)
                 case node_lease.Locate():
@@ -237,19 +220,20 @@ class Client:
         is_refused = target is not None and isinstance(error, ConnectionRefusedError)
         # Another coordinator's refusal says nothing about the one that this node was connected to.
         was_ours = self._target is None or (target is not None and target.address == self._target.address)
-        self._say(self.reach.failed(_obstacle(error), _words(error, target, self.reach.who), time.monotonic()))
+        self._tell(error, target)
         # Before anything that takes time: a refusal may extend the lease.
         self._step(node_lease.ConnectFailed(is_refused and was_ours, random.random()))
         if is_refused and target is not None:
             try:
                 self._locator.refused(target)
             except (OSError, HoldfastError) as why:
-                # The system may be out of something for a moment, or the name may not resolve.
-                obstacle = Obstacle.CANNOT_HOST if isinstance(why, HoldfastError) else _obstacle(why)
-                self._say(self.reach.failed(obstacle, _words(why, target, self.reach.who), time.monotonic()))
+                self._tell(why, target)
 
-    def _say(self, word: reachability.Say | reachability.Abandon | None) -> None:
-        if isinstance(word, reachability.Abandon):
+    def _tell(self, error: OSError | HoldfastError, target: Target | None) -> None:
+        self._say(self.reach.failed(_obstacle(error), _words(error, target, self.reach.who), time.monotonic()))
+
+    def _say(self, word: Say | None) -> None:
+        if word is not None and word.gives_up:
             raise RendezvousConnectionError(word.text)
         if word is not None:
             logger.warning("%s", word.text)
@@ -281,23 +265,20 @@ class Client:
             self._frames.feed(data)
             try:
                 while self._frames is not None and (message := self._frames.next()) is not None:
+                    self._heard += 1
                     self._take(message)
             except Malformed as error:
                 logger.warning("the coordinator at %s sent junk: %s", self._target and self._target.endpoint, error)
                 self._lose_connection()
 
     def _take(self, message: Any) -> None:
-        self._heard += 1
-        if isinstance(message, StoreAnswer):
-            _, answer = self._unanswered.get(message.number, (None, None))
-            if answer is not None:
-                answer.put(message)
-        else:
+        if not isinstance(message, StoreAnswer):
             self._step(node.Received(message))
+        elif (asked := self._unanswered.get(message.number)) is not None:
+            asked[1].put(message)
 
     def _lose_connection(self) -> None:
         self._close()
-        self.reach.lost(time.monotonic())
         self._step(node_lease.Disconnected(random.random()))
 
     def _close(self) -> None:
@@ -305,6 +286,7 @@ class Client:
             self._sock.close()
         self._sock = self._frames = None
         self._outgoing.clear()
+        self.reach.lost(time.monotonic())
 
 
 def _would_block(error: OSError) -> bool:

@@ -113,14 +113,12 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._is_congested = True
-        if not self._is_closing:
-            self._transport.pause_reading()
+        self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         self._is_congested = False
-        if not self._is_closing:
-            self._transport.resume_reading()
-            self._take_all()
+        self._transport.resume_reading()
+        self._take_all()
 
     # The handshake.
 

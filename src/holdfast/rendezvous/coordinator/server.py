@@ -142,28 +142,23 @@ class Run:
         2. it is sealed into a world and starts its workers,
         3. the join of step 1 arrives. It says that the node has no workers, which was true then.
         """
-        key, earlier = facts.key, connection.key
         if connection.number < self._newest.get(facts.node_id, ("", 0))[1]:
             connection.close()
             return False
-        self._newest[facts.node_id] = (key, connection.number)
+        self._newest[facts.node_id] = (facts.key, connection.number)
         self._newest.move_to_end(facts.node_id)
-        if earlier != key and self._connections.get(earlier) is connection:
-            del self._connections[earlier]  # The same agent, as its next incarnation.
-        older = self._connections.get(key)
-        if older is not None and older is not connection:
-            older.close()
-        connection.key = key
-        self._connections[key] = connection
-        self._forget_old_connections()
-        return True
-
-    def _forget_old_connections(self) -> None:
-        """Of nodes that are not connected, the last that spoke are remembered."""
+        if self._connections.get(connection.key) is connection:
+            del self._connections[connection.key]  # It may be the next incarnation of the same agent.
+        if facts.key in self._connections:
+            self._connections[facts.key].close()
+        connection.key = facts.key
+        self._connections[facts.key] = connection
+        # Of nodes that are not connected, the last that spoke are remembered.
         while len(self._newest) > len(self._connections) + _REMEMBERED_CONNECTIONS:
             node_id, (key, number) = self._newest.popitem(last=False)
             if key in self._connections:
                 self._newest[node_id] = (key, number)
+        return True
 
     # The machine.
 
@@ -272,11 +267,8 @@ class Coordinator:
     ) -> None:
         """The socket need not listen yet. With no `idle_timeout_s` it serves until it is stopped. With `only_run` it
         turns away nodes of other runs."""
-        self.keeper = keeper
-        self.token = token
-        self.tls = tls
-        self.idle_timeout_s = idle_timeout_s
-        self.only_run = only_run
+        self.keeper, self.token, self.tls = keeper, token, tls
+        self.idle_timeout_s, self.only_run = idle_timeout_s, only_run
         self.connections: set[Connection] = set()
         self.complaints = Complaints(logger.warning)
         self._sock = sock
@@ -305,7 +297,13 @@ class Coordinator:
         finally:
             sweeping.cancel()
             self._server.close()
-            await self._hang_up()
+            for run in self._runs.values():
+                run.close()
+            for connection in self.connections:
+                connection.close()
+            ends = loop.time() + _GOODBYE_S  # What is on its way to a client that reads arrives.
+            while self.connections and loop.time() < ends:
+                await asyncio.sleep(0.01)
 
     def stop(self) -> None:
         self._over.set()
@@ -319,16 +317,6 @@ class Coordinator:
             if connection.run is not None:
                 connection.send(model.Resigned())
         self._over.set()
-
-    async def _hang_up(self) -> None:
-        """Close every connection; what is on its way to a client that reads arrives."""
-        for run in self._runs.values():
-            run.close()
-        for connection in self.connections:
-            connection.close()
-        ends = asyncio.get_running_loop().time() + _GOODBYE_S
-        while self.connections and asyncio.get_running_loop().time() < ends:
-            await asyncio.sleep(0.01)
 
     async def _sweep(self) -> None:
         """Cut off clients that have fallen silent; their machine may be gone without a word."""

@@ -77,7 +77,6 @@ class EtcdOptions(options.Options):
     def from_parameters(cls, params: RendezvousParameters) -> EtcdOptions:
         config = params.config
         options.check_known(config, KEYS)
-        options.warn_of_heartbeat_timeout(config)
         fields = options.fields_of(params, _LEASE_S, _OUTAGE_TIMEOUT_S)
         fields["lease"] = replace(fields["lease"], **_LEASE_RULES)
         access = _access(params.endpoint, config)
