@@ -17,16 +17,15 @@ from holdfast import loop, procfs
 from holdfast.agent import recording
 from holdfast.agent.agent import SimpleElasticAgent
 from holdfast.agent.environment import RoundFacts, log_line_prefixes, macros, worker_environments
-from holdfast.agent.health import PORT_VARIABLE as TORCHELASTIC_HEALTH_CHECK_PORT
 from holdfast.agent.model import (
     TORCHELASTIC_ENABLE_FILE_TIMER,
+    TORCHELASTIC_HEALTH_CHECK_PORT,
     TORCHELASTIC_TIMER_FILE,
     RunResult,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
 )
-from holdfast.agent.roll import Roll
 from holdfast.agent.watchdog import Watchdog
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
@@ -37,6 +36,7 @@ from holdfast.telemetry import fallback_log
 from holdfast.telemetry.metrics import prof, put_metric
 
 if TYPE_CHECKING:
+    from holdfast.agent.publisher import Processes
     from holdfast.hangs.watch import Finding, HangWatch
     from holdfast.process.output.watch import OutputWatch
 
@@ -82,7 +82,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._held_lease: Lease | None = None
         self._held_watchdog: Watchdog | None = None
         self._hangs: HangWatch | None = None
-        self._roll: Roll | None = None
 
     @prof
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -111,13 +110,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._hangs.begin()
         return dict(self._context.pids())
 
-    def _tell_start(self, group: WorkerGroup) -> None:
-        super()._tell_start(group)
-        try:
-            self._roll = self._roll or Roll()
-            self._roll.write(self._handler.get_run_id(), self._machine.round, group)
-        except OSError as error:
-            logger.debug("holdfast stacks will not find these workers: %s", error)
+    @property
+    def _processes(self) -> Processes:
+        return self._context, self._hangs
 
     def _spawner(self) -> SpawnerLink | None:
         """The one spawner of this agent, or another one if somebody killed it. Forked functions bring their own."""
@@ -328,9 +323,6 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._release()
 
     def _release(self) -> None:
-        if self._roll is not None:
-            self._roll.close()
-            self._roll = None
         if self._link is not None:
             self._link.close()
             self._link = None

@@ -29,7 +29,12 @@ Push = Sealed | Stop | PlaceLost | Ended | Refused | JoinFailed
 
 
 class Coordination(abc.ABC):
-    """The run, as one agent sees it. Called from the agent's deciding loop."""
+    """The run, as one agent sees it. Called from the agent's deciding loop.
+
+    `joined` says in words how far the round is that this node waits for; any thread may read it.
+    """
+
+    joined: str | None = None
 
     @abc.abstractmethod
     def introduce(self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0) -> None:

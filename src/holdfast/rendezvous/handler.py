@@ -160,6 +160,7 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
 
     def join(self) -> None:
         """The first time in a thread: names are looked up, and a coordinator may have to be started."""
+        self.joined = None
         if self._is_shut_down:
             self._fail(self._shut_down_error())
         elif self._client is None:
@@ -306,7 +307,10 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         match push:
             case Progress():
                 self._log_progress(push)
-            case Notice(text) | StandBy(_, text):
+            case Notice(text):
+                logger.info("%s", text)
+            case StandBy(_, text):
+                self.joined = text
                 logger.info("%s", text)
             case Ended(outcome):
                 self._outcome = outcome
@@ -327,13 +331,11 @@ class CoordinatorHandler(RendezvousHandler, Coordination):
         joined, wanted, most = progress.joined, progress.wanted, progress.max_nodes
         what = f"run {self._run_id!r} at {self._where}"
         if joined < wanted:
-            left = _short(progress.seconds_left)
-            missing = wanted - joined
-            logger.info(
-                "%s: %d of %d nodes joined, waiting for %d (timeout in %s)", what, joined, wanted, missing, left
-            )
+            self.joined = f"{joined} of {wanted} nodes joined, waiting for {wanted - joined}"
+            logger.info("%s: %s (timeout in %s)", what, self.joined, _short(progress.seconds_left))
         elif joined < most:
-            logger.info("%s: %d of %d nodes joined, last call for %d more", what, joined, most, most - joined)
+            self.joined = f"{joined} of {most} nodes joined, last call for {most - joined} more"
+            logger.info("%s: %s", what, self.joined)
 
 
 class FixedEndpoint:
