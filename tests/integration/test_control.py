@@ -274,7 +274,7 @@ def test_the_name(serve: Callable[..., ControlSocket], home: Path) -> None:
 
 
 def test_where_sockets_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = f"holdfast-{os.geteuid()}"
+    own = f"holdfast-agents-{os.geteuid()}"
     for runtime, temporary, expected in (
         ("/run/user/5", "/scratch", ["/run/user/5/holdfast", f"/scratch/{own}", f"/tmp/{own}"]),
         ("relative", "", [f"/tmp/{own}"]),
@@ -312,7 +312,7 @@ def test_a_directory_that_is_not_ours_alone_is_not_used(
     (home / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(home / "tmp"))
     trap(home / "holdfast")
-    assert os.path.dirname(serve().path) == f"{home}/tmp/holdfast-{os.geteuid()}"
+    assert os.path.dirname(serve().path) == f"{home}/tmp/holdfast-agents-{os.geteuid()}"
     monkeypatch.setattr(control, "directories", lambda: [str(home / "holdfast")])
     with pytest.raises(OSError, match=r"alone|Not a directory"):
         serve()
@@ -325,7 +325,7 @@ def test_a_path_that_is_too_long_is_not_used(
     deep.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
     monkeypatch.setenv("TMPDIR", str(home))
-    assert os.path.dirname(serve().path) == f"{home}/holdfast-{os.geteuid()}"
+    assert os.path.dirname(serve().path) == f"{home}/holdfast-agents-{os.geteuid()}"
     assert list(deep.iterdir()) == []
 
 

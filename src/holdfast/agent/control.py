@@ -4,8 +4,8 @@
     answer     {"result": {...}}   or   {"error": "..."}    one line of JSON; then the connection is closed
 
 Each agent listens on a Unix socket of its own (mode 0600), in a directory that belongs to its user alone (mode 0700):
-`$XDG_RUNTIME_DIR/holdfast`, else `holdfast-<uid>` in `$TMPDIR` or /tmp. The peer's uid is checked, too. If there is no
-place for the socket, the run goes on without it.
+`$XDG_RUNTIME_DIR/holdfast`, else `holdfast-agents-<uid>` in `$TMPDIR` or /tmp. The peer's uid is checked, too. If there
+is no place for the socket, the run goes on without it.
 
 One thread serves the clients one after another. A client has a second for everything, so one that is slow or sends junk
 delays other clients by that, and the run not at all. Commands are a table from names to functions, which are called in
@@ -44,7 +44,7 @@ _CLOSE_PATIENCE_S = 0.2
 _SHORTAGE_PAUSE_S = 1.0
 # A socket refuses connections for a moment before its agent listens on it, too.
 _STALE_AFTER_S = 10.0
-_PATH = re.compile(r"/holdfast(?:-\d+)?/[^/]*\.(\d+)\.[0-9a-f]{8}\.sock$")
+_PATH = re.compile(r"/holdfast(?:-agents-\d+)?/[^/]*\.(\d+)\.[0-9a-f]{8}\.sock$")
 
 
 # The agent's side.
@@ -233,11 +233,12 @@ def _ask(path: str, request: Mapping[str, Any], timeout_s: float) -> tuple[dict[
 
 
 def directories() -> list[str]:
-    """Where this user's sockets are made, in the order of preference."""
+    """Where this user's sockets are made, in the order of preference. Nothing else is kept there: the last agent to end
+    removes the directory, and a coordinator's must stay."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     found = [f"{runtime}/holdfast"] if runtime.startswith("/") else []
     temporary = dict.fromkeys([os.path.abspath(os.environ.get("TMPDIR") or "/tmp"), "/tmp"])
-    return found + [f"{directory}/holdfast-{os.geteuid()}" for directory in temporary]
+    return found + [f"{directory}/holdfast-agents-{os.geteuid()}" for directory in temporary]
 
 
 def _is_private(directory: str) -> bool:
