@@ -1,6 +1,6 @@
 """Small immutable records: events, commands, reports.
 
-`@record` makes of an annotated class what `@dataclass(frozen=True, slots=True)` makes of it, for the cases that the
+`@frozen` makes of an annotated class what `@dataclass(frozen=True, slots=True)` makes of it, for the cases that the
 pure machines need: fields with plain defaults, equality between records of the same kind, a readable repr, `match`
 by position. It shares its methods between all records instead of compiling new ones for each, so a module full of
 events costs next to nothing to import; the agent's start-up is mostly such imports.
@@ -68,6 +68,15 @@ _SHARED = {
     "__delattr__": _refuse,
     "__reduce__": _reduce,
 }
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__match_args__}
+
+
+def changed(record: T, **values: Any) -> T:
+    """A copy of the record with other values."""
+    return type(record)(**{**fields_of(record), **values})
 
 
 @dataclass_transform(frozen_default=True)

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from holdfast.agent import health
 from holdfast.agent.local import LocalElasticAgent
-from holdfast.agent.model import RunResult, WorkerSpec
+from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT, RunResult, WorkerSpec
 from holdfast.errors import UserError, mark_as_from_run
 from holdfast.process import devices
 from holdfast.process.errors import ChildFailedError
@@ -99,10 +98,10 @@ class LaunchConfig:
         problem = restart_policy.objection_to(self.restart_policy or RestartPolicy(self.max_restarts))
         if problem:
             raise UserError(problem)
-        if self.health_port is None:
-            self.health_port = health.port_from_environment()
-        else:
-            health.checked_port("health_port", self.health_port)
+        if self.health_port is not None or os.environ.get(TORCHELASTIC_HEALTH_CHECK_PORT):
+            from holdfast.telemetry import health
+
+            self.health_port = health.chosen_port(self.health_port)
 
 
 def _time_s(name: str, given: float | None, variable: str, default: int) -> float:
@@ -149,8 +148,12 @@ def launch_agent(
 ) -> dict[int, Any]:
     """Run one agent to its end. See `elastic_launch`."""
     fallback_log.install()
+    if health_check_server is None and config.health_port is None:
+        return _launch(config, entrypoint, args, None)
+    from holdfast.telemetry import health
+
     if health_check_server is None:
-        health_check_server = health.server_at(config.health_port)
+        health_check_server = health.server_at(health.chosen_port(config.health_port))
     # From before the rendezvous is reached until after it is left, either of which may take its time.
     with health.served(health_check_server):
         return _launch(config, entrypoint, args, health_check_server)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.agent import roll
+from holdfast.agent import control
 from holdfast.cli import stacks as cli_stacks
 from holdfast.errors import HostError
 from tests import support
@@ -169,7 +169,7 @@ def test_a_beginning_that_does_not_begin(holdfast: Holdfast, signals: tuple[str,
 
 
 def test_stacks_of_agents_whose_workers_are_gone_are_one_line() -> None:
-    agents = [roll.Entry(os.getpid(), "job7", 3, node, 2, ()) for node in range(2)]
+    agents = [cli_stacks.Agent(os.getpid(), "job7", 3, node, 2, ()) for node in range(2)]
     with pytest.raises(HostError) as raised:
         cli_stacks._dump(agents, native=False, with_all=False)
     assert re.fullmatch(
@@ -419,3 +419,48 @@ def test_two_runs_of_one_name_are_told_apart(holdfast: Holdfast) -> None:
     for run in runs:
         run.send(signal.SIGTERM)
         run.process.wait(30)
+
+
+def test_the_agents_of_one_run_are_shown_side_by_side(holdfast: Holdfast) -> None:
+    script = holdfast.script("print('here', flush=True); import time; time.sleep(600)")
+    name = f"two-{uuid.uuid4().hex}"
+    place = (
+        "--nnodes=2",
+        "--rdzv-backend=tcp",
+        f"--rdzv-endpoint=127.0.0.1:{support.free_port()}",
+        f"--rdzv-id={name}",
+    )
+    runs = [holdfast.start(*place, "--node-rank=0", script)]
+
+    def waits_for() -> list[str]:
+        return [status["waiting_for"] for status in control.find()[0] if status.get("run_id") == name]
+
+    support.wait_until(lambda: waits_for() == ["1 of 2 nodes joined, waiting for 1"], "it waits for the other node")
+    ended = stacks(holdfast, "--run-id", name)
+    assert ended.code == 1
+    assert "no workers are running at the moment" in ended.last
+    runs.append(holdfast.start(*place, "--node-rank=1", script))
+    for run in runs:
+        support.wait_until(lambda run=run: "here" in run.so_far().out, "it runs")
+        support.await_sleep(run.workers()[0])
+    ended = stacks(holdfast, "--run-id", name)
+    assert ended.code == 0, str(ended)
+    assert [line.split(", agent")[0] for line in ended.lines[:2]] == [
+        f"run {name}, round 1, node {node} of 2" for node in range(2)
+    ]
+    assert "all 2 workers (ranks 0, 1) are at the same place:" in ended.out
+    os.kill(runs[0].workers()[0], signal.SIGKILL)
+    assert [run.process.wait(30) for run in runs] == [1, 1]
+    support.wait_until(lambda: not runs[0].left(), "the coordinator has ended, too")
+
+
+def test_an_agent_that_is_stopped_is_named(holdfast: Holdfast) -> None:
+    run = holdfast.start(*COMMON, holdfast.script("print('here', flush=True); import time; time.sleep(600)"))
+    support.wait_until(lambda: "here" in run.so_far().out, "it runs")
+    support.halt(run.pid)
+    ended = stacks(holdfast, "--pid", str(run.pid))
+    assert ended.code == 2
+    assert f"agent {run.pid} does not answer; it may be stopped" in ended.err
+    run.send(signal.SIGCONT)
+    run.send(signal.SIGTERM)
+    run.process.wait(30)

@@ -727,6 +727,13 @@ def test_metrics_of_a_run(mailbox: support.Mailbox, measured: dict[str, list[flo
     assert measured["workers.trainer.failed"] == [1, 1]
 
 
+def test_the_state_is_measured_when_it_changes(measured: dict[str, list[float]]) -> None:
+    spec = WorkerSpec("r", 2, StandaloneRendezvous("x"), entrypoint="-", max_restarts=2, monitor_interval=0.01)
+    Scripted(spec, [S.HEALTHY, S.HEALTHY, S.FAILED, S.HEALTHY, S.SUCCEEDED]).run()
+    assert measured["workers.r.remaining_restarts"] == [2, 2, 1, 1]
+    assert [measured[f"workers.r.{state}"] for state in ("healthy", "failed", "succeeded")] == [[1, 1], [1], [1]]
+
+
 def test_metrics_of_a_run_without_trouble(measured: dict[str, list[float]]) -> None:
     make_agent("true", max_restarts=3).run()
     assert measured["workers.trainer.flakiness"] == [0]

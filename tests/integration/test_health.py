@@ -21,13 +21,12 @@ from typing import Any, TextIO
 import pytest
 
 from holdfast.agent import LocalElasticAgent, RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
-from holdfast.agent.health import PORT_VARIABLE
 from holdfast.agent.model import TORCHELASTIC_ENABLE_FILE_TIMER
 from holdfast.launcher import LaunchConfig, elastic_launch
 from holdfast.process import DefaultLogsSpecs
 from holdfast.rendezvous.api import rendezvous_handler_registry
 from holdfast.rendezvous.static import StandaloneRendezvous
-from holdfast.telemetry.health import AgentAlive, HealthCheckServer, create_healthcheck_server
+from holdfast.telemetry.health import PORT_VARIABLE, AgentAlive, HealthCheckServer, create_healthcheck_server
 from holdfast.timer import FileTimerServer
 from tests import support
 from tests.integration.test_agent import Meeting, PluginHandler

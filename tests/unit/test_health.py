@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from holdfast import loop
-from holdfast.agent import health as agent_health
 from holdfast.errors import UserError
 from holdfast.loop import BusyTime
 from holdfast.telemetry import health
 from holdfast.telemetry.health import AgentAlive, HealthCheckServer, create_healthcheck_server, respond
+from holdfast.telemetry.status import AgentStatus
 from tests import support
 
 TIMEOUT_S = 60
@@ -59,6 +59,7 @@ def say(port: int, words: bytes) -> bytes:
 # What is answered.
 
 ALIVE = {"status": "alive"}
+RUNNING = {"phase": "running", "round": 2, "restarts": 1}
 
 
 @pytest.mark.parametrize(
@@ -96,22 +97,22 @@ def test_an_answer_is_http() -> None:
 @pytest.mark.parametrize(
     ("age_s", "expected"),
     [
-        (0, (200, {"status": "alive", "phase": "running"})),
-        (59, (200, {"status": "alive", "phase": "running"})),
-        (-3600, (200, {"status": "alive", "phase": "running"})),
+        (0, (200, {"status": "alive", **RUNNING})),
+        (59, (200, {"status": "alive", **RUNNING})),
+        (-3600, (200, {"status": "alive", **RUNNING})),
         (
             73,
             (503, {
                 "status": "stuck",
                 "reason": "no sign of life for 73 s in phase running, the limit is 60 s",
-                "phase": "running",
+                **RUNNING,
             }),
         ),
     ],
 )  # fmt: skip
 def test_alive_is_a_matter_of_the_callbacks_time(age_s: float, expected: tuple[int, dict[str, Any]]) -> None:
     with serving(lambda: time.time() - age_s) as server:
-        server.describe = lambda: {"phase": "running"}
+        server.status = lambda: AgentStatus(phase="running", round=2, restarts_used=1)
         assert ask(server.port) == expected
         assert server.alive_callback() <= time.time() - age_s
 
@@ -330,26 +331,18 @@ def test_until_there_is_an_agent_the_process_is_alive() -> None:
     alive = AgentAlive()
     server = HealthCheckServer(alive, 0, TIMEOUT_S)
     assert server.condition() == ALIVE
-    agent_health.introduce(server, lambda: 0.0, lambda: {"phase": "joining"})
+    health.introduce(server, lambda: 0.0, lambda: AgentStatus(phase="joining"))
     assert server.condition()["status"] == "stuck"
     own = HealthCheckServer(time.time, 0, TIMEOUT_S)
-    agent_health.introduce(own, lambda: 0.0, lambda: {"phase": "joining"})
-    assert own.condition() == {"status": "alive", "phase": "joining"}
-
-
-@pytest.mark.parametrize("text", ["", None])
-def test_no_port_in_the_environment(text: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(agent_health.PORT_VARIABLE, raising=False)
-    if text is not None:
-        monkeypatch.setenv(agent_health.PORT_VARIABLE, text)
-    assert agent_health.server_at(agent_health.port_from_environment()) is None
+    health.introduce(own, lambda: 0.0, lambda: AgentStatus(phase="joining"))
+    assert own.condition() == {"status": "alive", "phase": "joining", "round": 0, "restarts": 0}
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "65536", "tcp://10.0.0.1:80"])
 def test_a_port_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(agent_health.PORT_VARIABLE, text)
+    monkeypatch.setenv(health.PORT_VARIABLE, text)
     with pytest.raises(UserError, match=f"TORCHELASTIC_HEALTH_CHECK_PORT={text} is not a port"):
-        agent_health.port_from_environment()
+        health.chosen_port()
 
 
 class Broken:
@@ -364,6 +357,6 @@ class Broken:
 
 def test_a_server_that_fails_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     server = Broken()
-    with agent_health.served(server), agent_health.served(server):
+    with health.served(server), health.served(server):
         caplog.clear()
     assert caplog.messages == ["the health check server failed to stop: OSError: no, again"]

@@ -21,14 +21,15 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 from holdfast import loop, signals
-from holdfast.agent import causes, exchange, health, hooks, lifecycle, ranks, recording
+from holdfast.agent import causes, exchange, hooks, lifecycle, ranks, recording
 from holdfast.agent.blocking import call_interruptibly
 from holdfast.agent.hooks import DEFAULT_ROLE, ElasticAgent, WorkerHooks
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from holdfast.agent.publisher import Publisher
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.loop import BusyTime
 from holdfast.rendezvous.api import (
@@ -43,6 +44,9 @@ from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.signals import SignalException
 from holdfast.telemetry.events import Event, record
 from holdfast.telemetry.metrics import prof, put_call, put_metric
+
+if TYPE_CHECKING:
+    from holdfast.agent.publisher import Processes
 
 __all__ = ["DEFAULT_ROLE", "ElasticAgent", "SimpleElasticAgent"]
 
@@ -74,7 +78,13 @@ class SimpleElasticAgent(WorkerHooks):
         self._health_check_server: Any = None
         self._busy_time = BusyTime()
         self._is_stopping = False
+        self._publisher = Publisher(self)
         self._was_told_of_hang = False
+
+    @property
+    def _processes(self) -> Processes:
+        """What the status shows of the workers comes from here."""
+        return None, None
 
     def _get_alive_time(self) -> float:
         """When this agent was last known to be alive, in seconds since the epoch; the health check asks for it.
@@ -106,7 +116,7 @@ class SimpleElasticAgent(WorkerHooks):
         began = time.monotonic()
         is_shut_down = False
         self._is_stopping = False
-        with self._busy_time.measured_here(), health.served(self._health_server()), signals.deferred():
+        with self._busy_time.measured_here(), self._publisher.served(), signals.deferred():
             try:
                 result = self._invoke_run(role)
                 self._total_execution_time = int(time.monotonic() - began)
@@ -129,6 +139,7 @@ class SimpleElasticAgent(WorkerHooks):
             finally:
                 self._total_execution_time = int(time.monotonic() - began)
                 self._is_stopping = True
+                self._publisher.publish()
                 if not is_shut_down:
                     hooks.call(self._shutdown, timeout=self._shutdown_timeout)
 
@@ -145,6 +156,7 @@ class SimpleElasticAgent(WorkerHooks):
     def _leave(self, death_sig: signal.Signals) -> None:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
         self._is_stopping = True
+        self._publisher.publish()
         if self._coordination is not None:
             self._coordination.leaving()
         hooks.call(self._shutdown, death_sig, timeout=self._shutdown_timeout)
@@ -165,11 +177,9 @@ class SimpleElasticAgent(WorkerHooks):
                 pending.extend(self._next_events(self._coordination))
                 continue
             event = self._taken(pending.popleft())
-            results = [
-                result
-                for command in self._machine.step(event, time.monotonic())
-                for result in self._execute(command, self._coordination)
-            ]
+            commands = self._machine.step(event, time.monotonic())
+            self._publisher.publish()
+            results = [result for command in commands for result in self._execute(command, self._coordination)]
             # Its results go before what was pushed meanwhile: a round that is stopped is not stopped twice.
             pending.extendleft(reversed(results))
         return self._final_result(self._machine.end)
@@ -270,8 +280,10 @@ class SimpleElasticAgent(WorkerHooks):
 
     def _look_at_workers(self, group: WorkerGroup) -> list[lifecycle.Event]:
         result = hooks.call(self._monitor_workers, group)
-        group.state = result.state
-        self._publish_state(group)
+        if group.state is not result.state:
+            group.state = result.state
+            self._put_state(group)
+        self._publisher.publish()
         round = self._machine.round
         match result.state:
             case WorkerState.SUCCEEDED:
@@ -428,6 +440,7 @@ class SimpleElasticAgent(WorkerHooks):
             worker.id = id_
             self._record(self._event("START", worker))
         worker_group.state = WorkerState.HEALTHY
+        self._put_state(worker_group)
         self._tell_start(worker_group)
         put_call("SimpleElasticAgent._initialize_workers", self._start_began)
         if self._restart_began is not None:
@@ -450,19 +463,7 @@ class SimpleElasticAgent(WorkerHooks):
 
     # What is told to others.
 
-    def _health_server(self) -> Any:
-        if self._health_check_server is None:
-            self._health_check_server = health.server_at(health.port_from_environment())
-        health.introduce(self._health_check_server, self._get_alive_time, self._health)
-        return self._health_check_server
-
-    def _health(self) -> dict[str, Any]:
-        phase = self._machine.phase
-        if self._is_stopping and phase is not lifecycle.Phase.ENDED:
-            phase = lifecycle.Phase.STOPPING
-        return {"phase": phase.name.lower(), "round": self._machine.round, "restarts": self._restarts_used}
-
-    def _publish_state(self, group: WorkerGroup) -> None:
+    def _put_state(self, group: WorkerGroup) -> None:
         put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
         put_metric(f"workers.{group.spec.role}.{group.state.name.lower()}", 1)
 

@@ -141,6 +141,9 @@ class EndRun:
 
 Command = Join | StartWorkers | StopWorkers | ReportFailure | ReportSuccess | EndRun
 
+# When, in which phase, what happened, and what was to be done.
+Step = tuple[float, Phase, Event, tuple[Command, ...]]
+
 
 def _to(*phases: Phase) -> frozenset[Phase]:
     return frozenset(phases)
@@ -192,7 +195,7 @@ class Lifecycle:
         self.unkillable: tuple[int, ...] = ()
         self._verdict: End | None = None
         self._deadline: float | None = None
-        self._story: deque[tuple[Phase, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
+        self._story: deque[Step] = deque(maxlen=_STORY_LENGTH)
 
     def next_deadline(self) -> float | None:
         return self._deadline
@@ -204,7 +207,7 @@ class Lifecycle:
             raise InvalidTransition(f"{event} in phase {self.phase}, round {self.round}; before: {self.story()}")
         before = self.phase
         commands = self._decide(event, now)
-        self._story.append((before, event, tuple(commands)))
+        self._story.append((now, before, event, tuple(commands)))
         return commands
 
     def _is_stale(self, event: Event) -> bool:
@@ -298,9 +301,13 @@ class Lifecycle:
         self._deadline = None
         return [EndRun(end)]
 
+    def steps(self) -> tuple[Step, ...]:
+        """The last ones, oldest first."""
+        return tuple(self._story)
+
     def story(self) -> str:
         """The last events with what they led to, oldest first."""
-        lines = (f"{phase}: {event} -> {list(commands)}" for phase, event, commands in self._story)
+        lines = (f"{phase}: {event} -> {list(commands)}" for _, phase, event, commands in self._story)
         return "; ".join(lines) or "nothing"
 
     def check(self) -> None:

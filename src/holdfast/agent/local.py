@@ -18,16 +18,15 @@ from holdfast import loop, procfs, signals
 from holdfast.agent import lifecycle, recording
 from holdfast.agent.agent import SimpleElasticAgent
 from holdfast.agent.environment import RoundFacts, log_line_prefixes, macros, worker_environments
-from holdfast.agent.health import PORT_VARIABLE as TORCHELASTIC_HEALTH_CHECK_PORT
 from holdfast.agent.model import (
     TORCHELASTIC_ENABLE_FILE_TIMER,
+    TORCHELASTIC_HEALTH_CHECK_PORT,
     TORCHELASTIC_TIMER_FILE,
     RunResult,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
 )
-from holdfast.agent.roll import Roll
 from holdfast.agent.watchdog import Watchdog
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
@@ -40,6 +39,7 @@ from holdfast.telemetry import fallback_log
 from holdfast.telemetry.metrics import prof, put_call, put_metric
 
 if TYPE_CHECKING:
+    from holdfast.agent.publisher import Processes
     from holdfast.hangs.watch import Finding, HangWatch
     from holdfast.process.output.watch import OutputWatch
 
@@ -90,7 +90,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._held_lease: Lease | None = None
         self._held_watchdog: Watchdog | None = None
         self._hangs: HangWatch | None = None
-        self._roll: Roll | None = None
 
     # Starting and stopping are events, unless a subclass has hooks of its own: those block.
 
@@ -178,13 +177,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._stop_began = None
         return True
 
-    def _tell_start(self, group: WorkerGroup) -> None:
-        super()._tell_start(group)
-        try:
-            self._roll = self._roll or Roll()
-            self._roll.write(self._handler.get_run_id(), self._machine.round, group)
-        except OSError as error:
-            logger.debug("holdfast stacks will not find these workers: %s", error)
+    @property
+    def _processes(self) -> Processes:
+        return self._context, self._hangs
 
     def _spawner(self) -> SpawnerLink | None:
         """The one spawner of this agent, or another one if somebody killed it. Forked functions bring their own."""
@@ -387,9 +382,6 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._release()
 
     def _release(self) -> None:
-        if self._roll is not None:
-            self._roll.close()
-            self._roll = None
         if self._link is not None:
             self._link.close()
             self._link = None

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RunResult",
     "TORCHELASTIC_ENABLE_FILE_TIMER",
+    "TORCHELASTIC_HEALTH_CHECK_PORT",
     "TORCHELASTIC_TIMER_FILE",
     "Worker",
     "WorkerGroup",
@@ -28,6 +29,9 @@ __all__ = [
 
 TORCHELASTIC_ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
 """Environment variable: `1` makes the agent watch its workers' file timers."""
+
+TORCHELASTIC_HEALTH_CHECK_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
+"""Environment variable: the port of the health check, if no other is given."""
 
 TORCHELASTIC_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 """Environment variable: the path through which workers reach the agent's file timer."""

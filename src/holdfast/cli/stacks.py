@@ -1,6 +1,6 @@
 """`holdfast stacks`: where the workers of a run on this host are right now. Nothing is stopped.
 
-Workers are found through the roll of their agent (`agent/roll.py`). Several agents of one host may belong to one run;
+Agents are found by their control sockets and name their workers. Several agents of one host may belong to one run;
 then their workers are shown side by side.
 """
 
@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from holdfast import procfs, signals
-from holdfast.agent import roll
-from holdfast.agent.roll import Entry
+from holdfast.agent import control
 from holdfast.cli import console
 from holdfast.cli.parser import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
+from holdfast.frozen import frozen
 from holdfast.hangs import compare, watch
 
 PROGRAM = "holdfast stacks"
@@ -66,56 +67,80 @@ def main(argv: Sequence[str]) -> int:
 # Which agents.
 
 
-def _chosen(args: argparse.Namespace) -> list[Entry]:
+@frozen
+class Agent:
+    """`workers` are the global rank and the pid of each that was started."""
+
+    pid: int
+    run_id: str
+    round: int
+    node: int
+    nodes: int
+    workers: tuple[tuple[int, int], ...]
+
+
+def _chosen(args: argparse.Namespace) -> list[Agent]:
+    statuses, silent = control.find()
+    for pid in silent:
+        console.write_error(PROGRAM, f"agent {pid} does not answer; it may be stopped")
+    agents = [agent for status in statuses if (agent := _agent_from(status)) is not None]
     if args.pid is not None:
-        return [_agent(args.pid)]
-    entries = roll.read_all()
-    if args.run_id is not None:
-        return _of_run(entries, args.run_id)
-    runs = {entry.run_id for entry in entries}
-    if not runs:
-        raise HostError(f"no run with workers is found on this host{_as_whom()}")
-    if len(runs) > 1:
-        raise UserError(f"there are several runs on this host, choose one with --run-id or --pid: {_listed(entries)}")
-    return _of_run(entries, *runs)
+        agents = _at_pid(agents, args.pid)
+    elif args.run_id is not None:
+        agents = _of_run(agents, args.run_id)
+    # One that has no workers yet is shown only if there is nothing else to show.
+    agents = [agent for agent in agents if agent.workers] or agents
+    if not agents:
+        raise HostError(f"no run is found on this host{_as_whom()}")
+    if len({agent.run_id for agent in agents}) > 1:
+        raise UserError(f"there are several runs on this host, choose one with --run-id or --pid: {_listed(agents)}")
+    if len({agent.node for agent in agents}) < len(agents):
+        name = agents[0].run_id
+        raise UserError(f"several runs on this host are called {name!r}, choose one with --pid: {_listed(agents)}")
+    return agents
 
 
-def _agent(pid: int) -> Entry:
+def _agent_from(status: Mapping[str, Any]) -> Agent | None:
+    """Root asks every user's agents, so what they answer may be anything."""
+    try:
+        workers = [(int(each["global_rank"]), int(each["pid"])) for each in status["workers"] if each["pid"]]
+        run_id = str(status["run_id"])
+        round, node, nodes = (int(status[name] or 0) for name in ("round", "node", "nodes"))
+        name = run_id if run_id.isprintable() else repr(run_id)
+        return Agent(int(status["pid"]), name, round, node, nodes, tuple(workers))
+    except (LookupError, TypeError, ValueError, ArithmeticError):
+        return None
+
+
+def _at_pid(agents: list[Agent], pid: int) -> list[Agent]:
     if pid <= 0 or not os.path.exists(f"/proc/{pid}"):
         raise UserError(f"--pid {pid}: there is no such process")
-    entry = roll.read(pid)
-    if entry is not None:
-        return entry
-    above = _agent_above(pid)
-    hint = f"; its agent is {above}" if above is not None else " with workers"
-    raise UserError(f"--pid {pid} is not a holdfast agent{hint}")
-
-
-def _agent_above(pid: int) -> int | None:
-    """The agent that owns this process, if it belongs to one."""
-    while (status := procfs.process_status(pid)) is not None and status.parent > 1:
-        pid = status.parent
-        try:
-            if roll.read(pid) is not None:
-                return pid
-        except HostError:
-            return None
-    return None
-
-
-def _of_run(entries: list[Entry], run_id: str) -> list[Entry]:
-    """All agents of that run. Two that claim the same ranks cannot be of one run."""
-    found = [entry for entry in entries if entry.run_id == run_id]
+    found = [agent for agent in agents if agent.pid == pid]
     if not found:
-        known = f"; there are {_listed(entries)}" if entries else ""
-        raise UserError(f"--run-id {run_id!r} is not found on this host{_as_whom()}{known}")
-    if len({entry.node for entry in found}) < len(found):
-        raise UserError(f"several runs on this host are called {run_id!r}, choose one with --pid: {_listed(found)}")
+        above = _parents_of(pid) & {agent.pid for agent in agents}
+        hint = f"; its agent is {above.pop()}" if above else _as_whom()
+        raise UserError(f"--pid {pid} is not a holdfast agent{hint}")
     return found
 
 
-def _listed(entries: list[Entry]) -> str:
-    return ", ".join(f"{entry.run_id} (--pid {entry.agent})" for entry in entries)
+def _parents_of(pid: int) -> set[int]:
+    found: set[int] = set()
+    while (status := procfs.process_status(pid)) is not None and status.parent > 1:
+        pid = status.parent
+        found.add(pid)
+    return found
+
+
+def _of_run(agents: list[Agent], run_id: str) -> list[Agent]:
+    found = [agent for agent in agents if agent.run_id == run_id]
+    if not found:
+        known = f"; there are {_listed(agents)}" if agents else ""
+        raise UserError(f"--run-id {run_id!r} is not found on this host{_as_whom()}{known}")
+    return found
+
+
+def _listed(agents: list[Agent]) -> str:
+    return ", ".join(f"{agent.run_id} (--pid {agent.pid})" for agent in agents)
 
 
 def _as_whom() -> str:
@@ -125,9 +150,9 @@ def _as_whom() -> str:
 # What is shown.
 
 
-def _dump(entries: list[Entry], *, native: bool, with_all: bool) -> str:
-    workers = roll.running(entries)
-    headings = [_heading(entry) for entry in entries]
+def _dump(agents: list[Agent], *, native: bool, with_all: bool) -> str:
+    workers = _running(agents)
+    headings = [_heading(agent) for agent in agents]
     if not workers:
         raise HostError(f"no workers are running at the moment: {'; '.join(headings)}")
     heading = "\n".join(headings)
@@ -138,6 +163,21 @@ def _dump(entries: list[Entry], *, native: bool, with_all: bool) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _heading(entry: Entry) -> str:
-    node = f", node {entry.node} of {entry.nodes}" if entry.nodes > 1 else ""
-    return f"run {entry.run_id}, round {entry.round}{node}, agent {entry.agent} on {os.uname().nodename}"
+def _running(agents: list[Agent]) -> dict[int, tuple[int, int]]:
+    """A number -> global rank and pid of each worker that is still there. The pid of one that has ended may belong to
+    another process by now."""
+    found = []
+    for agent in agents:
+        below = set(procfs.descendants_of(agent.pid))
+        found += [worker for worker in agent.workers if worker[1] in below and _is_alive(worker[1])]
+    return dict(enumerate(sorted(found)))
+
+
+def _is_alive(pid: int) -> bool:
+    status = procfs.process_status(pid)
+    return status is not None and status.state != "Z"
+
+
+def _heading(agent: Agent) -> str:
+    node = f", node {agent.node} of {agent.nodes}" if agent.nodes > 1 else ""
+    return f"run {agent.run_id}, round {agent.round}{node}, agent {agent.pid} on {os.uname().nodename}"

@@ -144,6 +144,14 @@ class HangWatch:
             return None
         return max((at for rank in running if (at := self._board.read(rank)[0]) is not None), default=None)
 
+    def progress_of(self, local_rank: int) -> tuple[float | None, int | None]:
+        """When that worker last called `holdfast.progress` (monotonic), and its step. Any thread may ask."""
+        board = self._board
+        try:
+            return board.read(local_rank) if board is not None else (None, None)
+        except ValueError:  # Closed at this moment.
+            return None, None
+
     def knowledge(self, local_rank: int) -> tuple[float | None, int | None]:
         """For how long that worker has been quiet, and its last step."""
         said_at = self._output.moved_at([local_rank])

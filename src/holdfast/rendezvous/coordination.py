@@ -67,10 +67,12 @@ class Coordination(abc.ABC):
 
     `outcome` is how the run ended, if this node knows already. `verdict` is what follows from the failure that was just
     reported, in words; None if others have yet to decide. `has_leases`: this node can lose its place to another, so its
-    workers must not outlive its lease.
+    workers must not outlive its lease. `joined` says in words how far the round is that this node waits for; any thread
+    may read it.
     """
 
     has_leases = False
+    joined: str | None = None
 
     def __init__(self) -> None:
         self.outcome: Outcome | None = None

@@ -121,6 +121,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
 
     def join(self, failure: Failure | None = None) -> None:
         """The first time in a thread: names are looked up, and a coordinator may have to be started."""
+        self.joined = None
         if self._client is None and not self._is_shut_down:
             threading.Thread(target=self._begin, name="holdfast-begin", daemon=True).start()
         elif self._client is not None:
@@ -245,6 +246,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
                 self._log_progress(push)
                 return
             case model.Notice(text) | model.StandBy(_, text):
+                self.joined = text if isinstance(push, model.StandBy) else self.joined
                 logger.info("%s", text)
                 return
             case model.Refused(reason):
@@ -261,14 +263,16 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
 
     def _log_progress(self, progress: model.Progress) -> None:
         joined, wanted, most, left_s = progress.joined, progress.wanted, progress.max_nodes, progress.seconds_left
-        left = f"{left_s / 60:.0f} m" if left_s >= 90 else f"{left_s:.0f} s"
+        until = ""
         if joined < wanted:
-            news = f"{joined} of {wanted} nodes joined, waiting for {wanted - joined} (timeout in {left})"
+            left = f"{left_s / 60:.0f} m" if left_s >= 90 else f"{left_s:.0f} s"
+            self.joined = f"{joined} of {wanted} nodes joined, waiting for {wanted - joined}"
+            until = f" (timeout in {left})"
         elif joined < most:
-            news = f"{joined} of {most} nodes joined, last call for {most - joined} more"
+            self.joined = f"{joined} of {most} nodes joined, last call for {most - joined} more"
         else:
             return
-        logger.info("run %r at %s: %s", self._run_id, self._where, news)
+        logger.info("run %r at %s: %s%s", self._run_id, self._where, self.joined, until)
 
 
 class FixedEndpoint:

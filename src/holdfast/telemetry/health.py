@@ -25,12 +25,20 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from holdfast.errors import UserError
+from holdfast.telemetry.status import AgentStatus
 
 __all__ = ["AgentAlive", "HealthCheckServer", "create_healthcheck_server"]
 
 logger = logging.getLogger(__name__)
+
+PORT_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
+TIMEOUT_S = 60
+
+_served: list[Any] = []
 
 _MOST_CALLERS = 32
 _CALL_LIMIT_S = 5.0
@@ -60,7 +68,7 @@ class AgentAlive:
 
 
 class HealthCheckServer:
-    """Answers for whatever `alive_callback` speaks for. `describe` adds to the answers what else there is to tell.
+    """Answers for whatever `alive_callback` speaks for. If that is an agent, `status` is how it stands.
 
     Port 0 is any free port; `port` says which, once the server is started. It may be started again after a stop.
     """
@@ -70,7 +78,7 @@ class HealthCheckServer:
         self._wanted_port = port
         self._timeout_s = timeout
         self._desk: _Desk | None = None
-        self.describe: Callable[[], Mapping[str, Any]] = dict
+        self.status: Callable[[], AgentStatus | None] = lambda: None
 
     @property
     def alive_callback(self) -> Callable[[], float]:
@@ -104,7 +112,7 @@ class HealthCheckServer:
     def condition(self) -> dict[str, Any]:
         """What is answered: `status` is `alive` or `stuck`, the latter with a `reason`."""
         try:
-            told = dict(self.describe())
+            told = _told(self.status())
             silent_s = time.time() - self._alive_callback()
         except Exception as error:
             return {"status": "stuck", "reason": f"the alive callback failed: {type(error).__name__}: {error}"}
@@ -115,9 +123,70 @@ class HealthCheckServer:
         return {"status": "stuck", "reason": reason, **told}
 
 
+def _told(status: AgentStatus | None) -> dict[str, Any]:
+    if status is None:
+        return {}
+    return {"phase": status.phase, "round": status.round, "restarts": status.restarts_used}
+
+
 def create_healthcheck_server(alive_callback: Callable[[], float], port: int, timeout: float) -> HealthCheckServer:
     """A server that is not started yet. Whoever wants another kind in every run replaces this function."""
     return HealthCheckServer(alive_callback, port, timeout)
+
+
+# The server of an agent: one that the caller brought along, or one at a port. It serves from the beginning of a launch
+# to its end, or of `agent.run` if that was called directly.
+
+
+def chosen_port(given: int | None = None) -> int:
+    """The port that was given, else the one in the environment."""
+    text = str(given) if given is not None else os.environ[PORT_VARIABLE].strip()
+    if not text.isdecimal() or int(text) > 65535:
+        what = f"health_port {text}" if given is not None else f"{PORT_VARIABLE}={text}"
+        raise UserError(f"{what} is not a port (0 to 65535; 0 is any free one)")
+    return int(text)
+
+
+def server_at(port: int) -> HealthCheckServer:
+    """A server for the agent that will be introduced to it."""
+    server = create_healthcheck_server(AgentAlive(), port, TIMEOUT_S)
+    introduce(server, time.time, AgentStatus)
+    return server
+
+
+def introduce(server: Any, alive_time: Callable[[], float], status: Callable[[], AgentStatus]) -> None:
+    """From now on the server speaks for this agent, unless its user has given it a callback of another meaning."""
+    if isinstance(server, HealthCheckServer):
+        server.status = status
+        if isinstance(server.alive_callback, AgentAlive):
+            server.alive_callback.attach(alive_time)
+
+
+@contextlib.contextmanager
+def served(server: Any) -> Iterator[None]:
+    """The server serves within this block. If it does already, whoever started it will stop it."""
+    if any(each is server for each in _served):
+        yield
+        return
+    _served.append(server)
+    _attempt(server.start)
+    try:
+        yield
+    finally:
+        _served[:] = [each for each in _served if each is not server]
+        _attempt(server.stop)
+
+
+def _attempt(act: Callable[[], Any]) -> None:
+    """A server that cannot be started or stopped is a warning: it must never end a healthy job."""
+    try:
+        act()
+    except Exception as error:
+        name = getattr(act, "__name__", "call")
+        logger.warning("the health check server failed to %s: %s: %s", name, type(error).__name__, error)
+
+
+# The server.
 
 
 def respond(request: bytes, ask: Callable[[], Mapping[str, Any]]) -> bytes | None:

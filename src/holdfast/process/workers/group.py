@@ -245,6 +245,11 @@ class PContext(abc.ABC):
         working = {rank for rank, slot in self._slots.items() if slot.is_running and not slot.has_returned()}
         return {rank: pid for rank, pid in self.pids().items() if rank in working}
 
+    def ends(self) -> dict[int, tuple[int, bool]]:
+        """Local rank -> exit code, and whether holdfast stopped it, of those that have ended as far as was heard."""
+        slots = self._slots.items()
+        return {rank: (slot.exitcode, slot.stop is not None) for rank, slot in slots if slot.exitcode is not None}
+
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """The result once every process succeeded or any failed; None while they run.
 

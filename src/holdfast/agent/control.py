@@ -1,0 +1,281 @@
+"""The agent's control socket: on it other processes of the same user, and of root, ask what the agent is doing.
+
+    request    {"command": "status"}                        one line of JSON, at most 4 KiB
+    answer     {"result": {...}}   or   {"error": "..."}    one line of JSON; then the connection is closed
+
+Each agent listens on a Unix socket of its own (mode 0600), in a directory that belongs to its user alone (mode 0700):
+`$XDG_RUNTIME_DIR/holdfast`, else `holdfast-agents-<uid>` in `$TMPDIR` or /tmp. The peer's uid is checked, too. If there
+is no place for the socket, the run goes on without it.
+
+One thread serves the clients one after another. A client has a second for everything, so one that is slow or sends junk
+delays other clients by that, and the run not at all. Commands are a table from names to functions, which are called in
+that thread: they only read. A command that acts on the run must hand its request over to the agent's loop.
+
+An agent that was killed leaves its socket behind. A connection to such a socket is refused, and `find` removes it.
+"""
+
+from __future__ import annotations
+
+import _socket
+import contextlib
+import errno
+import logging
+import os
+import re
+import stat
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Command = Callable[[Mapping[str, Any]], Any]
+
+_CLIENT_LIMIT_S = 1.0
+_REQUEST_LIMIT_BYTES = 4096
+_ANSWER_LIMIT_BYTES = 4 << 20
+_ASK_LIMIT_S = 2.0
+_BACKLOG = 128
+_PATH_LIMIT_BYTES = 107  # the kernel's
+_CLOSE_PATIENCE_S = 0.2
+_SHORTAGE_PAUSE_S = 1.0
+# A socket refuses connections for a moment before its agent listens on it, too.
+_STALE_AFTER_S = 10.0
+_PATH = re.compile(r"/holdfast(?:-agents-\d+)?/[^/]*\.(\d+)\.[0-9a-f]{8}\.sock$")
+
+
+# The agent's side.
+
+
+@contextlib.contextmanager
+def served(run_id: str, commands: Mapping[str, Command]) -> Iterator[None]:
+    """Within this block the commands are served, if there is a place for the socket."""
+    try:
+        control = ControlSocket(run_id, commands)
+    except (OSError, RuntimeError) as error:
+        logger.debug("no control socket, so `holdfast stacks` will not find this agent: %s", error)
+        yield
+        return
+    try:
+        yield
+    finally:
+        control.close()
+
+
+class ControlSocket:
+    """Serves from its construction to `close`."""
+
+    def __init__(self, run_id: str, commands: Mapping[str, Command]) -> None:
+        self._commands = commands
+        self._owner = os.getpid()
+        self._is_closing = threading.Event()
+        self._listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        _open.add(self)
+        self.path = ""
+        try:
+            self.path = _bind(self._listener, run_id)
+            os.chmod(self.path, 0o600)
+            self._listener.listen(_BACKLOG)
+            self._thread = threading.Thread(target=self._serve, name="holdfast-control", daemon=True)
+            self._thread.start()
+        except BaseException:
+            self._remove()
+            self._listener.close()
+            raise
+
+    def close(self) -> None:
+        if os.getpid() != self._owner:
+            return  # The name and the thread are the parent's.
+        self._is_closing.set()
+        self._remove()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(_socket.SHUT_RDWR)  # Ends the thread's accept.
+        self._thread.join(_CLOSE_PATIENCE_S)
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+            os.rmdir(os.path.dirname(self.path))
+
+    # In the thread.
+
+    def _serve(self) -> None:
+        while not self._is_closing.is_set():
+            try:
+                fd, _ = self._listener._accept()  # type: ignore[attr-defined]  # The stubs do not know it.
+            except OSError:  # Closing, or no descriptor is free; then the client stays in the queue.
+                self._is_closing.wait(_SHORTAGE_PAUSE_S)
+                continue
+            client = _socket.socket(fileno=fd)
+            try:
+                self._serve_one(client)
+            except Exception as error:  # Of the client, or a shortage of anything here; the next one may be served.
+                logger.debug("a client of the control socket was dropped: %s", error)
+            finally:
+                client.close()
+        self._listener.close()
+
+    def _serve_one(self, client: _socket.socket) -> None:
+        until = time.monotonic() + _CLIENT_LIMIT_S
+        _, uid = _peer_of(client)
+        if uid not in (0, os.geteuid()):
+            raise PermissionError(f"user {uid} may not ask")
+        answer = self._answer(_read_line(client, _REQUEST_LIMIT_BYTES, until))
+        client.settimeout(max(0.001, until - time.monotonic()))
+        client.sendall(answer)
+        client.shutdown(_socket.SHUT_RDWR)  # A process that was just forked may hold a copy.
+
+    def _answer(self, line: bytes) -> bytes:
+        import json
+
+        answer: dict[str, Any]
+        try:
+            request = json.loads(line)
+            act = self._commands[request["command"]]
+        except Exception:  # Junk of any kind.
+            answer = {"error": f"this is no command; there are: {', '.join(sorted(self._commands))}"}
+        else:
+            try:
+                answer = {"result": act(request)}
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+        return json.dumps(answer).encode() + b"\n"
+
+
+def _bind(listener: _socket.socket, run_id: str) -> str:
+    """Give the socket a name in the first directory that can be used. Several agents may have the same run id and pid:
+    those of one process, and of containers that share the directory."""
+    name = f"{re.sub('[^0-9A-Za-z_-]', '_', run_id)[:40]}.{os.getpid()}.{os.urandom(4).hex()}.sock"
+    trouble = OSError()
+    # Each twice: the last agent to end removes the directory, perhaps between the two steps of the first try.
+    for directory in (each for each in directories() for _ in range(2)):
+        path = f"{directory}/{name}"
+        try:
+            if len(os.fsencode(path)) > _PATH_LIMIT_BYTES:
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory, 0o700)
+            if not _is_private(directory):
+                raise PermissionError(errno.EPERM, "it does not belong to this user alone", directory)
+            listener.bind(path)
+            return path
+        except OSError as error:
+            trouble = error
+    raise trouble
+
+
+_open: weakref.WeakSet[ControlSocket] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    """A forked process must not look like its agent when that is gone."""
+    for control in list(_open):
+        control._listener.close()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+# The other side.
+
+
+def find() -> tuple[list[dict[str, Any]], list[int]]:
+    """Every agent on this host that this user may ask, wherever its socket is: the statuses (`AgentStatus.to_dict`),
+    and the pids of agents that did not answer in time. Stale sockets are removed."""
+    statuses, silent = [], []
+    for path, pid in sorted(_paths().items()):
+        try:
+            answer, peer = _ask(path, {"command": "status"}, _ASK_LIMIT_S)
+        except ConnectionRefusedError:
+            with contextlib.suppress(OSError):
+                if os.path.dirname(path) in directories() and time.time() - os.stat(path).st_mtime > _STALE_AFTER_S:
+                    os.unlink(path)
+        except (TimeoutError, BlockingIOError):  # The latter if its queue is full.
+            silent.append(pid)
+        except (OSError, ValueError, RecursionError):
+            continue  # It is gone, or is none of ours.
+        else:
+            # Root asks every user's agents, and believes only what a process says of itself.
+            status = answer.get("result")
+            statuses += [status] if isinstance(status, dict) and status.get("pid") == peer else []
+    return statuses, silent
+
+
+def ask(path: str, request: Mapping[str, Any], timeout_s: float = _ASK_LIMIT_S) -> dict[str, Any]:
+    """The answer of the agent at that socket. Raises OSError if it cannot be asked, and ValueError for nonsense."""
+    return _ask(path, request, timeout_s)[0]
+
+
+def _ask(path: str, request: Mapping[str, Any], timeout_s: float) -> tuple[dict[str, Any], int]:
+    import json
+
+    until = time.monotonic() + timeout_s
+    owner = os.lstat(path).st_uid
+    if owner != os.geteuid() != 0:
+        raise PermissionError(errno.EPERM, "it belongs to another user", path)
+    sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(path)
+        pid, uid = _peer_of(sock)
+        if uid != owner:
+            raise PermissionError(errno.EPERM, f"user {uid} serves the socket of user {owner}", path)
+        sock.sendall(json.dumps(request).encode() + b"\n")
+        answer = json.loads(_read_line(sock, _ANSWER_LIMIT_BYTES, until))
+    finally:
+        sock.close()
+    if not isinstance(answer, dict):
+        raise ValueError(f"{path} does not answer with an object")
+    return answer, pid
+
+
+def directories() -> list[str]:
+    """Where this user's sockets are made, in the order of preference. Nothing else is kept there: the last agent to end
+    removes the directory, and a coordinator's must stay."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    found = [f"{runtime}/holdfast"] if runtime.startswith("/") else []
+    temporary = dict.fromkeys([os.path.abspath(os.environ.get("TMPDIR") or "/tmp"), "/tmp"])
+    return found + [f"{directory}/holdfast-agents-{os.geteuid()}" for directory in temporary]
+
+
+def _is_private(directory: str) -> bool:
+    found = os.lstat(directory)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _paths() -> dict[str, int]:
+    """Sockets and the pids in their names. The kernel lists those of agents whose TMPDIR is not ours, the directories
+    have those of agents that are gone."""
+    paths: list[str] = []
+    for directory in directories():
+        with contextlib.suppress(OSError):
+            paths += [f"{directory}/{name}" for name in os.listdir(directory) if _is_private(directory)]
+    with contextlib.suppress(OSError), open("/proc/net/unix", errors="surrogateescape") as listing:
+        paths += [line.rstrip("\n").split(maxsplit=7)[-1] for line in listing]
+    return {path: int(found[1]) for path in paths if (found := _PATH.search(path))}
+
+
+# Both sides.
+
+
+def _peer_of(sock: _socket.socket) -> tuple[int, int]:
+    """The pid and the uid of the process at the other end."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def _read_line(sock: _socket.socket, limit_bytes: int, until: float) -> bytes:
+    data = bytearray()
+    while not data.endswith(b"\n"):
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(errno.ETIMEDOUT, "no whole line in time")
+        sock.settimeout(left_s)
+        piece = sock.recv(65536)
+        data += piece
+        if not piece or len(data) > limit_bytes:
+            raise ValueError(f"a line of {len(data)} bytes {'without an end' if not piece else 'is too long'}")
+    return bytes(data)

@@ -1,0 +1,98 @@
+"""What an agent shows of itself: its status, on its control socket and to its health check.
+
+The agent calls `publish` from its loop, after each step of its machine and each look at its workers. It assigns a new
+record and waits for no reader. What serves readers runs in threads of its own and only reads.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from holdfast.agent import control
+from holdfast.agent.lifecycle import Phase
+from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT, Worker
+from holdfast.frozen import changed
+from holdfast.telemetry.status import AgentStatus, WorkerStatus
+
+if TYPE_CHECKING:
+    from holdfast.agent.agent import SimpleElasticAgent
+    from holdfast.hangs.watch import HangWatch
+    from holdfast.process.workers.group import PContext
+
+    # The workers as processes of this host, and what watches their progress; as far as an agent has them.
+    Processes = tuple[PContext | None, HangWatch | None]
+
+
+class Publisher:
+    """Of one agent."""
+
+    def __init__(self, agent: SimpleElasticAgent) -> None:
+        self._agent = agent
+        self.status = AgentStatus()
+
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """Within this block, a run of the agent, others can ask."""
+        spec = self._agent.get_worker_group().spec
+        run_id = str(spec.rdzv_handler.get_run_id()) if spec.rdzv_handler is not None else ""
+        now = time.time(), time.monotonic()
+        self.status = AgentStatus(run_id, spec.role, os.uname().nodename, os.getpid(), *now)
+        with self._health_served(), control.served(run_id, {"status": self._describe}):
+            yield
+
+    def publish(self) -> None:
+        agent, before = self._agent, self.status
+        machine, group, (context, _) = agent._machine, agent._worker_group, agent._processes
+        is_leaving = agent._is_stopping and machine.phase is not Phase.ENDED
+        known = {each.local_rank: each for each in before.workers}
+        ends = context.ends() if context is not None else {}
+        self.status = changed(
+            before,
+            phase=(Phase.STOPPING if is_leaving else machine.phase).lower(),
+            round=machine.round,
+            node=group.group_rank,
+            nodes=group.group_world_size,
+            restarts_used=agent._restarts_used,
+            restarts_left=agent._remaining_restarts,
+            workers=tuple(_worker_status(known.get(each.local_rank), each, ends, context) for each in group.workers),
+            story=machine.steps(),
+        )
+
+    def _describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        run, (_, watch) = self._agent._coordination, self._agent._processes
+        joined = run.joined if run is not None else None
+        return self.status.to_dict(time.monotonic(), joined, watch.progress_of if watch is not None else None)
+
+    def _health_served(self) -> Any:
+        agent = self._agent
+        if agent._health_check_server is None and not os.environ.get(TORCHELASTIC_HEALTH_CHECK_PORT):
+            return nullcontext()
+        from holdfast.telemetry import health
+
+        if agent._health_check_server is None:
+            agent._health_check_server = health.server_at(health.chosen_port())
+        health.introduce(agent._health_check_server, agent._get_alive_time, lambda: self.status)
+        return health.served(agent._health_check_server)
+
+
+def _worker_status(
+    old: WorkerStatus | None, worker: Worker, ends: Mapping[int, tuple[int, bool]], context: PContext | None
+) -> WorkerStatus:
+    """The record of a worker that has not changed stays."""
+    rank, global_rank, has_started = worker.local_rank, worker.global_rank, worker.id is not None
+    pid = worker.id if isinstance(worker.id, int) else None
+    if old is None or (old.global_rank, old.pid, old.started is not None) != (global_rank, pid, has_started):
+        if not has_started:
+            return WorkerStatus(rank, global_rank)
+        logs = (context.stdouts, context.stderrs, context.error_files) if context is not None else ({}, {}, {})
+        stdout, stderr, error_file = (each.get(rank, "") for each in logs)
+        now = time.time(), time.monotonic()
+        old = WorkerStatus(rank, global_rank, pid, "running", *now, None, stdout, stderr, error_file)
+    if not has_started or rank not in ends or old.exit_code is not None:
+        return old
+    code, was_stopped = ends[rank]
+    return changed(old, state="stopped" if was_stopped else "failed" if code else "succeeded", exit_code=code)

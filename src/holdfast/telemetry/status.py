@@ -1,0 +1,99 @@
+"""What one agent is doing: `AgentStatus`. Data only.
+
+The agent publishes a new record after each step of its machine by assigning one attribute. A reader in another thread
+takes the record as a whole: neither side waits for the other. Health check, control socket and commands show parts of
+it; nothing else describes the agent. `to_dict` adds what changes between two steps: ages and the workers' progress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.frozen import fields_of, frozen
+
+_STEPS_SHOWN = 8
+_TEXT_LIMIT = 200
+_WAITS = {
+    "joining": "a place in the run",
+    "starting": "the workers to start",
+    "stopping": "the workers to stop",
+    "waiting": "the other nodes to finish",
+}
+
+
+@frozen
+class WorkerStatus:
+    """One worker. Its state is `not started`, `running`, `succeeded`, `failed` or `stopped` (by holdfast)."""
+
+    local_rank: int
+    global_rank: int
+    pid: int | None = None
+    state: str = "not started"
+    started: float | None = None
+    started_monotonic: float | None = None
+    exit_code: int | None = None
+    stdout: str = ""
+    stderr: str = ""
+    error_file: str = ""
+
+    def to_dict(self, now: float, progress: tuple[float | None, int | None]) -> dict[str, Any]:
+        progress_at, step = progress
+        shown = fields_of(self)
+        shown["age_s"] = _age_s(shown.pop("started_monotonic"), now)
+        return {**shown, "progress_age_s": _age_s(progress_at, now), "step": step}
+
+
+@frozen
+class AgentStatus:
+    """One agent. `node` and `nodes` are its rank and how many nodes its round has. `story` are the last steps of its
+    machine: when (monotonic), in which phase, the event and the commands."""
+
+    run_id: str = ""
+    role: str = ""
+    host: str = ""
+    pid: int = 0
+    started: float = 0.0
+    started_monotonic: float = 0.0
+    phase: str = "idle"
+    round: int = 0
+    node: int | None = None
+    nodes: int | None = None
+    restarts_used: int = 0
+    restarts_left: int = 0
+    workers: tuple[WorkerStatus, ...] = ()
+    story: tuple[tuple[float, str, object, tuple[object, ...]], ...] = ()
+
+    def to_dict(
+        self,
+        now: float,
+        joining: str | None = None,
+        progress_of: Callable[[int], tuple[float | None, int | None]] | None = None,
+    ) -> dict[str, Any]:
+        """For JSON. `joining` says how far the rendezvous is; `progress_of` when (monotonic) a worker called
+        `holdfast.progress` last, and with which step."""
+        shown = fields_of(self)
+        shown["age_s"] = _age_s(shown.pop("started_monotonic"), now)
+        shown["waiting_for"] = (self.phase == "joining" and joining) or _WAITS.get(self.phase)
+        shown["workers"] = [
+            each.to_dict(now, progress_of(each.local_rank) if progress_of else (None, None)) for each in self.workers
+        ]
+        shown["story"] = [
+            {
+                "ago_s": _age_s(at, now),
+                "phase": phase.lower(),
+                "event": _text(event),
+                "commands": [*map(_text, commands)],
+            }
+            for at, phase, event, commands in self.story[-_STEPS_SHOWN:]
+        ]
+        return shown
+
+
+def _age_s(since: float | None, now: float) -> float | None:
+    return None if since is None else round(max(0.0, now - since), 3)
+
+
+def _text(record: object) -> str:
+    text = repr(record)
+    return text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]}..."

@@ -1,0 +1,453 @@
+"""The control socket: real agents that are asked, where it lies, who may ask, and what clients cannot do to it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.agent import RunResult, WorkerState, control
+from holdfast.agent.control import ControlSocket
+from holdfast.cli import stacks
+from holdfast.hangs.policy import HangPolicy
+from holdfast.process import DefaultLogsSpecs
+from holdfast.rendezvous.static import StandaloneRendezvous
+from tests import support
+from tests.integration.test_agent import make_agent
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes its user")
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime directory of our own, with a short name: that of a socket has at most 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="hf-", dir="/tmp"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., ControlSocket]]:
+    made: list[ControlSocket] = []
+
+    def serve(run_id: str = "job7", **commands: Callable[[Mapping[str, Any]], Any]) -> ControlSocket:
+        made.append(
+            ControlSocket(run_id, {"status": lambda request: {"pid": os.getpid(), "run_id": run_id}, **commands})
+        )
+        return made[-1]
+
+    yield serve
+    for each in made:
+        each.close()
+
+
+def found_here() -> dict[str, dict[str, Any]]:
+    """What this process's agents tell, by the name of their run."""
+    statuses, _ = control.find()
+    return {status["run_id"]: status for status in statuses if status["pid"] == os.getpid()}
+
+
+# Agents.
+
+
+def at_the_gate(directory: str) -> None:
+    """Rank 1 fails in its first life, once its gate was opened."""
+    holdfast.progress(step=1200)
+    if os.environ["RANK"] == "1":
+        life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        with open(f"{directory}/{os.environ['TORCHELASTIC_RUN_ID']}-{life}"):
+            pass
+        sys.exit(3 if life == "0" else 0)
+
+
+def test_two_agents_tell_what_they_are_doing(tmp_path: Path, home: Path) -> None:
+    gates = {(name, life): tmp_path / f"{name}-{life}" for name in ("job7", "job8") for life in range(2)}
+    for gate in gates.values():
+        os.mkfifo(gate)
+
+    def run(run_id: str) -> RunResult:
+        logs = DefaultLogsSpecs(str(tmp_path / "logs" / run_id))
+        policy = HangPolicy(hang_timeout_s=600)
+        return make_agent(
+            at_the_gate,
+            str(tmp_path),
+            handler=StandaloneRendezvous(run_id),
+            logs_specs=logs,
+            max_restarts=3,
+            hang_policy=policy,
+        ).run()
+
+    def status_of(run_id: str, round: int) -> dict[str, Any] | None:
+        status = found_here().get(run_id)
+        return status if status and (status["phase"], status["round"]) == ("running", round) else None
+
+    with ThreadPoolExecutor(2) as threads:
+        runs = [threads.submit(run, name) for name in ("job7", "job8")]
+        for name in ("job7", "job8"):
+            status = support.wait_until(lambda name=name: status_of(name, 1), "it runs")
+            assert (status["node"], status["nodes"], status["restarts_used"], status["restarts_left"]) == (0, 1, 0, 3)
+            assert (status["role"], status["host"], status["waiting_for"]) == ("trainer", os.uname().nodename, None)
+            assert [worker["global_rank"] for worker in status["workers"]] == [0, 1]
+            assert all(support.alive(worker["pid"]) for worker in status["workers"])
+            assert status["workers"][1]["state"] == "running"
+            assert os.path.dirname(status["workers"][1]["error_file"]).startswith(str(tmp_path / "logs" / name))
+            assert [step["event"].partition("(")[0] for step in status["story"]] == [
+                "RunRequested",
+                "Sealed",
+                "WorkersStarted",
+            ]
+            support.wait_until(lambda name=name: found_here()[name]["workers"][1]["step"] == 1200, "progress")
+        sockets = list((home / "holdfast").iterdir())
+        assert len(sockets) == 2
+        assert {each.stat().st_mode & 0o777 for each in sockets} == {0o600}
+        assert (home / "holdfast").stat().st_mode & 0o777 == 0o700
+        for name in ("job7", "job8"):
+            support.open_gate(gates[name, 0])
+            status = support.wait_until(lambda name=name: status_of(name, 2), "its second life")
+            assert (status["restarts_used"], status["restarts_left"]) == (1, 2)
+            assert "WorkersFailed(round=1)" in [step["event"] for step in status["story"]]
+            support.open_gate(gates[name, 1])
+        assert {each.result().state for each in runs} == {WorkerState.SUCCEEDED}
+    assert list(home.iterdir()) == []
+
+
+def test_the_run_goes_on_without_a_place_for_the_socket(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(control, "directories", lambda: ["/proc/nowhere/holdfast"])
+    caplog.set_level(logging.DEBUG, control.__name__)
+    assert make_agent("true").run().state is WorkerState.SUCCEEDED
+    [told] = [record for record in caplog.records if record.name == control.__name__]
+    assert told.levelno == logging.DEBUG
+    assert "no control socket, so `holdfast stacks` will not find this agent: " in told.getMessage()
+
+
+# Commands.
+
+
+def test_a_table_of_commands(serve: Callable[..., ControlSocket]) -> None:
+    path = serve(echo=lambda request: request["words"], fail=lambda request: {}["x"]).path
+    assert control.ask(path, {"command": "echo", "words": [1, "ä"]}) == {"result": [1, "ä"]}
+    assert control.ask(path, {"command": "fail"}) == {"error": "KeyError: 'x'"}
+    assert control.ask(path, {"command": "dance"}) == {"error": "this is no command; there are: echo, fail, status"}
+
+
+@pytest.mark.parametrize(
+    "words", [b"\n", b"junk\n", b"\xff\n", b"[]\n", b"3\n", b'{"command": []}\n', b"{}\n", b"[" * 4000 + b"\n"]
+)
+def test_junk_is_no_command(serve: Callable[..., ControlSocket], words: bytes) -> None:
+    with connected(serve().path) as client:
+        client.sendall(words)
+        assert json.loads(client.makefile().readline()) == {"error": "this is no command; there are: status"}
+
+
+def connected(path: str) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(support.DEADLINE_S)
+    client.connect(path)
+    return client
+
+
+@pytest.mark.parametrize("words", [b"", b'{"command": "sta', b'{"command": "status"}\nmore', b"x" * 100_000])
+def test_a_client_that_does_not_finish_is_dropped(serve: Callable[..., ControlSocket], words: bytes) -> None:
+    """Those behind it wait no longer than that."""
+    path = serve().path
+    with connected(path) as client:
+        try:
+            client.sendall(words)
+        except OSError:
+            pass  # It was dropped in the middle of it.
+        assert control.ask(path, {"command": "status"}, 30)["result"]["run_id"] == "job7"
+        try:
+            assert client.recv(100) == b""
+        except ConnectionResetError:
+            pass
+
+
+def test_a_client_that_does_not_read_is_dropped(serve: Callable[..., ControlSocket]) -> None:
+    path = serve(much=lambda request: "x" * (3 << 20)).path
+    with connected(path) as client:
+        client.sendall(b'{"command": "much"}\n')
+        assert "result" in control.ask(path, {"command": "status"}, 30)
+    assert len(control.ask(path, {"command": "much"}, 30)["result"]) == 3 << 20
+
+
+def test_answers_that_are_none(home: Path) -> None:
+    """Those who ask are as careful."""
+    for number, words in enumerate((b"", b"junk\n", b"[]\n", b"x" * (5 << 20))):
+        path = str(home / f"{number}.sock")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+
+            def serve(listener: socket.socket = listener, words: bytes = words) -> None:
+                client, _ = listener.accept()
+                with client:
+                    client.recv(100)
+                    try:
+                        client.sendall(words)
+                    except OSError:
+                        pass
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            with pytest.raises(ValueError):
+                control.ask(path, {"command": "status"}, 30)
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {},
+        {"pid": 1},
+        {"pid": 1, "run_id": "x", "round": 1, "node": 0, "nodes": 1, "workers": 3},
+        {"pid": 1, "run_id": "x", "round": float("inf"), "node": 0, "nodes": 1, "workers": []},
+        {"pid": 1, "run_id": "x", "round": 1, "node": 0, "nodes": 1, "workers": [[]]},
+        {"pid": 1, "run_id": "x", "round": 1, "node": 0, "nodes": 1, "workers": [{"global_rank": "a", "pid": 1}]},
+    ],
+)
+def test_a_status_that_is_none(status: dict[str, Any]) -> None:
+    assert stacks._agent_from(status) is None
+
+
+def test_what_an_agent_says_cannot_move_the_cursor() -> None:
+    status = {"pid": 1, "run_id": "\x1b[2J", "round": 1, "node": None, "nodes": None, "workers": []}
+    agent = stacks._agent_from(status)
+    assert agent is not None
+    assert agent.run_id == "'\\x1b[2J'"
+
+
+def test_without_descriptors_nothing_spins(
+    serve: Callable[..., ControlSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    monkeypatch.setattr(control, "_SHORTAGE_PAUSE_S", 0.05)
+    path = serve().path
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            for client in (first, second):
+                client.settimeout(support.DEADLINE_S)
+                client.connect(path)
+                client.sendall(b'{"command": "status"}\n')
+            # The first one may be served: a descriptor for it was taken when the agent began to wait.
+            second.settimeout(0.5)
+            began = time.process_time()
+            with pytest.raises(TimeoutError):
+                second.recv(1000)
+            assert time.process_time() - began < 0.4
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for client in (first, second):
+            client.settimeout(support.DEADLINE_S)
+            assert b"job7" in client.recv(1000)
+
+
+# Where it is.
+
+
+def test_the_name(serve: Callable[..., ControlSocket], home: Path) -> None:
+    path = serve("../a job/ä" + "x" * 200).path
+    assert os.path.dirname(path) == f"{home}/holdfast"
+    assert os.path.basename(path).startswith(f"___a_job__{'x' * 30}.{os.getpid()}.")
+    assert list(found_here()) == ["../a job/ä" + "x" * 200]
+
+
+def test_where_sockets_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = f"holdfast-agents-{os.geteuid()}"
+    for runtime, temporary, expected in (
+        ("/run/user/5", "/scratch", ["/run/user/5/holdfast", f"/scratch/{own}", f"/tmp/{own}"]),
+        ("relative", "", [f"/tmp/{own}"]),
+        ("", "/tmp/", [f"/tmp/{own}"]),
+    ):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        monkeypatch.setenv("TMPDIR", temporary)
+        assert control.directories() == expected
+
+
+def link_to_it(directory: Path) -> None:
+    real = directory.with_name("real")
+    real.mkdir(0o700)
+    directory.symlink_to(real)
+
+
+def open_to_the_group(directory: Path) -> None:
+    directory.mkdir()
+    directory.chmod(0o750)
+
+
+def of_another_user(directory: Path) -> None:
+    directory.mkdir(0o700)
+    os.chown(directory, NOBODY, NOBODY)
+
+
+def a_file(directory: Path) -> None:
+    directory.touch()
+
+
+@pytest.mark.parametrize("trap", [link_to_it, open_to_the_group, pytest.param(of_another_user, marks=as_root), a_file])
+def test_a_directory_that_is_not_ours_alone_is_not_used(
+    serve: Callable[..., ControlSocket], home: Path, monkeypatch: pytest.MonkeyPatch, trap: Callable[[Path], None]
+) -> None:
+    (home / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(home / "tmp"))
+    trap(home / "holdfast")
+    assert os.path.dirname(serve().path) == f"{home}/tmp/holdfast-agents-{os.geteuid()}"
+    monkeypatch.setattr(control, "directories", lambda: [str(home / "holdfast")])
+    with pytest.raises(OSError, match=r"alone|Not a directory"):
+        serve()
+
+
+def test_a_path_that_is_too_long_is_not_used(
+    serve: Callable[..., ControlSocket], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = home / ("x" * 80)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    monkeypatch.setenv("TMPDIR", str(home))
+    assert os.path.dirname(serve().path) == f"{home}/holdfast-agents-{os.geteuid()}"
+    assert list(deep.iterdir()) == []
+
+
+def test_an_agent_is_found_wherever_its_socket_is(
+    serve: Callable[..., ControlSocket], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler gives its jobs a TMPDIR that a shell on the same host does not have."""
+    serve()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+    assert "job7" in found_here()
+
+
+# Who may ask.
+
+OTHER_USER = f"""
+import json, os, socket, sys  # As long as they may be read.
+from holdfast.agent import control
+os.setgroups([])
+os.setgid({NOBODY})
+os.setuid({NOBODY})
+"""
+
+
+def as_nobody(source: str, *args: str, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", OTHER_USER + source, *args]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
+
+
+@as_root
+def test_another_user_is_refused(serve: Callable[..., ControlSocket], home: Path) -> None:
+    path = serve().path
+    # First by the directory, then by what the command does itself, then by the agent.
+    source = """
+client = socket.socket(socket.AF_UNIX)
+client.settimeout(30)
+try:
+    client.connect(sys.argv[1])
+    client.sendall(b'{"command": "status"}\\n')
+    print("got", client.recv(100))
+except OSError as error:
+    print(type(error).__name__)
+print([status for status in control.find()[0] if status["run_id"] == "job7"])
+"""
+    assert as_nobody(source, path).communicate()[0].split("\n")[:2] == ["PermissionError", "[]"]
+    for each, mode in ((home, 0o755), (home / "holdfast", 0o755), (Path(path), 0o666)):
+        each.chmod(mode)
+    told, statuses, _ = as_nobody(source, path).communicate()[0].split("\n")
+    assert told in ("got b''", "ConnectionResetError", "BrokenPipeError")
+    assert statuses == "[]"
+    assert "job7" in found_here()
+
+
+@as_root
+def test_root_sees_the_agents_of_others_and_believes_what_they_say_of_themselves() -> None:
+    source = """
+for pid in (os.getpid(), 1):
+    control.ControlSocket("theirs", {"status": lambda request, pid=pid: {"pid": pid, "run_id": "theirs"}})
+print("there", flush=True)
+sys.stdin.read()
+"""
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as theirs:
+        os.chown(theirs, NOBODY, NOBODY)
+        process = as_nobody(source, env={**os.environ, "XDG_RUNTIME_DIR": theirs})
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        theirs_found = [status for status in control.find()[0] if status.get("run_id") == "theirs"]
+        process.communicate()
+    assert theirs_found == [{"pid": process.pid, "run_id": "theirs"}]
+
+
+# Agents that are gone, or stopped.
+
+AGENT = """
+import os, sys
+from holdfast.agent import control
+made = control.ControlSocket("gone", {"status": lambda request: {"pid": os.getpid(), "run_id": "gone"}})
+print(made.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_agent_leaves_a_socket_that_is_removed(serve: Callable[..., ControlSocket]) -> None:
+    serve()
+    process = subprocess.Popen([sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    path = process.stdout.readline().strip()
+    assert process.pid in [status["pid"] for status in control.find()[0]]
+    process.kill()
+    process.communicate()
+    assert process.pid not in [status["pid"] for status in control.find()[0]]
+    assert os.path.exists(path), "it may be one that is not listened on yet"
+    os.utime(path, (0, 0))
+    os.utime(serve("old").path, (0, 0))
+    assert {"job7", "old"} <= {*found_here()}
+    assert not os.path.exists(path)
+    assert {"job7", "old"} <= {*found_here()}
+
+
+def test_an_agent_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_ASK_LIMIT_S", 0.5)
+    process = subprocess.Popen([sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    support.halt(process.pid)
+    assert process.pid in control.find()[1]
+    process.send_signal(signal.SIGCONT)
+    process.communicate()
+
+
+def test_a_forked_process_does_not_keep_the_socket(serve: Callable[..., ControlSocket]) -> None:
+    control_socket = serve()
+    pid = os.fork()
+    if pid == 0:
+        control_socket.close()
+        os._exit(int(control_socket._listener.fileno() != -1))
+    assert os.waitpid(pid, 0)[1] == 0
+    assert "job7" in found_here()
+
+
+def test_nothing_is_left_at_the_end(home: Path, no_descriptor_leak: None) -> None:
+    with control.served("job7", {}):
+        [path] = (home / "holdfast").iterdir()
+        assert "error" in control.ask(str(path), {"command": "status"})
+    assert list(home.iterdir()) == []
+    assert "holdfast-control" not in [thread.name for thread in threading.enumerate()]
