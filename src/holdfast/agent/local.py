@@ -1,7 +1,8 @@
 """`LocalElasticAgent`: an agent whose workers are processes of this host.
 
-Between two decisions it sleeps until a worker ends, a signal comes, or a rendezvous handler that cannot push
-has to be asked again. One spawner serves all rounds, so a restart costs no interpreter start of ours.
+Between two decisions it sleeps until a worker was started or has ended, a signal comes, the run pushes something, or a
+rendezvous handler that cannot push has to be asked again. One spawner serves all rounds, so a restart costs no
+interpreter start of ours.
 """
 
 from __future__ import annotations

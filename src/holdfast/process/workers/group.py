@@ -280,8 +280,9 @@ class PContext(abc.ABC):
         match report:
             case Started(rank, pid, pidfd):
                 self._slots[rank].pid, self._slots[rank].pidfd = pid, pidfd
-                if self._stop is not None:
-                    self._slots[rank].send(self._stop.signal)  # It was on its way when the others got theirs.
+                # It was on its way when the others got their signal. Without a pidfd it may be gone, its pid reused.
+                if self._stop is not None and pidfd is not None:
+                    self._slots[rank].send(self._stop.signal)
             case Refused(rank, number):
                 self._slots[rank].refusal = number
             case Exited(rank, exitcode, order):
