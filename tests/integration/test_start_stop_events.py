@@ -202,14 +202,9 @@ def test_a_stopped_spawner_does_not_hold_up_a_stop() -> None:
     """Its socket is full: some of the orders have not even been sent."""
     link = SpawnerLink.launch()
     support.halt(link._pid)
-    context = SubprocessContext(
-        "t",
-        "sleep",
-        dict.fromkeys(range(16), ("600", "x" * 100000)),
-        {rank: {} for rank in range(16)},
-        DefaultLogsSpecs("/dev/null"),
-        link=link,
-    )
+    args = dict.fromkeys(range(16), ("600", "x" * 100000))
+    spec = GroupSpec("t", "sleep", DefaultLogsSpecs("/dev/null"))
+    context = new_group(spec, args, {rank: {} for rank in args}, link=link)
     context.begin_start()
     assert not context.poll_start()
     assert context.unsent_fds()
@@ -230,7 +225,7 @@ class Run(SoloCoordination, StandaloneRendezvous):
         StandaloneRendezvous.__init__(self, "x")
         self.joins = 0
 
-    def join(self) -> None:
+    def join(self, failure: Failure | None = None) -> None:
         self.joins += 1
         if self.joins > 1:
             self.push(Ended(Outcome(End.SUCCEEDED, "all workers have succeeded")))
