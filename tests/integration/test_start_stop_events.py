@@ -258,7 +258,7 @@ def test_a_push_is_acted_on_while_workers_start(hanging: str, push: Push) -> Non
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(agent.run)
         await_exec(2)
-        assert agent._health()["phase"] == "starting"
+        assert agent._publisher.status.phase == "starting"
         agent._coordination.push(push)
         assert ended.result(PROMPTLY_S).state is WorkerState.SUCCEEDED
     assert agent._coordination.joins == (1 if isinstance(push, Ended) else 2)
@@ -269,10 +269,10 @@ def test_a_lost_place_ends_the_grace(mailbox: support.Mailbox) -> None:
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(agent.run)
         assert mailbox.take()[0].startswith("worker ")
-        support.wait_until(lambda: agent._health()["phase"] == "running", "it runs")
+        support.wait_until(lambda: agent._publisher.status.phase == "running", "it runs")
         agent._coordination.push(STOP)
         assert mailbox.take()[0].startswith("worker-SIGTERM ")
-        assert agent._health()["phase"] == "stopping"
+        assert agent._publisher.status.phase == "stopping"
         agent._coordination.push(LOST)
         assert ended.result(PROMPTLY_S).state is WorkerState.SUCCEEDED
 
@@ -304,7 +304,9 @@ def test_a_signal_ends_an_agent_whose_spawner_is_stopped(number: signal.Signals)
     agent = agent_of("sleep", "600", kind=WithStoppedSpawner)
 
     def interrupt() -> None:
-        support.wait_until(lambda: agent._health()["phase"] == "starting" and agent._busy_time.busy_for_s() == 0, "it")
+        support.wait_until(
+            lambda: agent._publisher.status.phase == "starting" and agent._busy_time.busy_for_s() == 0, "it"
+        )
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
