@@ -143,6 +143,36 @@ def io_bytes(pid: int) -> int | None:
     return int(counts[b"rchar"]) + int(counts[b"wchar"])
 
 
+def state(pid: int) -> str:
+    """The letter of the process's state; empty if it is gone."""
+    status = process_status(pid)
+    return status.state if status is not None else ""
+
+
+def wait_channel(pid: int) -> str:
+    """The kernel's function in which the process sleeps; empty if it does not or may not be asked."""
+    text = _read_text(f"/proc/{pid}/wchan").strip("\0 \n")
+    return "" if text == "0" else text
+
+
+def command_line(pid: int) -> str:
+    return _read_text(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for that signal."""
+    lines = dict(line.split(":", 1) for line in _read_text(f"/proc/{pid}/status").splitlines())
+    return bool(int(lines.get("SigCgt", "0"), 16) >> (number - 1) & 1)
+
+
+def ptrace_scope() -> str:
+    return _read_text("/proc/sys/kernel/yama/ptrace_scope").strip()
+
+
+def _read_text(path: str) -> str:
+    return (_read(path) or b"").decode("utf-8", "replace")
+
+
 def _read(path: str) -> bytes | None:
     """Nothing if the process is gone, None if it is not ours to read."""
     try:
