@@ -68,13 +68,10 @@ class ProcessStatus:
 
 
 def process_status(pid: int) -> ProcessStatus | None:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            text = stat.read()
-    except OSError:
+    text = _read(f"/proc/{pid}/stat")
+    if not text:
         return None
-    # The name may hold spaces and brackets; what follows the last bracket is plain.
-    fields = text[text.rindex(b")") + 2 :].split()
+    fields = _after_name(text)
     return ProcessStatus(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
 
 
@@ -91,11 +88,7 @@ def descendants_of(pid: int) -> list[int]:
 def mark_of(pid: int) -> bytes:
     """The mark that the process was started with, or nothing."""
     prefix = MARK_VARIABLE.encode() + b"="
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as environ:
-            entries = environ.read().split(b"\0")
-    except OSError:
-        return b""
+    entries = (_read(f"/proc/{pid}/environ") or b"").split(b"\0")
     return next((entry[len(prefix) :] for entry in entries if entry.startswith(prefix)), b"")
 
 
@@ -130,8 +123,13 @@ def cpu_s(pid: int) -> float | None:
     text = _read(f"/proc/{pid}/stat")
     if not text:
         return None if text is None else 0.0
-    fields = text[text.rindex(b")") + 2 :].split()
+    fields = _after_name(text)
     return (int(fields[11]) + int(fields[12])) / _TICKS_A_S
+
+
+def _after_name(stat: bytes) -> list[bytes]:
+    """The fields of /proc/<pid>/stat after the name, which may contain spaces and brackets."""
+    return stat[stat.rindex(b")") + 2 :].split()
 
 
 def io_bytes(pid: int) -> int | None:

@@ -15,10 +15,8 @@ from holdfast.hangs.policy import (
     IO_FLOOR_BYTES_A_S,
     LOOKS_A_BOUND,
     Bound,
-    Complain,
     HangMachine,
     HangPolicy,
-    Looked,
     Signal,
     Verdict,
     moved,
@@ -46,12 +44,12 @@ class Group:
         self.looks += 1
         verdict = None
         seen = {signal: when for signal, when in self.moved_at.items() if when <= START + at}
-        for command in self.machine.step(Looked(seen), START + at):
+        for command in self.machine.step(seen, START + at):
             match command:
                 case Verdict():
                     verdict = command
-                case Complain(text):
-                    self.complaints.append(text)
+                case str():
+                    self.complaints.append(command)
         return verdict
 
     def run_until(self, end: float) -> tuple[float, Verdict] | None:
@@ -180,7 +178,7 @@ def test_while_the_agents_output_is_blocked_nobody_is_judged() -> None:
     group = Group(HangPolicy(hang_timeout_s=10, pattern="x", progress_every_s=5))
     group.move(1, OUTPUT, PATTERN)
     for at in range(2, 100, 2):
-        assert group.machine.step(Looked(group.moved_at, is_blind=True), START + at) == []
+        assert group.machine.step(group.moved_at, START + at, is_blind=True) == []
     found = group.run_until(200)
     assert found is not None
     assert found[0] == 98 + 5
@@ -189,7 +187,7 @@ def test_while_the_agents_output_is_blocked_nobody_is_judged() -> None:
 def test_a_verdict_holds_however_long_the_stacks_took() -> None:
     group = Group(HangPolicy(hang_timeout_s=10))
     assert group.look(10) is not None
-    assert group.machine.step(Looked({}, is_again=True), START + 30)
+    assert group.machine.step({}, START + 30, is_again=True)
 
 
 def test_a_verdict_is_withdrawn_by_whatever_moves() -> None:
@@ -212,7 +210,7 @@ def test_a_broken_cadence_is_not_mended_by_output() -> None:
 
 def test_times_from_the_future_and_from_before_the_start_do_no_harm() -> None:
     group = Group(HangPolicy(hang_timeout_s=10))
-    group.machine.step(Looked({PROGRESS: START + 1e9, OUTPUT: 5.0}), START + 1)
+    group.machine.step({PROGRESS: START + 1e9, OUTPUT: 5.0}, START + 1)
     found = group.run_until(100)
     assert found is not None
     assert found[0] == 11
@@ -347,8 +345,8 @@ def test_words(settings: dict[str, Any], bound: Bound, moved_ago: dict[Signal, f
 def test_a_movement_while_stacks_are_taken_counts_however_long_that_takes() -> None:
     """The workers stand still while they are looked at, so the time since their movement is no silence of theirs."""
     machine = HangMachine(HangPolicy(1.0, signals=frozenset({Signal.OUTPUT})), 0.0)
-    assert isinstance(machine.step(Looked({}), 1.0)[-1], Verdict)
-    assert machine.step(Looked({Signal.OUTPUT: 1.5}, is_again=True), 9.0) == []
+    assert isinstance(machine.step({}, 1.0)[-1], Verdict)
+    assert machine.step({Signal.OUTPUT: 1.5}, 9.0, is_again=True) == []
     assert machine.next_deadline() == 10.0
-    assert isinstance(machine.step(Looked({Signal.OUTPUT: 1.5}), 10.0)[-1], Verdict)
-    assert machine.step(Looked({Signal.OUTPUT: 1.5}, is_again=True), 12.0) != [], "nothing has moved since"
+    assert isinstance(machine.step({Signal.OUTPUT: 1.5}, 10.0)[-1], Verdict)
+    assert machine.step({Signal.OUTPUT: 1.5}, 12.0, is_again=True) != [], "nothing has moved since"

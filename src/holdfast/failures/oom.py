@@ -85,14 +85,10 @@ def evidence(before: MemoryKills | None, after: MemoryKills | None) -> str:
     kills = after.kills - before.kills
     victims = "1 process" if kills == 1 else f"{kills} processes"
     name = after.cgroup.encode("utf-8", "replace").decode()
-    where = f"of cgroup {name}{_sizes(after)}" if after.cgroup else "of this host"
+    sizes = {"limit": after.limit_bytes, "peak": after.peak_bytes}
+    known = ", ".join(f"{key} {_size_text(size)}" for key, size in sizes.items() if size is not None)
+    where = f"of cgroup {name}{known and f' ({known})'}" if after.cgroup else "of this host"
     return f"the kernel's memory killer ended {victims} {where} while it ran"
-
-
-def _sizes(count: MemoryKills) -> str:
-    sizes = {"limit": count.limit_bytes, "peak": count.peak_bytes}
-    known = [f"{name} {_size_text(size)}" for name, size in sizes.items() if size is not None]
-    return f" ({', '.join(known)})" if known else ""
 
 
 def _size_text(size: float) -> str:

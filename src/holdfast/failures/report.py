@@ -156,8 +156,8 @@ def cause_line(rank: int, failure: FailureFacts) -> str:
     separator = ": " if detail else ""
     # Both texts share the rest of the line; each may use what the other leaves.
     budget = CAUSE_LINE_LIMIT_CHARS - len(start) - len(ending) - len(separator)
-    detail = _shorten(detail, max(budget - len(said), budget // 2))
-    return f"{start}{_shorten(said, budget - len(detail))}{ending}{separator}{detail}"
+    detail = shorten(detail, max(budget - len(said), budget // 2))
+    return f"{start}{shorten(said, budget - len(detail))}{ending}{separator}{detail}"
 
 
 def _cause_pieces(failure: FailureFacts) -> tuple[str, str, str]:
@@ -200,7 +200,7 @@ def _place(stack: str) -> str:
     return f"in {found[3].strip()}, {found[1]} line {found[2]}" if found else ""
 
 
-def _shorten(text: str, limit: int) -> str:
+def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."
 
 
@@ -255,9 +255,13 @@ def failure_block(index: int, fields: Mapping[str, str], evidence: Evidence) -> 
     """One failure of the report: its fields, one a line, then the evidence."""
     lines = [f"[{index}]:"]
     lines += [f"  {name:<10}: {_indent_rest(value)}" for name, value in fields.items()]
-    lines += _section("stack", _head(_lines(evidence.stack.strip("\n")), _STACK_LIMIT_LINES))
-    said = _without(evidence.stderr_tail.strip("\n"), fields.get("traceback", ""))
-    lines += _section("stderr", _tail(_lines(said), _STDERR_LIMIT_LINES))
+    stack = _lines(evidence.stack.strip("\n"))
+    if (hidden := len(stack) - _STACK_LIMIT_LINES) > 0:  # The most recent call is first.
+        stack[_STACK_LIMIT_LINES:] = [f"... ({hidden} more lines)"]
+    stderr = _lines(_without(evidence.stderr_tail.strip("\n"), fields.get("traceback", "").strip("\n")))
+    if (hidden := len(stderr) - _STDERR_LIMIT_LINES) > 0:
+        stderr[:hidden] = [f"... ({hidden} lines before)"]
+    lines += _section("stack", stack) + _section("stderr", stderr)
     sentences = {"memory": evidence.memory, "note": evidence.note}
     lines += [f"  {name:<10}: {_indent_rest(text)}" for name, text in sentences.items() if text]
     return "\n".join(lines)
@@ -265,9 +269,8 @@ def failure_block(index: int, fields: Mapping[str, str], evidence: Evidence) -> 
 
 def _without(stderr_tail: str, traceback: str) -> str:
     """The stderr of a worker without the traceback, which the report has shown already."""
-    if "\n" not in traceback.strip("\n"):
-        return stderr_tail  # A single line is not a traceback but a message.
-    return stderr_tail.removesuffix(traceback.strip("\n")).rstrip("\n")
+    # A single line is not a traceback but a message.
+    return stderr_tail.removesuffix(traceback).rstrip("\n") if "\n" in traceback else stderr_tail
 
 
 def _indent_rest(text: str) -> str:
@@ -275,30 +278,11 @@ def _indent_rest(text: str) -> str:
 
 
 def _section(name: str, lines: Sequence[str]) -> list[str]:
-    if not any(line.strip() for line in lines):
-        return []
-    return [f"  {name:<10}:", *(f"    {line}".rstrip() for line in lines)]
-
-
-def _head(lines: list[str], limit: int) -> list[str]:
-    """A stack has its most recent call first, so its end is cut."""
-    hidden = len(lines) - limit
-    return lines if hidden <= 0 else [*lines[:limit], f"... ({hidden} more lines)"]
-
-
-def _tail(lines: list[str], limit: int) -> list[str]:
-    hidden = len(lines) - limit
-    return lines if hidden <= 0 else [f"... ({hidden} lines before)", *lines[-limit:]]
+    return [f"  {name:<10}:", *(f"    {line}".rstrip() for line in lines)] if any(map(str.strip, lines)) else []
 
 
 def report(
-    name: str,
-    root: str,
-    others: Sequence[str],
-    *,
-    unshown: Sequence[int] = (),
-    stopped: Mapping[int, str] | None = None,
-    cause: str = "",
+    name: str, root: str, others: Sequence[str], unshown: Sequence[int] = (), stopped: str = "", cause: str = ""
 ) -> str:
     """The report of a failed group, from the blocks of its failures. The last line is the cause."""
     other_lines = list(others) or ["  <NO_OTHER_FAILURES>"]
@@ -308,7 +292,7 @@ def report(
     body = [title, middle, *other_lines, heading, root]
     width = min(max(len(line) for text in body for line in text.split("\n")), _BORDER_LIMIT_CHARS)
     border, rule = "=" * width, "-" * width
-    closing = [f"Stopped by holdfast: {stopped_text(stopped)}"] if stopped else []
+    closing = [f"Stopped by holdfast: {stopped}"] if stopped else []
     closing += [f"Cause: {cause}"] if cause else []
     return "\n".join(["", border, title, rule, middle, *other_lines, rule, heading, root, border, *closing])
 

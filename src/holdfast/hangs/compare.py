@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from holdfast.failures.report import ranks_text
+from holdfast.failures.report import ranks_text, shorten
 from holdfast.frozen import frozen
 
 SUMMARY_FRAMES = 10
@@ -129,11 +129,6 @@ class Group:
     def first(self) -> WorkerLook:
         return self.looks[0]
 
-    @property
-    def lowest_step(self) -> float:
-        steps = [look.step for look in self.looks if look.step is not None]
-        return min(steps, default=float("inf"))
-
 
 @frozen
 class Picture:
@@ -141,10 +136,6 @@ class Picture:
 
     groups: tuple[Group, ...]
     odd: tuple[Group, ...]
-
-    @property
-    def crowd(self) -> Group:
-        return self.groups[-1]
 
     @property
     def is_all_in_collective(self) -> bool:
@@ -155,20 +146,18 @@ class Picture:
 def picture(looks: Iterable[WorkerLook]) -> Picture:
     by_place: dict[object, list[WorkerLook]] = {}
     for look in sorted(looks, key=lambda each: each.rank):
-        by_place.setdefault(_place_key(look), []).append(look)
+        frames = tuple((frame.name, frame.file, frame.line) for frame in _python_frames(look.main))
+        place = frames or (look.leader.state, look.leader.trouble)
+        by_place.setdefault((look.frozen is None, place), []).append(look)
     groups = sorted((Group(tuple(each)) for each in by_place.values()), key=lambda each: (_oddness(each), each.ranks))
     odd = [group for group in groups if _oddness(group) == _oddness(groups[0]) != _oddness(groups[-1])]
     return Picture(tuple(groups), tuple(odd))
 
 
-def _place_key(look: WorkerLook) -> object:
-    frames = tuple((frame.name, frame.file, frame.line) for frame in python_frames(look.main))
-    return look.frozen is None, frames or (look.leader.state, look.leader.trouble)
-
-
 def _oddness(group: Group) -> tuple[bool, bool, int, float]:
     """The least is the oddest."""
-    return group.first.frozen is None, group.first.is_in_collective, len(group.looks), group.lowest_step
+    lowest_step = min((look.step for look in group.looks if look.step is not None), default=float("inf"))
+    return group.first.frozen is None, group.first.is_in_collective, len(group.looks), lowest_step
 
 
 def _is_collective(frame: Frame) -> bool:
@@ -177,17 +166,17 @@ def _is_collective(frame: Frame) -> bool:
     return bool(_COLLECTIVE_NAME.fullmatch(frame.name) or _COLLECTIVE_FILE.search(frame.file))
 
 
-def python_frames(frames: Sequence[Frame]) -> list[Frame]:
+def _python_frames(frames: Sequence[Frame]) -> list[Frame]:
     return [frame for frame in frames if not frame.is_native and not _OWN.search(frame.file)]
 
 
 def place(look: WorkerLook) -> str:
     """The innermost line of the user's own code, if there is one."""
-    frames = python_frames(look.main)
+    frames = _python_frames(look.main)
     frame = next((each for each in frames if not _LIBRARY.search(each.file)), frames[0] if frames else None)
     if frame is None:
         return _kernel_place(look.leader) or "at an unknown place"
-    source = f" `{_cut(frame.source, _SOURCE_LIMIT_CHARS)}`" if frame.source else ""
+    source = f" `{shorten(frame.source, _SOURCE_LIMIT_CHARS)}`" if frame.source else ""
     return f"at {frame.file.rpartition('/')[2]}:{frame.line} in {frame.name}{source}"
 
 
@@ -202,7 +191,7 @@ def found(looked: Picture, rank: int) -> str:
     state = f"{_FROZEN[look.frozen.state]}, " if look.frozen is not None else ""
     words = f"it was {state}{place(look)}"
     if group in looked.odd:
-        crowd = looked.crowd
+        crowd = looked.groups[-1]
         were = "was" if len(crowd.ranks) == 1 else "were"
         return f"{words}, while {ranks_text(crowd.ranks)} {were} {place(crowd.first)}"
     count = sum(len(each.ranks) for each in looked.groups)
@@ -210,9 +199,7 @@ def found(looked: Picture, rank: int) -> str:
         return f"{words}; {f'all {count} workers' if count > 1 else 'the worker'} of this node waited for peers"
     if len(looked.groups) > 1:
         return f"{words}; the workers of this node were at {len(looked.groups)} places, and none stands out"
-    if len(group.ranks) > 1:
-        return f"{words}, like all {count} workers of this node"
-    return words
+    return f"{words}, like all {count} workers of this node" if count > 1 else words
 
 
 def summary(looked: Picture, *, frames_limit: int | None = SUMMARY_FRAMES, groups_limit: int = SUMMARY_GROUPS) -> str:
@@ -272,15 +259,11 @@ def stack_lines(frames: Sequence[Frame], *, full_paths: bool = False, is_short: 
 def _frame_text(frame: Frame, full_paths: bool) -> str:
     if frame.is_native:
         return f"{_native_name(frame.name)} ({frame.file.rpartition('/')[2]})"
-    file = frame.file if full_paths else short_file(frame.file)
-    source = f"   {_cut(frame.source, _SOURCE_LIMIT_CHARS)}" if frame.source else ""
+    # The path below site-packages or the standard library; of any other file its name.
+    library = re.match(r".*/(?:site-packages|dist-packages|lib(?:64)?/python3[.\d]*t?)/(.+)$", frame.file)
+    file = frame.file if full_paths else library[1] if library else frame.file.rpartition("/")[2]
+    source = f"   {shorten(frame.source, _SOURCE_LIMIT_CHARS)}" if frame.source else ""
     return f"{frame.name} ({file}:{frame.line}){source}"
-
-
-def short_file(path: str) -> str:
-    """The path below site-packages or the standard library; of any other file its name."""
-    library = re.match(r".*/(?:site-packages|dist-packages|lib(?:64)?/python3[.\d]*t?)/(.+)$", path)
-    return library[1] if library else path.rpartition("/")[2]
 
 
 def _native_name(name: str) -> str:
@@ -291,11 +274,7 @@ def _native_name(name: str) -> str:
         if depth == 0:
             kept.append(char)
         depth -= char in ">)" and depth > 0
-    return _cut("".join(kept).strip() or name, _NAME_LIMIT_CHARS)
-
-
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return shorten("".join(kept).strip() or name, _NAME_LIMIT_CHARS)
 
 
 def full_text(looks: Iterable[WorkerLook]) -> str:

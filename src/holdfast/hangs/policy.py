@@ -44,7 +44,7 @@ Errors of observation must not end a healthy job:
 * After a verdict the agent takes stacks and asks again; a group that has moved meanwhile continues. The cost of writing
   its own stacks does not count as movement of a worker: otherwise no hang would be acted on without py-spy.
 
-The shell (`hangs/watch.py`) looks at `next_deadline` and passes what it saw as `Looked`.
+The shell (`hangs/watch.py`) looks at `next_deadline` and passes what it saw to `step`.
 """
 
 from __future__ import annotations
@@ -174,19 +174,6 @@ def moved(used: Mapping[Signal, float | None], elapsed_s: float, *, has_dumped: 
 
 
 @frozen
-class Looked:
-    """When each signal last moved; a signal that never moved is absent.
-
-    `is_again`: this look follows a verdict and may be late. `is_blind`: the agent's own output is blocked, so workers
-    may be waiting for its reader.
-    """
-
-    moved_at: Mapping[Signal, float]
-    is_again: bool = False
-    is_blind: bool = False
-
-
-@frozen
 class Verdict:
     """The group is hung: which bound it broke, for how long it was silent, and how long ago each signal moved."""
 
@@ -194,13 +181,6 @@ class Verdict:
     limit_s: float
     silent_s: float
     moved_ago_s: Mapping[Signal, float]
-
-
-@frozen
-class Complain:
-    """Warn the user."""
-
-    text: str
 
 
 class HangMachine:
@@ -212,7 +192,7 @@ class HangMachine:
         self._counts_from = now
         self._moved_at: dict[Signal, float] = {}
         self._marked_at: float | None = None
-        self._has_complained = False
+        self._has_warned = False
         self._shortest_s = min(policy.limits.values())
         # Without samples, one look within the shortest bound is enough to notice a first match or mark in time.
         self._look_every_s = self._shortest_s / LOOKS_A_BOUND if is_sampled else self._shortest_s
@@ -223,26 +203,30 @@ class HangMachine:
         """When to look next."""
         return min([self._looked_at + self._look_every_s, *(at for at, _, _ in self._bounds())])
 
-    def step(self, event: Looked, now: float) -> list[Verdict | Complain]:
-        if event.is_blind:
+    def step(
+        self, moved_at: Mapping[Signal, float], now: float, *, is_again: bool = False, is_blind: bool = False
+    ) -> list[Verdict | str]:
+        """A verdict if the group hangs, and warnings for the user.
+
+        `moved_at` says when each signal last moved; a signal that never moved is absent. `is_again`: this look follows
+        a verdict and may be late. `is_blind`: the agent's own output is blocked, so workers may wait for its reader.
+        """
+        is_late = not is_again and now - self.next_deadline() > max(_LATE_S, _LATE_SHARE * self._shortest_s)
+        # Workers stand still while their stacks are taken, so a movement since the verdict counts as one of now.
+        if is_blind or is_late or (is_again and self._has_moved_since_verdict(moved_at)):
             self._counts_from = now
-        elif not event.is_again:
-            if now - self.next_deadline() > max(_LATE_S, _LATE_SHARE * self._shortest_s):
-                self._counts_from = now
-        elif self._has_moved_since_verdict(event.moved_at):
-            self._counts_from = now  # Workers stand still while their stacks are taken.
         self._looked_at = now
-        for signal, at in event.moved_at.items():
+        for signal, at in moved_at.items():
             self._moved_at[signal] = min(now, max(at, self._moved_at.get(signal, self._started_at)))
         if self._marked_at is None:
             marks = (Signal.PATTERN, Signal.PROGRESS)
             self._marked_at = min((self._moved_at[mark] for mark in marks if mark in self._moved_at), default=None)
-        commands: list[Verdict | Complain] = [*self._complaints(now)]
+        found: list[Verdict | str] = [*self._warnings(now)]
         for at, bound, limit_s in self._bounds()[:1]:
             if at <= now:
                 self._broken = bound
-                commands.append(self._verdict(bound, limit_s, now))
-        return commands
+                found.append(self._verdict(bound, limit_s, now))
+        return found
 
     def _has_moved_since_verdict(self, moved_at: Mapping[Signal, float]) -> bool:
         counted = {Signal.PATTERN} if self._broken is Bound.CADENCE else self.policy.chosen
@@ -278,14 +262,14 @@ class HangMachine:
         silent_s = now - (self._started_at if last is None else last)
         return Verdict(bound, limit_s, silent_s, {signal: now - at for signal, at in self._moved_at.items()})
 
-    def _complaints(self, now: float) -> Iterator[Complain]:
+    def _warnings(self, now: float) -> Iterator[str]:
         """Once, when the longest bound has passed without a match."""
         age_s = now - self._started_at
         has_matched = not self.policy.pattern or Signal.PATTERN in self._moved_at
-        if has_matched or self._has_complained or age_s < max(self.policy.limits.values()):
+        if has_matched or self._has_warned or age_s < max(self.policy.limits.values()):
             return
-        self._has_complained = True
-        yield Complain(
+        self._has_warned = True
+        yield (
             f"{age_s:.0f} s after the start, no output line of this node's workers has matched --progress-pattern "
             f"{self.policy.quoted_pattern}; the pattern is ignored until one does"
         )

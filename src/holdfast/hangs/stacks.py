@@ -25,6 +25,7 @@ from typing import Any, Generic, TypeVar
 
 from holdfast import procfs
 from holdfast.errors import HostError
+from holdfast.failures.report import shorten
 from holdfast.hangs.compare import Frame, Look, Thread
 
 T = TypeVar("T")
@@ -46,7 +47,8 @@ _SOURCE_LIMIT_BYTES = 4 << 20
 def look_at(pid: int, *, native: bool = False, timeout_s: float = DUMP_TIMEOUT_S) -> Look:
     """Never raises: `trouble` says why there are no stacks."""
     state = _lasting_state(pid)
-    facts: dict[str, Any] = {"state": state, "waits_in": procfs.wait_channel(pid), "command": _command(pid)}
+    command = shorten(procfs.command_line(pid), 120)
+    facts: dict[str, Any] = {"state": state, "waits_in": procfs.wait_channel(pid), "command": command}
     until_s = time.monotonic() + timeout_s
 
     def left_s(share: float = 1.0) -> float:
@@ -81,11 +83,6 @@ def _lasting_state(pid: int) -> str:
     while (state := procfs.state(pid)) == "D" and time.monotonic() < ends:
         time.sleep(_LOOK_AGAIN_S)
     return state
-
-
-def _command(pid: int) -> str:
-    words = procfs.command_line(pid)
-    return words if len(words) <= 120 else words[:117] + "..."
 
 
 # py-spy.

@@ -21,7 +21,7 @@ from holdfast import loop, procfs, progress_board, signals
 from holdfast.frozen import frozen
 from holdfast.hangs import compare, policy, stacks
 from holdfast.hangs.compare import Look, Picture, WorkerLook
-from holdfast.hangs.policy import Complain, HangMachine, HangPolicy, Looked, Signal, Verdict
+from holdfast.hangs.policy import HangMachine, HangPolicy, Signal, Verdict
 from holdfast.process.output.watch import OutputWatch
 
 if TYPE_CHECKING:
@@ -45,25 +45,18 @@ class UsageMeter:
 
     def read(self, leaders: Iterable[int]) -> dict[int, dict[Signal, float | None]]:
         """By the pid of the leader: the use since the last reading, None if a process of the tree cannot be read."""
-        trees = {leader: [leader, *procfs.descendants_of(leader)] for leader in leaders}
-        seen = {
-            (pid, signal): read(pid)
-            for signal, read in self.counters.items()
-            for tree in trees.values()
-            for pid in tree
-        }
-        before, self._last = self._last, seen
-
-        def used(tree: list[int], signal: Signal) -> float | None:
-            total = 0.0
-            for key in ((pid, signal) for pid in tree):
-                now = seen[key]
-                if now is None:
-                    return None
-                total += max(0.0, now - (before.get(key) or 0.0))
-            return total
-
-        return {leader: {signal: used(tree, signal) for signal in self.counters} for leader, tree in trees.items()}
+        before, self._last = self._last, {}
+        used: dict[int, dict[Signal, float | None]] = {leader: dict.fromkeys(self.counters, 0.0) for leader in leaders}
+        for leader, sums in used.items():
+            for pid in (leader, *procfs.descendants_of(leader)):
+                for signal, read in self.counters.items():
+                    now, total = read(pid), sums[signal]
+                    self._last[pid, signal] = now
+                    if now is None or total is None:
+                        sums[signal] = None
+                    else:
+                        sums[signal] = total + max(0.0, now - (before.get((pid, signal)) or 0.0))
+        return used
 
 
 class HangWatch:
@@ -119,19 +112,15 @@ class HangWatch:
             return None
         try:
             now = time.monotonic()
-            looked = Looked(self._movements(running, now, has_dumped=is_again), is_again, self._output.is_blind)
-            commands = self._machine.step(looked, now)
+            movements = self._movements(running, now, has_dumped=is_again)
+            found = self._machine.step(movements, now, is_again=is_again, is_blind=self._output.is_blind)
         except Exception as error:
             logger.warning("hangs are not watched for any more: %s: %s", type(error).__name__, error)
             self._machine = None
             return None
-        verdict = None
-        for command in commands:
-            if isinstance(command, Complain):
-                logger.warning("%s", command.text)
-            else:
-                verdict = command
-        return verdict
+        for text in (each for each in found if isinstance(each, str)):
+            logger.warning("%s", text)
+        return next((each for each in found if isinstance(each, Verdict)), None)
 
     def _movements(self, running: Mapping[int, int], now: float, *, has_dumped: bool) -> dict[Signal, float]:
         self._output.look(now)

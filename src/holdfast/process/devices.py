@@ -14,11 +14,6 @@ from collections.abc import Mapping
 
 from holdfast.errors import UserError
 
-PLUGIN_GROUP = "holdfast.devices"
-
-_INTEL_VENDOR = "0x8086"
-_INTEL_DRIVERS = frozenset({"i915", "xe"})
-
 
 def worker_count(text: str) -> int:
     """The number of workers for a number, or for the name of a kind of device."""
@@ -31,13 +26,14 @@ def worker_count(text: str) -> int:
 def count(kind: str, *, root: str = "/", environ: Mapping[str, str] | None = None) -> int:
     """The number of devices of a kind. `UserError` if the kind is unknown or there is none."""
     environ = os.environ if environ is None else environ
+    cpu_count = len(os.sched_getaffinity(0))  # Those that this process may use.
     match kind:
         case "cpu":
-            return cpu_count()
+            return cpu_count
         case "auto":
             # An integrated Intel GPU does not count: it is no reason to start one worker only.
             has_xpu = any(map(_is_discrete, _intel_buses(root)))
-            return gpu_count(root, environ) or (xpu_count(root, environ) if has_xpu else 0) or cpu_count()
+            return gpu_count(root, environ) or (xpu_count(root, environ) if has_xpu else 0) or cpu_count
         case "gpu":
             number = gpu_count(root, environ)
         case "xpu":
@@ -47,11 +43,6 @@ def count(kind: str, *, root: str = "/", environ: Mapping[str, str] | None = Non
     if number < 1:
         raise UserError(f"this machine has no {kind} device that is visible here")
     return number
-
-
-def cpu_count() -> int:
-    """The CPUs that this process may use, often fewer than the machine has."""
-    return len(os.sched_getaffinity(0))
 
 
 def gpu_count(root: str, environ: Mapping[str, str]) -> int:
@@ -105,7 +96,7 @@ def _intel_buses(root: str) -> list[str]:
 
 def _is_intel_gpu(device: str) -> bool:
     driver = os.path.basename(os.path.realpath(os.path.join(device, "driver")))
-    return _read(os.path.join(device, "vendor")).strip() == _INTEL_VENDOR and driver in _INTEL_DRIVERS
+    return _read(os.path.join(device, "vendor")).strip() == "0x8086" and driver in ("i915", "xe")
 
 
 def _is_discrete(address: str) -> bool:
@@ -116,7 +107,7 @@ def _is_discrete(address: str) -> bool:
 def _plugin_count(kind: str) -> int:
     from importlib.metadata import entry_points
 
-    found = {point.name: point for point in entry_points(group=PLUGIN_GROUP)}
+    found = {point.name: point for point in entry_points(group="holdfast.devices")}
     if kind not in found:
         known = ", ".join(["cpu", "gpu", "xpu", "auto", *sorted(found)])
         raise UserError(f"{kind!r} is neither a number nor a kind of device; those are: {known}")

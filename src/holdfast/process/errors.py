@@ -96,16 +96,11 @@ class ProcessFailure:
 
     def encoded(self) -> str:
         """The failure with its evidence, for the other nodes of the run."""
-        error = {} if self._has_no_error() else self.error_file_data
-        return wire_evidence.encode(self.local_rank, self.pid, self.error_file, error, self.evidence or Evidence())
+        evidence = self.evidence or Evidence()
+        return wire_evidence.encode(self.local_rank, self.pid, self.error_file, self._error(), evidence)
 
     def signal_name(self) -> str:
         return report.signal_name(self.exitcode) or NOT_AVAILABLE
-
-    def exitcode_text(self) -> str:
-        """A hung worker did not end by itself."""
-        has_hung = self.evidence is not None and self.evidence.hang
-        return "none, it hung" if has_hung and self.exitcode == 0 else str(self.exitcode)
 
     def timestamp_isoformat(self) -> str:
         """Local time, with `_` between date and time."""
@@ -116,14 +111,8 @@ class ProcessFailure:
 
     def facts(self) -> FailureFacts:
         """For the ranking of failures and the cause line."""
-        return FailureFacts(
-            exitcode=self.exitcode,
-            text="" if self._has_no_error() else report.error_text(self.error_file_data),
-            order=self.order,
-            timestamp=self.timestamp,
-            pid=self.pid,
-            evidence=self.evidence or Evidence(),
-        )
+        text, evidence = report.error_text(self._error()), self.evidence or Evidence()
+        return FailureFacts(self.exitcode, text, self.order, self.timestamp, self.pid, evidence)
 
     def traceback_text(self) -> str:
         """The traceback if the worker left one, else its message."""
@@ -146,8 +135,9 @@ class ProcessFailure:
             self.evidence = replace(evidence, note=note)
             return None
 
-    def _has_no_error(self) -> bool:
-        return bool(self.error_file_data["message"] == _NO_MESSAGE)
+    def _error(self) -> dict[str, Any]:
+        """The worker's own error; empty if it left none."""
+        return {} if self.error_file_data["message"] == _NO_MESSAGE else self.error_file_data
 
 
 class ChildFailedError(Exception):
@@ -193,32 +183,27 @@ class ChildFailedError(Exception):
 
     def format_msg(self) -> str:
         root, _ = self.get_first_failure()
-        indices = {rank: index for index, rank in enumerate(self.failures)}
         others = [rank for rank in self.failures if rank != root]
         shown, unshown = others[: report.SHOWN_FAILURES_LIMIT], others[report.SHOWN_FAILURES_LIMIT :]
-        return report.report(
-            self.name,
-            self._block(indices[root], root),
-            [self._block(indices[rank], rank) for rank in shown],
-            unshown=unshown,
-            stopped=self.stopped,
-            cause=self.cause(),
-        )
+        blocks, stopped = [self._block(rank) for rank in shown], report.stopped_text(self.stopped)
+        return report.report(self.name, self._block(root), blocks, unshown, stopped, self.cause())
 
-    def _block(self, index: int, rank: int) -> str:
-        failure = self.failures[rank]
-        name = report.signal_name(failure.exitcode)
+    def _block(self, rank: int) -> str:
+        failure, index = self.failures[rank], list(self.failures).index(rank)
+        evidence, name = failure.evidence or Evidence(), report.signal_name(failure.exitcode)
+        # A hung worker did not end by itself, so 0 is not its exit code.
+        exitcode = "none, it hung" if evidence.hang and failure.exitcode == 0 else str(failure.exitcode)
         pid = [f"(pid: {failure.pid})"] if failure.pid > 0 or not failure.node else []
         fields = {
             "time": failure.timestamp_isoformat(),
             # Not the fully qualified name: a DNS lookup may block.
             "host": failure.node or os.uname().nodename,
             "rank": f"{rank} (local_rank: {failure.local_rank})" if failure.local_rank >= 0 else str(rank),
-            "exitcode": " ".join([failure.exitcode_text(), *pid, *([f"({name})"] if name else [])]),
+            "exitcode": " ".join([exitcode, *pid, *([f"({name})"] if name else [])]),
             "error_file": failure.error_file,
             "traceback": failure.traceback_text(),
         }
-        return report.failure_block(index, fields, failure.evidence or Evidence())
+        return report.failure_block(index, fields, evidence)
 
 
 class ErrorHandler:

@@ -132,9 +132,16 @@ class JsonLinesHandler(logging.Handler):
         self._has_torn_line = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = self.format(record) + "\n"
+        line = (self.format(record) + "\n").encode("utf-8", "backslashreplace")
+        if self._has_torn_line:
+            line = b"\n" + line  # The disk was full in the middle of an earlier line. End that line first.
         try:
-            self._append(line.encode("utf-8", "backslashreplace"))
+            if self._fd is None:
+                self._fd = _open_for_append(self.path)
+            written = os.write(self._fd, line)
+            self._has_torn_line = written < len(line)
+            if self._has_torn_line:
+                raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were written")
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
@@ -151,16 +158,8 @@ class JsonLinesHandler(logging.Handler):
             os.close(fd)
         super().close()
 
-    def _append(self, line: bytes) -> None:
-        if self._fd is None:
-            self._fd = _open_for_append(self.path)
-        if self._has_torn_line:
-            # The disk was full in the middle of an earlier line. End that line first.
-            line = b"\n" + line
-        written = os.write(self._fd, line)
-        self._has_torn_line = written < len(line)
-        if self._has_torn_line:
-            raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were written")
+
+_file_handler = cache(JsonLinesHandler)
 
 
 def _open_for_append(path: str) -> int:
@@ -185,10 +184,8 @@ def register_handler(name: str, factory_or_handler: HandlerOrFactory) -> None:
     if not name or name.startswith(_FILE_PREFIX):
         raise UserError(f"an event handler cannot be named {name!r}")
     if not isinstance(factory_or_handler, logging.Handler) and not callable(factory_or_handler):
-        raise UserError(
-            f"event handler {name!r} must be a logging.Handler or a function that makes one, "
-            f"not {type(factory_or_handler).__name__}"
-        )
+        kind = type(factory_or_handler).__name__
+        raise UserError(f"event handler {name!r} must be a logging.Handler or a function that makes one, not {kind}")
     with _routes_lock:
         log_handlers[name] = factory_or_handler
         _broken_destinations.discard(name)
@@ -260,20 +257,11 @@ def construct_and_record_rdzv_event(
     import traceback
 
     caller = sys._getframe(1).f_code
-    record_rdzv_event(
-        RdzvEvent(
-            name=f"{os.path.basename(caller.co_filename)}:{name or caller.co_name}",
-            run_id=run_id,
-            message=message,
-            hostname=hostname or full_hostname(),
-            pid=os.getpid() if pid is None else pid,
-            node_state=node_state,
-            master_endpoint=master_endpoint,
-            rank=rank,
-            local_id=local_id,
-            error_trace=traceback.format_exc() if node_state is NodeState.FAILED and sys.exception() else "",
-        )
-    )
+    name = f"{os.path.basename(caller.co_filename)}:{name or caller.co_name}"
+    hostname, pid = hostname or full_hostname(), os.getpid() if pid is None else pid
+    trace = traceback.format_exc() if node_state is NodeState.FAILED and sys.exception() else ""
+    event = RdzvEvent(name, run_id, message, hostname, pid, node_state, master_endpoint, rank, local_id, trace)
+    record_rdzv_event(event)
 
 
 def _get_or_create_logger(destination: str = "null") -> logging.Logger:
@@ -292,11 +280,6 @@ def _get_or_create_logger(destination: str = "null") -> logging.Logger:
 
 def _path_of(destination: str) -> str:
     return destination.removeprefix(_FILE_PREFIX) if destination.startswith(_FILE_PREFIX) else ""
-
-
-@cache
-def _file_handler(path: str) -> JsonLinesHandler:
-    return JsonLinesHandler(path)
 
 
 def _unknown_text(name: str) -> str:

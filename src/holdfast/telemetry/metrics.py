@@ -51,13 +51,10 @@ class ConsoleMetricHandler(MetricHandler):
     """Prints each value to standard output."""
 
     def emit(self, metric_data: MetricData) -> None:
-        data = metric_data
-        print(f"[{data.timestamp}][{data.group_name}]: {data.name}={data.value}")
+        print("[{}][{}]: {}={}".format(*metric_data))
 
 
 class NullMetricHandler(MetricHandler):
-    """Drops each value."""
-
     def emit(self, metric_data: MetricData) -> None:
         pass
 

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence, Set
+import re
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -60,7 +61,9 @@ def cpus_for(
     """The CPUs for one worker: never empty, and always among the allowed ones (default: this process's)."""
     usable = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
     try:
-        machine = _Machine.read(root.rstrip("/"), usable, os.environ if environ is None else environ)
+        root = root.rstrip("/")
+        devices = _visible(_device_nodes(root), os.environ if environ is None else environ)
+        machine = _Machine(root, _nodes_with_cpus(root, usable), devices)
         return _chosen(machine, options.affinity_mode, local_rank, local_world_size)
     except HostError as error:
         if not options.should_fall_back_if_binding_fails:
@@ -76,13 +79,6 @@ class _Machine:
     root: str
     cpus_of_node: dict[int, tuple[int, ...]]
     device_nodes: list[int]
-
-    @classmethod
-    def read(cls, root: str, allowed: frozenset[int], environ: Mapping[str, str]) -> _Machine:
-        nodes = _nodes_with_cpus(root, allowed)
-        if not nodes:
-            raise HostError(f"no NUMA node with a usable CPU is described in {_nodes_path(root)}")
-        return cls(root, nodes, _visible(_device_nodes(root), environ))
 
     def worker_nodes(self, local_world_size: int) -> list[int]:
         """The node of each worker; with devices, of those workers that have one."""
@@ -114,7 +110,7 @@ def _chosen(machine: _Machine, mode: AffinityMode, local_rank: int, local_world_
         case AffinityMode.SOCKET:
             return _socket(machine, node)
         case AffinityMode.EXCLUSIVE:
-            return _share_of_cores(_cores(machine, node), place, sharers, node)
+            return _share_of_cores(machine, node, place, sharers)
         case AffinityMode.CORE_COMPLEX:
             groups = _cache_groups(machine, node)
             return frozenset(groups[place % len(groups)])
@@ -129,14 +125,10 @@ def _socket(machine: _Machine, node: int) -> frozenset[int]:
     return frozenset(cpu for number in nodes for cpu in machine.cpus(number))
 
 
-def _cores(machine: _Machine, node: int) -> list[tuple[int, ...]]:
-    """The physical cores of a node, each with its usable CPUs."""
+def _share_of_cores(machine: _Machine, node: int, place: int, sharers: int) -> frozenset[int]:
     usable = set(machine.cpus(node))
     siblings = {frozenset(parse_cpu_list(machine.topology(cpu, "thread_siblings_list"))) for cpu in usable}
-    return sorted(tuple(sorted(core & usable)) for core in siblings)
-
-
-def _share_of_cores(cores: Sequence[tuple[int, ...]], place: int, sharers: int, node: int) -> frozenset[int]:
+    cores = sorted(sorted(core & usable) for core in siblings)
     if len(cores) < sharers:
         raise HostError(
             f"NUMA node {node} has {len(cores)} usable cores for {sharers} workers; exclusive needs one each"
@@ -164,32 +156,27 @@ def _last_cache(root: str, cpu: int) -> Set[int]:
     return parse_cpu_list(_read(f"{levels[max(levels)]}/shared_cpu_list"))
 
 
-def _nodes_path(root: str) -> str:
-    return f"{root}/sys/devices/system/node"
-
-
 def _nodes_with_cpus(root: str, allowed: frozenset[int]) -> dict[int, tuple[int, ...]]:
-    base = _nodes_path(root)
+    base = f"{root}/sys/devices/system/node"
     numbers = [int(name[4:]) for name in names(base) if name.startswith("node") and name[4:].isdecimal()]
     lists = {number: parse_cpu_list(_read(f"{base}/node{number}/cpulist")) & allowed for number in numbers}
+    if not any(lists.values()):
+        raise HostError(f"no NUMA node with a usable CPU is described in {base}")
     return {number: tuple(sorted(cpus)) for number, cpus in sorted(lists.items()) if cpus}
 
 
 def _device_nodes(root: str) -> list[int]:
     """The NUMA node of every GPU, in the order of PCI addresses; 0 if it is unknown."""
     base = f"{root}/sys/bus/pci/devices"
-    gpus = [address for address in names(base) if _is_gpu(f"{base}/{address}")]
-    return [max(0, int(_read(f"{base}/{address}/numa_node"))) for address in sorted(gpus, key=_address_key)]
+    # `0000:3b:00.0` as numbers: the domain may have more than four digits.
+    in_order = sorted(names(base), key=lambda address: [int(part, 16) for part in re.split("[:.]", address)])
+    gpus = [f"{base}/{address}" for address in in_order if _is_gpu(f"{base}/{address}")]
+    return [max(0, int(_read(f"{gpu}/numa_node"))) for gpu in gpus]
 
 
 def _is_gpu(device: str) -> bool:
     classes = _GPU_CLASSES.get(_read(f"{device}/vendor"), ())
     return _read(f"{device}/class").startswith(classes) if classes else False
-
-
-def _address_key(address: str) -> tuple[int, ...]:
-    """`0000:3b:00.0` as numbers: the domain may have more than four digits."""
-    return tuple(int(part, 16) for part in address.replace(".", ":").split(":"))
 
 
 def _visible(devices: list[int], environ: Mapping[str, str]) -> list[int]:
