@@ -69,13 +69,9 @@ def _amd_count(root: str, environ: Mapping[str, str]) -> int:
         if shown is not None:
             return len(listed(shown))
     nodes = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
-    return sum(_has_compute_units(os.path.join(nodes, node, "properties")) for node in names(nodes))
-
-
-def _has_compute_units(properties: str) -> bool:
-    """The kernel lists CPUs as compute nodes too; those have no SIMD units."""
-    found = re.search(r"^simd_count (\d+)$", _read(properties), re.MULTILINE)
-    return found is not None and int(found[1]) > 0
+    properties = [_read(os.path.join(nodes, node, "properties")) for node in names(nodes)]
+    # The kernel lists CPUs as compute nodes too; those have no SIMD units.
+    return sum(re.search(r"^simd_count [1-9]", text, re.MULTILINE) is not None for text in properties)
 
 
 def xpu_count(root: str, environ: Mapping[str, str]) -> int:

@@ -85,9 +85,8 @@ class MetricsConfig:
         self.params = {} if params is None else params
 
 
-_default_handler: MetricHandler = NullMetricHandler()
-_handlers_by_group: dict[str, MetricHandler] = {}
-
+# By group; None is the default handler.
+_handlers: dict[str | None, MetricHandler] = {None: NullMetricHandler()}
 # By id, because a handler need not be hashable; the reference keeps the id from being reused.
 _known_to_fail: dict[int, MetricHandler] = {}
 
@@ -101,15 +100,11 @@ def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
 
 def configure(handler: MetricHandler, group: str | None = None) -> None:
     """Sets the handler of one group, or the default handler."""
-    global _default_handler
-    if group is None:
-        _default_handler = handler
-    else:
-        _handlers_by_group[group] = handler
+    _handlers[group] = handler
 
 
 def getStream(group: str) -> MetricStream:  # noqa: N802  # the name that users know
-    return MetricStream(group, _handlers_by_group.get(group, _default_handler))
+    return MetricStream(group, _handlers.get(group, _handlers[None]))
 
 
 def put_metric(metric_name: str, metric_value: float, metric_group: str = DEFAULT_GROUP) -> None:
