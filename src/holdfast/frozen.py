@@ -1,9 +1,8 @@
 """Small immutable records: events, commands, reports.
 
-`@frozen` makes of an annotated class what `@dataclass(frozen=True, slots=True)` makes of it, for the cases that the
-pure machines need: fields with plain defaults, equality between records of the same kind, a readable repr, `match`
-by position. It shares its methods between all records instead of compiling new ones for each, so a module full of
-events costs next to nothing to import; the agent's start-up is mostly such imports.
+`@frozen` does what `@dataclass(frozen=True, slots=True)` does, as far as the pure machines need it: fields with plain
+defaults, equality between records of the same class, a readable repr, `match` by position. All records share its
+methods. A dataclass compiles new ones for each class, which makes imports slow; they are most of the agent's start-up.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ def _init(self: Any, *values: Any, **named: Any) -> None:
     put = object.__setattr__
     for name, value in zip(names, values, strict=False):
         put(self, name, value)
-    if len(values) == len(names) and not named:
-        return
     for name in names[len(values) :]:
         if name in named:
             put(self, name, named.pop(name))
@@ -60,14 +57,9 @@ def _reduce(self: Any) -> tuple[Any, ...]:
 
 
 _SHARED = {
-    "__init__": _init,
-    "__eq__": _eq,
-    "__hash__": _hash,
-    "__repr__": _repr,
-    "__setattr__": _refuse,
-    "__delattr__": _refuse,
-    "__reduce__": _reduce,
-}
+    "__init__": _init, "__eq__": _eq, "__hash__": _hash, "__repr__": _repr, "__setattr__": _refuse,
+    "__delattr__": _refuse, "__reduce__": _reduce,
+}  # fmt: skip
 
 
 def fields_of(record: Any) -> dict[str, Any]:

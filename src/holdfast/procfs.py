@@ -62,13 +62,10 @@ class ProcessStatus:
 
 
 def process_status(pid: int) -> ProcessStatus | None:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            text = stat.read()
-    except OSError:
+    text = _read(f"/proc/{pid}/stat")
+    if not text:
         return None
-    # The name may hold spaces and brackets; what follows the last bracket is plain.
-    fields = text[text.rindex(b")") + 2 :].split()
+    fields = _after_name(text)
     return ProcessStatus(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
 
 
@@ -85,11 +82,7 @@ def descendants_of(pid: int) -> list[int]:
 def mark_of(pid: int) -> bytes:
     """The mark that the process was started with, or nothing."""
     prefix = MARK_VARIABLE.encode() + b"="
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as environ:
-            entries = environ.read().split(b"\0")
-    except OSError:
-        return b""
+    entries = (_read(f"/proc/{pid}/environ") or b"").split(b"\0")
     return next((entry[len(prefix) :] for entry in entries if entry.startswith(prefix)), b"")
 
 
@@ -124,8 +117,13 @@ def cpu_s(pid: int) -> float | None:
     text = _read(f"/proc/{pid}/stat")
     if not text:
         return None if text is None else 0.0
-    fields = text[text.rindex(b")") + 2 :].split()
+    fields = _after_name(text)
     return (int(fields[11]) + int(fields[12])) / _TICKS_A_S
+
+
+def _after_name(stat: bytes) -> list[bytes]:
+    """The fields of /proc/<pid>/stat after the name, which may contain spaces and brackets."""
+    return stat[stat.rindex(b")") + 2 :].split()
 
 
 def io_bytes(pid: int) -> int | None:
@@ -135,6 +133,36 @@ def io_bytes(pid: int) -> int | None:
         return None if text is None else 0
     counts = dict(line.split(b": ") for line in text.splitlines())
     return int(counts[b"rchar"]) + int(counts[b"wchar"])
+
+
+def state(pid: int) -> str:
+    """The letter of the process's state; empty if it is gone."""
+    status = process_status(pid)
+    return status.state if status is not None else ""
+
+
+def wait_channel(pid: int) -> str:
+    """The kernel's function in which the process sleeps; empty if it does not or may not be asked."""
+    text = _read_text(f"/proc/{pid}/wchan").strip("\0 \n")
+    return "" if text == "0" else text
+
+
+def command_line(pid: int) -> str:
+    return _read_text(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for that signal."""
+    lines = dict(line.split(":", 1) for line in _read_text(f"/proc/{pid}/status").splitlines())
+    return bool(int(lines.get("SigCgt", "0"), 16) >> (number - 1) & 1)
+
+
+def ptrace_scope() -> str:
+    return _read_text("/proc/sys/kernel/yama/ptrace_scope").strip()
+
+
+def _read_text(path: str) -> str:
+    return (_read(path) or b"").decode("utf-8", "replace")
 
 
 def _read(path: str) -> bytes | None:

@@ -1,22 +1,21 @@
-"""`holdfast.progress(step=...)`: one line in a training loop that tells the agent that the job moves.
+"""`holdfast.progress(step=...)`: a call in a training loop that tells the agent that the job makes progress.
 
-The agent has a piece of shared memory, the *board*, with a slot for each worker; the worker finds it through
-`HOLDFAST_PROGRESS` in its environment and writes two numbers there: when (the monotonic clock, which all processes
-of a host share) and the step. No system call, no lock, nothing to wait for. Without an agent that watches, the call
-does nothing.
+The agent has a piece of shared memory, the *board*, with a slot for each worker. The worker finds it through
+`HOLDFAST_PROGRESS` in its environment and writes two numbers: the time (of the monotonic clock, which all processes of
+a host share) and the step. There is no system call and no lock. Without an agent that watches, the call does nothing.
 
-Training must never suffer from it, so it raises nothing, and cannot be hit by what happens to the memory: the board
-is sealed, so that nobody can make it smaller under a writer; it is on no disk that could be full or be taken away;
-and a path that leads to something else by now is recognised by a token and left alone.
+The call must never harm the training, so it raises nothing, and the memory cannot fail: the board is sealed, so it
+cannot shrink under a writer; it is not on a disk, which could be full or removed; and a token detects a path that leads
+to another file by now.
 
-Both sides are here, and this module imports next to nothing, because workers import it.
+Workers import this module, so it imports next to nothing.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from _struct import Struct  # `struct` without the wrapper around it.
+from _struct import Struct  # `struct` without its wrapper.
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ VARIABLE = "HOLDFAST_PROGRESS"
 
 _MAGIC = b"holdfast board 1"
 _TOKEN_BYTES = 16
-# A cache line for each worker: none slows another down.
+# A cache line for each worker, so that they do not slow each other down.
 _SLOT_BYTES = 64
 _SLOT = Struct("=qq")
 _NO_STEP = -(1 << 63)
@@ -39,17 +38,17 @@ _is_settled = False
 
 
 def progress(step: int | None = None) -> None:
-    """Tell holdfast that the job moves, and optionally at which step it is. Costs about a microsecond."""
+    """Tell holdfast that the job makes progress, and optionally its step. Costs about a microsecond."""
     if _memory is None and not _find_board():
         return
     try:
         _write(_memory, _offset, _now(), _NO_STEP if step is None else step)
-    except Exception:  # A step that is no whole number, or is too large. That it was made still counts.
+    except Exception:  # The step is no whole number, or too large. The call still counts.
         _write(_memory, _offset, _now(), _NO_STEP)
 
 
 def _find_board() -> bool:
-    """Done once in a process, whether it succeeds or not."""
+    """Tried once in a process."""
     global _memory, _offset, _is_settled
     if _is_settled:
         return False
@@ -57,7 +56,7 @@ def _find_board() -> bool:
     try:
         path, offset, token = os.environ[VARIABLE].rsplit(":", 2)
         _offset, _memory = int(offset), _map(path, int(offset), token)
-    except Exception:  # There is none, or it is gone, or nobody may look at it: then there is nobody to tell.
+    except Exception:  # There is no board, or it is gone or not readable.
         return False
     return True
 
@@ -69,14 +68,14 @@ def _map(path: str, offset: int, token: str) -> object:
     try:
         head = os.pread(fd, len(_MAGIC) + _TOKEN_BYTES, 0)
         if head != _MAGIC + token.encode() or not _SLOT_BYTES <= offset <= os.fstat(fd).st_size - _SLOT_BYTES:
-            raise ValueError("this is not the board that was meant")
+            raise ValueError("this file is not the board")
         return mmap.mmap(fd, 0)
     finally:
         os.close(fd)
 
 
 def _forget() -> None:
-    """A forked child may be a worker in its own right, with another slot."""
+    """A forked child may be another worker, with another slot."""
     global _memory, _is_settled
     _memory, _is_settled = None, False
 
@@ -94,7 +93,7 @@ class Board:
         self._token = os.urandom(_TOKEN_BYTES // 2).hex()
         self._fd = os.memfd_create("holdfast-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # Written, not only sized, so that every page is there before a worker touches it.
+            # Written, not only sized, so that every page exists before a worker touches it.
             blank = _SLOT.pack(0, _NO_STEP).ljust(_SLOT_BYTES, b"\0")
             os.write(self._fd, (_MAGIC + self._token.encode()).ljust(_SLOT_BYTES, b"\0") + blank * count)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -104,11 +103,11 @@ class Board:
             raise
 
     def address(self, index: int) -> str:
-        """What a worker is told in its environment."""
+        """The value of `VARIABLE` for a worker."""
         return f"/proc/{os.getpid()}/fd/{self._fd}:{self._place(index)}:{self._token}"
 
     def read(self, index: int) -> tuple[float | None, int | None]:
-        """When that worker last called, by the monotonic clock, and with which step."""
+        """The time of the worker's last call, by the monotonic clock, and its step."""
         at_ns, step = _SLOT.unpack_from(self._memory, self._place(index))
         return (at_ns / 1e9 if at_ns > 0 else None), (None if step == _NO_STEP else step)
 

@@ -157,7 +157,7 @@ def test_a_cadence_that_is_broken_though_output_goes_on(holdfast: Holdfast) -> N
     ("signals", "words"),
     [
         (("--progress-signals=output",), r"no output since the start \d+ s ago"),
-        ((), r"no output or I/O for \d+ s, in the beginning"),  # The interpreter has read its modules.
+        ((), r"no output or I/O for \d+ s, in the start phase"),  # The interpreter has read its modules.
     ],
     ids=["output", "default"],
 )

@@ -683,7 +683,7 @@ class Measurements(metrics.MetricHandler):
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:
     handler = Measurements()
-    monkeypatch.setattr(metrics, "_default_handler", handler)
+    monkeypatch.setitem(metrics._handlers, None, handler)
     return handler.values
 
 

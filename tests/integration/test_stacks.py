@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast import procfs
 from holdfast.errors import HostError
 from holdfast.hangs import stacks
 from holdfast.hangs.compare import Look
@@ -43,7 +44,7 @@ def running(*command: str, **options: object) -> Iterator[subprocess.Popen[bytes
     process = subprocess.Popen(command, stdout=subprocess.PIPE, **options)  # type: ignore[call-overload]
     assert process.stdout is not None
     process.stdout.read(1)
-    wait_until(lambda: stacks._state(process.pid) == "S" and "sh -c" not in stacks._command(process.pid), "it waits")
+    wait_until(lambda: procfs.state(process.pid) == "S" and "sh -c" not in procfs.command_line(process.pid), "it waits")
     try:
         yield process
     finally:
@@ -106,7 +107,7 @@ def worker(tmp_path: Path, entrypoint: str, *args: str) -> Iterator[tuple[PConte
     context = start_processes("test", entrypoint, {0: args}, {0: {}}, logs)
     try:
         pid = context.pids()[0]
-        wait_until(lambda: os.path.getsize(context.stdouts[0]) > 0 and stacks._state(pid) == "S", "it waits")
+        wait_until(lambda: os.path.getsize(context.stdouts[0]) > 0 and procfs.state(pid) == "S", "it waits")
         yield context, pid
     finally:
         context.close(signal.SIGKILL, 0)
@@ -184,14 +185,14 @@ def test_a_stopped_process_without_py_spy(tmp_path: Path, script: str) -> None:
         halt(pid)
         look = stacks.look_at(pid)
         assert look.threads == ()
-        assert "a stopped process answers no signal" in look.trouble
+        assert "a stopped process does not answer signals" in look.trouble
 
 
 def test_a_program_that_is_no_python() -> None:
     with running("sh", "-c", "echo there; exec sleep 600") as process:
         look = stacks.look_at(process.pid)
         assert look.threads == ()
-        assert "py-spy: it finds no Python in the process" in look.trouble
+        assert "py-spy: it found no Python in the process" in look.trouble
         assert look.command == "sleep 600"
 
 
@@ -200,7 +201,7 @@ def test_only_who_stays_in_uninterruptible_sleep_is_told_to_be_there(
     monkeypatch: pytest.MonkeyPatch, letters: str, told: str
 ) -> None:
     coming = itertools.chain(letters, itertools.repeat(letters[-1]))
-    monkeypatch.setattr(stacks, "_state", lambda pid: next(coming))
+    monkeypatch.setattr(procfs, "state", lambda pid: next(coming))
     assert stacks.look_at(os.getpid(), timeout_s=0.1).state == told
 
 
@@ -213,12 +214,12 @@ def test_a_process_that_is_gone() -> None:
 @pytest.mark.parametrize(
     ("program", "complaint"),
     [
-        ("echo 'Permission Denied: Try running again with sudo' >&2; exit 1", "it may not look into the process"),
-        ("echo 'EPERM: Operation not permitted' >&2; exit 1", "it may not look into the process"),
-        ("echo 'no json'", "py-spy's answer is not understood"),
+        ("echo 'Permission Denied: Try running again with sudo' >&2; exit 1", "it is not allowed to read the process"),
+        ("echo 'EPERM: Operation not permitted' >&2; exit 1", "it is not allowed to read the process"),
+        ("echo 'no json'", "the output of py-spy cannot be parsed"),
         ("echo '[]'", "py-spy saw no thread"),
-        ("echo '[{\"thread_name\": 3}]'", "py-spy's answer is not understood"),
-        ("exit 3", "failed without a word"),
+        ("echo '[{\"thread_name\": 3}]'", "the output of py-spy cannot be parsed"),
+        ("exit 3", "failed without an error message"),
     ],
 )
 def test_trouble_with_py_spy_is_told(

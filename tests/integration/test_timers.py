@@ -453,7 +453,7 @@ def test_a_dump_that_fails_or_never_ends_does_not_save_anybody(
     ("program", "complaint"),
     [
         ("echo 'Error: no luck' >&2; echo 'Stack backtrace: x' >&2; exit 1", "py-spy: Error: no luck"),
-        ("exit 1", "py-spy: failed without a word"),
+        ("exit 1", "py-spy: failed without an error message"),
         ("exec sleep 60", "py-spy did not finish within"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.hangs.policy import LOOKS_A_BOUND, DeclareHung, HangMachine, HangPolicy, Looked, Signal
+from holdfast.hangs.policy import LOOKS_A_BOUND, HangMachine, HangPolicy, Signal, Verdict
 
 START, END = 100.0, 400.0
 Move = tuple[float, Signal]
@@ -52,9 +52,9 @@ def test_a_verdict_is_right_and_in_time(
         if began is None:  # The first look that shows a mark shows the last of those that came since the look before.
             began = min((seen[mark] for mark in (Signal.PATTERN, Signal.PROGRESS) if mark in seen), default=None)
         before = now - 1e-6
-        commands = machine.step(Looked(seen), now)
-        assert now < machine.next_deadline() or any(isinstance(command, DeclareHung) for command in commands)
-        is_hung = any(isinstance(command, DeclareHung) for command in commands)
+        commands = machine.step(seen, now)
+        assert now < machine.next_deadline() or any(isinstance(command, Verdict) for command in commands)
+        is_hung = any(isinstance(command, Verdict) for command in commands)
         assert is_hung == stood_still(policy, seen, began, now)
         if is_hung:
             # Nobody is found later than a look after the bound was broken.

@@ -84,7 +84,7 @@ def test_an_unknown_signal_has_no_name() -> None:
 def test_an_exit_code_without_a_file_or_words_gives_the_hint(evidence: Evidence | None) -> None:
     """Whoever has looked for evidence and found none says so; the hint would not help."""
     failure = ProcessFailure(0, 997, 1, "", evidence)
-    assert failure.message == (HINT if evidence is None else "exit code 1, without a word")
+    assert failure.message == (HINT if evidence is None else "exited with code 1 and no error message")
     assert failure.signal_name() == "<N/A>"
     assert failure.error_file_data == {
         "message": "<NONE>",
@@ -446,7 +446,7 @@ def test_a_root_cause_known_by_evidence_is_passed_on(own_file: Path) -> None:
     ("failure", "cause", "callstack"),
     [
         (ProcessFailure(2, 11, 7, ""), "exited with code 7", HINT),
-        (ProcessFailure(2, 11, 7, "", Evidence()), "exited with code 7", "exit code 7, without a word"),
+        (ProcessFailure(2, 11, 7, "", Evidence()), "exited with code 7", "exited with code 7 and no error message"),
         (ProcessFailure(2, 11, 7, "", Evidence(stderr_tail="no space\n")), "no space", "no space"),
         (ProcessFailure(2, 11, -9, "", Evidence(memory="it ate too much")), "it ate too much", "it ate too much"),
         (ProcessFailure(2, 11, -11, "", Evidence(stack="the stack")), "SIGSEGV", "the stack"),

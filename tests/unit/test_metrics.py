@@ -30,8 +30,7 @@ class Collector(MetricHandler):
 
 @pytest.fixture(autouse=True)
 def original_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_default_handler", metrics.NullMetricHandler())
-    monkeypatch.setattr(metrics, "_handlers_by_group", {})
+    monkeypatch.setattr(metrics, "_handlers", {None: metrics.NullMetricHandler()})
     monkeypatch.setattr(metrics, "_known_to_fail", {})
 
 

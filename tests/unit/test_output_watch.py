@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast import procfs
-from holdfast.hangs.observe import UsageMeter
-from holdfast.hangs.policy import Usage
+from holdfast.hangs.policy import Signal
+from holdfast.hangs.watch import UsageMeter
 from holdfast.process.output import watch as output_watch
 from holdfast.process.output.watch import OutputWatch
 from tests.support import wait_until
@@ -131,14 +131,13 @@ def test_what_a_tree_uses_is_counted_also_below_the_leader(what: str) -> None:
     assert shell.stdout is not None
     shell.stdout.read(1)
     try:
-        meter = UsageMeter(cpu=what == "cpu", io=what == "io")
+        meter = UsageMeter([Signal(what)])
 
         def used() -> float:
-            usage = meter.read([shell.pid])[shell.pid]
-            return (usage.cpu_s if what == "cpu" else usage.io_bytes) or 0.0
+            return meter.read([shell.pid])[shell.pid][Signal(what)] or 0.0
 
-        first = used()
-        wait_until(lambda: used() > first, f"its {what} counts")
+        used()
+        wait_until(lambda: used() > 0, f"its {what} counts")
     finally:
         for pid in procfs.descendants_of(shell.pid):
             os.kill(pid, 9)
@@ -149,9 +148,9 @@ def test_what_a_tree_uses_is_counted_also_below_the_leader(what: str) -> None:
 def test_a_process_that_is_gone_has_used_nothing_more() -> None:
     child = subprocess.Popen(["true"])
     child.wait()
-    assert UsageMeter(cpu=True, io=True).read([child.pid]) == {child.pid: Usage(0.0, 0)}
+    assert UsageMeter(Signal).read([child.pid]) == {child.pid: {Signal.CPU: 0.0, Signal.IO: 0.0}}
 
 
 def test_counters_that_may_not_be_read_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(procfs, "_read", lambda path: None)
-    assert UsageMeter(cpu=True, io=True).read([os.getpid()]) == {os.getpid(): Usage(None, None)}
+    assert UsageMeter(Signal).read([os.getpid()]) == {os.getpid(): {Signal.CPU: None, Signal.IO: None}}

@@ -369,7 +369,7 @@ def test_long_evidence_is_cut_where_it_matters_least() -> None:
 
 
 def test_the_report_ends_with_the_cause() -> None:
-    text = report("job", "[0]:\n  x", ["[1]:", "[2]:"], unshown=[7, 8], stopped={3: "SIGTERM"}, cause="rank 0 ...")
+    text = report("job", "[0]:\n  x", ["[1]:", "[2]:"], unshown=[7, 8], stopped="rank 3 (SIGTERM)", cause="rank 0 ...")
     rule = "-" * 36
     border = "=" * 36
     assert text.split("\n") == [

@@ -53,7 +53,7 @@ def test_what_cannot_be_read_is_said_to_be_missing(sent: str) -> None:
     failure = ProcessFailure.on_another_node("b", 3, "rank 5 exited with code 3", sent)
     assert failure.traceback_text() == "rank 5 exited with code 3"
     assert failure.evidence is not None
-    assert failure.evidence.note == "node b did not send what it knows of this failure"
+    assert failure.evidence.note == "node b did not send its evidence of this failure"
 
 
 def test_fields_of_another_type_count_as_absent_and_no_control_character_passes() -> None:

@@ -1,47 +1,50 @@
 """Did the kernel's memory killer end one of our processes?
 
-A worker that the kernel kills for memory looks like any other SIGKILL. The kernel does count its victims, for
-each memory control group and, without any, for the whole host. The count is read when a group of workers
-starts and again when one of them dies; if it has risen in between, that is the evidence.
+A worker that the kernel kills for memory looks like any other SIGKILL. The kernel counts its victims, for each memory
+control group and for the whole host. The count is read when a group of workers starts and again when one of them dies;
+if it has risen in between, that is the evidence.
 
-Where the count stands depends on the host:
+The place of the count depends on the host:
 
 * cgroup v2: `memory.events`, line `oom_kill`, of the process's group; it includes the groups below.
 * cgroup v1: `memory.oom_control`, line `oom_kill`, in the hierarchy of the memory controller. Hosts with both
   versions mounted keep the controller in v1 and say so in /proc/<pid>/cgroup.
 * neither, or the root group, which has no such file: `oom_kill` in /proc/vmstat, for the host.
 
-/proc/<pid>/cgroup names the group within its hierarchy and /proc/<pid>/mountinfo says where, and from which
-group downwards, that hierarchy is mounted. In a container the two often differ, so the part of the path
-above the mount's root is taken off.
+/proc/<pid>/cgroup names the group within its hierarchy, and /proc/<pid>/mountinfo says where, and from which group
+downwards, that hierarchy is mounted. In a container the two often differ, so the part of the path above the mount's
+root is taken off.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 
 from holdfast.frozen import frozen
 
-# v1 says "no limit" as the largest multiple of the page size; nobody has a quarter of that.
+# v1 writes "no limit" as the largest multiple of the page size; no real limit is a quarter of that.
 _UNLIMITED_BYTES = 1 << 61
 
 
 @frozen
 class MemoryKills:
-    """What the kernel has counted so far for one control group, or for the host."""
+    """The kernel's count for one control group, or for the host.
+
+    `cgroup` is the path of the group within its hierarchy; it is empty for the host. `limit_bytes` is the smallest
+    limit of the group and of the visible groups above it.
+    """
 
     cgroup: str
-    """The group's path within its hierarchy; empty when the count is the host's."""
     kills: int
     limit_bytes: int | None = None
-    """The smallest limit of the group and of those above it that can be seen."""
     peak_bytes: int | None = None
 
 
 @frozen
 class _Files:
-    """How one version of the interface names what is wanted."""
+    """The file names of one version of the interface."""
 
     events: str
     limit: str
@@ -52,67 +55,48 @@ _V2 = _Files("memory.events", "memory.max", "memory.peak")
 _V1 = _Files("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes")
 
 
-@frozen
-class _Group:
-    """A control group of a process: its path, and where its hierarchy is mounted."""
-
-    path: str
-    mount_root: str
-    mount_point: str
-    files: _Files
-
-
 def memory_killer_counter(pid: int | str = "self", root: str = "/") -> MemoryKills | None:
-    """The count that holds for process `pid`, or None where it cannot be read. Never raises.
+    """The count that holds for process `pid`, or None if it cannot be read. Never raises.
 
-    `root` is the directory that stands for `/`, for /proc as well as for the mount points named there.
+    `root` is the directory to use as `/`, for /proc and for the mount points.
     """
-    for group in _memory_groups(pid, root):
-        found = _read_group(group, root)
-        if found is not None:
-            return found
-    kills = _keyed_number(_read(os.path.join(root, "proc/vmstat")), "oom_kill")
-    return None if kills is None else MemoryKills(cgroup="", kills=kills)
-
-
-def evidence(before: MemoryKills | None, after: MemoryKills | None) -> str:
-    """A sentence about the kills between two counts; empty if there were none or they do not compare."""
-    if before is None or after is None or before.cgroup != after.cgroup:
-        return ""
-    kills = after.kills - before.kills
-    if kills <= 0:
-        return ""
-    victims = "1 process" if kills == 1 else f"{kills} processes"
-    name = after.cgroup.encode("utf-8", "replace").decode()
-    where = f"of cgroup {name}{_sizes(after)}" if after.cgroup else "of this host"
-    return f"the kernel's memory killer ended {victims} {where} while it ran"
-
-
-def _sizes(count: MemoryKills) -> str:
-    sizes = {"limit": count.limit_bytes, "peak": count.peak_bytes}
-    told = [f"{name} {_size_text(size)}" for name, size in sizes.items() if size is not None]
-    return f" ({', '.join(told)})" if told else ""
-
-
-def _size_text(size_bytes: int) -> str:
-    size, unit = size_bytes / 1024, "KiB"
-    for larger in ("MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.1f} {unit}"
-
-
-def _memory_groups(pid: int | str, root: str) -> Iterator[_Group]:
-    """Where to look, best first: v1 if it has the memory controller, then v2."""
     process = os.path.join(root, "proc", str(pid))
     paths = dict(_cgroup_paths(_read(os.path.join(process, "cgroup"))))
     mounts = list(_cgroup_mounts(_read(os.path.join(process, "mountinfo"))))
     for files in (_V1, _V2):
-        if files in paths:
-            groups = [_Group(paths[files], *mount) for mount in mounts if mount[2] is files]
-            # A hierarchy may be mounted several times; a mount that contains the group comes first.
-            yield from sorted(groups, key=lambda group: _below(group.path, group.mount_root) is None)
+        path = paths.get(files)
+        if path is None:
+            continue
+        tops = [(_below(path, base), point) for base, point, version in mounts if version is files]
+        # A hierarchy may be mounted several times; a mount that contains the group comes first. A mount that does not
+        # contain the group's path occurs in containers, where it shows the group itself.
+        for relative, point in sorted(tops, key=lambda top: top[0] is None):
+            found = _read_group(path, os.path.join(root, point.lstrip("/")), relative or "", files)
+            if found is not None:
+                return found
+    kills = _kills(_read(os.path.join(root, "proc/vmstat")))
+    return None if kills is None else MemoryKills("", kills)
+
+
+def evidence(before: MemoryKills | None, after: MemoryKills | None) -> str:
+    """A sentence about the kills between two counts; empty if there were none or they are of different groups."""
+    if before is None or after is None or before.cgroup != after.cgroup or after.kills <= before.kills:
+        return ""
+    kills = after.kills - before.kills
+    victims = "1 process" if kills == 1 else f"{kills} processes"
+    name = after.cgroup.encode("utf-8", "replace").decode()
+    sizes = {"limit": after.limit_bytes, "peak": after.peak_bytes}
+    known = ", ".join(f"{key} {_size_text(size)}" for key, size in sizes.items() if size is not None)
+    where = f"of cgroup {name}{known and f' ({known})'}" if after.cgroup else "of this host"
+    return f"the kernel's memory killer ended {victims} {where} while it ran"
+
+
+def _size_text(size: float) -> str:
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} TiB"
 
 
 def _cgroup_paths(text: str) -> Iterator[tuple[_Files, str]]:
@@ -134,30 +118,24 @@ def _cgroup_mounts(text: str) -> Iterator[tuple[str, str, _Files]]:
         fields, kind = mount.split(), filesystem.split()
         if len(fields) < 5 or len(kind) < 3:
             continue
-        place = _unescape(fields[3]), _unescape(fields[4])
+        # The kernel writes blank, tab, newline and backslash in a path as three octal digits.
+        base, point = (re.sub(r"\\([01][0-7]{2})", lambda code: chr(int(code[1], 8)), field) for field in fields[3:5])
         if kind[0] == "cgroup2":
-            yield *place, _V2
+            yield base, point, _V2
         elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
-            yield *place, _V1
+            yield base, point, _V1
 
 
-def _unescape(field: str) -> str:
-    """The kernel writes blank, tab, newline and backslash in a path as three octal digits."""
-    for code, char in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        field = field.replace(code, char)
-    return field
-
-
-def _read_group(group: _Group, root: str) -> MemoryKills | None:
-    top = os.path.join(root, group.mount_point.lstrip("/"))
-    # A mount that does not contain the group's path is met in containers, where it shows the group itself.
-    directories = _upwards(top, _below(group.path, group.mount_root) or "")
+def _read_group(path: str, top: str, relative: str, files: _Files) -> MemoryKills | None:
+    """Read the nearest group that has the memory controller: the group at `relative` below the mount, or one above."""
+    parts = relative.split("/") if relative else []
+    directories = [os.path.join(top, *parts[:depth]) for depth in range(len(parts), -1, -1)]
     for position, directory in enumerate(directories):
-        kills = _keyed_number(_read(os.path.join(directory, group.files.events)), "oom_kill")
+        kills = _kills(_read(os.path.join(directory, files.events)))
         if kills is not None:
-            limits = [_bytes(_read(os.path.join(above, group.files.limit))) for above in directories[position:]]
-            peak = _bytes(_read(os.path.join(directory, group.files.peak)))
-            return MemoryKills(group.path, kills, min(filter(None, limits), default=None), peak)
+            limits = [_bytes(_read(os.path.join(above, files.limit))) for above in directories[position:]]
+            peak = _bytes(_read(os.path.join(directory, files.peak)))
+            return MemoryKills(path, kills, min(filter(None, limits), default=None), peak)
     return None
 
 
@@ -167,36 +145,24 @@ def _below(path: str, mount_root: str) -> str | None:
     if path != base and not path.startswith(base + "/"):
         return None
     relative = path[len(base) :].strip("/")
-    # In a namespace, a group outside of it is shown with leading "..": nothing that can be opened.
+    # In a namespace, a group outside of it has a path with leading "..", which cannot be opened.
     return None if relative.startswith("..") else relative
 
 
-def _upwards(top: str, relative: str) -> list[str]:
-    """The directory of the group and those above it up to the mount, nearest first.
-
-    The group itself need not have the memory controller; the nearest one above that has it then counts.
-    """
-    parts = relative.split("/") if relative else []
-    return [os.path.join(top, *parts[:depth]) for depth in range(len(parts), -1, -1)]
-
-
-def _keyed_number(text: str, key: str) -> int | None:
-    for line in text.splitlines():
-        name, _, value = line.partition(" ")
-        if name == key and value.strip().isdecimal():
-            return int(value)
-    return None
+def _kills(text: str) -> int | None:
+    found = re.search(r"^oom_kill ([0-9]+)\s*$", text, re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def _bytes(text: str) -> int | None:
     """A size, or None for "max", for the number that means no limit and for a missing file."""
     text = text.strip()
-    size = int(text) if text.isdecimal() else None
-    return size if size is not None and size < _UNLIMITED_BYTES else None
+    size = int(text) if text.isdecimal() else _UNLIMITED_BYTES
+    return size if size < _UNLIMITED_BYTES else None
 
 
 def _read(path: str) -> str:
-    """The text of a small file of the kernel; empty if there is none or it must not be read."""
+    """The text of a small file of the kernel; empty if it is missing or not readable."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()

@@ -1,16 +1,13 @@
-"""Which failure was the cause, and how it is told.
+"""Finds the failure that was the cause, and formats the report. Pure.
 
-When one worker dies, its peers soon die too: their connections break, their collectives time out, and at last
-holdfast stops what is left. Reading a dozen failures, a person asks two questions: which of them came first,
-and which of them explains itself. This module answers both without a clock of its own.
+When one worker dies, its peers soon die too: their connections break, their collectives time out, and at last holdfast
+stops the rest. This module decides which of these failures was the cause, without a clock of its own.
 
-A failure *speaks for itself* (an exception, a signal, no memory) or is typically the *consequence* of another
-one (a peer closed the connection, a collective timed out, SIGTERM). The first kind outranks the second, as a
-consequence is often seen before its cause: a peer's broken connection is reported in a millisecond, while the
-worker that broke it may still be writing its traceback. Among equals the order of reaping or of arrival
-decides, and only where that is unknown the time stamps, which are coarse and may come from several hosts.
-
-Everything here is pure: facts in, text out.
+A failure *explains itself* (an exception, a signal, no memory) or is typically the *consequence* of another one (a peer
+closed the connection, a collective timed out, SIGTERM). The first kind ranks before the second, because a consequence
+is often seen before its cause: a peer reports a broken connection within a millisecond, while the worker that broke it
+may still be writing its traceback. Within a kind the order of reaping or of arrival decides. Time stamps decide only if
+that order is unknown: they are coarse and may come from several hosts.
 """
 
 from __future__ import annotations
@@ -33,150 +30,101 @@ _BORDER_LIMIT_CHARS = 60
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a dead worker left behind, and what was noticed around it. Empty means that there is none."""
+    """What a dead worker left, and what holdfast noticed about it. Empty means none."""
 
-    error: Mapping[str, Any] | None = None
-    """The JSON of the error file, as the worker left it."""
-    stack: str = ""
-    """What faulthandler wrote when a signal killed the worker."""
+    error: Mapping[str, Any] | None = None  # The JSON of the error file.
+    stack: str = ""  # Written by faulthandler when a signal killed the worker.
     stderr_tail: str = ""
-    """The last lines that the worker wrote to stderr."""
-    memory: str = ""
-    """A sentence about the kernel's memory killer."""
-    note: str = ""
-    """A sentence by holdfast, such as "its spawner was killed"."""
-    hang: str = ""
-    """For a worker that was found hanging: for how long, and where it was. holdfast stopped it because of that."""
-    is_waiting: bool = False
-    """It hung because it waited for its peers in a collective."""
+    memory: str = ""  # A sentence about the kernel's memory killer.
+    note: str = ""  # A sentence by holdfast, such as "its spawner was killed".
+    hang: str = ""  # For how long and where the worker hung, if holdfast stopped it because of that.
+    is_waiting: bool = False  # It hung because it waited for its peers in a collective.
 
 
 @dataclass(frozen=True, slots=True)
 class FailureFacts:
-    """As much of one failure as is needed to rank it among others and to name it in a line."""
+    """What is needed to rank one failure among others and to describe it in a line."""
 
-    exitcode: int
-    """As Python's subprocess gives it: negative for a signal."""
-    text: str = ""
-    """The exception as the worker put it, `<type>: <message>`; empty if it left none."""
-    order: int | None = None
-    """Its place in the sequence in which failures were reaped (one node) or arrived (a run)."""
+    exitcode: int  # Negative for a signal, as in subprocess.
+    text: str = ""  # The exception as `<type>: <message>`; empty if the worker left none.
+    order: int | None = None  # The position in which the failure was reaped (on one node) or arrived (in a run).
     timestamp: float = 0.0
     pid: int | None = None
     evidence: Evidence = Evidence()
 
 
-# Exceptions that say, by their type alone, that somebody else went away. Compared in lower case, without
-# the module's name.
-_CONSEQUENCE_EXCEPTIONS = frozenset(
-    {
-        # The far end of a socket or a pipe is gone; requests and aiohttp use the same names.
-        "brokenpipeerror",
-        "connectionabortederror",
-        "connectionerror",
-        "connectionrefusederror",
-        "connectionreseterror",
-        "incompletereaderror",
-        "remotedisconnected",
-        "serverdisconnectederror",
-        # A launcher inside the worker was told to stop.
-        "signalexception",
-        # Horovod raises this for "some other rank failed".
-        "horovodinternalerror",
-    }
+# Exceptions whose type alone says that a peer went away, without the name of their module.
+_CONSEQUENCE_EXCEPTION = re.compile(
+    # The other end of a socket or a pipe is gone; requests and aiohttp use the same names.
+    "BrokenPipeError|Connection(Aborted|Refused|Reset)?Error|IncompleteReadError|RemoteDisconnected|"
+    "ServerDisconnectedError|"
+    # A launcher inside the worker was told to stop; Horovod reports that another rank failed.
+    "SignalException|HorovodInternalError",
+    re.IGNORECASE,
 )
 
-# What libraries write when a peer is gone or late, in lower case. A phrase belongs here only if it points
-# away from the process that prints it: "address already in use" and "CUDA error" do not, although they, too,
-# come from the communication layer.
-_CONSEQUENCE_PHRASES = (
-    # The operating system's words.
-    "broken pipe",
-    "connection aborted",
-    "connection refused",
-    "connection reset",
-    "connection timed out",
-    "no route to host",
-    "software caused connection abort",
-    "transport endpoint is not connected",
-    # gloo, and whoever else sits on plain sockets.
-    "application timeout caused pair closure",
-    "connection closed by peer",
-    "connection closed by remote peer",
-    "remote end closed connection",
-    "timed out waiting",
+# What libraries write when a peer is gone or late. A phrase belongs here only if it points away from the process that
+# prints it: "address already in use" and "CUDA error" do not, although they also come from the communication layer.
+_CONSEQUENCE_PHRASE = re.compile(
+    # The operating system.
+    "broken pipe|connection (aborted|refused|reset|timed out)|no route to host|software caused connection abort|"
+    "transport endpoint is not connected|"
+    # gloo, and other libraries on plain sockets.
+    "application timeout caused pair closure|connection closed by (remote )?peer|remote end closed connection|"
+    "timed out waiting|"
     # torch's store, its barrier and its client sockets.
-    "client socket has failed to connect",
-    "client socket has timed out",
-    "connection was likely closed",
-    "failed to pass monitoredbarrier",
-    "seconds waiting for clients",
-    "wait timeout after",
+    "client socket has (failed to connect|timed out)|connection was likely closed|failed to pass monitoredbarrier|"
+    "seconds waiting for clients|wait timeout after|"
     # NCCL and torch's watchdog over it.
-    "collective operation timeout",
-    "heartbeat monitor timed out",
-    "ncclremoteerror",
-    "remote process exited",
+    "collective operation timeout|heartbeat monitor timed out|ncclremoteerror|remote process exited|"
     # gRPC, under JAX, TensorFlow and Ray.
-    "another task died",
-    "barrier timed out",
-    "failed to connect to all addresses",
-    "heartbeat timeout",
-    "socket closed",
+    "another task died|barrier timed out|failed to connect to all addresses|heartbeat timeout|socket closed|"
     # Horovod.
     "horovod has been shut down",
+    re.IGNORECASE,
 )
 
-# Ends that come from outside or from a closed pipe, as a signal and as the exit code that shells make of it.
-_CONSEQUENCE_CODES = frozenset(
-    code for number in (Signals.SIGTERM, Signals.SIGPIPE) for code in (-number, 128 + number)
-)
+# Signals from outside or from a closed pipe, also as the exit code that shells make of them.
+_CONSEQUENCE_CODES = {code for number in (Signals.SIGTERM, Signals.SIGPIPE) for code in (-number, 128 + number)}
 
 
 def is_consequence(exitcode: int, text: str = "", stderr_tail: str = "") -> bool:
-    """Is a failure like this one typically brought about by another failure?
+    """Whether a failure like this is typically caused by another failure.
 
-    The exception decides if there is one, whatever the exit code: a worker that raised and was then stopped
-    while it cleaned up has exit code -SIGTERM and still explains itself. Without one, a signal speaks for
-    itself except those that come from outside, and except an abort: watchdogs inside the process end it by
-    SIGABRT and say why on stderr, in the midst of a native backtrace. Anything else is judged by the last
-    line of stderr.
+    The exception decides if there is one, whatever the exit code: a worker that raised and was then stopped during its
+    cleanup has exit code -SIGTERM and still explains itself. Without one, a signal explains itself, except those from
+    outside and except an abort: watchdogs inside the process end it with SIGABRT and say why on stderr, in the midst of
+    a native backtrace. For an exit code, the last line of stderr decides.
     """
     if text:
         return _points_elsewhere(text)
     if exitcode in _CONSEQUENCE_CODES:
         return True
     if exitcode == -Signals.SIGABRT:
-        return _has_phrase(stderr_tail)
+        return _CONSEQUENCE_PHRASE.search(stderr_tail) is not None
     return exitcode >= 0 and _points_elsewhere(last_line(stderr_tail))
 
 
 def exception_name(text: str) -> str:
     """The type in `<type>: <message>`, without its module; empty if the text does not start with one."""
-    # torch's hook puts the rank before every line of a traceback.
+    # torch's hook prefixes every line of a traceback with the rank.
     text = re.sub(r"^\s*\[rank\d+\]:\s*", "", text)
     name = text.partition(":")[0].strip().rpartition(".")[2]
     return name if name.isidentifier() else ""
 
 
 def _points_elsewhere(text: str) -> bool:
-    return exception_name(text).lower() in _CONSEQUENCE_EXCEPTIONS or _has_phrase(text)
-
-
-def _has_phrase(text: str) -> bool:
-    lowered = text.lower()
-    return any(phrase in lowered for phrase in _CONSEQUENCE_PHRASES)
+    return bool(_CONSEQUENCE_EXCEPTION.fullmatch(exception_name(text)) or _CONSEQUENCE_PHRASE.search(text))
 
 
 def root_cause(failures: Mapping[K, FailureFacts]) -> K:
-    """The key of the failure that most likely brought about the others; `failures` must not be empty.
+    """The key of the failure that most likely caused the others; `failures` must not be empty.
 
-    Where some failures have an order and some have not, "by order where both have one, else by time" can go
-    round in a circle. So the first of the ordered ones is found by order alone, and it alone is compared by
-    time with those that have none. The answer then depends on the mapping's sequence only in a tie.
+    If only some failures have an order, "by order if both have one, else by time" can form a circle. So the first of
+    the ordered failures is found by order alone, and only that one is compared by time with the unordered ones. The
+    answer then depends on the sequence of the mapping only in a tie.
     """
-    telling = [key for key, failure in failures.items() if not follows_from_another(failure)]
-    candidates = telling or list(failures)
+    candidates = [key for key, failure in failures.items() if not follows_from_another(failure)] or list(failures)
     ordered = [key for key in candidates if failures[key].order is not None]
     if ordered:
         first = min(ordered, key=lambda key: (failures[key].order, failures[key].timestamp))
@@ -185,7 +133,7 @@ def root_cause(failures: Mapping[K, FailureFacts]) -> K:
 
 
 def follows_from_another(failure: FailureFacts) -> bool:
-    """Whether it is typically brought about by another failure. How one that hung was stopped says nothing."""
+    """Whether another failure typically causes it. The way in which a hung worker was stopped does not count."""
     if failure.evidence.hang:
         return failure.evidence.is_waiting
     return is_consequence(failure.exitcode, failure.text, failure.evidence.stderr_tail)
@@ -200,21 +148,20 @@ def signal_name(exitcode: int) -> str:
 
 
 def cause_line(rank: int, failure: FailureFacts) -> str:
-    """One physical line of bounded length that says who failed and of what."""
+    """One line of bounded length: which rank failed, and why."""
     start, said, end = _cause_pieces(failure)
-    pid = "" if failure.pid is None else f"pid {failure.pid}"
-    ending = ", ".join(piece for piece in (end, pid) if piece)
-    ending = f" ({ending})" if ending else ""
-    start = f"rank {rank} {start}"
-    detail = _one_line(_detail(failure))
+    ends = [piece for piece in (end, "" if failure.pid is None else f"pid {failure.pid}") if piece]
+    ending = f" ({', '.join(ends)})" if ends else ""
+    start, said, detail = f"rank {rank} {start}", _one_line(said), _one_line(_detail(failure))
     separator = ": " if detail else ""
+    # Both texts share the rest of the line; each may use what the other leaves.
     budget = CAUSE_LINE_LIMIT_CHARS - len(start) - len(ending) - len(separator)
-    said, detail = _share(_one_line(said), detail, budget)
-    return f"{start}{said}{ending}{separator}{detail}"
+    detail = shorten(detail, max(budget - len(said), budget // 2))
+    return f"{start}{shorten(said, budget - len(detail))}{ending}{separator}{detail}"
 
 
 def _cause_pieces(failure: FailureFacts) -> tuple[str, str, str]:
-    """What happened, in whose words, and what the exit status says that the words have not said yet."""
+    """What happened, the worker's own message, and the exit status if neither contains it."""
     code = failure.exitcode
     if failure.evidence.hang:
         return "hung: ", failure.evidence.hang, ""
@@ -241,36 +188,29 @@ def _detail(failure: FailureFacts) -> str:
 
 
 def _abort_message(stderr_tail: str) -> str:
-    """What an abort says of itself: the C++ exception if there is one, followed or not by a backtrace."""
-    spoken = (line for line in _lines(stderr_tail) if line.lstrip().startswith("what():"))
-    return next(spoken, "") or last_line(stderr_tail)
+    """The C++ exception if there is one, else the last line."""
+    exceptions = (line for line in _lines(stderr_tail) if line.lstrip().startswith("what():"))
+    return next(exceptions, "") or last_line(stderr_tail)
 
 
 def _place(stack: str) -> str:
-    """Where the thread that died was, from the text of faulthandler."""
+    """The innermost frame of the thread that died, from the output of faulthandler."""
     frame = r'\s*File "([^"\n]*)", line (\d+) in ([^\n]*)'
     found = re.search(rf"Current thread [^\n]*\n{frame}", stack) or re.search(frame, stack)
     return f"in {found[3].strip()}, {found[1]} line {found[2]}" if found else ""
 
 
-def _share(first: str, second: str, budget: int) -> tuple[str, str]:
-    """Shorten two texts to `budget` characters together; each may use what the other leaves."""
-    second = _shorten(second, max(budget - len(first), budget // 2))
-    return _shorten(first, budget - len(second)), second
-
-
-def _shorten(text: str, limit: int) -> str:
+def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."
 
 
 def _one_line(text: str) -> str:
-    uncoloured = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", text)
-    plain = " ".join(uncoloured.split())
+    plain = " ".join(re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", text).split())
     return "".join(char if char.isprintable() else "?" for char in plain)
 
 
 def _lines(text: str) -> list[str]:
-    """The lines as a terminal would leave them: of a progress bar redrawn in place, only its last state."""
+    """The lines as a terminal shows them: of a progress bar redrawn in place, only the last state."""
     return [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]
 
 
@@ -279,7 +219,7 @@ def last_line(text: str) -> str:
 
 
 def error_text(data: Mapping[str, Any]) -> str:
-    """`<type>: <message>` out of an error file, whichever of the two layouts it has."""
+    """`<type>: <message>` of an error file in either layout."""
     message = data.get("message")
     if isinstance(message, Mapping):
         message = message.get("message")
@@ -287,20 +227,20 @@ def error_text(data: Mapping[str, Any]) -> str:
 
 
 def error_callstack(data: Mapping[str, Any]) -> str:
-    """The traceback out of an error file; empty if it has none."""
+    """The traceback of an error file; empty if it has none."""
     callstack = _extra(data).get("py_callstack")
     return callstack if isinstance(callstack, str) else ""
 
 
 def error_timestamp(data: Mapping[str, Any]) -> int | None:
-    """When the worker says it failed, in whole seconds; None if it does not say so intelligibly.
+    """The time stamp of an error file in whole seconds; None if it has no valid one.
 
-    The flat layout, `{"message": <text>, "timestamp": ...}`, stands for time zero when it has no time stamp.
+    In the flat layout, `{"message": <text>, "timestamp": ...}`, a missing time stamp means 0.
     """
     is_flat = not isinstance(data.get("message"), Mapping)
     value = data.get("timestamp", 0) if is_flat else _extra(data).get("timestamp")
     try:
-        return int(value)  # type: ignore[arg-type]  # anything may stand there; int() is the judge
+        return int(value)  # type: ignore[arg-type]  # any JSON value; int() checks it
     except (TypeError, ValueError, OverflowError):
         return None
 
@@ -312,22 +252,25 @@ def _extra(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def failure_block(index: int, fields: Mapping[str, str], evidence: Evidence) -> str:
-    """One failure of the report: its fields, one a line, then whatever evidence there is."""
+    """One failure of the report: its fields, one a line, then the evidence."""
     lines = [f"[{index}]:"]
     lines += [f"  {name:<10}: {_indent_rest(value)}" for name, value in fields.items()]
-    lines += _section("stack", _head(_lines(evidence.stack.strip("\n")), _STACK_LIMIT_LINES))
-    said = _without(evidence.stderr_tail.strip("\n"), fields.get("traceback", ""))
-    lines += _section("stderr", _tail(_lines(said), _STDERR_LIMIT_LINES))
+    stack = _lines(evidence.stack.strip("\n"))
+    if (hidden := len(stack) - _STACK_LIMIT_LINES) > 0:  # The most recent call is first.
+        stack[_STACK_LIMIT_LINES:] = [f"... ({hidden} more lines)"]
+    stderr = _lines(_without(evidence.stderr_tail.strip("\n"), fields.get("traceback", "").strip("\n")))
+    if (hidden := len(stderr) - _STDERR_LIMIT_LINES) > 0:
+        stderr[:hidden] = [f"... ({hidden} lines before)"]
+    lines += _section("stack", stack) + _section("stderr", stderr)
     sentences = {"memory": evidence.memory, "note": evidence.note}
     lines += [f"  {name:<10}: {_indent_rest(text)}" for name, text in sentences.items() if text]
     return "\n".join(lines)
 
 
 def _without(stderr_tail: str, traceback: str) -> str:
-    """What a worker said besides the traceback, which stands above already."""
-    if "\n" not in traceback.strip("\n"):
-        return stderr_tail  # A single line is not a traceback, but what was said last.
-    return stderr_tail.removesuffix(traceback.strip("\n")).rstrip("\n")
+    """The stderr of a worker without the traceback, which the report has shown already."""
+    # A single line is not a traceback but a message.
+    return stderr_tail.removesuffix(traceback).rstrip("\n") if "\n" in traceback else stderr_tail
 
 
 def _indent_rest(text: str) -> str:
@@ -335,32 +278,13 @@ def _indent_rest(text: str) -> str:
 
 
 def _section(name: str, lines: Sequence[str]) -> list[str]:
-    if not any(line.strip() for line in lines):
-        return []
-    return [f"  {name:<10}:", *(f"    {line}".rstrip() for line in lines)]
-
-
-def _head(lines: list[str], limit: int) -> list[str]:
-    """A stack has its most recent call first, so that its start is what matters."""
-    hidden = len(lines) - limit
-    return lines if hidden <= 0 else [*lines[:limit], f"... ({hidden} more lines)"]
-
-
-def _tail(lines: list[str], limit: int) -> list[str]:
-    hidden = len(lines) - limit
-    return lines if hidden <= 0 else [f"... ({hidden} lines before)", *lines[-limit:]]
+    return [f"  {name:<10}:", *(f"    {line}".rstrip() for line in lines)] if any(map(str.strip, lines)) else []
 
 
 def report(
-    name: str,
-    root: str,
-    others: Sequence[str],
-    *,
-    unshown: Sequence[int] = (),
-    stopped: Mapping[int, str] | None = None,
-    cause: str = "",
+    name: str, root: str, others: Sequence[str], unshown: Sequence[int] = (), stopped: str = "", cause: str = ""
 ) -> str:
-    """The text of a failed group, from the blocks of its failures; its last line is the cause."""
+    """The report of a failed group, from the blocks of its failures. The last line is the cause."""
     other_lines = list(others) or ["  <NO_OTHER_FAILURES>"]
     if unshown:
         other_lines.append(f"  ... and {len(unshown)} more: {ranks_text(unshown)}")
@@ -368,13 +292,13 @@ def report(
     body = [title, middle, *other_lines, heading, root]
     width = min(max(len(line) for text in body for line in text.split("\n")), _BORDER_LIMIT_CHARS)
     border, rule = "=" * width, "-" * width
-    closing = [f"Stopped by holdfast: {stopped_text(stopped)}"] if stopped else []
+    closing = [f"Stopped by holdfast: {stopped}"] if stopped else []
     closing += [f"Cause: {cause}"] if cause else []
     return "\n".join(["", border, title, rule, middle, *other_lines, rule, heading, root, border, *closing])
 
 
 def stopped_text(stopped: Mapping[int, str]) -> str:
-    """`ranks 0, 1, 3 (SIGTERM); rank 2 (SIGKILL)`: who was stopped, grouped by how."""
+    """`ranks 0, 1, 3 (SIGTERM); rank 2 (SIGKILL)`."""
     by_how: dict[str, list[int]] = {}
     for rank, how in stopped.items():
         by_how.setdefault(how, []).append(rank)
@@ -382,7 +306,7 @@ def stopped_text(stopped: Mapping[int, str]) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """`rank 7`, `ranks 0, 1, 3`; three or more in a row become a range, as a run may have thousands."""
+    """`rank 7`, `ranks 0, 1, 3`; three or more in a row become a range, because a run may have thousands."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

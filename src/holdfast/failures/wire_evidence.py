@@ -1,8 +1,8 @@
 """The evidence of one failure as text, so that every node of a run can show it. Pure.
 
-A node sends it once its workers are gone, with its next join; the coordinator passes it on with the outcome. It is JSON
-of at most `LIMIT_CHARS` ASCII characters: long texts are cut in the middle until it fits. The reader trusts nothing in
-it: a field of another type than expected counts as absent, and control characters do not reach the terminal.
+A node sends it with its next join, after its workers have ended; the coordinator passes it on with the outcome. It is
+JSON of at most `LIMIT_CHARS` ASCII characters: long texts are cut in the middle until it fits. The reader does not
+trust it: a field of an unexpected type counts as absent, and control characters are replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TEXTS = ("stack", "stderr_tail", "memory", "note", "hang")
 
 @frozen
 class FarFailure:
-    """What another node says of a worker of its own that failed."""
+    """A failed worker of another node."""
 
     local_rank: int
     pid: int
@@ -49,12 +49,12 @@ def encode(local_rank: int, pid: int, error_file: str, error: Mapping[str, Any],
 
 
 def _cut(text: str, limit: int) -> str:
-    """The beginning says where it happened, the end says what."""
+    """Keep the beginning, which says where it happened, and the end, which says what."""
     return text if len(text) <= limit else f"{text[: limit // 4]}\n... (cut) ...\n{text[-(limit * 3 // 4) :]}"
 
 
 def decode(text: str) -> FarFailure | None:
-    """None if there is none, or nothing that can be read."""
+    """None if the text is empty or invalid."""
     try:
         said = json.loads(text) if len(text) <= LIMIT_CHARS else None
     except (ValueError, RecursionError):

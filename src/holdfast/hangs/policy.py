@@ -1,57 +1,56 @@
-"""Is this worker group hung? Pure.
+"""Decides whether a worker group is hung. Pure.
 
-A group is hung when, for longer than the user allows, nothing of it has moved. What can move, without a change to
-the program, are these signals:
+A group is hung when none of its chosen signals has moved for longer than the user allows. The signals need no change
+to the program, except the last:
 
     output      bytes on stdout or stderr of any worker
     pattern     a line of output that matches the user's pattern
-    io          bytes read and written by a worker's tree, as the kernel counts them
-    cpu         processor time of a worker's tree
-    progress    a call of `holdfast.progress()`, the one line of code for those who want it
+    io          bytes read and written by a worker's process tree, as the kernel counts them
+    cpu         processor time of a worker's process tree
+    progress    a call of `holdfast.progress()`
 
-Signals of one group count together, and only those of workers that still run: a group in which one worker stands
-still stands still as a whole as soon as the others wait for it or have ended. `cpu` is not among the defaults: a
-collective that waits for a peer that never comes often spins, and a job that hangs would look busy. `io` is: no
-collective reads or writes through the calls that the kernel counts there, while a job that loads a checkpoint for an
-hour without a word does. What a hung process does beside (a thread that reports metrics, a timer) is below the
-floors, `CPU_FLOOR_SHARE` and `IO_FLOOR_BYTES_A_S`, for each worker, and does not count.
+The signals of all running workers count together: once the other workers wait for a stuck one, or have ended, the
+whole group stands still. `cpu` is not a default: a collective that waits for a missing peer often spins, and a hung
+job would look busy. `io` is a default: collectives do not use the system calls that the kernel counts there, and a job
+that loads a checkpoint for an hour does. Background activity of a hung process (a metrics thread, a timer) stays below
+the floors `CPU_FLOOR_SHARE` and `IO_FLOOR_BYTES_A_S`, which hold for each worker.
 
-Three bounds can be broken. `started` is the group's start, `moved` the last moment at which any chosen signal moved,
-`matched` the last match; a *mark* is a match or a call of `holdfast.progress()`: the job is past its beginning.
+There are three bounds. `started` is the start of the group, `moved` the last movement of any chosen signal, `matched`
+the last match. A *mark* is a match or a call of `holdfast.progress()`: it shows that the start phase is over.
 
     start-timeout     started + start_timeout                          if nothing has moved since the start
-                      moved + start_timeout                            in the beginning: no output, no mark, and
+                      moved + start_timeout                            in the start phase: no output, no mark, and
                                                                        nothing since started + start_timeout
     hang-timeout      moved + hang_timeout                             without a start-timeout
-                      max(that, started + start_timeout)               before a mark: imports take their time
-                      max(that, first mark + hang_timeout)             once there is one
-    progress-every    matched + progress_every                         once a line has matched, whatever else moves
+                      max(that, started + start_timeout)               before a mark: imports take time
+                      max(that, first mark + hang_timeout)             after a mark
+    progress-every    matched + progress_every                         after the first match, whatever else moves
 
-The beginning is not over because something was read: the loader of any program reads, and so does an import that
-hangs. What moves later than `start_timeout` after the start ends it, for some nodes never write a word.
+Reads alone do not end the start phase: the loader of any program reads, and so does an import that hangs. A movement
+later than `start_timeout` after the start ends it, because some nodes never write any output.
 
-A pattern that has never matched judges nobody: it may be wrong, or the lines be written by another node's rank 0. It
-is complained about, once.
+A pattern that has never matched breaks no bound: it may be wrong, or only rank 0 of another node writes these lines.
+The user gets one warning.
 
-No mistake of the watch may end a healthy job:
+Errors of observation must not end a healthy job:
 
-* What is sampled (`io`, `cpu`, files that workers write themselves) is looked at `LOOKS_A_BOUND` times within the
-  shortest bound, and always once more before a verdict.
-* A look that comes much later than it was due means that the agent itself was frozen (SIGSTOP, a suspended virtual
-  machine), and everybody's output with it: all bounds count anew from then.
-* While the agent's own output is blocked (Ctrl-S, a pipe that nobody reads), workers that write wait for the reader:
-  the bounds count from its end.
+* Sampled signals (`io`, `cpu`, files that workers write themselves) are read `LOOKS_A_BOUND` times within the shortest
+  bound, and once more before a verdict.
+* A look that comes much later than it was due means that the agent was frozen (SIGSTOP, a suspended virtual machine),
+  and with it the output of its workers: all bounds restart.
+* While the agent's own output is blocked (Ctrl-S, a pipe without a reader), workers that write must wait: the bounds
+  count from the end of the blockage.
 * A counter that cannot be read counts as moving.
-* After a verdict stacks are taken, and the machine is asked again; a group that has moved meanwhile goes on. What a
-  worker uses to write its own stacks is no movement: otherwise a hang would never be acted on without py-spy.
+* After a verdict the agent takes stacks and asks again; a group that has moved meanwhile continues. The cost of writing
+  its own stacks does not count as movement of a worker: otherwise no hang would be acted on without py-spy.
 
-The shell (`hangs/watch.py`) looks when `next_deadline` says so, and tells what it saw in `Looked`.
+The shell (`hangs/watch.py`) looks at `next_deadline` and passes what it saw to `step`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -60,12 +59,12 @@ from holdfast.frozen import frozen
 
 CPU_FLOOR_SHARE = 0.05
 IO_FLOOR_BYTES_A_S = 1024
-# What a worker may use to write its own stacks (a hundred threads, a hundred frames each), where py-spy may not look.
+# The cost of writing its own stacks (a hundred threads, a hundred frames each), for a worker that py-spy cannot read.
 DUMP_CPU_S = 0.1
 DUMP_BYTES = 1 << 20
 LOOKS_A_BOUND = 8
 
-# A look this much later than it was due, and by this part of the shortest bound, is not a slow machine.
+# A look that is late by more than this, and by this share of the shortest bound, is not due to a slow machine.
 _LATE_S = 1.0
 _LATE_SHARE = 0.25
 
@@ -79,7 +78,6 @@ class Signal(StrEnum):
 
 
 DEFAULT_SIGNALS = frozenset({Signal.OUTPUT, Signal.PATTERN, Signal.IO, Signal.PROGRESS})
-_MARKS = (Signal.PATTERN, Signal.PROGRESS)
 
 
 class Bound(StrEnum):
@@ -90,10 +88,10 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HangPolicy:
-    """When a worker group counts as hung; what is None is not watched for.
+    """When a worker group counts as hung. A bound that is None is off.
 
-    `signals` says what counts as progress for the two timeouts; None is `DEFAULT_SIGNALS`. `pattern` is a regular
-    expression that is searched for in every line of output, and `progress_every_s` how often a line should match.
+    `signals` are those that count as movement for the two timeouts; None means `DEFAULT_SIGNALS`. `pattern` is a
+    regular expression that is searched for in every line of output; `progress_every_s` is how often a line must match.
     """
 
     hang_timeout_s: float | None = None
@@ -103,13 +101,21 @@ class HangPolicy:
     signals: frozenset[Signal] | None = None
 
     def __post_init__(self) -> None:
-        problem = self._problem()
-        if problem:
+        for problem in self._problems():
             raise UserError(problem)
 
     @property
+    def limits(self) -> dict[Bound, float]:
+        limits = {
+            Bound.SILENCE: self.hang_timeout_s,
+            Bound.START: self.start_timeout_s,
+            Bound.CADENCE: self.progress_every_s,
+        }
+        return {bound: limit_s for bound, limit_s in limits.items() if limit_s is not None}
+
+    @property
     def is_on(self) -> bool:
-        return any(each is not None for each in (self.hang_timeout_s, self.start_timeout_s, self.progress_every_s))
+        return bool(self.limits)
 
     @property
     def chosen(self) -> frozenset[Signal]:
@@ -117,42 +123,36 @@ class HangPolicy:
 
     @property
     def quoted_pattern(self) -> str:
-        """As a shell wants it, and still one line; `repr` alone would double every backslash."""
+        """As for a shell, on one line; `repr` alone would double every backslash."""
         return repr(self.pattern).replace("\\\\", "\\")
 
-    def _problem(self) -> str:
-        for name, value in (
-            ("--hang-timeout", self.hang_timeout_s),
-            ("--start-timeout", self.start_timeout_s),
-            ("--progress-every", self.progress_every_s),
-        ):
-            if value is not None and not 0 < value < float("inf"):
-                return f"{name} {value:g} is not a time above 0"
-        return self._pattern_problem() or self._signals_problem()
-
-    def _pattern_problem(self) -> str:
-        if not self.pattern:
-            is_alone = self.progress_every_s is not None
-            return "--progress-every says how often --progress-pattern should match, and no pattern is given" * is_alone
-        if not self.is_on:
-            return f"--progress-pattern {self.quoted_pattern} has no effect without --progress-every or --hang-timeout"
-        try:
-            matches_nothing = re.compile(self.pattern).search("") is not None
-        except (re.error, RecursionError, OverflowError) as error:
-            return f"--progress-pattern {self.quoted_pattern} is not a regular expression: {error}"
-        return f"--progress-pattern {self.quoted_pattern} matches every line, also an empty one" * matches_nothing
-
-    def _signals_problem(self) -> str:
+    def _problems(self) -> Iterator[str]:
+        for bound, limit_s in self.limits.items():
+            if not 0 < limit_s < float("inf"):
+                yield f"--{bound} {limit_s:g} is not a time above 0"
+        if self.pattern:
+            yield from self._pattern_problems()
+        elif self.progress_every_s is not None:
+            yield "--progress-every says how often --progress-pattern should match, and no pattern is given"
         if self.signals is None:
-            return ""
+            return
         names = ",".join(sorted(self.signals))
         if self.hang_timeout_s is None and self.start_timeout_s is None:
-            return f"--progress-signals {names} have no effect without --hang-timeout or --start-timeout"
+            yield f"--progress-signals {names} have no effect without --hang-timeout or --start-timeout"
         if not self.signals:
-            return "--progress-signals names no signal"
+            yield "--progress-signals names no signal"
         if Signal.PATTERN in self.signals and not self.pattern:
-            return f"--progress-signals {names} has pattern, and no --progress-pattern is given"
-        return ""
+            yield f"--progress-signals {names} has pattern, and no --progress-pattern is given"
+
+    def _pattern_problems(self) -> Iterator[str]:
+        option = f"--progress-pattern {self.quoted_pattern}"
+        if not self.is_on:
+            yield f"{option} has no effect without --progress-every or --hang-timeout"
+        try:
+            if re.compile(self.pattern).search("") is not None:
+                yield f"{option} matches every line, also an empty one"
+        except (re.error, RecursionError, OverflowError) as error:
+            yield f"{option} is not a regular expression: {error}"
 
 
 def parse_signals(text: str) -> frozenset[Signal]:
@@ -164,50 +164,18 @@ def parse_signals(text: str) -> frozenset[Signal]:
     return frozenset(map(Signal, names))
 
 
-# Counters.
-
-
-@frozen
-class Usage:
-    """What a worker's tree has used since it was first looked at. None: it cannot be told."""
-
-    cpu_s: float | None = 0.0
-    io_bytes: float | None = 0
-
-
-def moved(before: Usage, after: Usage, elapsed_s: float, *, has_dumped: bool = False) -> frozenset[Signal]:
-    """Which counters of one worker show that it works. `has_dumped`: it may have been told to write its stacks."""
-    found = set()
-    if _is_above(before.cpu_s, after.cpu_s, CPU_FLOOR_SHARE * elapsed_s + DUMP_CPU_S * has_dumped):
-        found.add(Signal.CPU)
-    if _is_above(before.io_bytes, after.io_bytes, IO_FLOOR_BYTES_A_S * elapsed_s + DUMP_BYTES * has_dumped):
-        found.add(Signal.IO)
-    return frozenset(found)
-
-
-def _is_above(before: float | None, after: float | None, floor: float) -> bool:
-    return before is None or after is None or after - before > floor
-
-
-# The machine.
-
-
-@frozen
-class Looked:
-    """When each signal is known to have moved last. One that never moved is not in it.
-
-    `is_again`: after a verdict, and however long it took to find out what it means. `is_blind`: the agent's own output
-    is blocked, so that workers may wait for nobody but the reader of it.
-    """
-
-    moved_at: Mapping[Signal, float]
-    is_again: bool = False
-    is_blind: bool = False
+def moved(used: Mapping[Signal, float | None], elapsed_s: float, *, has_dumped: bool = False) -> set[Signal]:
+    """The counters that show that one worker works. None is unknown; `has_dumped`: it may have written its stacks."""
+    floors = {
+        Signal.CPU: CPU_FLOOR_SHARE * elapsed_s + DUMP_CPU_S * has_dumped,
+        Signal.IO: IO_FLOOR_BYTES_A_S * elapsed_s + DUMP_BYTES * has_dumped,
+    }
+    return {signal for signal, amount in used.items() if amount is None or amount > floors[signal]}
 
 
 @frozen
 class Verdict:
-    """The group is hung: which bound it broke, by how much, and how long ago each signal moved."""
+    """The group is hung: which bound it broke, for how long it was silent, and how long ago each signal moved."""
 
     bound: Bound
     limit_s: float
@@ -215,34 +183,18 @@ class Verdict:
     moved_ago_s: Mapping[Signal, float]
 
 
-@frozen
-class DeclareHung:
-    verdict: Verdict
-
-
-@frozen
-class Complain:
-    """Tell the user something about the watch that is not as it should be."""
-
-    text: str
-
-
-Command = DeclareHung | Complain
-
-
 class HangMachine:
-    """One life of one worker group. `is_sampled`: something can only be seen by looking again and again."""
+    """One lifetime of one worker group. `is_sampled`: some signals are only seen by reading them regularly."""
 
     def __init__(self, policy: HangPolicy, now: float, *, is_sampled: bool = False) -> None:
         self.policy = policy
         self._started_at = now
         self._counts_from = now
         self._moved_at: dict[Signal, float] = {}
-        self._began_at: float | None = None
-        self._has_complained = False
-        limits = (policy.hang_timeout_s, policy.start_timeout_s, policy.progress_every_s)
-        self._shortest_s = min(limit for limit in limits if limit is not None)
-        # Once within the shortest bound is enough to learn in time of whatever begins one: a match, a mark.
+        self._marked_at: float | None = None
+        self._has_warned = False
+        self._shortest_s = min(policy.limits.values())
+        # Without samples, one look within the shortest bound is enough to notice a first match or mark in time.
         self._look_every_s = self._shortest_s / LOOKS_A_BOUND if is_sampled else self._shortest_s
         self._looked_at = now
         self._broken: Bound | None = None
@@ -251,93 +203,77 @@ class HangMachine:
         """When to look next."""
         return min([self._looked_at + self._look_every_s, *(at for at, _, _ in self._bounds())])
 
-    def step(self, event: Looked, now: float) -> list[Command]:
-        if event.is_blind:
+    def step(
+        self, moved_at: Mapping[Signal, float], now: float, *, is_again: bool = False, is_blind: bool = False
+    ) -> list[Verdict | str]:
+        """A verdict if the group hangs, and warnings for the user.
+
+        `moved_at` says when each signal last moved; a signal that never moved is absent. `is_again`: this look follows
+        a verdict and may be late. `is_blind`: the agent's own output is blocked, so workers may wait for its reader.
+        """
+        is_late = not is_again and now - self.next_deadline() > max(_LATE_S, _LATE_SHARE * self._shortest_s)
+        # Workers stand still while their stacks are taken, so a movement since the verdict counts as one of now.
+        if is_blind or is_late or (is_again and self._has_moved_since_verdict(moved_at)):
             self._counts_from = now
-        elif not event.is_again:
-            self._forgive_if_late(now)
-        elif self._has_moved_since_verdict(event.moved_at):
-            self._counts_from = now  # Workers stand still while their stacks are taken.
         self._looked_at = now
-        for signal, at in event.moved_at.items():
+        for signal, at in moved_at.items():
             self._moved_at[signal] = min(now, max(at, self._moved_at.get(signal, self._started_at)))
-        if self._began_at is None:
-            self._began_at = min((self._moved_at[mark] for mark in _MARKS if mark in self._moved_at), default=None)
-        commands: list[Command] = [*self._complaints(now)]
-        broken = [(bound, limit_s) for at, bound, limit_s in self._bounds() if at <= now]
-        if broken:
-            self._broken = broken[0][0]
-            commands.append(DeclareHung(self._verdict(*broken[0], now)))
-        return commands
+        if self._marked_at is None:
+            marks = (Signal.PATTERN, Signal.PROGRESS)
+            self._marked_at = min((self._moved_at[mark] for mark in marks if mark in self._moved_at), default=None)
+        found: list[Verdict | str] = [*self._warnings(now)]
+        for at, bound, limit_s in self._bounds()[:1]:
+            if at <= now:
+                self._broken = bound
+                found.append(self._verdict(bound, limit_s, now))
+        return found
 
     def _has_moved_since_verdict(self, moved_at: Mapping[Signal, float]) -> bool:
         counted = {Signal.PATTERN} if self._broken is Bound.CADENCE else self.policy.chosen
         return any(at > self._looked_at for signal, at in moved_at.items() if signal in counted)
 
-    def _forgive_if_late(self, now: float) -> None:
-        if now - self.next_deadline() > max(_LATE_S, _LATE_SHARE * self._shortest_s):
-            self._counts_from = now
-
     def _bounds(self) -> list[tuple[float, Bound, float]]:
-        """When each bound that holds now will be broken, if nothing moves; the first comes first."""
-        found = [bound for bound in (self._start_bound(), self._silence_bound()) if bound is not None]
-        every_s, matched_at = self.policy.progress_every_s, self._moved_at.get(Signal.PATTERN)
+        """The time at which each bound that applies now breaks if nothing moves; the earliest comes first."""
+        start_s, hang_s, every_s = self.policy.start_timeout_s, self.policy.hang_timeout_s, self.policy.progress_every_s
+        moved_at, matched_at = self._last_movement(), self._moved_at.get(Signal.PATTERN)
+        counts_from = max(moved_at or 0.0, self._counts_from)
+        found = []
+        if start_s is not None and (moved_at is None or self._is_starting(moved_at, start_s)):
+            found.append((counts_from + start_s, Bound.START, start_s))
+        if hang_s is not None and (moved_at is not None or start_s is None):
+            at = counts_from + hang_s
+            if start_s is not None:
+                # A mark need not be a chosen signal: the silence before it was allowed.
+                at = max(at, self._started_at + start_s if self._marked_at is None else self._marked_at + hang_s)
+            found.append((at, Bound.SILENCE, hang_s))
         if every_s is not None and matched_at is not None:
             found.append((max(matched_at, self._counts_from) + every_s, Bound.CADENCE, every_s))
         return sorted(found, key=lambda each: each[0])
 
-    def _start_bound(self) -> tuple[float, Bound, float] | None:
-        start_s, moved_at = self.policy.start_timeout_s, self._last_movement()
-        if start_s is None or (moved_at is not None and self._is_past_beginning(moved_at, start_s)):
-            return None
-        return max(moved_at or 0.0, self._counts_from) + start_s, Bound.START, start_s
-
-    def _is_past_beginning(self, moved_at: float, start_s: float) -> bool:
+    def _is_starting(self, moved_at: float, start_s: float) -> bool:
         has_written = Signal.OUTPUT in self._moved_at and Signal.OUTPUT in self.policy.chosen
-        return has_written or self._began_at is not None or moved_at > self._started_at + start_s
-
-    def _silence_bound(self) -> tuple[float, Bound, float] | None:
-        start_s, hang_s = self.policy.start_timeout_s, self.policy.hang_timeout_s
-        moved_at = self._last_movement()
-        if hang_s is None or (moved_at is None and start_s is not None):
-            return None
-        at = max(moved_at or 0.0, self._counts_from) + hang_s
-        if start_s is not None:
-            # A mark need not be a signal that was chosen: what stood still before it was within its rights until then.
-            at = max(at, self._started_at + start_s if self._began_at is None else self._began_at + hang_s)
-        return at, Bound.SILENCE, hang_s
+        return not has_written and self._marked_at is None and moved_at <= self._started_at + start_s
 
     def _last_movement(self) -> float | None:
-        chosen = self.policy.chosen
-        return max((at for signal, at in self._moved_at.items() if signal in chosen), default=None)
+        return max((at for signal, at in self._moved_at.items() if signal in self.policy.chosen), default=None)
 
     def _verdict(self, bound: Bound, limit_s: float, now: float) -> Verdict:
         last = self._moved_at[Signal.PATTERN] if bound is Bound.CADENCE else self._last_movement()
         silent_s = now - (self._started_at if last is None else last)
         return Verdict(bound, limit_s, silent_s, {signal: now - at for signal, at in self._moved_at.items()})
 
-    def _complaint_due(self) -> float | None:
-        """When a pattern that has not matched yet should have."""
-        if not self.policy.pattern or Signal.PATTERN in self._moved_at:
-            return None
-        limits = (self.policy.start_timeout_s, self.policy.hang_timeout_s, self.policy.progress_every_s)
-        return self._started_at + max(limit for limit in limits if limit is not None)
+    def _warnings(self, now: float) -> Iterator[str]:
+        """Once, when the longest bound has passed without a match."""
+        age_s = now - self._started_at
+        has_matched = not self.policy.pattern or Signal.PATTERN in self._moved_at
+        if has_matched or self._has_warned or age_s < max(self.policy.limits.values()):
+            return
+        self._has_warned = True
+        yield (
+            f"{age_s:.0f} s after the start, no output line of this node's workers has matched --progress-pattern "
+            f"{self.policy.quoted_pattern}; the pattern is ignored until one does"
+        )
 
-    def _complaints(self, now: float) -> list[Complain]:
-        due = self._complaint_due()
-        if self._has_complained or due is None or now < due:
-            return []
-        self._has_complained = True
-        since = f"{now - self._started_at:.0f} s after the start"
-        return [
-            Complain(
-                f"{since} no line of this node's workers has matched --progress-pattern {self.policy.quoted_pattern}; "
-                "they are not judged by it until one does"
-            )
-        ]
-
-
-# Words.
 
 _NAMES = {
     Signal.OUTPUT: "output",
@@ -354,25 +290,20 @@ def words(verdict: Verdict, policy: HangPolicy) -> str:
     if verdict.bound is Bound.CADENCE:
         expected = f"one was expected every {verdict.limit_s:g} s"
         return f"no line has matched {policy.quoted_pattern} for {silent}, and {expected}"
-    missed = _listed(_NAMES[signal] for signal in _missed(verdict, policy))
+    *most, last = (_NAMES[signal] for signal in _missed(verdict, policy))
+    missed = f"{', '.join(most)} or {last}" if most else last
     if verdict.bound is not Bound.START:
         return f"no {missed} for {silent}"
     has_moved = any(signal in policy.chosen for signal in verdict.moved_ago_s)
-    return f"no {missed} for {silent}, in the beginning" if has_moved else f"no {missed} since the start {silent} ago"
+    return f"no {missed} for {silent}, in the start phase" if has_moved else f"no {missed} since the start {silent} ago"
 
 
 def _missed(verdict: Verdict, policy: HangPolicy) -> list[Signal]:
-    """The chosen signals, but for those that say nothing new: lines are output, and not everybody makes calls."""
+    """The chosen signals, without those that add nothing: lines are output, and not every job calls progress()."""
     chosen = [signal for signal in Signal if signal in policy.chosen]
-    told = [
-        signal
-        for signal in chosen
-        if not (signal is Signal.PATTERN and (Signal.OUTPUT in chosen or not policy.pattern))
-        and not (signal is Signal.PROGRESS and signal not in verdict.moved_ago_s and len(chosen) > 1)
-    ]
-    return told or chosen
-
-
-def _listed(names: Iterable[str]) -> str:
-    *most, last = names
-    return f"{', '.join(most)} or {last}" if most else last
+    redundant = set()
+    if Signal.OUTPUT in chosen or not policy.pattern:
+        redundant.add(Signal.PATTERN)
+    if Signal.PROGRESS not in verdict.moved_ago_s and len(chosen) > 1:
+        redundant.add(Signal.PROGRESS)
+    return [signal for signal in chosen if signal not in redundant] or chosen

@@ -1,10 +1,11 @@
 """The agent's watch over its worker group: looks when `hangs/policy.py` says so, and examines a group that hangs.
 
-`HangWatch` collects what moves: the pump and the log files (`process/output/watch.py`), the board on which workers note
-their progress (`progress_board.py`), and the counters of their trees. `examine` takes the stacks of all workers, and
-`Finding` is what the agent makes of them: which ranks to blame, in which words, and a file with everything.
+`HangWatch` collects the signals: output from the pump and the log files (`process/output/watch.py`), calls of
+`holdfast.progress()` from the board (`progress_board.py`), and the kernel's counters of the workers' process trees.
+`examine` takes the stacks of all workers. Its `Finding` says which ranks to blame and in which words; `tell` logs it
+and writes a file.
 
-Whatever goes wrong in here costs the watch, or the stacks, and never the job.
+An error in this module disables the watch, or loses the stacks, but never ends the job.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from holdfast import loop, procfs, progress_board, signals
 from holdfast.frozen import frozen
 from holdfast.hangs import compare, policy, stacks
 from holdfast.hangs.compare import Look, Picture, WorkerLook
-from holdfast.hangs.observe import UsageMeter
-from holdfast.hangs.policy import Complain, HangMachine, HangPolicy, Looked, Signal, Usage, Verdict
-from holdfast.loop import Wakeup
+from holdfast.hangs.policy import HangMachine, HangPolicy, Signal, Verdict
 from holdfast.process.output.watch import OutputWatch
 
 if TYPE_CHECKING:
@@ -30,34 +29,52 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# All stacks of a group, native frames included, take a second or two. Nobody waits longer than this for them.
+# All stacks of a group, native frames included, usually take a second or two.
 EXAMINATION_LIMIT_S = 20.0
 _ONE_DUMP_S = 10.0
-_MOST_OTHERS = 16
+_CHILDREN_LIMIT = 16
+
+
+class UsageMeter:
+    """What the process trees of workers use, for those of the signals that the kernel counts."""
+
+    def __init__(self, chosen: Iterable[Signal]) -> None:
+        counters = {Signal.CPU: procfs.cpu_s, Signal.IO: procfs.io_bytes}
+        self.counters = {signal: counters[signal] for signal in chosen if signal in counters}
+        self._last: dict[tuple[int, Signal], float | None] = {}
+
+    def read(self, leaders: Iterable[int]) -> dict[int, dict[Signal, float | None]]:
+        """By the pid of the leader: the use since the last reading, None if a process of the tree cannot be read."""
+        before, self._last = self._last, {}
+        used: dict[int, dict[Signal, float | None]] = {leader: dict.fromkeys(self.counters, 0.0) for leader in leaders}
+        for leader, sums in used.items():
+            for pid in (leader, *procfs.descendants_of(leader)):
+                for signal, read in self.counters.items():
+                    now, total = read(pid), sums[signal]
+                    self._last[pid, signal] = now
+                    if now is None or total is None:
+                        sums[signal] = None
+                    else:
+                        sums[signal] = total + max(0.0, now - (before.get((pid, signal)) or 0.0))
+        return used
 
 
 class HangWatch:
-    """One for each life of a group: `prepare` before its start, `begin` after it."""
+    """One lifetime of a worker group: `prepare` comes before its start, `begin` after it."""
 
     def __init__(self, policy: HangPolicy) -> None:
         self._policy = policy
         self._machine: HangMachine | None = None
         self._output = OutputWatch(policy.pattern)
         self._board: progress_board.Board | None = None
-        chosen = policy.chosen
-        self._meter = UsageMeter(cpu=Signal.CPU in chosen, io=Signal.IO in chosen)
-        self._wants_usage = bool(chosen & {Signal.CPU, Signal.IO}) and self._has_timeout
-        self._usage: Mapping[int, Usage] = {}
+        has_timeout = policy.hang_timeout_s is not None or policy.start_timeout_s is not None
+        self._meter = UsageMeter(policy.chosen if has_timeout else ())
         self._usage_at = 0.0
         self._counters_moved_at: dict[Signal, float] = {}
         self._unreadable: set[Signal] = set()
 
-    @property
-    def _has_timeout(self) -> bool:
-        return self._policy.hang_timeout_s is not None or self._policy.start_timeout_s is not None
-
     def prepare(self, envs: Mapping[int, dict[str, str]]) -> OutputWatch:
-        """Tell each worker its place on the board; returns who wants to hear of their output."""
+        """Give each worker its place on the board; returns the observer of their output."""
         try:
             self._board = progress_board.Board(len(envs))
         except OSError as error:
@@ -68,9 +85,9 @@ class HangWatch:
         return self._output
 
     def begin(self) -> None:
-        now = time.monotonic()
-        self._usage_at = now
-        self._machine = HangMachine(self._policy, now, is_sampled=self._wants_usage or self._output.is_sampled)
+        now = self._usage_at = time.monotonic()
+        is_sampled = bool(self._meter.counters) or self._output.is_sampled
+        self._machine = HangMachine(self._policy, now, is_sampled=is_sampled)
 
     def end(self) -> None:
         self._machine = None
@@ -82,7 +99,7 @@ class HangWatch:
         return self._machine.next_deadline() if self._machine is not None else None
 
     def look(self, running: Mapping[int, int]) -> Verdict | None:
-        """Look if it is time to: at those that run, local rank -> pid. A verdict if they hang."""
+        """Look at the running workers (local rank -> pid) if it is time to. Returns a verdict if they hang."""
         due = self.next_deadline()
         return self._look(running, is_again=False) if due is not None and time.monotonic() >= due else None
 
@@ -95,54 +112,39 @@ class HangWatch:
             return None
         try:
             now = time.monotonic()
-            looked = Looked(self._movements(running, now, has_dumped=is_again), is_again, self._output.is_blind)
-            commands = self._machine.step(looked, now)
+            movements = self._movements(running, now, has_dumped=is_again)
+            found = self._machine.step(movements, now, is_again=is_again, is_blind=self._output.is_blind)
         except Exception as error:
             logger.warning("hangs are not watched for any more: %s: %s", type(error).__name__, error)
             self._machine = None
             return None
-        verdict = None
-        for command in commands:
-            if isinstance(command, Complain):
-                logger.warning("%s", command.text)
-            else:
-                verdict = command.verdict
-        return verdict
+        for text in (each for each in found if isinstance(each, str)):
+            logger.warning("%s", text)
+        return next((each for each in found if isinstance(each, Verdict)), None)
 
     def _movements(self, running: Mapping[int, int], now: float, *, has_dumped: bool) -> dict[Signal, float]:
         self._output.look(now)
-        if self._wants_usage:
-            self._read_usage(running.values(), now, has_dumped)
-        matched_at = self._output.matched_at()
+        self._read_usage(running.values(), now, has_dumped)
+        matched_at, board = self._output.matched_at(), self._board
         if matched_at is not None and self._output.has_given_up:
-            matched_at = now  # Nobody knows; so nobody is judged by it.
+            matched_at = now  # Lines are not searched any more, so their absence must not break a bound.
+        calls = [board.read(rank)[0] for rank in running] if board is not None else []
         found = {
             Signal.OUTPUT: self._output.moved_at(running),
             Signal.PATTERN: matched_at,
-            Signal.PROGRESS: self._progress_at(running),
+            Signal.PROGRESS: max((at for at in calls if at is not None), default=None),
             **self._counters_moved_at,
         }
         return {signal: at for signal, at in found.items() if at is not None}
 
     def _read_usage(self, leaders: Iterable[int], now: float, has_dumped: bool) -> None:
-        usage = self._meter.read(leaders)
-        elapsed_s = now - self._usage_at
-        for leader, after in usage.items():
-            for signal in policy.moved(self._usage.get(leader, Usage()), after, elapsed_s, has_dumped=has_dumped):
-                self._counters_moved_at[signal] = now
-            self._tell_unreadable(leader, after)
-        self._usage, self._usage_at = usage, now
-
-    def _tell_unreadable(self, leader: int, usage: Usage) -> None:
-        values = {Signal.CPU: usage.cpu_s, Signal.IO: usage.io_bytes}
-        for signal in (signal for signal, value in values.items() if value is None and signal not in self._unreadable):
-            self._unreadable.add(signal)
-            logger.warning("the %s counters of worker %d cannot be read, so they count as moving", signal, leader)
-
-    def _progress_at(self, running: Iterable[int]) -> float | None:
-        if self._board is None:
-            return None
-        return max((at for rank in running if (at := self._board.read(rank)[0]) is not None), default=None)
+        for leader, used in self._meter.read(leaders).items():
+            moved = policy.moved(used, now - self._usage_at, has_dumped=has_dumped)
+            self._counters_moved_at.update(dict.fromkeys(moved, now))
+            for signal in {signal for signal, amount in used.items() if amount is None} - self._unreadable:
+                self._unreadable.add(signal)
+                logger.warning("the %s counters of worker %d cannot be read, so they count as moving", signal, leader)
+        self._usage_at = now
 
     def progress_of(self, local_rank: int) -> tuple[float | None, int | None]:
         """When that worker last called `holdfast.progress` (monotonic), and its step. Any thread may ask."""
@@ -153,18 +155,15 @@ class HangWatch:
             return None, None
 
     def knowledge(self, local_rank: int) -> tuple[float | None, int | None]:
-        """For how long that worker has been quiet, and its last step."""
+        """For how long that worker has written nothing, and its last step."""
         said_at = self._output.moved_at([local_rank])
         step = self._board.read(local_rank)[1] if self._board is not None else None
         return (None if said_at is None else time.monotonic() - said_at), step
 
 
-# The examination.
-
-
 @frozen
 class Finding:
-    """What was found; `reason` is why anybody looked, `path` the file with all of it."""
+    """The result of an examination; `reason` is why it was made, `path` the file with all stacks."""
 
     looks: tuple[WorkerLook, ...]
     picture: Picture
@@ -173,7 +172,7 @@ class Finding:
 
     @property
     def is_cause_here(self) -> bool:
-        """Whether somebody of this node stands out, or at least does not wait for a peer."""
+        """Whether a worker of this node stands out, or at least one does not wait for a peer."""
         return bool(self.picture.odd) or not self.picture.is_all_in_collective
 
     @property
@@ -181,7 +180,7 @@ class Finding:
         return [rank for group in self.picture.odd for rank in group.ranks]
 
     def blamed(self) -> dict[int, str]:
-        """By global rank, in which words: everybody who is odd; if nobody is, one stands for all."""
+        """The cause in words, by global rank: of every odd rank, or of one rank if none is odd."""
         ranks = self.odd_ranks or [self.picture.groups[0].ranks[0]]
         return {rank: f"{self.reason}; {compare.found(self.picture, rank)}" for rank in ranks}
 
@@ -197,26 +196,19 @@ def examine(
     workers: Mapping[int, tuple[int, int]], reason: str, watch: HangWatch | None = None, *, native: bool = True
 ) -> Finding:
     """Take the stacks of these workers: local rank -> global rank and pid. A signal to the agent cuts it short."""
-    trees = {pid: _others(pid) for _, pid in workers.values()}
-    found = look_at_all([*trees, *(pid for others in trees.values() for pid in others)], native=native)
+    trees = {pid: procfs.descendants_of(pid)[:_CHILDREN_LIMIT] for _, pid in workers.values()}
+    found = _look_at_all([*trees, *itertools.chain(*trees.values())], native)
     looks = []
     for local_rank, (rank, pid) in workers.items():
         quiet_s, step = watch.knowledge(local_rank) if watch is not None else (None, None)
-        looks.append(WorkerLook(rank, found[pid], _telling([found[each] for each in trees[pid]]), quiet_s, step))
+        # Of the descendants, only Python processes have stacks to show.
+        others = tuple(found[each] for each in trees[pid] if found[each].threads)
+        looks.append(WorkerLook(rank, found[pid], others, quiet_s, step))
     return Finding(tuple(looks), compare.picture(looks), reason)
 
 
-def _others(pid: int) -> list[int]:
-    return procfs.descendants_of(pid)[:_MOST_OTHERS]
-
-
-def _telling(others: Iterable[Look]) -> tuple[Look, ...]:
-    """Of what a worker has started, those that are Python: of a shell or a compiler nothing is seen anyway."""
-    return tuple(look for look in others if look.threads)
-
-
-def look_at_all(pids: Iterable[int], *, native: bool) -> dict[int, Look]:
-    bell = Wakeup()
+def _look_at_all(pids: Iterable[int], native: bool) -> dict[int, Look]:
+    bell = loop.Wakeup()
     until = time.monotonic() + EXAMINATION_LIMIT_S
     dumps = stacks.Dumps(pids, lambda pid: stacks.look_at(pid, native=native, timeout_s=_ONE_DUMP_S), bell.ring)
     while not dumps.are_complete() and not signals.inbox().has_pending and (left_s := until - time.monotonic()) > 0:
@@ -226,11 +218,8 @@ def look_at_all(pids: Iterable[int], *, native: bool) -> dict[int, Look]:
     return dumps.finish(stacks.late)
 
 
-# Telling.
-
-
 def tell(finding: Finding, directory: str, heading: str) -> Finding:
-    """The groups into the log, everything into a file."""
+    """Log the groups and write everything into a file."""
     path, trouble = "", "nothing is kept under /dev/null"
     if directory:
         try:
@@ -238,21 +227,16 @@ def tell(finding: Finding, directory: str, heading: str) -> Finding:
         except OSError as error:
             trouble = f"{error.strerror} ({directory})"
     where = f"every thread of every worker: {path}" if path else f"the stacks are in no file: {trouble}"
-    # Without a file this is all that will ever be seen of them.
+    # Without a file, the log is the only place for the stacks.
     shown = compare.summary(finding.picture) if path else compare.full_text(finding.looks)
     logger.warning("%s\n%s", shown, where)
     return Finding(finding.looks, finding.picture, finding.reason, path)
 
 
 def write_file(finding: Finding, directory: str, heading: str) -> str:
-    """`stacks.txt` in that directory, or the next name that is free."""
-    text = "\n\n".join(
-        [
-            f"{heading}\n{finding.reason}",
-            compare.summary(finding.picture, frames_limit=None, groups_limit=len(finding.looks)),
-            compare.full_text(finding.looks),
-        ]
-    )
+    """Write `stacks.txt` in that directory, or `stacks_1.txt` and so on if it exists."""
+    summary = compare.summary(finding.picture, frames_limit=None, groups_limit=len(finding.looks))
+    text = "\n\n".join([f"{heading}\n{finding.reason}", summary, compare.full_text(finding.looks)])
     for number in itertools.count():
         path = os.path.join(directory, f"stacks_{number}.txt" if number else "stacks.txt")
         try:

@@ -1,12 +1,11 @@
-"""How a worker tells why it failed, and how its failure reaches the user.
+"""How a worker reports why it failed, and how its failure reaches the user.
 
-The worker's side is `record`: it catches the exception of a main function and leaves it, as JSON, in the file
-named by `TORCHELASTIC_ERROR_FILE`. Workers that holdfast starts through its own bootstrap leave that file
-without being decorated; `record` is for those who start Python by other means, and for code written with it.
+In the worker, `record` catches the exception of a main function and writes it as JSON into the file named by
+`TORCHELASTIC_ERROR_FILE`. Workers that holdfast starts through its own bootstrap write that file without a decorator;
+`record` is for Python that is started by other means, and for code that already uses it.
 
-The launcher's side is `ProcessFailure`, one dead worker and the evidence it left, and `ChildFailedError`, all
-of them together, with the one that was the cause. Whatever a dying worker leaves may be half written or
-foreign; nothing in here raises because of it.
+In the launcher, `ProcessFailure` is one dead worker with its evidence, and `ChildFailedError` is all of them together,
+with the cause. The files of a dying worker may be half written or foreign; nothing here raises because of that.
 """
 
 from __future__ import annotations
@@ -24,13 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 from holdfast.failures import report, wire_evidence
 from holdfast.failures.report import NOT_AVAILABLE, Evidence, FailureFacts
 
-__all__ = [
-    "ChildFailedError",
-    "ErrorHandler",
-    "ProcessFailure",
-    "get_error_handler",
-    "record",
-]
+__all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 TRACEBACK_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
@@ -45,11 +38,11 @@ R = TypeVar("R")
 
 @dataclass
 class ProcessFailure:
-    """One worker that failed: who it was, how it ended, and what it left.
+    """One failed worker: which one, how it ended, and its evidence.
 
-    `message` is what the worker said: the `message` of its error file (text, or the nested layout that
-    `record` writes), else what can be made of the evidence, else how it ended. `timestamp` is in whole
-    seconds, from the error file where there is one and otherwise the moment this object was made.
+    `message` is the `message` of the error file (text, or the nested layout that `record` writes), else it is made from
+    the evidence, else from the exit code. `timestamp` is in whole seconds, from the error file if there is one, else
+    the time at which this object was made.
     """
 
     local_rank: int
@@ -57,49 +50,57 @@ class ProcessFailure:
     exitcode: int
     error_file: str
     evidence: Evidence | None = None
-    order: int | None = None
-    """The place of this failure in the sequence in which the spawner reaped them."""
-    node: str = ""
-    """Where it ran, if that was another node. Its error file is there, too."""
+    order: int | None = None  # The position in which the spawner reaped this failure.
+    node: str = ""  # The host, if that is another node. The error file is there, too.
     error_file_data: dict[str, Any] = field(init=False)
     message: str | dict[str, Any] = field(init=False)
     timestamp: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # The hint about decorators is for failures of which others know no more than the exit code.
-        self._silence = TRACEBACK_HINT if self.evidence is None else f"exit code {self.exitcode}, without a word"
+        # The hint about decorators is for failures of which only the exit code is known.
+        is_hint_due = self.evidence is None
+        hang = self.evidence.hang if self.evidence else ""
         self.timestamp = int(time.time())
-        data = self._error_of_hang() or (None if self.node else self._read_error_file())
-        if data is None:
-            self.error_file = self.error_file if self.node and self.error_file else NOT_AVAILABLE
-            data = self._error_of_evidence()
+        data = None if hang or self.node else self._read_error_file()
+        evidence = self.evidence or Evidence()
+        if data is None and not (self.node and self.error_file and not hang):
+            self.error_file = NOT_AVAILABLE
+        if hang:  # An error from the time when the worker was stopped is not the cause.
+            data = {"message": {"message": f"hung: {hang}", "extraInfo": {"timestamp": str(self.timestamp)}}}
+        elif data is None and evidence.error is not None and _has_message(evidence.error):
+            data = dict(evidence.error)
         if data is not None:
-            self._take(data)
+            self.error_file_data, self.message = data, data["message"]
+            timestamp = report.error_timestamp(data)
+            self.timestamp = self.timestamp if timestamp is None else timestamp
+            return
+        self.error_file_data = {"message": _NO_MESSAGE}
+        if self.exitcode >= 0:
+            traits = {"category": "system_terminated_error", "retryability": "False"}
+            self.error_file_data["errorTraits"] = traits
+            silent = TRACEBACK_HINT if is_hint_due else f"exited with code {self.exitcode} and no error message"
+            self.message = evidence.memory or report.last_line(evidence.stderr_tail).strip() or silent
         else:
-            self._infer()
+            ended = f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"
+            self.message = f"{ended}: {evidence.memory}" if evidence.memory else ended
 
     @classmethod
     def on_another_node(cls, node: str, exitcode: int, text: str, sent: str) -> ProcessFailure:
-        """A worker's failure as another node has sent it; `text` is the line that was known of it before."""
+        """A failure that another node has sent; `text` is its cause line, for a node that sent no more than that."""
         far = wire_evidence.decode(sent)
         if far is None:
-            note = f"node {node} did not send what it knows of this failure"
+            note = f"node {node} did not send its evidence of this failure"
             error = {"message": {"message": text}}
             return cls(-1, 0, exitcode, "", Evidence(error=error, note=note), node=node)
         return cls(far.local_rank, far.pid, exitcode, far.error_file, far.evidence, node=node)
 
     def encoded(self) -> str:
-        """All that is known of it, for the other nodes of the run."""
-        error = {} if self._has_no_error() else self.error_file_data
-        return wire_evidence.encode(self.local_rank, self.pid, self.error_file, error, self.evidence or Evidence())
+        """The failure with its evidence, for the other nodes of the run."""
+        evidence = self.evidence or Evidence()
+        return wire_evidence.encode(self.local_rank, self.pid, self.error_file, self._error(), evidence)
 
     def signal_name(self) -> str:
         return report.signal_name(self.exitcode) or NOT_AVAILABLE
-
-    def exitcode_text(self) -> str:
-        """One that hung did not end by itself."""
-        has_hung = self.evidence is not None and self.evidence.hang
-        return "none, it hung" if has_hung and self.exitcode == 0 else str(self.exitcode)
 
     def timestamp_isoformat(self) -> str:
         """Local time, with `_` between date and time."""
@@ -109,15 +110,9 @@ class ProcessFailure:
             return NOT_AVAILABLE
 
     def facts(self) -> FailureFacts:
-        """What the ranking of failures and the cause line need of this one."""
-        return FailureFacts(
-            exitcode=self.exitcode,
-            text="" if self._has_no_error() else report.error_text(self.error_file_data),
-            order=self.order,
-            timestamp=self.timestamp,
-            pid=self.pid,
-            evidence=self.evidence or Evidence(),
-        )
+        """For the ranking of failures and the cause line."""
+        text, evidence = report.error_text(self._error()), self.evidence or Evidence()
+        return FailureFacts(self.exitcode, text, self.order, self.timestamp, self.pid, evidence)
 
     def traceback_text(self) -> str:
         """The traceback if the worker left one, else its message."""
@@ -127,65 +122,30 @@ class ProcessFailure:
         return report.error_callstack(data) or report.error_text(data) or NOT_AVAILABLE
 
     def _read_error_file(self) -> dict[str, Any] | None:
-        # `/dev/null` and the like stand for "no file".
+        # `/dev/null` and other devices mean that there is no file.
         if not os.path.isfile(self.error_file):
             return None
         try:
             return _load_error_file(self.error_file)
         except (OSError, ValueError, RecursionError) as e:
-            _tell_unreadable(self.error_file, self.pid, str(e))
-            self._add_note(f"its error file {self.error_file} is unreadable: {e}")
+            _warn_unreadable(self.error_file, self.pid, str(e))
+            evidence = self.evidence or Evidence()
+            notes = [evidence.note] if evidence.note else []
+            note = "; ".join([*notes, f"its error file {self.error_file} is unreadable: {e}"])
+            self.evidence = replace(evidence, note=note)
             return None
 
-    def _error_of_hang(self) -> dict[str, Any] | None:
-        """Whatever it said when it was stopped: that it hung is what happened to it."""
-        words = self.evidence.hang if self.evidence else ""
-        if not words:
-            return None
-        self.error_file = NOT_AVAILABLE
-        extra = {"timestamp": str(self.timestamp)}
-        return {"message": {"message": f"hung: {words}", "extraInfo": extra}}
-
-    def _error_of_evidence(self) -> dict[str, Any] | None:
-        error = self.evidence.error if self.evidence else None
-        return dict(error) if error is not None and _has_message(error) else None
-
-    def _add_note(self, note: str) -> None:
-        evidence = self.evidence or Evidence()
-        note = f"{evidence.note}; {note}" if evidence.note else note
-        self.evidence = replace(evidence, note=note)
-
-    def _take(self, data: dict[str, Any]) -> None:
-        self.error_file_data = data
-        self.message = data["message"]
-        timestamp = report.error_timestamp(data)
-        if timestamp is not None:
-            self.timestamp = timestamp
-
-    def _infer(self) -> None:
-        self.error_file_data = {"message": _NO_MESSAGE}
-        if self.exitcode >= 0:
-            traits = {"category": "system_terminated_error", "retryability": "False"}
-            self.error_file_data["errorTraits"] = traits
-        self.message = self._message_of_evidence()
-
-    def _message_of_evidence(self) -> str:
-        evidence = self.evidence or Evidence()
-        if self.exitcode < 0:
-            ended = f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"
-            return f"{ended}: {evidence.memory}" if evidence.memory else ended
-        return evidence.memory or report.last_line(evidence.stderr_tail).strip() or self._silence
-
-    def _has_no_error(self) -> bool:
-        return bool(self.error_file_data["message"] == _NO_MESSAGE)
+    def _error(self) -> dict[str, Any]:
+        """The worker's own error; empty if it left none."""
+        return {} if self.error_file_data["message"] == _NO_MESSAGE else self.error_file_data
 
 
 class ChildFailedError(Exception):
-    """A group of workers failed. `failures` maps the global rank to what happened to it.
+    """A group of workers failed. `failures` is by global rank.
 
-    `stopped` maps the ranks that did not fail but were stopped by holdfast because others had, to how they
-    were stopped (`SIGTERM`, `SIGKILL`). `root` and `cause` are what a run of several nodes has agreed on, so that
-    every node names the same failure in the same words.
+    `stopped` maps the ranks that holdfast stopped because others had failed to the signal that stopped them (`SIGTERM`,
+    `SIGKILL`). `root` and `cause` are what a run of several nodes has agreed on, so that every node names the same
+    failure in the same words.
     """
 
     def __init__(
@@ -206,7 +166,7 @@ class ChildFailedError(Exception):
         super().__init__(self.format_msg())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions are rebuilt from `args` by default, which holds the text only.
+        # By default exceptions are rebuilt from `args`, which holds the text only.
         return type(self), (self.name, self.failures, self.stopped, self._root, self._cause), self.__dict__
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
@@ -223,45 +183,37 @@ class ChildFailedError(Exception):
 
     def format_msg(self) -> str:
         root, _ = self.get_first_failure()
-        indices = {rank: index for index, rank in enumerate(self.failures)}
         others = [rank for rank in self.failures if rank != root]
         shown, unshown = others[: report.SHOWN_FAILURES_LIMIT], others[report.SHOWN_FAILURES_LIMIT :]
-        return report.report(
-            self.name,
-            self._block(indices[root], root),
-            [self._block(indices[rank], rank) for rank in shown],
-            unshown=unshown,
-            stopped=self.stopped,
-            cause=self.cause(),
-        )
+        blocks, stopped = [self._block(rank) for rank in shown], report.stopped_text(self.stopped)
+        return report.report(self.name, self._block(root), blocks, unshown, stopped, self.cause())
 
-    def _block(self, index: int, rank: int) -> str:
-        failure = self.failures[rank]
-        name = report.signal_name(failure.exitcode)
+    def _block(self, rank: int) -> str:
+        failure, index = self.failures[rank], list(self.failures).index(rank)
+        evidence, name = failure.evidence or Evidence(), report.signal_name(failure.exitcode)
+        # A hung worker did not end by itself, so 0 is not its exit code.
+        exitcode = "none, it hung" if evidence.hang and failure.exitcode == 0 else str(failure.exitcode)
         pid = [f"(pid: {failure.pid})"] if failure.pid > 0 or not failure.node else []
         fields = {
             "time": failure.timestamp_isoformat(),
-            # Not the fully qualified name: asking DNS may block, and at the worst moment.
+            # Not the fully qualified name: a DNS lookup may block.
             "host": failure.node or os.uname().nodename,
             "rank": f"{rank} (local_rank: {failure.local_rank})" if failure.local_rank >= 0 else str(rank),
-            "exitcode": " ".join([failure.exitcode_text(), *pid, *([f"({name})"] if name else [])]),
+            "exitcode": " ".join([exitcode, *pid, *([f"({name})"] if name else [])]),
             "error_file": failure.error_file,
             "traceback": failure.traceback_text(),
         }
-        return report.failure_block(index, fields, failure.evidence or Evidence())
+        return report.failure_block(index, fields, evidence)
 
 
 class ErrorHandler:
-    """Writes a process's own error file. Subclass it to report elsewhere as well.
-
-    Without `TORCHELASTIC_ERROR_FILE` in the environment nothing is written.
-    """
+    """Writes this process's error file, if `TORCHELASTIC_ERROR_FILE` is set. Subclass it to report elsewhere."""
 
     def initialize(self) -> None:
-        """Called before the recorded function: have the stack of every thread printed on a fatal signal."""
+        """Called before the recorded function: print the stack of every thread on a fatal signal."""
         import faulthandler
 
-        # Whoever enabled it before chose where the stack goes; a worker's bootstrap keeps it as evidence.
+        # It may be enabled already with another file, as by the bootstrap, which keeps the stack as evidence.
         if faulthandler.is_enabled():
             return
         try:
@@ -270,15 +222,15 @@ class ErrorHandler:
             logger.warning("faulthandler cannot be enabled, a fatal signal will leave no stack: %s", e)
 
     def record_exception(self, e: BaseException) -> None:
-        """Write `e` to the error file, if one is configured. Raises OSError if it cannot be written."""
+        """Write `e` to the error file, if there is one. Raises OSError if it cannot be written."""
         from holdfast.process.spawner import bootstrap
 
-        path = self._own_error_file()
+        path = _own_error_file()
         if path is not None:
             bootstrap.write_json_atomically(path, bootstrap.error_data(e))
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        """Make a copy of a child's error file this process's own, with the child's exit code in it."""
+        """Copy a child's error file to this process's own, and add the child's exit code."""
         try:
             data = _load_error_file(rootcause_error_file)
         except (OSError, ValueError, RecursionError) as e:
@@ -289,24 +241,21 @@ class ErrorHandler:
     def override_error_code_in_rootcause_data(
         self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
     ) -> None:
-        """Set `message.errorCode`, in place, where the layout has room for one."""
+        """Set `message.errorCode`, in place, if the message is nested."""
         message = rootcause_error.get("message")
         if isinstance(message, dict):
             message["errorCode"] = error_code
         else:
-            logger.warning(
-                "the error file %s has no nested message, exit code %d is not added to it",
-                rootcause_error_file,
-                error_code,
-            )
+            text = "the error file %s has no nested message, exit code %d is not added to it"
+            logger.warning(text, rootcause_error_file, error_code)
 
     def dump_error_data(self, source: str, data: dict[str, Any], error_code: int = 0) -> None:
-        """As `dump_error_file`, for data that is at hand; `source` says where it is from."""
+        """As `dump_error_file`, with the data; `source` is its origin, for log messages."""
         from holdfast.process.spawner import bootstrap
 
         if error_code:
             self.override_error_code_in_rootcause_data(source, data, error_code)
-        path = self._own_error_file()
+        path = _own_error_file()
         if path is None:
             logger.debug("%s is not set; the root cause is in %s", ERROR_FILE_VARIABLE, source)
             return
@@ -317,10 +266,11 @@ class ErrorHandler:
         except OSError as e:
             logger.warning("the error file %s cannot be written: %s", path, e)
 
-    def _own_error_file(self) -> str | None:
-        path = os.environ.get(ERROR_FILE_VARIABLE)
-        # Replacing a file atomically would put a plain file in the place of the device.
-        return None if not path or path == os.devnull else path
+
+def _own_error_file() -> str | None:
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    # An atomic replacement would put a plain file in the place of the device.
+    return None if not path or path == os.devnull else path
 
 
 def get_error_handler() -> ErrorHandler:
@@ -328,10 +278,10 @@ def get_error_handler() -> ErrorHandler:
 
 
 def record(fn: Callable[P, R], error_handler: ErrorHandler | None = None) -> Callable[P, R | None]:
-    """Decorate a worker's main function so that its exception is left in the error file.
+    """Decorate a worker's main function so that its exception is written to the error file and raised again.
 
-    The exception itself goes on as before. `sys.exit(0)` and `sys.exit()` in `fn` make the call return None.
-    A `ChildFailedError` of a launcher within `fn` passes the error of its root cause on.
+    `sys.exit(0)` and `sys.exit()` in `fn` make the call return None. Of a `ChildFailedError`, which a launcher within
+    `fn` raises, the error of the root cause is written.
     """
     handler = error_handler or get_error_handler()
 
@@ -341,59 +291,52 @@ def record(fn: Callable[P, R], error_handler: ErrorHandler | None = None) -> Cal
         try:
             return fn(*args, **kwargs)
         except SystemExit as e:
-            if not _means_success(e.code):
-                raise
-            return None
-        except ChildFailedError as e:
-            _attempt(_pass_on_root_cause, handler, e)
+            # An empty text is no success: it is printed, and the exit code is 1.
+            if e.code is None or (isinstance(e.code, int) and e.code == 0):
+                return None
             raise
         except Exception as e:
-            _attempt(handler.record_exception, e)
+            _write(handler, e)
             raise
 
     return wrapper
 
 
-def _means_success(code: object) -> bool:
-    """Would the interpreter exit with 0? An empty text would not: it is printed, and the code is 1."""
-    return code is None or (isinstance(code, int) and code == 0)
-
-
-def _attempt(action: Callable[..., None], *args: Any) -> None:
-    """Record as well as possible, but never let the recording hide the exception that is on its way."""
+def _write(handler: ErrorHandler, error: Exception) -> None:
+    """A failure to write must not hide the exception that is being raised."""
     try:
-        action(*args)
+        if isinstance(error, ChildFailedError):
+            _write_root_cause(handler, error)
+        else:
+            handler.record_exception(error)
     except Exception as e:
         path = os.environ.get(ERROR_FILE_VARIABLE)
         why = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
         logger.warning("the failure cannot be recorded in the error file %s: %s", path, why)
 
 
-def _pass_on_root_cause(handler: ErrorHandler, error: ChildFailedError) -> None:
-    """The launcher's error file tells the cause whatever the worker left, if only in the words of the report."""
+def _write_root_cause(handler: ErrorHandler, error: ChildFailedError) -> None:
+    """The launcher's error file names the cause even if the worker left no error file."""
     rank, failure = error.get_first_failure()
     if not failure.node and os.path.isfile(failure.error_file):
         handler.dump_error_file(failure.error_file, failure.exitcode)
         return
-    data = copy.deepcopy(failure.error_file_data) if failure.facts().text else _error_of(error.cause(), failure)
+    data = copy.deepcopy(failure.error_file_data)
+    if not failure.facts().text:
+        stack = failure.evidence.stack if failure.evidence else ""
+        details = {"py_callstack": stack or failure.traceback_text(), "timestamp": str(failure.timestamp)}
+        data = {"message": {"message": error.cause(), "extraInfo": details}}
     handler.dump_error_data(f"the evidence of rank {rank}", data, failure.exitcode)
 
 
-def _error_of(cause: str, failure: ProcessFailure) -> dict[str, Any]:
-    """What stands for the error file of a worker that left none: it was killed, or said nothing."""
-    stack = failure.evidence.stack if failure.evidence else ""
-    details = {"py_callstack": stack or failure.traceback_text(), "timestamp": str(failure.timestamp)}
-    return {"message": {"message": cause, "extraInfo": details}}
-
-
 @functools.lru_cache(maxsize=64)
-def _tell_unreadable(path: str, pid: int, problem: str) -> None:
-    """Once, though a failure is described before its group is stopped and again when the evidence is complete."""
+def _warn_unreadable(path: str, pid: int, problem: str) -> None:
+    """Once: a failure is described before its group is stopped, and again when the evidence is complete."""
     logger.warning("the error file %s of pid %d is unreadable: %s", path, pid, problem)
 
 
 def _load_error_file(path: str) -> dict[str, Any]:
-    """Read one error file. Raises OSError, ValueError or RecursionError if that is not what it is."""
+    """Raises OSError, ValueError or RecursionError if the path is not a valid error file."""
     # Opening a FIFO would block.
     if not os.path.isfile(path):
         raise ValueError("no such regular file")

@@ -1,12 +1,12 @@
-"""Metrics: numbers about a run, for whoever collects them.
+"""Metrics: numbers about a run.
 
-A metric belongs to a group, and a group has a handler: the one configured for it, or the default one, which
-drops everything until `configure` is called. Handlers are looked up at each value, so configuring late works.
+A metric belongs to a group, and a group has a handler: the one configured for it, or the default one, which drops
+everything until `configure` is called. The handler is looked up for each value, so it may be configured late.
 
     metrics.configure(metrics.ConsoleMetricHandler())
     metrics.put_metric("checkpoint.bytes", 4096)
 
-Measuring never harms the run: a handler that raises costs one warning, and what is measured goes on.
+Metrics never break a run: a handler that raises causes one warning.
 """
 
 from __future__ import annotations
@@ -23,21 +23,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 from holdfast import stdio
 
 __all__ = [
-    "ConsoleMetricHandler",
-    "MetricData",
-    "MetricHandler",
-    "MetricStream",
-    "MetricsConfig",
-    "NullMetricHandler",
-    "configure",
-    "getStream",
-    "get_elapsed_time_ms",
-    "initialize_metrics",
-    "prof",
-    "profile",
-    "publish_metric",
+    "ConsoleMetricHandler", "MetricData", "MetricHandler", "MetricStream", "MetricsConfig", "NullMetricHandler",
+    "configure", "getStream", "get_elapsed_time_ms", "initialize_metrics", "prof", "profile", "publish_metric",
     "put_metric",
-]
+]  # fmt: skip
 
 DEFAULT_GROUP = "torchelastic"
 
@@ -57,8 +46,6 @@ class MetricData(NamedTuple):
 
 
 class MetricHandler(ABC):
-    """Where values go."""
-
     @abstractmethod
     def emit(self, metric_data: MetricData) -> None: ...
 
@@ -67,19 +54,16 @@ class ConsoleMetricHandler(MetricHandler):
     """Prints each value to standard output."""
 
     def emit(self, metric_data: MetricData) -> None:
-        data = metric_data
-        stdio.write(sys.stdout, f"[{data.timestamp}][{data.group_name}]: {data.name}={data.value}\n")
+        stdio.write(sys.stdout, "[{}][{}]: {}={}\n".format(*metric_data))
 
 
 class NullMetricHandler(MetricHandler):
-    """Drops each value."""
-
     def emit(self, metric_data: MetricData) -> None:
         pass
 
 
 class MetricStream:
-    """The values of one group on their way to one handler."""
+    """Sends the values of one group to one handler."""
 
     def __init__(self, group_name: str, handler: MetricHandler) -> None:
         self.group_name = group_name
@@ -90,11 +74,13 @@ class MetricStream:
         try:
             self.handler.emit(data)
         except Exception as error:
-            _warn_once(self.handler, error)
+            if id(self.handler) not in _known_to_fail:
+                _known_to_fail[id(self.handler)] = self.handler
+                _log.warning("metrics are lost: handler %s failed: %r", type(self.handler).__name__, error)
 
 
 class MetricsConfig:
-    """Settings for `initialize_metrics`, as the launcher got them from its user."""
+    """The user's settings for `initialize_metrics`."""
 
     __slots__ = ["params"]
 
@@ -102,31 +88,26 @@ class MetricsConfig:
         self.params = {} if params is None else params
 
 
-_default_handler: MetricHandler = NullMetricHandler()
-_handlers_by_group: dict[str, MetricHandler] = {}
-
-# Keyed by identity, because a handler need not be hashable; holding it keeps its id from being reused.
+# By group; None is the default handler.
+_handlers: dict[str | None, MetricHandler] = {None: NullMetricHandler()}
+# By id, because a handler need not be hashable; the reference keeps the id from being reused.
 _known_to_fail: dict[int, MetricHandler] = {}
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
-    """Does nothing. The launcher calls it through this module once, before the agent starts.
+    """Does nothing. The launcher calls it once, before the agent starts.
 
-    A site that wants its handlers in every run replaces this function with one that calls `configure`.
+    A site that wants its handlers in every run replaces this function in this module with one that calls `configure`.
     """
 
 
 def configure(handler: MetricHandler, group: str | None = None) -> None:
-    """Sets the handler of one group, or the default one for all groups that have none of their own."""
-    global _default_handler
-    if group is None:
-        _default_handler = handler
-    else:
-        _handlers_by_group[group] = handler
+    """Sets the handler of one group, or the default handler."""
+    _handlers[group] = handler
 
 
 def getStream(group: str) -> MetricStream:  # noqa: N802  # the name that users know
-    return MetricStream(group, _handlers_by_group.get(group, _default_handler))
+    return MetricStream(group, _handlers.get(group, _handlers[None]))
 
 
 def put_metric(metric_name: str, metric_value: float, metric_group: str = DEFAULT_GROUP) -> None:
@@ -134,7 +115,7 @@ def put_metric(metric_name: str, metric_value: float, metric_group: str = DEFAUL
 
 
 def get_elapsed_time_ms(start_time_in_seconds: float) -> int:
-    """Whole milliseconds since a moment that `time.time()` gave."""
+    """Whole milliseconds since a time of `time.time()`."""
     return int((time.time() - start_time_in_seconds) * 1000)
 
 
@@ -145,10 +126,22 @@ def prof(fn: None = ..., group: str = ...) -> Callable[[Callable[_P, _R]], Calla
 def prof(fn: Callable[..., Any] | None = None, group: str = DEFAULT_GROUP) -> Any:
     """Measures each call of a function: `<key>.success` or `<key>.failure`, and `<key>.duration.ms`.
 
-    Use as `@prof` or `@prof(group="mine")`. Whatever leaves the function by an exception is a failure, Ctrl-C
-    and SystemExit included.
+    Use as `@prof` or `@prof(group="mine")`. Any exception is a failure, Ctrl-C and SystemExit included.
     """
-    return _measured(fn, group) if fn is not None else lambda wrapped: _measured(wrapped, group)
+    if fn is None:
+        return lambda wrapped: prof(wrapped, group)
+
+    @wraps(fn)
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        began, has_failed = time.monotonic(), True
+        try:
+            result = fn(*args, **kwargs)
+            has_failed = False
+            return result
+        finally:
+            put_call(_get_metric_name(fn), began, has_failed=has_failed, group=group)
+
+    return measured
 
 
 def profile(group: str | None = None) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -169,30 +162,9 @@ def put_call(key: str, began: float, *, has_failed: bool = False, group: str = D
     put_metric(f"{key}.duration.ms", int((time.monotonic() - began) * 1000), group)
 
 
-def _measured(fn: Callable[_P, _R], group: str) -> Callable[_P, _R]:
-    @wraps(fn)
-    def measured(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        has_failed = True
-        began = time.monotonic()
-        try:
-            result = fn(*args, **kwargs)
-            has_failed = False
-            return result
-        finally:
-            put_call(_get_metric_name(fn), began, has_failed=has_failed, group=group)
-
-    return measured
-
-
 def _get_metric_name(fn: Callable[..., Any]) -> str:
-    """`Class.method` for methods; for functions the last part of the module's name and the function's."""
+    """`Class.method` for methods; `module.function` for functions, with the last part of the module's name."""
     qualified_name: str = fn.__qualname__
     if "." in qualified_name or not fn.__module__:
         return qualified_name
     return f"{fn.__module__.rpartition('.')[2]}.{qualified_name}"
-
-
-def _warn_once(handler: MetricHandler, error: Exception) -> None:
-    if id(handler) not in _known_to_fail:
-        _known_to_fail[id(handler)] = handler
-        _log.warning("metrics are lost: handler %s failed: %r", type(handler).__name__, error)

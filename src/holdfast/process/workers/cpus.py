@@ -1,45 +1,41 @@
 """Which CPUs a worker should run on, so that it is near its device and its memory.
 
-The answer is computed from the kernel's description of the machine in /sys and nothing else; whoever starts
-the worker applies it with `os.sched_setaffinity`. First every worker gets a NUMA node, then a mode picks CPUs
-there:
+The answer is computed from the kernel's description of the machine in /sys; the spawner applies it with
+`os.sched_setaffinity`. First every worker gets a NUMA node, then a mode picks CPUs there:
 
-* With GPUs, local rank k uses the k-th visible one (in the order of PCI addresses, as CUDA_VISIBLE_DEVICES
-  counts them) and gets the node that this device is attached to.
-* Without, the workers are spread evenly over the nodes, in order: of 4 workers on 2 nodes the first two get
-  the first node. Nodes without a CPU that this process may use do not count.
+* With GPUs, local rank k uses the k-th visible one (in the order of PCI addresses, as CUDA_VISIBLE_DEVICES counts them)
+  and gets the node of this device.
+* Without, the workers are spread evenly over the nodes, in order: of 4 workers on 2 nodes the first two get the first
+  node. Nodes without a CPU that this process may use do not count.
 
-`node` takes all CPUs of the node. `socket` takes all nodes of the same socket. `exclusive` divides the node's
-physical cores among the workers of the node, the first ones getting one more if it does not come out even.
-`core-complex` gives each worker of the node one group of CPUs that share their last cache, largest group
-first, and begins again when there are more workers than groups.
+`node` takes all CPUs of the node. `socket` takes all nodes of the same socket. `exclusive` divides the node's physical
+cores among its workers; the first ones get one more if there is a remainder. `core-complex` gives each worker of the
+node one group of CPUs that share their last cache, largest group first, and starts again with the first group when
+there are more workers than groups.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence, Set
+import re
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
 from holdfast.errors import HostError
+from holdfast.process.devices import listed, names
 
 log = logging.getLogger(__name__)
 
 _NVIDIA, _AMD = "0x10de", "0x1002"
-# PCI classes under which GPUs appear: display adapters and 3D controllers, and for AMD's compute cards also
-# "other display controller" and "processing accelerator".
-_GPU_CLASSES = {
-    _NVIDIA: ("0x0300", "0x0302"),
-    _AMD: ("0x0300", "0x0302", "0x0380", "0x1200"),
-}
+# PCI classes of GPUs: display adapters and 3D controllers, and for AMD's compute cards also "other display controller"
+# and "processing accelerator".
+_GPU_CLASSES = {_NVIDIA: ("0x0300", "0x0302"), _AMD: ("0x0300", "0x0302", "0x0380", "0x1200")}
 _VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 class AffinityMode(StrEnum):
-    """How much of its surroundings a worker gets."""
-
     NODE = "node"
     SOCKET = "socket"
     EXCLUSIVE = "exclusive"
@@ -48,7 +44,7 @@ class AffinityMode(StrEnum):
 
 @dataclass(frozen=True)
 class NumaOptions:
-    """What the user asked for. With the fall-back, a worker that cannot be bound runs where it may."""
+    """The user's choice. With the fall-back, a worker that cannot be bound may use all CPUs of the agent."""
 
     affinity_mode: AffinityMode
     should_fall_back_if_binding_fails: bool = False
@@ -65,7 +61,9 @@ def cpus_for(
     """The CPUs for one worker: never empty, and always among the allowed ones (default: this process's)."""
     usable = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
     try:
-        machine = _Machine.read(root.rstrip("/"), usable, os.environ if environ is None else environ)
+        root = root.rstrip("/")
+        devices = _visible(_device_nodes(root), os.environ if environ is None else environ)
+        machine = _Machine(root, _nodes_with_cpus(root, usable), devices)
         return _chosen(machine, options.affinity_mode, local_rank, local_world_size)
     except HostError as error:
         if not options.should_fall_back_if_binding_fails:
@@ -76,29 +74,17 @@ def cpus_for(
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """What the decision needs to know. Only CPUs that may be used appear in it."""
+    """The facts for the decision. Only CPUs that may be used appear in it."""
 
     root: str
     cpus_of_node: dict[int, tuple[int, ...]]
-    device_nodes: tuple[int, ...]
+    device_nodes: list[int]
 
-    @classmethod
-    def read(cls, root: str, allowed: frozenset[int], environ: Mapping[str, str]) -> _Machine:
-        nodes = _nodes_with_cpus(root, allowed)
-        if not nodes:
-            raise HostError(f"no NUMA node with a usable CPU is described in {_nodes_path(root)}")
-        return cls(root, nodes, tuple(_visible(_device_nodes(root), environ)))
-
-    def node_of_worker(self, local_rank: int, local_world_size: int) -> int:
-        if not self.device_nodes:
-            nodes = sorted(self.cpus_of_node)
-            return nodes[local_rank * len(nodes) // local_world_size]
-        if local_rank >= len(self.device_nodes):
-            raise HostError(
-                f"local rank {local_rank} has no device of its own: {len(self.device_nodes)} visible "
-                "(set CUDA_VISIBLE_DEVICES to nothing to spread workers over the NUMA nodes instead)"
-            )
-        return self.device_nodes[local_rank]
+    def worker_nodes(self, local_world_size: int) -> list[int]:
+        """The node of each worker; with devices, of those workers that have one."""
+        nodes = sorted(self.cpus_of_node)
+        spread = [nodes[rank * len(nodes) // local_world_size] for rank in range(local_world_size)]
+        return self.device_nodes[:local_world_size] or spread
 
     def cpus(self, node: int) -> tuple[int, ...]:
         if node not in self.cpus_of_node:
@@ -110,25 +96,24 @@ class _Machine:
 
 
 def _chosen(machine: _Machine, mode: AffinityMode, local_rank: int, local_world_size: int) -> frozenset[int]:
-    if not 0 <= local_rank < local_world_size:
-        raise ValueError(f"local rank {local_rank} is not below the local world size {local_world_size}")
-    node = machine.node_of_worker(local_rank, local_world_size)
+    nodes = machine.worker_nodes(local_world_size)
+    if local_rank >= len(nodes):
+        raise HostError(
+            f"local rank {local_rank} has no device of its own: {len(nodes)} visible "
+            "(set CUDA_VISIBLE_DEVICES to nothing to spread workers over the NUMA nodes instead)"
+        )
+    node = nodes[local_rank]
+    place, sharers = nodes[:local_rank].count(node), nodes.count(node)
     match mode:
         case AffinityMode.NODE:
             return frozenset(machine.cpus(node))
         case AffinityMode.SOCKET:
             return _socket(machine, node)
-    neighbours = [r for r in range(local_world_size) if _shares_node(machine, r, local_world_size, node)]
-    place = neighbours.index(local_rank)
-    if mode is AffinityMode.EXCLUSIVE:
-        return _share_of_cores(_cores(machine, node), place, len(neighbours), node)
-    groups = _cache_groups(machine, node)
-    return frozenset(groups[place % len(groups)])
-
-
-def _shares_node(machine: _Machine, local_rank: int, local_world_size: int, node: int) -> bool:
-    has_place = not machine.device_nodes or local_rank < len(machine.device_nodes)
-    return has_place and machine.node_of_worker(local_rank, local_world_size) == node
+        case AffinityMode.EXCLUSIVE:
+            return _share_of_cores(machine, node, place, sharers)
+        case AffinityMode.CORE_COMPLEX:
+            groups = _cache_groups(machine, node)
+            return frozenset(groups[place % len(groups)])
 
 
 def _socket(machine: _Machine, node: int) -> frozenset[int]:
@@ -140,14 +125,10 @@ def _socket(machine: _Machine, node: int) -> frozenset[int]:
     return frozenset(cpu for number in nodes for cpu in machine.cpus(number))
 
 
-def _cores(machine: _Machine, node: int) -> list[tuple[int, ...]]:
-    """The physical cores of a node, each as those of its CPUs that may be used."""
+def _share_of_cores(machine: _Machine, node: int, place: int, sharers: int) -> frozenset[int]:
     usable = set(machine.cpus(node))
     siblings = {frozenset(parse_cpu_list(machine.topology(cpu, "thread_siblings_list"))) for cpu in usable}
-    return sorted(tuple(sorted(core & usable)) for core in siblings)
-
-
-def _share_of_cores(cores: Sequence[tuple[int, ...]], place: int, sharers: int, node: int) -> frozenset[int]:
+    cores = sorted(sorted(core & usable) for core in siblings)
     if len(cores) < sharers:
         raise HostError(
             f"NUMA node {node} has {len(cores)} usable cores for {sharers} workers; exclusive needs one each"
@@ -166,31 +147,31 @@ def _cache_groups(machine: _Machine, node: int) -> list[tuple[int, ...]]:
 
 
 def _last_cache(root: str, cpu: int) -> Set[int]:
-    """The CPUs that share this one's highest cache for data."""
+    """The CPUs that share the last data cache of this one."""
     directory = f"{root}/sys/devices/system/cpu/cpu{cpu}/cache"
-    caches = [f"{directory}/{name}" for name in _names(directory) if name.startswith("index")]
+    caches = [f"{directory}/{name}" for name in names(directory) if name.startswith("index")]
     levels = {int(_read(f"{path}/level")): path for path in caches if _read(f"{path}/type") != "Instruction"}
     if not levels:
         raise HostError(f"the caches of CPU {cpu} are not described in {directory}")
     return parse_cpu_list(_read(f"{levels[max(levels)]}/shared_cpu_list"))
 
 
-def _nodes_path(root: str) -> str:
-    return f"{root}/sys/devices/system/node"
-
-
 def _nodes_with_cpus(root: str, allowed: frozenset[int]) -> dict[int, tuple[int, ...]]:
-    base = _nodes_path(root)
-    numbers = [int(name[4:]) for name in _names(base) if name.startswith("node") and name[4:].isdecimal()]
+    base = f"{root}/sys/devices/system/node"
+    numbers = [int(name[4:]) for name in names(base) if name.startswith("node") and name[4:].isdecimal()]
     lists = {number: parse_cpu_list(_read(f"{base}/node{number}/cpulist")) & allowed for number in numbers}
+    if not any(lists.values()):
+        raise HostError(f"no NUMA node with a usable CPU is described in {base}")
     return {number: tuple(sorted(cpus)) for number, cpus in sorted(lists.items()) if cpus}
 
 
 def _device_nodes(root: str) -> list[int]:
-    """The NUMA node of every GPU, in the order of PCI addresses; 0 for a device that does not say."""
+    """The NUMA node of every GPU, in the order of PCI addresses; 0 if it is unknown."""
     base = f"{root}/sys/bus/pci/devices"
-    gpus = [address for address in _names(base) if _is_gpu(f"{base}/{address}")]
-    return [max(0, int(_read(f"{base}/{address}/numa_node"))) for address in sorted(gpus, key=_address_key)]
+    # `0000:3b:00.0` as numbers: the domain may have more than four digits.
+    in_order = sorted(names(base), key=lambda address: [int(part, 16) for part in re.split("[:.]", address)])
+    gpus = [f"{base}/{address}" for address in in_order if _is_gpu(f"{base}/{address}")]
+    return [max(0, int(_read(f"{gpu}/numa_node"))) for gpu in gpus]
 
 
 def _is_gpu(device: str) -> bool:
@@ -198,48 +179,28 @@ def _is_gpu(device: str) -> bool:
     return _read(f"{device}/class").startswith(classes) if classes else False
 
 
-def _address_key(address: str) -> tuple[int, ...]:
-    """`0000:3b:00.0` as numbers: the domain may have more than four digits."""
-    return tuple(int(part, 16) for part in address.replace(".", ":").split(":"))
-
-
-def _visible(devices: Sequence[int], environ: Mapping[str, str]) -> list[int]:
-    """The devices that the user left visible. As in CUDA, the first entry that names none hides the rest."""
-    for variable in _VISIBILITY_VARIABLES:
-        shown = environ.get(variable)
-        if shown is not None and devices:
-            return _picked(devices, variable, shown)
-    return list(devices)
-
-
-def _picked(devices: Sequence[int], variable: str, shown: str) -> list[int]:
-    picked: list[int] = []
-    for entry in shown.split(","):
-        name = entry.strip()
-        if not name or name.startswith("-"):
-            break
+def _visible(devices: list[int], environ: Mapping[str, str]) -> list[int]:
+    """The devices that the user left visible. As in CUDA, an index that does not exist hides the rest."""
+    variable = next((name for name in _VISIBILITY_VARIABLES if name in environ), None)
+    if variable is None or not devices:
+        return devices
+    visible: list[int] = []
+    for name in listed(environ[variable]):
         if not name.isdecimal():
-            raise HostError(f"{variable}={shown} names devices by something else than their index")
+            raise HostError(f"{variable}={environ[variable]} names devices by something else than their index")
         if int(name) >= len(devices):
             break
-        picked.append(devices[int(name)])
-    return picked
+        visible.append(devices[int(name)])
+    return visible
 
 
 def parse_cpu_list(text: str) -> Set[int]:
-    """`0-3,8` as CPU numbers, in the kernel's notation; the empty text is no CPU."""
+    """`0-3,8` as CPU numbers; an empty text is no CPU."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     return cpus
-
-
-def _names(directory: str) -> list[str]:
-    try:
-        return sorted(os.listdir(directory))
-    except OSError:
-        return []
 
 
 def _read(path: str) -> str:
