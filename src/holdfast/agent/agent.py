@@ -14,23 +14,23 @@ period, and the exception goes on to the caller.
 from __future__ import annotations
 
 import abc
+import inspect
 import json
 import logging
 import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, assert_never
 
 from holdfast import loop, signals
-from holdfast.agent import causes, exchange, health, hooks, lifecycle, ranks, recording
-from holdfast.agent.blocking import call_interruptibly
+from holdfast.agent import causes, health, lifecycle, ranks, recording
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.errors import HoldfastError, HostError, UserError
-from holdfast.loop import BusyTime
+from holdfast.loop import BusyTime, call_interruptibly
 from holdfast.rendezvous.api import (
     RendezvousGracefulExitError,
     RendezvousHandler,
@@ -182,7 +182,7 @@ class SimpleElasticAgent(ElasticAgent):
                 self._total_execution_time = int(time.monotonic() - began)
                 self._is_stopping = True
                 if not is_shut_down:
-                    hooks.call(self._shutdown, timeout=self._shutdown_timeout)
+                    _call_hook(self._shutdown, timeout=self._shutdown_timeout)
 
     def _what_is_stopped(self, number: signal.Signals) -> str:
         if self._machine.phase not in (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING):
@@ -197,7 +197,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._is_stopping = True
         if self._coordination is not None:
             self._coordination.leaving()
-        hooks.call(self._shutdown, death_sig, timeout=self._shutdown_timeout)
+        _call_hook(self._shutdown, death_sig, timeout=self._shutdown_timeout)
         if self._coordination is not None and not self._unkillable():
             self._coordination.left()
 
@@ -272,7 +272,7 @@ class SimpleElasticAgent(ElasticAgent):
 
         Nobody knows yet whether a restart follows. A hook that asks is told so, as it may release what the next
         round needs if none does; `_shutdown` comes at the end in any case."""
-        hooks.call(self._stop_workers, group, is_restart=True)
+        _call_hook(self._stop_workers, group, is_restart=True)
 
     def _next_events(self, run: Coordination) -> list[lifecycle.Event | Push]:
         """Wait until something happens; then say what."""
@@ -433,8 +433,9 @@ class SimpleElasticAgent(ElasticAgent):
             members = [ranks.Member(role, size) for role, size in self._place.shape_of_each()]
             return ranks.assign_ranks(members, group_rank)
         if group_world_size == 1 or self._are_nodes_alike():
-            world = ranks.identical_world(spec.role, spec.local_world_size, group_world_size)
-            return ranks.assign_ranks(world, group_rank)
+            return ranks.assign_ranks([ranks.Member(spec.role, spec.local_world_size)] * group_world_size, group_rank)
+        from holdfast.agent import exchange
+
         return call_interruptibly(exchange.exchange_ranks, store, group_rank, group_world_size, spec)
 
     def _are_nodes_alike(self) -> bool:
@@ -529,3 +530,14 @@ class SimpleElasticAgent(ElasticAgent):
 
 def _elapsed_ms(began: float) -> int:
     return int((time.monotonic() - began) * 1000)
+
+
+def _call_hook(hook: Callable[..., Any], *args: Any, **offered: Any) -> None:
+    """Call with `args`, and with those of the named arguments that the hook takes.
+
+    Agents of users were written against more than one contract: `_stop_workers` and `_shutdown` have had an argument
+    `is_restart`, and `_shutdown` has not always had `timeout`.
+    """
+    known = inspect.signature(hook).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+    hook(*args, **{name: value for name, value in offered.items() if takes_any or name in known})

@@ -143,7 +143,7 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
         return int(time.time() - idle_s)
 
     def _wake(self) -> None:
-        self._wakeup.ring()
+        self._wakeup.wake()
 
     def _run_watchdog(self) -> None:
         self._wait_until(time.monotonic() + self._wait_s())
@@ -152,7 +152,7 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
 
     def _wait_until(self, until_s: float) -> None:
         self._poll.poll(max(0.0, until_s - time.monotonic()) * 1000)
-        self._wakeup.hush()
+        self._wakeup.clear()
 
     def _turn(self) -> None:
         self.register_timers(self._pipe.read())
@@ -195,7 +195,7 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
         """Log where these processes are. Requests are read meanwhile; a call to stop ends it."""
         if not pids:
             return
-        dumps = stacks.Dumps(pids, self._stacks_of, self._wakeup.ring)
+        dumps = stacks.Dumps(pids, self._stacks_of, self._wakeup.wake)
         until_s = time.monotonic() + _DUMPS_TIMEOUT_S
         while not dumps.are_complete() and not self._is_stopping and time.monotonic() < until_s:
             self._wait_until(until_s)

@@ -62,14 +62,14 @@ class MultiprocessingRequestQueue(RequestQueue):
         return requests
 
     def wake(self) -> None:
-        self._wakeup.ring()
+        self._wakeup.wake()
 
     def _is_ready(self, reader_fd: int, timeout_s: float) -> bool:
         poller = select.poll()
         poller.register(reader_fd, select.POLLIN)
         poller.register(self._wakeup.fileno(), select.POLLIN)
         ready = {fd for fd, _ in poller.poll(timeout_s * 1000)}
-        self._wakeup.hush()
+        self._wakeup.clear()
         return reader_fd in ready
 
 
