@@ -463,7 +463,7 @@ def test_function_in_a_fresh_interpreter_ends_as_usual(tmp_path: Path) -> None:
 
 FORKED = """
     import atexit, multiprocessing, os, signal, sys, threading, time
-    from holdfast.process import bootstrap
+    from holdfast.process.spawner import bootstrap
     from multiprocessing import Process
 
     def work():
@@ -500,7 +500,7 @@ FORKED = """
 FORKED_BY_A_POOL = """
     import os, sys
     from concurrent.futures import ThreadPoolExecutor
-    from holdfast.process import bootstrap
+    from holdfast.process.spawner import bootstrap
 
     def work():
         pool = ThreadPoolExecutor(1)
