@@ -466,7 +466,8 @@ def test_no_foreign_descriptors(starter: Starter, method: str) -> None:
 
 HELD_PIPES = """
     import os, sys
-    from holdfast.process import DefaultLogsSpecs, signals, start_processes
+    from holdfast import signals
+    from holdfast.process import DefaultLogsSpecs, start_processes
     from holdfast.process.spawner.lease import Lease
 
     def held():
@@ -718,9 +719,10 @@ def test_two_hundred_workers(starter: Starter) -> None:
 
 LIMITED_SCRIPT = """
 import os, resource, signal, sys, threading
-from holdfast.process import DefaultLogsSpecs, Std, link, start_processes
+from holdfast.process import DefaultLogsSpecs, Std, start_processes
+from holdfast.process.spawner import client
 
-class Slow(link.SpawnerLink):
+class Slow(client.SpawnerLink):
     # The spawner comes late, when everything that does not wait for it has been sent.
     def __init__(self, channel, pid, token):
         super().__init__(channel, pid, token)
@@ -773,19 +775,19 @@ def test_a_fork_in_another_thread_gets_no_descriptor_of_a_start_that_is_under_wa
 ) -> None:
     """1. One thread has opened the stderr of its worker. 2. Another forks. 3. The first hands the stderr over."""
     opened: list[str] = []
-    open_stderr = Outlets.open_stderr
+    open_stream = Outlets.open
     with ThreadPoolExecutor(1) as pool:
 
-        def open_and_let_the_other_go(outlets: Outlets, rank: int) -> int:
-            fd = open_stderr(outlets, rank)
-            if not opened:
+        def open_and_let_the_other_go(outlets: Outlets, stream: str, rank: int) -> int:
+            fd = open_stream(outlets, stream, rank)
+            if stream == "stderr" and not opened:
                 opened.append(os.readlink(f"/proc/self/fd/{fd}"))
                 forked.append(pool.submit(starter.run, entrypoints.open_for_writing, start_method="fork"))
                 wait(forked, 0.3)  # As long as it may take without its turn.
             return fd
 
         forked: list[Future[RunProcsResult]] = []
-        monkeypatch.setattr(Outlets, "open_stderr", open_and_let_the_other_go)
+        monkeypatch.setattr(Outlets, "open", open_and_let_the_other_go)
         starter.run("true")
         found = forked[0].result(support.DEADLINE_S).return_values[0]
     assert opened[0] not in found

@@ -13,7 +13,7 @@ from holdfast.errors import UserError
 
 
 def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """What a worker needs to make the call, pickled."""
+    """The call, for `bootstrap.payload_call`."""
     import cloudpickle
 
     try:
@@ -51,8 +51,8 @@ def memory_file(data: bytes) -> int:
 class Peers:
     """The pipe by which function workers know that all have returned; `bootstrap.Peers` is their side of it.
 
-    It is made when the first worker is described: a spawner that is a fork of this process was made before and has no
-    copy. This process holds the writing end while workers are being started, and the other one as long as they live.
+    It is made for the first worker, after a spawner that is a fork of this process, so the spawner has no copy. This
+    process holds the writing end while workers are being started, and the reading end as long as they live.
     """
 
     def __init__(self) -> None:
@@ -67,13 +67,13 @@ class Peers:
                 os.close(self._write_fd)
 
     def descriptors(self) -> dict[str, int]:
-        """Copies for one worker, by the names under which it finds them."""
+        """Copies for one worker, by the names of the environment variables."""
         if self._read_fd < 0:
             self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
         return {"HOLDFAST_PEERS_READ": os.dup(self._read_fd), "HOLDFAST_PEERS_WRITE": os.dup(self._write_fd)}
 
     def dismiss(self) -> None:
-        """The group is being stopped: who has returned waits no longer."""
+        """The group is being stopped: workers that have returned may end."""
         if self._read_fd < 0:
             return
         with contextlib.suppress(OSError):  # Without /proc they wait for their signal.
