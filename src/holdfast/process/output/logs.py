@@ -44,8 +44,6 @@ _FALLBACK_RUN_ID = "test_run_id"
 # File systems allow 255 bytes for a name, some encrypted ones 143; the random suffix needs 9 of them.
 _RUN_ID_MAX_BYTES = 120
 
-_STD_MAP = re.compile(r"[0-9]+:[0-3](,[0-9]+:[0-3])*")
-
 
 class LogDirNotADirectoryError(UserError, NotADirectoryError):
     """The log dir, or something above it, is a file."""
@@ -64,20 +62,16 @@ class Std(IntFlag):
         """Read `3` (a choice for every worker) or `0:1,12:3` (a choice for each local rank that is named)."""
         if re.fullmatch(r"[0-3]", vm):
             return cls(int(vm))
-        if _STD_MAP.fullmatch(vm):
-            return cls._parse_map(vm)
-        raise UserError(
-            f"{vm!r} does not name streams: give 0 (none), 1 (stdout), 2 (stderr) or 3 (both), "
-            "or a list of rank:value such as 0:3,1:2"
-        )
-
-    @classmethod
-    def _parse_map(cls, text: str) -> dict[int, Std]:
+        if not re.fullmatch(r"[0-9]+:[0-3](,[0-9]+:[0-3])*", vm):
+            raise UserError(
+                f"{vm!r} does not name streams: give 0 (none), 1 (stdout), 2 (stderr) or 3 (both), "
+                "or a list of rank:value such as 0:3,1:2"
+            )
         chosen: dict[int, Std] = {}
-        for item in text.split(","):
+        for item in vm.split(","):
             rank, value = map(int, item.split(":"))
             if chosen.setdefault(rank, cls(value)) != value:
-                raise UserError(f"{text!r} gives two values for local rank {rank}")
+                raise UserError(f"{vm!r} gives two values for local rank {rank}")
         return chosen
 
 
@@ -200,7 +194,17 @@ class DefaultLogsSpecs(LogsSpecs):
         redirects, tee = to_map(self._redirects, len(envs)), to_map(self._tee, len(envs))
         for rank in range(len(envs)):
             worker_dir = attempt_dir and os.path.join(attempt_dir, str(rank))
-            self._place_worker(dest, worker_dir, rank, redirects[rank], tee[rank])
+            is_hidden = bool(self._local_ranks_filter and rank not in self._local_ranks_filter)
+            dest.error_files[rank] = _path_in(worker_dir, "error.json")
+            for stream, name, paths, tee_paths in (
+                (Std.OUT, "stdout.log", dest.stdouts, dest.tee_stdouts),
+                (Std.ERR, "stderr.log", dest.stderrs, dest.tee_stderrs),
+            ):
+                path = _path_in(worker_dir, name)
+                is_in_file = stream & (redirects[rank] | tee[rank])
+                paths[rank] = path if is_in_file else os.devnull if is_hidden else ""
+                if stream & tee[rank] and not is_hidden:
+                    tee_paths[rank] = path
         return dest
 
     def _make_directories(self, run_id: str, nprocs: int) -> str | None:
@@ -219,18 +223,6 @@ class DefaultLogsSpecs(LogsSpecs):
             logger.warning("logs are written again, to %s", attempt_dir)
         self._is_log_dir_lost = False
         return attempt_dir
-
-    def _place_worker(self, dest: LogsDest, worker_dir: str | None, rank: int, redirect: Std, tee: Std) -> None:
-        is_hidden = bool(self._local_ranks_filter and rank not in self._local_ranks_filter)
-        dest.error_files[rank] = _path_in(worker_dir, "error.json")
-        for stream, name, paths, tee_paths in (
-            (Std.OUT, "stdout.log", dest.stdouts, dest.tee_stdouts),
-            (Std.ERR, "stderr.log", dest.stderrs, dest.tee_stderrs),
-        ):
-            path = _path_in(worker_dir, name)
-            paths[rank] = path if stream & (redirect | tee) else os.devnull if is_hidden else ""
-            if stream & tee and not is_hidden:
-                tee_paths[rank] = path
 
     def _new_attempt_dir(self, run_id: str) -> str:
         """Make the next attempt's directory, and the run's own if it is not there (any more)."""

@@ -173,7 +173,8 @@ class Pump:
 
     def start(self) -> None:
         if self._thread is None:
-            self._start_thread()
+            with self._turn:
+                self._start_thread()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all streams added so far have ended and are written out.
@@ -214,13 +215,13 @@ class Pump:
     # In the callers' threads.
 
     def _start_thread(self) -> None:
-        previous, thread = self._thread, threading.Thread(target=self._run, name="holdfast-pump", daemon=True)
-        self._thread = thread
+        """The caller holds the turn, so the thread does nothing before it is the owner."""
+        thread = threading.Thread(target=self._run, name="holdfast-pump", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
-            self._thread = previous
             raise HostError(f"cannot start a thread for the workers' output: {error}") from error
+        self._thread = thread
 
     def _join_while_moving(self) -> bool:
         assert self._thread is not None
@@ -264,7 +265,10 @@ class Pump:
             # Looked at first: once it is set no stream is added, so those that arrive below are the last.
             is_closing = self._is_closing
             try:
-                self._admit_arrivals()
+                while self._arriving:
+                    stream = self._arriving.popleft()
+                    self._streams[stream.read_fd] = stream
+                    self._poller.register(stream.read_fd, select.POLLIN)
                 if is_closing:
                     self._finish()
                     return
@@ -275,12 +279,6 @@ class Pump:
                 if is_closing:
                     return
                 time.sleep(0.1)
-
-    def _admit_arrivals(self) -> None:
-        while self._arriving:
-            stream = self._arriving.popleft()
-            self._streams[stream.read_fd] = stream
-            self._poller.register(stream.read_fd, select.POLLIN)
 
     def _serve_ready(self) -> None:
         for fd, _ in self._poller.poll():
@@ -325,7 +323,11 @@ class Pump:
                 stream.followed_fd = None
             self._pass_on(stream, data)
         else:
-            self._end(stream)
+            self._guarded(stream, self._write_held)
+            self._release(stream)
+            with self._changed:
+                self._unended.discard(stream)
+                self._changed.notify_all()
         return len(data)
 
     def _read_rest(self, stream: Stream) -> None:
@@ -372,13 +374,6 @@ class Pump:
     def _write_held(self, stream: Stream) -> None:
         if stream.held is not None:
             self._write_lines(stream, stream.held.flush(), is_last=True)
-
-    def _end(self, stream: Stream) -> None:
-        self._guarded(stream, self._write_held)
-        self._release(stream)
-        with self._changed:
-            self._unended.discard(stream)
-            self._changed.notify_all()
 
     def _release(self, stream: Stream) -> None:
         if self._streams.pop(stream.read_fd, None) is None:

@@ -81,7 +81,7 @@ def text_of(value: object) -> str:
         return f"<{type(value).__name__} whose str() fails>"
 
 
-def error_data(exc: BaseException, timestamp_s: "int | None" = None) -> "dict[str, Any]":
+def error_data(exc: BaseException) -> "dict[str, Any]":
     """The content of an error file for an exception. Texts that are too long lose their beginning."""
     message = callstack = f"{type(exc).__name__}: {text_of(exc)[-MESSAGE_LIMIT:]}"
     try:
@@ -89,12 +89,11 @@ def error_data(exc: BaseException, timestamp_s: "int | None" = None) -> "dict[st
         callstack = "".join(lines)[-CALLSTACK_LIMIT:]
     except BaseException:
         pass  # The program's exception cannot be formatted, or the program has its own traceback module.
-    return message_data(message, timestamp_s, py_callstack=callstack)
+    return message_data(message, py_callstack=callstack)
 
 
-def message_data(message: str, timestamp_s: "int | None" = None, **extra: str) -> "dict[str, Any]":
-    timestamp = str(int(library("time").time()) if timestamp_s is None else timestamp_s)
-    return {"message": {"message": message, "extraInfo": {**extra, "timestamp": timestamp}}}
+def message_data(message: str, **extra: str) -> "dict[str, Any]":
+    return {"message": {"message": message, "extraInfo": {**extra, "timestamp": str(int(library("time").time()))}}}
 
 
 def write_json_atomically(path: str, data: object) -> None:
@@ -408,9 +407,9 @@ class Peers:
                 os.close(fd)
 
 
-def run_function(call: "Call", blackbox_fd: "int | None", peers: "Peers | None" = None) -> int:
+def run_function(call: "Call", blackbox_fd: int, peers: "Peers | None" = None) -> int:
     """Call the function, leave its value or its failure in the black box, and return the exit status."""
-    evidence = Evidence(-1 if blackbox_fd is None else blackbox_fd)
+    evidence = Evidence(blackbox_fd)
     function, value = None, None
     try:
         try:
@@ -468,10 +467,16 @@ def finish_forked(code: int) -> "NoReturn":
     """End a forked worker like multiprocessing does: exit handlers that it inherited belong to the parent."""
     try:
         if "threading" in sys.modules:
-            leave_pool()
+            # A worker that was forked from a thread of a pool still counts as one of the pool's threads. Python joins
+            # those at the end, and a thread cannot join itself.
+            pool = sys.modules.get("concurrent.futures.thread")
+            getattr(pool, "_threads_queues", {}).pop(library("threading").current_thread(), None)
             library("threading")._shutdown()
         if "multiprocessing.util" in sys.modules:
-            end_multiprocessing()
+            # Wait for this process's own children, not for those that the parent had before the fork.
+            process = library("multiprocessing.process")
+            process._children = {each for each in process._children if each._parent_pid == os.getpid()}
+            library("multiprocessing.util")._exit_function()
     except BaseException as exc:
         report(exc)
     for stream in (sys.stdout, sys.stderr):
@@ -480,21 +485,6 @@ def finish_forked(code: int) -> "NoReturn":
         except BaseException:
             pass
     os._exit(code)
-
-
-def leave_pool() -> None:
-    """A worker that was forked from a thread of a pool still counts as one of the pool's threads. Python joins those at
-    the end, and a thread cannot join itself."""
-    pool = sys.modules.get("concurrent.futures.thread")
-    if pool is not None:
-        getattr(pool, "_threads_queues", {}).pop(library("threading").current_thread(), None)
-
-
-def end_multiprocessing() -> None:
-    """Wait for this process's own children, not for those that the parent had before the fork."""
-    process = library("multiprocessing.process")
-    process._children = {each for each in process._children if each._parent_pid == os.getpid()}
-    library("multiprocessing.util")._exit_function()
 
 
 OWN_FILE = print_error.__code__.co_filename

@@ -41,10 +41,8 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def memory_file(data: bytes) -> int:
     fd = os.memfd_create("holdfast-payload", os.MFD_CLOEXEC)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    os.lseek(fd, 0, os.SEEK_SET)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
     return fd
 
 
