@@ -71,7 +71,7 @@ class Outlets:
             fd = self._open_log(path)
             if fd is not None:
                 if self._watch is not None:
-                    self._watch.follow(rank, path)
+                    self._watch.stream(rank, path)
                 return fd
             path = os.devnull
         if stream == "stdout" and self._watch is None and not is_teed:

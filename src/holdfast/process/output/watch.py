@@ -93,10 +93,8 @@ class OutputWatch:
     def stream(self, rank: int, path: str = "") -> StreamWatch:
         watch = StreamWatch(self, path)
         self._streams.setdefault(rank, []).append(watch)
+        self._files += [watch] if path else []
         return watch
-
-    def follow(self, rank: int, path: str) -> None:
-        self._files.append(self.stream(rank, path))
 
     @property
     def is_sampled(self) -> bool:
