@@ -1,10 +1,10 @@
 """The one wait of a deciding loop: descriptors, a deadline, signals; and for how long the loop has been busy.
 
 A loop that waits in `wait_readable` is healthy however long that takes, because any event wakes it. Anywhere else it is
-busy and nothing wakes it: a hook that does not return, a plug-in's call that blocks.
-`BusyTime` knows since when. The loop marks each wait, which costs nothing more; no thread has to wake it to find out.
-It marks the hooks of an agent, too, which others write and which may block: the health check counts the time in them,
-the heartbeats of the node do not (`stuck_for_s`).
+busy and nothing wakes it: a hook that does not return, a plug-in's call that blocks. `BusyTime` measures that. Marking
+each wait costs next to nothing, and no thread has to wake the loop to find out. The loop marks the hooks of an agent,
+too, which others write and which may block: the health check counts the time in them, the heartbeats of the node do not
+(`stuck_for_s`).
 Busy time is measured by thread, because one process may have several agents, each in its own thread.
 """
 
@@ -15,10 +15,13 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 from holdfast import signals
+
+T = TypeVar("T")
 
 _here = threading.local()
 
@@ -27,7 +30,7 @@ class BusyTime:
     """For how long one loop has not waited. Any thread may ask."""
 
     def __init__(self) -> None:
-        self._busy_since: float | None = time.monotonic()
+        self.since: float | None = time.monotonic()  # None while the loop waits.
         self._is_in_hook = False
         self._hook_ended_at = 0.0
 
@@ -36,15 +39,14 @@ class BusyTime:
         """Within this block, the waits of this thread count."""
         before = getattr(_here, "busy_time", None)
         _here.busy_time = self
-        self._busy_since = time.monotonic()
+        self.since = time.monotonic()
         try:
             yield
         finally:
             _here.busy_time = before
 
     def busy_for_s(self) -> float:
-        """How long the loop has not come to wait; 0 while it waits."""
-        since = self._busy_since
+        since = self.since
         return 0.0 if since is None else time.monotonic() - since
 
     def stuck_for_s(self) -> float:
@@ -62,20 +64,6 @@ class BusyTime:
             self._hook_ended_at = time.monotonic()
             self._is_in_hook = was_in_hook
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        self._busy_since = None
-        try:
-            yield
-        finally:
-            self._busy_since = time.monotonic()
-
-
-def _waiting() -> AbstractContextManager[None]:
-    """This thread waits: any event wakes it."""
-    busy: BusyTime | None = getattr(_here, "busy_time", None)
-    return nullcontext() if busy is None else busy._waiting()
-
 
 def in_hook() -> AbstractContextManager[None]:
     """This thread's loop is in the hands of code that others wrote, which may block."""
@@ -89,8 +77,8 @@ def wait_readable(
     """Wait until a descriptor can be read, one of `writable` can be written as well, a signal has been noted, or the
     time is up (None: no limit).
 
-    Whoever is already stopping everything passes `new_signals_only`: a signal that was noted before stays
-    noted for later and does not cut the wait short.
+    A caller that is already stopping everything passes `new_signals_only`: a signal that was noted before stays
+    noted and does not cut the wait short.
     """
     # Other threads leave the inbox alone: a wake-up that they took would be missing in the main thread.
     box = signals.inbox() if signals.in_main_thread() else None
@@ -101,8 +89,12 @@ def wait_readable(
         poller.register(fd, select.POLLIN)
     for fd in writable:
         poller.register(fd, select.POLLIN | select.POLLOUT)
-    with _waiting():
+    busy_time: BusyTime = getattr(_here, "busy_time", None) or BusyTime()
+    busy_time.since = None
+    try:
         poller.poll(None if timeout_s is None else max(0.0, timeout_s * 1000))
+    finally:
+        busy_time.since = time.monotonic()
     if box is not None:
         box.clear_wakeups()
 
@@ -114,12 +106,12 @@ def is_readable(fd: int) -> bool:
 
 
 class Wakeup:
-    """An eventfd by which any thread wakes a loop. Ringing it after it was closed does nothing."""
+    """An eventfd with which any thread wakes a loop. After `close`, `wake` does nothing."""
 
     def __init__(self) -> None:
         fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._fd = fd
-        # Without the lock a late ringer could write to whatever file was given the number after the close.
+        # Without the lock a late `wake` could write to another file that got the number after the close.
         self._lock = threading.Lock()
         self._closer = weakref.finalize(self, os.close, fd)
         self._closer.atexit = False
@@ -127,13 +119,13 @@ class Wakeup:
     def fileno(self) -> int:
         return self._fd
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         with self._lock:
             if self._closer.alive:
                 os.eventfd_write(self._fd, 1)
 
-    def hush(self) -> None:
-        """Be silent until the next ring."""
+    def clear(self) -> None:
+        """Make the descriptor unreadable until the next `wake`."""
         try:
             os.eventfd_read(self._fd)
         except BlockingIOError:
@@ -142,3 +134,35 @@ class Wakeup:
     def close(self) -> None:
         with self._lock:
             self._closer()
+
+
+def call_interruptibly(function: Callable[..., T], *args: Any, timeout_s: float | None = None) -> T:
+    """Make a blocking call in a thread; a signal that comes meanwhile surfaces as a `SignalException`.
+
+    After a signal, or when the time is up (a TimeoutError), the call goes on in its thread, because it cannot be ended
+    from outside, and its result is ignored.
+    """
+    done = Wakeup()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function(*args))
+        except BaseException as error:
+            errors.append(error)
+        done.wake()
+
+    name = getattr(function, "__name__", "call")
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    threading.Thread(target=run, name=f"holdfast-{name}", daemon=True).start()
+    while not results and not errors:
+        signals.inbox().raise_pending()
+        left_s = None if deadline is None else deadline - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            raise TimeoutError(f"{name} took more than {timeout_s:g} s")
+        wait_readable([done.fileno()], left_s)
+    done.close()
+    if errors:
+        raise errors[0]
+    return results[0]

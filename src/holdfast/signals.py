@@ -1,17 +1,17 @@
-"""Signals that wait until somebody can deal with them.
+"""Signals that wait until the deciding loop can handle them.
 
 A handler here only notes that a signal came. The one loop that decides takes the note at a point where nothing
-is half done, and a `SignalException` surfaces there. Nothing is ever raised in the middle of somebody else's code.
+is half done, and raises a `SignalException` there. No exception ever appears in the middle of other code.
 
-That loop waits on the inbox's file descriptor among others, and the interpreter itself writes to it, in the moment
-in which the kernel delivers the signal. A handler written in Python would come too late for that: it runs between
-two instructions of the main thread, and there are none while that thread sleeps. A signal that the kernel gives to
-another thread, or in the instant before the sleep begins, would wake nobody.
+The loop waits on the inbox's file descriptor among others. The interpreter itself writes to it (`set_wakeup_fd`) at the
+moment at which the kernel delivers the signal. A handler written in Python would come too late for that: it runs
+between two instructions of the main thread, and there are none while that thread sleeps. A signal that the kernel
+gives to another thread, or in the instant before the sleep begins, would not end the sleep.
 
-There is one inbox a process. The command line opens it as its first act (`install_early`), so that no moment
-exists in which a signal would kill the agent without a word; a program that uses the Python API gets it for
-the duration of a run and finds its own handlers restored afterwards. Outside the main thread Python cannot
-install handlers: there everything else works and signals keep the meaning that the program gave them.
+There is one inbox a process. The command line opens it as its first act (`install_early`), so that a signal never
+kills the agent without a message. A program that uses the Python API has it for the duration of a run and finds its own
+handlers restored afterwards. Outside the main thread Python cannot install handlers: there everything else works, and
+signals keep the meaning that the program gave them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class SignalException(Exception):  # noqa: N818  (the name that users catch)
-    """A signal ended what was going on; `sigval` says which. `killed_ranks` are the workers that did not end by
-    themselves within the grace period."""
+    """A signal (`sigval`) ended the call. `killed_ranks` are the workers that did not end within the grace period."""
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
         super().__init__(msg)
@@ -47,17 +46,13 @@ class SignalException(Exception):  # noqa: N818  (the name that users catch)
 
 def parse_signals(text: str) -> frozenset[signal.Signals]:
     """`SIGTERM, SIGUSR1` as signals. A typo would silently remove protection, so it is an error."""
-    return frozenset(_parse_signal(name.strip()) for name in text.split(",") if name.strip())
-
-
-def _parse_signal(name: str) -> signal.Signals:
-    try:
-        number = signal.Signals[name]
-    except KeyError:
-        raise UserError(f"unknown signal {name!r} in the list of signals to handle") from None
-    if number in (signal.SIGKILL, signal.SIGSTOP):
-        raise UserError(f"{name} cannot be handled by any program; take it out of the list of signals to handle")
-    return number
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in signal.Signals.__members__:
+            raise UserError(f"unknown signal {name!r} in the list of signals to handle")
+        if name in ("SIGKILL", "SIGSTOP"):
+            raise UserError(f"{name} cannot be handled by any program; take it out of the list of signals to handle")
+    return frozenset(signal.Signals[name] for name in names)
 
 
 def signal_name(number: int) -> str:
@@ -68,7 +63,7 @@ def signal_name(number: int) -> str:
 
 
 class Inbox:
-    """The signals that came and were not yet acted on."""
+    """The signals that came and were not yet handled."""
 
     def __init__(self) -> None:
         self._pending: deque[signal.Signals] = deque()
@@ -80,43 +75,36 @@ class Inbox:
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
-        """Readable as soon as a signal has come; for a loop that waits for other things too."""
+        """Readable as soon as a signal has come."""
         return self._read_fd
 
     def handle(self, signals: Iterable[signal.Signals]) -> None:
-        """Exactly these signals are noted from now on. Others get back what they had before."""
+        """Note exactly these signals from now on. Others get their former handlers back."""
         wanted = frozenset(signals)
         for number in [n for n in self._previous if n not in wanted]:
             signal.signal(number, self._previous.pop(number))
         for number in sorted(wanted - self._previous.keys()):
-            self._take_over(number)
-
-    def _take_over(self, number: signal.Signals) -> None:
-        previous = signal.getsignal(number)
-        if number == signal.SIGHUP and previous == signal.SIG_IGN:
-            return  # nohup asked for this.
-        signal.signal(number, self._note)
-        self._previous[number] = signal.SIG_DFL if previous is None else previous
+            previous = signal.getsignal(number)
+            if number == signal.SIGHUP and previous == signal.SIG_IGN:
+                continue  # nohup asked for this.
+            signal.signal(number, self._note)
+            self._previous[number] = signal.SIG_DFL if previous is None else previous
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._pending.append(signal.Signals(number))
         self._interrupts += number == signal.SIGINT
 
     @property
-    def is_held(self) -> bool:
-        return self._holders > 0
-
-    @property
     def has_pending(self) -> bool:
         return bool(self._pending)
 
     def take(self) -> signal.Signals | None:
-        """The oldest signal that nobody has taken yet."""
+        """The oldest signal that was not taken yet."""
         self._has_surfaced |= self.has_pending
         return self._pending.popleft() if self._pending else None
 
     def clear_wakeups(self) -> None:
-        """Forget what woke us. What was meant for the program's own event loop is passed on to it."""
+        """Empty the pipe. Wake-ups for the program's own event loop are passed on to it."""
         with contextlib.suppress(BlockingIOError):
             while numbers := os.read(self._read_fd, 512):
                 others = bytes(number for number in numbers if number not in self._previous)
@@ -124,18 +112,18 @@ class Inbox:
                     os.write(self._program_fd, others)
 
     def raise_pending(self) -> None:
-        """The safe point: a signal that came surfaces here (in the main thread, where it belongs)."""
+        """The safe point: raise for a signal that came, in the main thread only."""
         number = self.take() if in_main_thread() else None
         if number is not None:
             raise SignalException(f"process {os.getpid()} got {number.name}", sigval=number)
 
     @property
     def wants_haste(self) -> bool:
-        """Whether the user pressed Ctrl-C a second time: no more grace for anybody."""
+        """Whether the user pressed Ctrl-C a second time: the grace period ends at once."""
         return self._interrupts >= 2
 
     def original_handlers(self) -> dict[signal.Signals, Any]:
-        """What the signals meant before the inbox took them over; a forked worker gets this back."""
+        """The handlers that the inbox replaced; a forked worker gets them back."""
         return dict(self._previous)
 
     def acquire(self, signals: Iterable[signal.Signals]) -> None:
@@ -145,7 +133,7 @@ class Inbox:
         self.handle(signals)
 
     def release(self) -> None:
-        """The last holder gives the program its handlers back. A signal that came too late to surface is theirs."""
+        """The last holder restores the program's handlers, and they get a signal that came too late to surface."""
         self._holders -= 1
         if self._holders == 0:
             self.clear_wakeups()
@@ -163,7 +151,7 @@ _inbox: Inbox | None = None
 
 
 def inbox() -> Inbox:
-    """The process's inbox. Nothing is noted in it unless somebody holds it open."""
+    """The process's inbox. It notes signals only while it is held (`install_early`, `deferred`)."""
     global _inbox
     if _inbox is None:
         _inbox = Inbox()
@@ -173,7 +161,7 @@ def inbox() -> Inbox:
 def _forget_inbox() -> None:
     """A forked child has its own signals; the pipe it inherited is its parent's."""
     global _inbox
-    if _inbox is not None and _inbox.is_held:
+    if _inbox is not None and _inbox._holders:
         signal.set_wakeup_fd(-1)
     _inbox = None
 
@@ -186,18 +174,18 @@ def in_main_thread() -> bool:
 
 
 def install_early() -> None:
-    """Hold the inbox open for the rest of the process's life. The command line does this first."""
+    """Hold the inbox for the rest of the process's life."""
     inbox().acquire(parse_signals(DEFAULT_SIGNALS))
 
 
 def wanted_signals() -> frozenset[signal.Signals]:
-    """The signals that the launcher was asked to handle; it says so in the environment, as users know it."""
+    """The signals to handle, from the environment variable that users know and the launcher sets."""
     return parse_signals(os.environ.get(SIGNALS_VARIABLE) or DEFAULT_SIGNALS)
 
 
 @contextmanager
 def deferred() -> Iterator[Inbox]:
-    """Signals are noted, not acted on, within this block (in the main thread; elsewhere it does nothing)."""
+    """Only note signals within this block. Outside the main thread this does nothing."""
     box = inbox()
     if not in_main_thread():
         yield box

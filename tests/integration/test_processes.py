@@ -779,19 +779,19 @@ def test_a_fork_in_another_thread_gets_no_descriptor_of_a_start_that_is_under_wa
 ) -> None:
     """1. One thread has opened the stderr of its worker. 2. Another forks. 3. The first hands the stderr over."""
     opened: list[str] = []
-    open_stderr = Outlets.open_stderr
+    open_stream = Outlets.open
     with ThreadPoolExecutor(1) as pool:
 
-        def open_and_let_the_other_go(outlets: Outlets, rank: int) -> int:
-            fd = open_stderr(outlets, rank)
-            if not opened:
+        def open_and_let_the_other_go(outlets: Outlets, stream: str, rank: int) -> int:
+            fd = open_stream(outlets, stream, rank)
+            if stream == "stderr" and not opened:
                 opened.append(os.readlink(f"/proc/self/fd/{fd}"))
                 forked.append(pool.submit(starter.run, entrypoints.open_for_writing, start_method="fork"))
                 wait(forked, 0.3)  # As long as it may take without its turn.
             return fd
 
         forked: list[Future[RunProcsResult]] = []
-        monkeypatch.setattr(Outlets, "open_stderr", open_and_let_the_other_go)
+        monkeypatch.setattr(Outlets, "open", open_and_let_the_other_go)
         starter.run("true")
         found = forked[0].result(support.DEADLINE_S).return_values[0]
     assert opened[0] not in found

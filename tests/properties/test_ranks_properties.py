@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from holdfast.agent import ranks
+from holdfast.agent import exchange, ranks
 from holdfast.agent.model import Worker
 from holdfast.agent.ranks import Assignment, Member
 
@@ -67,13 +67,13 @@ def test_a_later_member_never_moves_an_earlier_one(world: list[Member], data: st
 
 @given(worlds)
 def test_the_exchange_through_a_store_gives_the_same_ranks(world: list[Member]) -> None:
-    store = {ranks.role_info_key(rank): ranks.encode_member(member, rank) for rank, member in enumerate(world)}
-    heard = [ranks.decode_member(store[ranks.role_info_key(rank)], rank) for rank in range(len(world))]
+    store = {exchange.role_info_key(rank): exchange.encode_member(member, rank) for rank, member in enumerate(world)}
+    heard = [exchange.decode_member(store[exchange.role_info_key(rank)], rank) for rank in range(len(world))]
     assert heard == world
     for rank, assignment in enumerate(ranks.assign_nodes(heard)):
-        store[ranks.assigned_ranks_key(rank)] = ranks.encode_assignment(assignment)
+        store[exchange.assigned_ranks_key(rank)] = exchange.encode_assignment(assignment)
     for rank, member in enumerate(world):
-        assignment = ranks.decode_assignment(store[ranks.assigned_ranks_key(rank)], rank)
+        assignment = exchange.decode_assignment(store[exchange.assigned_ranks_key(rank)], rank)
         placed = ranks.place_workers(assignment, member.local_world_size)
         assert facts(placed) == facts(ranks.assign_ranks(world, rank))
 
@@ -81,7 +81,7 @@ def test_the_exchange_through_a_store_gives_the_same_ranks(world: list[Member]) 
 @given(st.text(), st.integers(1, 9), st.integers(1, 20), st.data())
 def test_an_identical_world_needs_no_walk(role: str, size: int, nodes: int, data: st.DataObject) -> None:
     group_rank = data.draw(st.integers(0, nodes - 1))
-    for worker in ranks.assign_ranks(ranks.identical_world(role, size, nodes), group_rank):
+    for worker in ranks.assign_ranks([Member(role, size)] * nodes, group_rank):
         assert worker.global_rank == worker.role_rank == group_rank * size + worker.local_rank
         assert worker.world_size == worker.role_world_size == nodes * size
 
@@ -89,7 +89,7 @@ def test_an_identical_world_needs_no_walk(role: str, size: int, nodes: int, data
 @given(st.text(), st.integers(1, 10**6), st.integers(0, 10**6))
 def test_a_member_survives_its_text(role: str, size: int, group_rank: int) -> None:
     member = Member(role, size)
-    assert ranks.decode_member(ranks.encode_member(member, group_rank), group_rank) == member
+    assert exchange.decode_member(exchange.encode_member(member, group_rank), group_rank) == member
 
 
 json_values = st.recursive(
@@ -111,7 +111,7 @@ def outcome(decode: Callable[[bytes | str, int], object], data: bytes | str) -> 
 
 @given(st.binary() | st.text() | (json_values | member_like).map(json.dumps))
 def test_junk_in_the_store_is_a_value_error_that_names_the_key(data: bytes | str) -> None:
-    for decode, kind in ((ranks.decode_member, Member), (ranks.decode_assignment, Assignment)):
+    for decode, kind in ((exchange.decode_member, Member), (exchange.decode_assignment, Assignment)):
         result = outcome(decode, data)
         assert isinstance(result, kind) or str(result).startswith("torchelastic/")
 

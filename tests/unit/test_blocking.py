@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from holdfast import signals
-from holdfast.agent.blocking import call_interruptibly
+from holdfast.loop import call_interruptibly
 
 
 def test_what_it_returns_and_raises() -> None:

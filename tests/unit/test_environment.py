@@ -12,7 +12,6 @@ from holdfast.agent.environment import (
     RoundFacts,
     log_line_prefixes,
     macros,
-    worker_environment,
     worker_environments,
 )
 from holdfast.agent.model import Worker, WorkerGroup, WorkerSpec
@@ -90,7 +89,7 @@ def test_what_depends_on_the_round(facts: dict[str, Any], name: str, value: str 
             **facts,
         }
     )
-    assert worker_environment(a_group(), a_group().workers[0], told, {}).get(name) == value
+    assert worker_environments(a_group(), told, {})[0].get(name) == value
 
 
 @pytest.mark.parametrize(
@@ -108,8 +107,7 @@ def test_what_depends_on_the_round(facts: dict[str, Any], name: str, value: str 
     ],
 )
 def test_what_comes_from_the_agents_environment(agent_environ: dict[str, str], name: str, value: str | None) -> None:
-    group = a_group()
-    assert worker_environment(group, group.workers[0], FACTS, agent_environ).get(name) == value
+    assert worker_environments(a_group(), FACTS, agent_environ)[0].get(name) == value
 
 
 @pytest.mark.parametrize(

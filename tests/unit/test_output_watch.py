@@ -78,7 +78,7 @@ def test_a_file_that_a_worker_writes_is_seen_to_grow(tmp_path: Path) -> None:
     path = tmp_path / "stdout.log"
     path.touch()
     watch = OutputWatch(r"step \d+")
-    watch.follow(0, str(path))
+    watch.stream(0, str(path))
     assert watch.is_sampled
     seen = []
     for now, text in enumerate(["", "loading\n", "", "step 1\nst", "ep 2\n", ""]):
@@ -93,7 +93,7 @@ def test_a_file_that_is_cut_or_removed(tmp_path: Path) -> None:
     path = tmp_path / "stdout.log"
     path.write_text("x" * 100)
     watch = OutputWatch("y")
-    watch.follow(0, str(path))
+    watch.stream(0, str(path))
     watch.look(1.0)
     path.write_text("y\n")
     watch.look(2.0)
@@ -107,7 +107,7 @@ def test_of_a_file_that_grew_fast_the_end_is_searched(tmp_path: Path, monkeypatc
     monkeypatch.setattr(output_watch, "_SEARCHED_MAX_BYTES", 100)
     path = tmp_path / "stdout.log"
     watch = OutputWatch("step")
-    watch.follow(0, str(path))
+    watch.stream(0, str(path))
     path.write_text("x\n" * 1000 + "step 1\n")
     watch.look(1.0)
     assert watch.matched_at() == 1.0

@@ -627,14 +627,14 @@ class TestTrouble:
         assert len(rig.warnings) == 1
 
     def test_failing_poll_is_reported_and_tried_again(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-        serve, failures = Pump._serve_ready_lanes, [MemoryError("none left")]
+        serve, failures = Pump._serve_ready, [MemoryError("none left")]
 
         def flaky(self: Pump) -> None:
             serve(self)
             if failures:
                 raise failures.pop()
 
-        monkeypatch.setattr(Pump, "_serve_ready_lanes", flaky)
+        monkeypatch.setattr(Pump, "_serve_ready", flaky)
         write_fd = rig.add("log")
         os.close(write_fd)
         write_fd = rig.add("log")
@@ -669,7 +669,7 @@ class TestTrouble:
         directory_fd = os.open("/", os.O_RDONLY)
         os.dup2(directory_fd, read_fd)
         os.close(directory_fd)
-        rig.pump._wake()
+        rig.pump._wakeup.wake()
         assert rig.pump.drain(DEADLINE_S)
         assert len(rig.warnings) == 1
         assert "rank 0 stdout" in rig.warnings[0]
@@ -755,17 +755,17 @@ class TestBlockedConsole:
 def test_a_console_holds_workers_up_only_if_it_blocks_for_a_while(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a hang would go unseen while workers write a lot, and the pump is busy at every look."""
     console = BlockedConsole()
-    monkeypatch.setattr(pump_module, "_HELD_UP_S", 3600.0)
+    monkeypatch.setattr(pump_module, "_BLOCKED_AFTER_S", 3600.0)
     write_fd = rig.add("log", b"", console.write_fd)
     write_all(write_fd, b"first\n")
     wait_until(lambda: rig.pump._busy_with == console.write_fd, "the pump writes to the console")
-    assert not rig.pump.is_held_up
-    monkeypatch.setattr(pump_module, "_HELD_UP_S", 0.01)
-    wait_until(lambda: rig.pump.is_held_up, "the console counts as blocked")
+    assert not rig.pump.is_blocked
+    monkeypatch.setattr(pump_module, "_BLOCKED_AFTER_S", 0.01)
+    wait_until(lambda: rig.pump.is_blocked, "the console counts as blocked")
     os.close(write_fd)
     console.read_until(b"")
     assert rig.pump.drain(DEADLINE_S)
-    assert not rig.pump.is_held_up
+    assert not rig.pump.is_blocked
     console.close()
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from holdfast.agent import ranks
+from holdfast.agent import exchange, ranks
 from holdfast.agent.model import Worker
 from holdfast.agent.ranks import Assignment, Member
 
@@ -52,9 +52,7 @@ def test_assigned_workers_are_not_started() -> None:
 
 
 def test_an_identical_world_has_role_ranks_equal_to_global_ranks() -> None:
-    world = ranks.identical_world("r", 2, 3)
-    assert world == [Member("r", 2)] * 3
-    assert facts(ranks.assign_ranks(world, 2)) == [(0, 4, 4, 6, 6), (1, 5, 5, 6, 6)]
+    assert facts(ranks.assign_ranks([Member("r", 2)] * 3, 2)) == [(0, 4, 4, 6, 6), (1, 5, 5, 6, 6)]
 
 
 def test_no_members_have_no_places() -> None:
@@ -65,12 +63,6 @@ def test_no_members_have_no_places() -> None:
 def test_a_group_rank_outside_the_world_is_refused(group_rank: int) -> None:
     with pytest.raises(ValueError, match=f"group rank {group_rank} is not in a world of 5 members"):
         ranks.assign_ranks(WORLD, group_rank)
-
-
-@pytest.mark.parametrize("size", [0, -3])
-def test_a_member_without_workers_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=f"at least 1 worker, not {size}"):
-        Member("r", size)
 
 
 @pytest.mark.parametrize("size", [6, 100])
@@ -85,30 +77,30 @@ def test_workers_that_do_not_fit_their_place_are_refused(size: int) -> None:
 
 
 def test_keys_and_texts_are_those_that_users_know() -> None:
-    assert ranks.role_info_key(3) == "torchelastic/role_info/3"
-    assert ranks.assigned_ranks_key(3) == "torchelastic/assigned_ranks/3"
-    assert json.loads(ranks.encode_member(Member("ps", 4), 3)) == {
+    assert exchange.role_info_key(3) == "torchelastic/role_info/3"
+    assert exchange.assigned_ranks_key(3) == "torchelastic/assigned_ranks/3"
+    assert json.loads(exchange.encode_member(Member("ps", 4), 3)) == {
         "role": "ps",
         "rank": 3,
         "local_world_size": 4,
     }
-    assert json.loads(ranks.encode_assignment(Assignment(10, 15, 4, 9))) == [10, 15, 4, 9]
+    assert json.loads(exchange.encode_assignment(Assignment(10, 15, 4, 9))) == [10, 15, 4, 9]
 
 
 def test_the_exchange_gives_what_computing_alone_gives() -> None:
-    published = [ranks.encode_member(member, rank) for rank, member in enumerate(WORLD)]
-    world = [ranks.decode_member(data, rank) for rank, data in enumerate(published)]
-    answers = [ranks.encode_assignment(assignment) for assignment in ranks.assign_nodes(world)]
+    published = [exchange.encode_member(member, rank) for rank, member in enumerate(WORLD)]
+    world = [exchange.decode_member(data, rank) for rank, data in enumerate(published)]
+    answers = [exchange.encode_assignment(assignment) for assignment in ranks.assign_nodes(world)]
     for rank, member in enumerate(WORLD):
-        assignment = ranks.decode_assignment(answers[rank], rank)
+        assignment = exchange.decode_assignment(answers[rank], rank)
         placed = ranks.place_workers(assignment, member.local_world_size)
         assert facts(placed) == facts(ranks.assign_ranks(WORLD, rank))
 
 
 def test_text_is_as_good_as_bytes_and_unknown_fields_are_let_through() -> None:
     text = '{"role": "r\\u00fc", "rank": 0, "local_world_size": 2, "colour": "red"}'
-    assert ranks.decode_member(text, 0) == Member("rü", 2)
-    assert ranks.decode_assignment("[0, 2, 0, 2]", 0) == Assignment(0, 2, 0, 2)
+    assert exchange.decode_member(text, 0) == Member("rü", 2)
+    assert exchange.decode_assignment("[0, 2, 0, 2]", 0) == Assignment(0, 2, 0, 2)
 
 
 NOT_JSON = [b"", b"\xff\xfe\xfd", b"nonsense", b"[" * 100_000, b"{", b"9" * 5000]
@@ -116,32 +108,32 @@ NOT_JSON = [b"", b"\xff\xfe\xfd", b"nonsense", b"[" * 100_000, b"{", b"9" * 5000
 
 @pytest.mark.parametrize("data", NOT_JSON)
 def test_what_is_not_json_is_refused_with_the_key(data: bytes) -> None:
-    with pytest.raises(ValueError, match="torchelastic/role_info/7: expected JSON, found") as caught:
-        ranks.decode_member(data, 7)
+    with pytest.raises(ValueError, match=r"torchelastic/role_info/7: .*, found") as caught:
+        exchange.decode_member(data, 7)
     assert len(str(caught.value)) < 200
-    with pytest.raises(ValueError, match="torchelastic/assigned_ranks/7: expected JSON, found"):
-        ranks.decode_assignment(data, 7)
+    with pytest.raises(ValueError, match=r"torchelastic/assigned_ranks/7: .*, found"):
+        exchange.decode_assignment(data, 7)
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ([1, 2], "expected a JSON object"),
-        (None, "expected a JSON object"),
-        ({}, "role must be text, found None"),
-        ({"role": 3, "rank": 7, "local_world_size": 1}, "role must be text, found 3"),
-        ({"role": "r", "local_world_size": 1}, "rank must be 7, found None"),
+        ([1, 2], "Expected `object`, got `array`, found b'[1, 2]'"),
+        (None, "Expected `object`, got `null`, found b'null'"),
+        ({}, "missing required field `role`, found b'{}'"),
+        ({"role": 3, "rank": 7, "local_world_size": 1}, "Expected `str`, got `int` - at `$.role`, found"),
+        ({"role": "r", "local_world_size": 1}, "missing required field `rank`"),
         ({"role": "r", "rank": 6, "local_world_size": 1}, "rank must be 7, found 6"),
-        ({"role": "r", "rank": "7", "local_world_size": 1}, "rank must be 7, found '7'"),
-        ({"role": "r", "rank": 7}, "local_world_size must be a number from 1 up, found None"),
-        ({"role": "r", "rank": 7, "local_world_size": 0}, "from 1 up, found 0"),
-        ({"role": "r", "rank": 7, "local_world_size": 1.5}, "from 1 up, found 1.5"),
-        ({"role": "r", "rank": 7, "local_world_size": True}, "from 1 up, found True"),
+        ({"role": "r", "rank": "7", "local_world_size": 1}, "Expected `int`, got `str` - at `$.rank`"),
+        ({"role": "r", "rank": 7}, "missing required field `local_world_size`"),
+        ({"role": "r", "rank": 7, "local_world_size": 0}, "Expected `int` >= 1 - at `$.local_world_size`"),
+        ({"role": "r", "rank": 7, "local_world_size": 1.5}, "Expected `int`, got `float` - at `$.local_world_size`"),
+        ({"role": "r", "rank": 7, "local_world_size": True}, "Expected `int`, got `bool` - at `$.local_world_size`"),
     ],
 )
 def test_a_wrong_member_is_refused_with_the_field_and_the_value(value: object, text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        ranks.decode_member(json.dumps(value).encode(), 7)
+        exchange.decode_member(json.dumps(value).encode(), 7)
     assert str(caught.value).startswith("torchelastic/role_info/7: ")
     assert text in str(caught.value)
 
@@ -149,12 +141,12 @@ def test_a_wrong_member_is_refused_with_the_field_and_the_value(value: object, t
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ({}, "a JSON list of 4 whole numbers"),
-        ([], "a JSON list of 4 whole numbers"),
-        ([0, 1, 0], "a JSON list of 4 whole numbers"),
-        ([0, 1, 0, 1, 0], "a JSON list of 4 whole numbers"),
-        ([0, 1, 0, "1"], "a JSON list of 4 whole numbers"),
-        ([0, 1, 0, True], "a JSON list of 4 whole numbers"),
+        ({}, "Expected `array`, got `object`"),
+        ([], "Expected `array` of length 4"),
+        ([0, 1, 0], "Expected `array` of length 4, found b'[0, 1, 0]'"),
+        ([0, 1, 0, 1, 0], "Expected `array` of length 4"),
+        ([0, 1, 0, "1"], "Expected `int`, got `str` - at `$[3]`"),
+        ([0, 1, 0, True], "Expected `int`, got `bool` - at `$[3]`"),
         ([-1, 2, 0, 2], "base_global_rank=-1"),
         ([2, 2, 0, 2], "base_global_rank=2"),
         ([0, 2, -1, 2], "base_role_rank=-1"),
@@ -165,6 +157,6 @@ def test_a_wrong_member_is_refused_with_the_field_and_the_value(value: object, t
 )
 def test_a_wrong_assignment_is_refused_with_the_value(value: object, text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        ranks.decode_assignment(json.dumps(value).encode(), 7)
+        exchange.decode_assignment(json.dumps(value).encode(), 7)
     assert str(caught.value).startswith("torchelastic/assigned_ranks/7: ")
     assert text in str(caught.value)

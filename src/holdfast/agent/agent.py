@@ -24,14 +24,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, assert_never
 
 from holdfast import loop, signals
-from holdfast.agent import causes, exchange, hooks, lifecycle, ranks, recording
-from holdfast.agent.blocking import call_interruptibly
+from holdfast.agent import causes, hooks, lifecycle, ranks, recording
 from holdfast.agent.hooks import DEFAULT_ROLE, ElasticAgent, WorkerHooks
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.agent.publisher import Publisher
 from holdfast.errors import HoldfastError, HostError, UserError
-from holdfast.loop import BusyTime
+from holdfast.loop import BusyTime, call_interruptibly
 from holdfast.rendezvous.api import (
     RendezvousGracefulExitError,
     RendezvousHandler,
@@ -418,8 +417,9 @@ class SimpleElasticAgent(WorkerHooks):
             members = [ranks.Member(role, size) for role, size in self._place.shape_of_each()]
             return ranks.assign_ranks(members, group_rank)
         if group_world_size == 1 or self._are_nodes_alike():
-            world = ranks.identical_world(spec.role, spec.local_world_size, group_world_size)
-            return ranks.assign_ranks(world, group_rank)
+            return ranks.assign_ranks([ranks.Member(spec.role, spec.local_world_size)] * group_world_size, group_rank)
+        from holdfast.agent import exchange
+
         return call_interruptibly(exchange.exchange_ranks, store, group_rank, group_world_size, spec)
 
     def _are_nodes_alike(self) -> bool:

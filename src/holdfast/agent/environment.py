@@ -1,6 +1,6 @@
-"""What a worker finds in its environment, its arguments and before its log lines. Pure.
+"""A worker's environment, the placeholders in its arguments, and the prefixes of its log lines. Pure.
 
-The environment is given as a delta: what is set on top of the agent's own environment, which workers inherit.
+The environment is a delta: what is set on top of the agent's own environment, which workers inherit.
 `TORCHELASTIC_ERROR_FILE` is not part of it, because only the log settings know where the error files are.
 """
 
@@ -14,18 +14,17 @@ from holdfast.agent.model import TORCHELASTIC_TIMER_FILE, Worker, WorkerGroup
 from holdfast.errors import InternalError, UserError
 from holdfast.frozen import frozen
 
-__all__ = ["RoundFacts", "log_line_prefixes", "macros", "worker_environment", "worker_environments"]
+__all__ = ["RoundFacts", "log_line_prefixes", "macros", "worker_environments"]
 
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_OMP_NUM_THREADS = "OMP_NUM_THREADS"
 
 _T = TypeVar("_T")
 
 
 @frozen
 class RoundFacts:
-    """What all workers of a round are told alike, besides where the group stands in the world.
+    """The part of the environment that is the same for all workers of a round.
 
     `round` is the text of HOLDFAST_ROUND. `timer_path` is None if there is no file timer to reach.
     """
@@ -42,38 +41,30 @@ def worker_environments(
     group: WorkerGroup, facts: RoundFacts, agent_environ: Mapping[str, str]
 ) -> dict[int, dict[str, str]]:
     """The environment delta of each worker of the group, by local rank."""
-    return {worker.local_rank: worker_environment(group, worker, facts, agent_environ) for worker in group.workers}
+    common = {**_round(group, facts), **_inherited(agent_environ)}
+    return {worker.local_rank: {**common, **_ranks(group, worker, agent_environ)} for worker in group.workers}
 
 
-def worker_environment(
-    group: WorkerGroup, worker: Worker, facts: RoundFacts, agent_environ: Mapping[str, str]
-) -> dict[str, str]:
-    """One worker's environment delta."""
-    return {
-        **_ranks(group, worker),
-        **_round(group, facts),
-        **_inherited(agent_environ),
-        **_devices(group.spec.virtual_local_rank, worker.local_rank, agent_environ),
-    }
-
-
-def _ranks(group: WorkerGroup, worker: Worker) -> dict[str, str]:
-    local_rank = 0 if group.spec.virtual_local_rank else worker.local_rank
-    return {
+def _ranks(group: WorkerGroup, worker: Worker, agent_environ: Mapping[str, str]) -> dict[str, str]:
+    delta = {
         "RANK": str(worker.global_rank),
         "WORLD_SIZE": str(worker.world_size),
-        "LOCAL_RANK": str(local_rank),
+        "LOCAL_RANK": str(worker.local_rank),
         "LOCAL_WORLD_SIZE": str(group.spec.local_world_size),
-        "GROUP_RANK": str(_given(group.group_rank, "group_rank")),
-        "GROUP_WORLD_SIZE": str(_given(group.group_world_size, "group_world_size")),
         "ROLE_RANK": str(worker.role_rank),
         "ROLE_WORLD_SIZE": str(worker.role_world_size),
         "ROLE_NAME": group.spec.role,
     }
+    if group.spec.virtual_local_rank:
+        own_device = _own_device(agent_environ.get(_VISIBLE_DEVICES), worker.local_rank)
+        delta |= {"LOCAL_RANK": "0", _VISIBLE_DEVICES: own_device}
+    return delta
 
 
 def _round(group: WorkerGroup, facts: RoundFacts) -> dict[str, str]:
-    told = {
+    delta = {
+        "GROUP_RANK": str(_given(group.group_rank, "group_rank")),
+        "GROUP_WORLD_SIZE": str(_given(group.group_world_size, "group_world_size")),
         "MASTER_ADDR": _given(group.master_addr, "master_addr"),
         "MASTER_PORT": str(_given(group.master_port, "master_port")),
         "TORCHELASTIC_RESTART_COUNT": str(facts.restart_count),
@@ -82,24 +73,13 @@ def _round(group: WorkerGroup, facts: RoundFacts) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": str(facts.use_agent_store),
         "HOLDFAST_ROUND": facts.round,
     }
-    if facts.timer_path:
-        told[TORCHELASTIC_TIMER_FILE] = facts.timer_path
-    return told
+    return delta | {TORCHELASTIC_TIMER_FILE: facts.timer_path} if facts.timer_path else delta
 
 
 def _inherited(agent_environ: Mapping[str, str]) -> dict[str, str]:
     """Repeats what workers would inherit anyway, so that it holds for agents that start them elsewhere."""
-    delta = {_NCCL_ERROR_HANDLING: agent_environ.get(_NCCL_ERROR_HANDLING, "1")}
-    if _OMP_NUM_THREADS in agent_environ:
-        delta[_OMP_NUM_THREADS] = agent_environ[_OMP_NUM_THREADS]
-    return delta
-
-
-def _devices(is_virtual: bool, local_rank: int, agent_environ: Mapping[str, str]) -> dict[str, str]:
-    visible = agent_environ.get(_VISIBLE_DEVICES)
-    if is_virtual:
-        return {_VISIBLE_DEVICES: _own_device(visible, local_rank)}
-    return {} if visible is None else {_VISIBLE_DEVICES: visible}
+    names = (_NCCL_ERROR_HANDLING, "OMP_NUM_THREADS", _VISIBLE_DEVICES)
+    return {_NCCL_ERROR_HANDLING: "1"} | {name: agent_environ[name] for name in names if name in agent_environ}
 
 
 def _own_device(visible: str | None, local_rank: int) -> str:
@@ -128,7 +108,7 @@ class _Macros:
     local_rank: str = "${local_rank}"
 
     def substitute(self, args: Iterable[Any], local_rank: int | str) -> list[Any]:
-        """The arguments with placeholders filled in. Other `$names` and what is not text stay as they are."""
+        """The arguments with placeholders filled in. Other `$names`, and values that are not text, stay."""
         return [Template(arg).safe_substitute(local_rank=local_rank) if isinstance(arg, str) else arg for arg in args]
 
 
@@ -136,7 +116,7 @@ macros = _Macros()
 
 
 def log_line_prefixes(template: str | None, role: str, workers: Iterable[Worker]) -> dict[int, str] | None:
-    """What stands before each worker's lines on the console, by local rank; None leaves it to the default.
+    """The prefix of each worker's lines on the console, by local rank; None means the default.
 
     `${role_name}`, `${rank}` and `${local_rank}` in the template are filled in; the local rank is always the
     real one. An empty template counts as none, as an empty variable in the environment does.

@@ -1,21 +1,78 @@
-"""How agents that share nothing but a store agree on ranks."""
+"""How agents that share only a key-value store agree on ranks: nodes publish role and size, group rank 0 publishes
+every node's `Assignment`. What is read was written by another process, so it is checked; a ValueError names the key.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import astuple
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 from holdfast.agent import ranks
 from holdfast.agent.model import Worker, WorkerSpec
 
+T = TypeVar("T")
+
 
 def exchange_ranks(store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Worker]:
-    """Everybody says what it has, rank 0 gives everybody a place."""
+    """The workers of this node, by local rank."""
     mine = ranks.Member(spec.role, spec.local_world_size)
-    store.set(ranks.role_info_key(group_rank), ranks.encode_member(mine, group_rank))
+    store.set(role_info_key(group_rank), encode_member(mine, group_rank))
     if group_rank == 0:
-        said = store.multi_get([ranks.role_info_key(i) for i in range(group_world_size)])
-        places = ranks.assign_nodes([ranks.decode_member(data, i) for i, data in enumerate(said)])
-        keys = [ranks.assigned_ranks_key(i) for i in range(group_world_size)]
-        store.multi_set(keys, [ranks.encode_assignment(place) for place in places])
-    place = ranks.decode_assignment(store.get(ranks.assigned_ranks_key(group_rank)), group_rank)
-    return ranks.place_workers(place, spec.local_world_size)
+        published = store.multi_get([role_info_key(i) for i in range(group_world_size)])
+        assignments = ranks.assign_nodes([decode_member(data, i) for i, data in enumerate(published)])
+        keys = [assigned_ranks_key(i) for i in range(group_world_size)]
+        store.multi_set(keys, [encode_assignment(each) for each in assignments])
+    assignment = decode_assignment(store.get(assigned_ranks_key(group_rank)), group_rank)
+    return ranks.place_workers(assignment, spec.local_world_size)
+
+
+def role_info_key(group_rank: int) -> str:
+    """Where the node with that group rank publishes its member."""
+    return f"torchelastic/role_info/{group_rank}"
+
+
+def assigned_ranks_key(group_rank: int) -> str:
+    """Where the node with that group rank finds its assignment."""
+    return f"torchelastic/assigned_ranks/{group_rank}"
+
+
+class _RoleInfo(msgspec.Struct):
+    role: str
+    rank: int
+    local_world_size: Annotated[int, msgspec.Meta(ge=1)]
+
+
+def encode_member(member: ranks.Member, group_rank: int) -> bytes:
+    return msgspec.json.encode(_RoleInfo(member.role, group_rank, member.local_world_size))
+
+
+def decode_member(data: bytes | str, group_rank: int) -> ranks.Member:
+    """The member that the node with that group rank published."""
+    key = role_info_key(group_rank)
+    info = _decode(data, _RoleInfo, key)
+    if info.rank != group_rank:
+        raise ValueError(f"{key}: rank must be {group_rank}, found {info.rank}")
+    return ranks.Member(info.role, info.local_world_size)
+
+
+def encode_assignment(assignment: ranks.Assignment) -> bytes:
+    return msgspec.json.encode(astuple(assignment))
+
+
+def decode_assignment(data: bytes | str, group_rank: int) -> ranks.Assignment:
+    """The place that group rank 0 published for the node with that group rank."""
+    key = assigned_ranks_key(group_rank)
+    numbers = _decode(data, tuple[int, int, int, int], key)
+    try:
+        return ranks.Assignment(*numbers)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+
+
+def _decode(data: bytes | str, kind: type[T], key: str) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{key}: {error}, found {data!r:.100}") from None

@@ -343,7 +343,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         heading = f"run {run_id}, round {round}, host {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
         finding = watch.tell(seen, watch.directory_of(context.destinations), heading)
         details = {"reason": reason, "odd_ranks": ",".join(map(str, finding.odd_ranks)), "stacks": finding.path}
-        self._record(recording.hang_event(group, details, self._restarts_used))
+        self._record(recording.status_event(group, "HUNG", self._restarts_used, 0, details=details))
         put_metric(f"workers.{group.spec.role}.hung", 1)
         return finding
 

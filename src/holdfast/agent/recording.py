@@ -1,4 +1,4 @@
-"""What an agent tells the outside about a run: status events and the metrics at its end, under known names."""
+"""The status events and the final metrics of a run, under the names that dashboards know, and its lines in the log."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def status_event(
     raw_error: str | None = None,
     duration_ms: int | None = None,
     exit_code: int | None = None,
+    details: Mapping[str, str] | None = None,
 ) -> Event:
     """An event about one worker, or about the agent itself."""
     handler = group.spec.rdzv_handler
@@ -39,7 +40,7 @@ def status_event(
         "total_run_time": run_time_s,
         "rdzv_backend": handler.get_backend() if handler else None,
         "raw_error": raw_error,
-        "metadata": json.dumps(_details(group, worker, exit_code)),
+        "metadata": json.dumps({**_details(group, worker, exit_code), **(details or {})}),
         "agent_restarts": restarts_used,
         "duration_ms": duration_ms,
     }
@@ -48,7 +49,6 @@ def status_event(
 
 
 def start_line(group: WorkerGroup) -> str:
-    """What was started, for people."""
     count = len(group.workers)
     who = f"{count} workers" if count > 1 else "1 worker"
     ids = ("pids " if count > 1 else "pid ") + ", ".join(str(worker.id) for worker in group.workers[:8])
@@ -58,7 +58,6 @@ def start_line(group: WorkerGroup) -> str:
 
 
 def finish_line(group: WorkerGroup, restarts: int) -> str:
-    """How well it went, for people."""
     count = len(group.workers)
     who = f"all {count} workers" if count > 1 else "the worker"
     after = {0: "", 1: " after 1 restart"}.get(restarts, f" after {restarts} restarts")
@@ -66,19 +65,10 @@ def finish_line(group: WorkerGroup, restarts: int) -> str:
 
 
 def watchdog_event(group: WorkerGroup, name: str, details: Mapping[str, str], restarts_used: int) -> Event:
-    """What the watchdog did, under the name that it has for it."""
-    event = status_event(group, "RUNNING", restarts_used, 0)
-    metadata = dict(event.metadata)
-    del metadata["duration_ms"]
-    metadata["metadata"] = json.dumps({**_details(group, None, None), **details})
-    return Event(name, EventSource.AGENT, event.timestamp, metadata)
-
-
-def hang_event(group: WorkerGroup, details: Mapping[str, str], restarts_used: int) -> Event:
-    """The workers were found hanging."""
-    event = status_event(group, "HUNG", restarts_used, 0)
-    metadata = {**event.metadata, "metadata": json.dumps({**_details(group, None, None), **details})}
-    return Event(event.name, EventSource.AGENT, event.timestamp, metadata)
+    """What the watchdog did, under the watchdog's own name for it."""
+    event = status_event(group, "RUNNING", restarts_used, 0, details=details)
+    del event.metadata["duration_ms"]
+    return Event(name, EventSource.AGENT, event.timestamp, event.metadata)
 
 
 def _details(group: WorkerGroup, worker: Worker | None, exit_code: int | None) -> dict[str, Any]:
@@ -113,7 +103,9 @@ def final_state(worker: Worker, result: RunResult) -> str:
 
 
 def put_run_metrics(role: str, result: RunResult, restarts_used: int, max_restarts: int) -> None:
-    put_metric(f"workers.{role}.flakiness", _flakiness(result, restarts_used, max_restarts))
+    # How much of the restart budget the run needed, in percent; a failed run needed all of it.
+    flakiness = 100 if result.is_failed() else int(100 * restarts_used / (max_restarts + 1))
+    put_metric(f"workers.{role}.flakiness", flakiness)
     put_metric(f"workers.{role}.run_total", 1)
     outcome = "failed" if result.is_failed() else "success"
     retries = "with_retries" if restarts_used else "no_retries"
@@ -121,13 +113,6 @@ def put_run_metrics(role: str, result: RunResult, restarts_used: int, max_restar
         put_metric(f"workers.{role}.run_{kind}", int(kind == f"{outcome}_{retries}"))
 
 
-def _flakiness(result: RunResult, restarts_used: int, max_restarts: int) -> int:
-    """How much of the budget a run needed, in percent; a failed one needed all of it."""
-    if result.is_failed():
-        return 100
-    return int(100 * restarts_used / (max_restarts + 1))
-
-
 def _hostname(destination: str) -> str:
-    """Asking for the full name may ask a name server; nobody waits for that when nobody reads the event."""
+    """The full name may need a name server; do not ask one for an event that has no reader."""
     return os.uname().nodename if destination == "null" else events.full_hostname()

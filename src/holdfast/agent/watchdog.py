@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -43,10 +42,11 @@ class Watchdog:
             if wish not in ("", "0"):
                 logger.warning("%s=%s is not 1, so there is no watchdog", TORCHELASTIC_ENABLE_FILE_TIMER, wish)
             return path
-        return (path and self._serve(path, "a private pipe is used instead")) or self._serve(
-            os.path.join(tempfile.gettempdir(), f"watchdog_timer_{os.urandom(16).hex()}"),
-            "workers run without a watchdog",
-        )
+        import tempfile
+
+        private_path = os.path.join(tempfile.gettempdir(), f"watchdog_timer_{os.urandom(16).hex()}")
+        served_path = path and self._serve(path, "a private pipe is used instead")
+        return served_path or self._serve(private_path, "workers run without a watchdog")
 
     def _serve(self, path: str, else_what: str) -> str | None:
         from holdfast.timer import FileTimerServer

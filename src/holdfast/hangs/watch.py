@@ -208,13 +208,13 @@ def examine(
 
 
 def _look_at_all(pids: Iterable[int], native: bool) -> dict[int, Look]:
-    bell = loop.Wakeup()
+    wakeup = loop.Wakeup()
     until = time.monotonic() + EXAMINATION_LIMIT_S
-    dumps = stacks.Dumps(pids, lambda pid: stacks.look_at(pid, native=native, timeout_s=_ONE_DUMP_S), bell.ring)
+    dumps = stacks.Dumps(pids, lambda pid: stacks.look_at(pid, native=native, timeout_s=_ONE_DUMP_S), wakeup.wake)
     while not dumps.are_complete() and not signals.inbox().has_pending and (left_s := until - time.monotonic()) > 0:
-        loop.wait_readable([bell.fileno()], left_s)
-        bell.hush()
-    bell.close()
+        loop.wait_readable([wakeup.fileno()], left_s)
+        wakeup.clear()
+    wakeup.close()
     return dumps.finish(stacks.late)
 
 

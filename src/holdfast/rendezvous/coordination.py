@@ -47,13 +47,13 @@ class Mailbox(Generic[Item]):
         with self._lock:
             if not self._is_closed:
                 self._items.append(item)
-                self._wakeup.ring()
+                self._wakeup.wake()
             return not self._is_closed
 
     def take(self) -> list[Item]:
         """What was put since the last call, oldest first."""
         with self._lock:
-            self._wakeup.hush()
+            self._wakeup.clear()
             items, self._items = self._items, []
             return items
 

@@ -1,4 +1,4 @@
-"""Timers: a worker says by when a block of code will be done, and is stopped if it is not.
+"""Timers: a worker sets a deadline for a block of code, and is stopped if it overruns.
 
 A worker arms a timer on entering a block (`expires`) and releases it on leaving. A server outside the worker
 keeps the table of armed timers and signals the processes whose deadlines have passed, so that a hang becomes a

@@ -1,4 +1,4 @@
-"""What every kind of timer has in common: the request, its two ends, and `expires`, which most people use.
+"""The parts that all kinds of timer share: the request, client and server, and `expires`, which most people use.
 
 A client in the worker sends requests: "scope S ends by time T", or that S has ended. A server in another process
 takes them from a queue, turn by turn, and reaps the workers whose deadlines have passed. Times in requests are
@@ -23,11 +23,11 @@ from holdfast.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# Turns begin at least this far apart: registering a timer is not urgent, and a turn has its price.
+# Turns begin at least this far apart: registering a timer is not urgent, and each turn costs CPU time.
 _TURN_GAP_S = 0.005
-# How long a worker that could not be reaped, or a turn that failed, waits for the next attempt.
+# The pause before the next attempt, after a worker could not be reaped or a turn failed.
 RETRY_DELAY_S = 0.1
-_STOP_MARGIN_S = 5.0  # What stopping may take beyond the longest wait for requests.
+_STOP_MARGIN_S = 5.0  # `stop` may take this much longer than the longest wait for requests.
 
 _values_of = attrgetter("worker_id", "scope_id", "expiration_time")
 
@@ -77,7 +77,7 @@ class RequestQueue(abc.ABC):
 
 
 class Watchdog(abc.ABC):
-    """A thread that takes turns until it is told to end, whatever happens in one of them."""
+    """A thread that takes turns until it is stopped. A turn that fails is logged."""
 
     def __init__(self, max_interval: float, daemon: bool) -> None:
         if not 0 < max_interval < threading.TIMEOUT_MAX:
@@ -115,7 +115,7 @@ class Watchdog(abc.ABC):
             self._is_ending.wait(max(0.0, begun_s + pause_s - time.monotonic()))
 
     def _end_thread(self, timeout_s: float | None) -> bool:
-        """Let the thread finish its turn and wait for it, unless it is that thread that asks. Whether it has ended."""
+        """Let the thread finish its turn and wait for it, unless this is that thread. Returns whether it has ended."""
         self._is_ending.set()
         self._wake()
         thread, self._watchdog_thread = self._watchdog_thread, None
@@ -123,7 +123,9 @@ class Watchdog(abc.ABC):
             return thread is None
         thread.join(timeout_s)
         if thread.is_alive():
-            logger.warning("the timer server's thread has not ended within %s s; it is left to itself", timeout_s)
+            logger.warning(
+                "the timer server's thread has not ended within %s s and goes on in the background", timeout_s
+            )
         return not thread.is_alive()
 
     def _next_deadline_s(self) -> float | None:
@@ -141,7 +143,7 @@ def wait_s(deadline_s: float | None, now_s: float, longest_s: float, shortest_s:
 
 
 class TimerServer(Watchdog):
-    """Runs the turns in a thread of its own; what a worker is and how it is reaped is up to the subclass."""
+    """Runs the turns in a thread; the subclass defines what a worker is and how to reap it."""
 
     def __init__(self, request_queue: RequestQueue, max_interval: float, daemon: bool = True) -> None:
         super().__init__(max_interval, daemon)
@@ -206,9 +208,8 @@ def configure(timer_client: TimerClient | None) -> None:
 def expires(
     after: float, scope: str | None = None, client: TimerClient | None = None
 ) -> _GeneratorContextManager[None]:
-    """A block (or, as a decorator, a function) that must be left within `after` seconds. The scope is named after the
-    line that calls `expires`, unless a name is given. Entering a scope again, as recursion does, moves its deadline;
-    leaving it disarms it."""
+    """A block (or, as a decorator, a function) that must end within `after` seconds. By default the scope is named for
+    the line that calls `expires`. Entering a scope again, as recursion does, moves its deadline; leaving disarms it."""
     if scope is None:
         caller = sys._getframe(1)
         scope = f"{caller.f_code.co_filename}#{caller.f_lineno}"
@@ -229,8 +230,8 @@ def _expires(after: float, scope: str, client: TimerClient | None) -> Iterator[N
 
 
 def _is_sent(client: TimerClient, send: Callable[[], None]) -> bool:
-    """A server that is gone watches nothing, which is no reason to end the work. It is said once for each client, and
-    again after requests have arrived in between."""
+    """A missing server does not end the work. It causes one warning for each client, and another one after requests
+    have arrived in between."""
     was_unserved = getattr(client, "is_unserved", False)
     try:
         send()

@@ -1,5 +1,5 @@
-"""Where to hook in if something else than the log should be told of expired timers: the file timer server looks the
-function up in this module on every turn, so assigning another one here is enough."""
+"""A place to hook in: assign another function here to send expired timers elsewhere than to the log. The file timer
+server looks the function up on every turn."""
 
 import logging
 

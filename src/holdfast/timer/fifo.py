@@ -1,4 +1,4 @@
-"""Timers over a named pipe: for any process of the host that is told the pipe's path.
+"""Timers over a named pipe: for any process of the host that knows the pipe's path.
 
 The server is one thread with one `poll`: on the pipe, on an event, and until the earliest deadline. A turn takes all
 requests in the pipe, reaps the processes whose timers have run out, and forgets those that are gone. Before a process
@@ -20,24 +20,25 @@ from collections.abc import Callable, Sequence
 from holdfast.errors import UserError
 from holdfast.hangs import stacks
 from holdfast.loop import Wakeup
+from holdfast.signals import signal_name
 from holdfast.timer import api, debug_info_logging, pipe, processes
 from holdfast.timer.pipe import FileTimerRequest
 
 logger = logging.getLogger(__name__)
 
-# A server that is just being replaced is back at once; one that is gone is not worth holding up a worker for.
+# Long enough for a server that is being replaced, short enough not to hold up a worker whose server is gone.
 _CLIENT_PAUSES_S = (0.02, 0.04, 0.08, None)
 _PASSING_ERRORS = (errno.ENOENT, errno.ENXIO, errno.EAGAIN, errno.EPIPE)
-# The kernel's words for the usual cases are about devices and resources.
-_REASONS = {errno.ENXIO: "nobody reads from the pipe", errno.EAGAIN: "the pipe stays full"}
+# The kernel's own texts for these are misleading here: "no such device", "resource temporarily unavailable".
+_REASONS = {errno.ENXIO: "the pipe has no reader", errno.EAGAIN: "the pipe stays full"}
 _STOP_TIMEOUT_S = 5.0
 # A little more than a dump gives itself, so that its own explanation arrives if it takes too long.
 _DUMPS_TIMEOUT_S = stacks.DUMP_TIMEOUT_S + 0.5
 
 
 class FileTimerClient(api.TimerClient):
-    """Sends requests in the name of the process that it is used in. `signal` is what the server sends to this process
-    if it overruns; zero or less: only report it."""
+    """Sends requests for the calling process. `signal` is what the server sends to this process if it overruns; zero
+    or less means: only report it."""
 
     def __init__(self, file_path: str, signal: int = signals.SIGKILL) -> None:
         if signal >= signals.NSIG:
@@ -86,9 +87,8 @@ def verdict(timers: Sequence[FileTimerRequest]) -> tuple[Sequence[FileTimerReque
 
 
 class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
-    """Signals the processes that overrun a timer. `log_event(name, request)` is told: "watchdog started", "watchdog
-    stopped", "timer expired" and "kill worker process". `dump_stacks` is given a pid and answers with text for the log;
-    by default py-spy is asked."""
+    """Signals the processes that overrun a timer. Calls `log_event(name, request)` for "watchdog started", "watchdog
+    stopped", "timer expired" and "kill worker process". `dump_stacks(pid)` returns text for the log (from py-spy)."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
         api.Watchdog.__init__(self, max_interval, daemon)
         self._run_id = run_id
         self._log_event = log_event or (lambda name, request: None)
-        self._is_stopping = False  # Other than `_is_ending`, this ends dumps of stacks, too.
+        self._is_stopping = False  # Unlike `_is_ending`, this ends dumps of stacks, too.
         self._is_closed = False
         self._turn_ended_s = time.monotonic()
         self._pipe = pipe.RequestPipe(os.fspath(file_path))
@@ -143,7 +143,7 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
         return int(time.time() - idle_s)
 
     def _wake(self) -> None:
-        self._wakeup.ring()
+        self._wakeup.wake()
 
     def _run_watchdog(self) -> None:
         self._wait_until(time.monotonic() + self._wait_s())
@@ -152,7 +152,7 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
 
     def _wait_until(self, until_s: float) -> None:
         self._poll.poll(max(0.0, until_s - time.monotonic()) * 1000)
-        self._wakeup.hush()
+        self._wakeup.clear()
 
     def _turn(self) -> None:
         self.register_timers(self._pipe.read())
@@ -163,7 +163,7 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
         self._turn_ended_s = time.monotonic()
 
     def _reap_expired(self, expired: dict[int, list[FileTimerRequest]]) -> set[int]:
-        """Deal with every process that has overrun. Those whose timers have served their purpose."""
+        """Handle every process that has overrun. Returns those whose timers can be forgotten."""
         condemned = {pid: fatal for pid, timers in expired.items() if (fatal := self._examine(pid, timers)) is not None}
         self._log_stacks([pid for pid in condemned if pid not in self._unreaped])
         if self._is_stopping:
@@ -172,7 +172,7 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
         return expired.keys() - self._unreaped
 
     def _examine(self, pid: int, timers: list[FileTimerRequest]) -> FileTimerRequest | None:
-        """Report what a process has overrun. The timer whose signal it shall get, if any."""
+        """Report the timers that a process has overrun. Returns the timer whose signal to send, if any."""
         reported, fatal = verdict(timers)
         if not self._is_same_process(pid):
             return None
@@ -187,15 +187,14 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
         if processes.is_own(pid):
             logger.error("process %d has overrun %s, but it is the watchdog's own and gets no signal", pid, scopes)
             return None
-        name = next((each.name for each in signals.Signals if each == fatal.signal), f"signal {fatal.signal}")
-        logger.warning("process %d has overrun %s and will get %s", pid, scopes, name)
+        logger.warning("process %d has overrun %s and will get %s", pid, scopes, signal_name(fatal.signal))
         return fatal
 
     def _log_stacks(self, pids: list[int]) -> None:
-        """Log where these processes are. Requests are read meanwhile; a call to stop ends it."""
+        """Log the stacks of these processes. Requests are read meanwhile; `stop` ends it."""
         if not pids:
             return
-        dumps = stacks.Dumps(pids, self._stacks_of, self._wakeup.ring)
+        dumps = stacks.Dumps(pids, self._stacks_of, self._wakeup.wake)
         until_s = time.monotonic() + _DUMPS_TIMEOUT_S
         while not dumps.are_complete() and not self._is_stopping and time.monotonic() < until_s:
             self._wait_until(until_s)
@@ -205,7 +204,7 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
             logger.warning("%s", text)
 
     def _is_ended(self, pid: int, timer: FileTimerRequest) -> bool:
-        """Signal a process, which may have gone while its stacks were taken."""
+        """Signal a process, which may have ended while its stacks were taken."""
         if not self._is_same_process(pid):
             return True
         is_signalled = self._is_signalled(pid, timer.signal)
@@ -214,7 +213,7 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
         return is_signalled
 
     def _tell(self, name: str, request: FileTimerRequest | None) -> None:
-        """A listener's mistake is not allowed to end the watch."""
+        """An error in the listener does not end the watch."""
         try:
             self._log_event(name, request)
         except Exception:

@@ -1,12 +1,12 @@
-"""The named pipe that a file timer server reads, and what crosses it.
+"""The named pipe that a file timer server reads, and the requests in it.
 
 Requests. One JSON object a line. Many processes write to one pipe. A write of up to PIPE_BUF bytes is never mixed with
-another, so a request is one line of at most that size, newline included. Others may still write what they like to the
-pipe: a reader takes lines one by one, judges each alone, and keeps an unfinished one only up to a bound.
+another, so a request is one line of at most that size, newline included. Other programs may still write anything to the
+pipe, so the reader checks each line alone and keeps an unfinished one only up to a bound.
 
 The pipe. It is opened for reading and writing and without blocking. So opening never waits for a client, and the pipe
 never ends because the last client has closed it. A path is only taken if nothing is there, or a pipe of the same user
-that has no reader any more. Whatever else is found there is left alone.
+that has no reader any more. Anything else at the path is left alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.timer.api import TimerRequest
 
 logger = logging.getLogger(__name__)
 
-# Every request begins with these bytes, and none has them inside: within a JSON string the quote is escaped.
+# Every request begins with these bytes and cannot contain them: within a JSON string the quote is escaped.
 _REQUEST_BEGINS = b'{"version"'
 _KEYS = ("version", "pid", "scope_id", "expiration_time", "signal")
 _values_of = itemgetter(*_KEYS)
@@ -101,7 +101,7 @@ def decode(line: bytes) -> FileTimerRequest:
 
 
 def checked_time(expiration_time: float) -> float:
-    """A time that can be compared; what is too large for a clock never comes."""
+    """A time that can be compared. One that is too large for a float never comes."""
     try:
         time_s = float(expiration_time)
     except OverflowError:
@@ -118,14 +118,14 @@ def request_in(junk: bytes) -> bytes:
 
 
 def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
-    """The complete lines, and what has no end yet. Of a line that is too long only the end is kept: it is junk, but a
+    """The complete lines, and the unfinished one. Of a line that is too long only the end is kept: it is junk, but a
     request may follow it."""
     *lines, rest = data.split(b"\n")
     return lines, rest[-PIPE_BUF:]
 
 
 class RequestPipe:
-    """A named pipe of our own, and the requests that come out of it."""
+    """The server's end of the pipe."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -141,7 +141,6 @@ class RequestPipe:
         return self._fd
 
     def read(self) -> list[FileTimerRequest]:
-        """The requests that are in the pipe."""
         try:
             data = os.read(self._fd, _BUFFER_BYTES)
         except BlockingIOError:
@@ -156,7 +155,7 @@ class RequestPipe:
         return requests
 
     def _salvage(self, line: bytes, error: ValueError) -> list[FileTimerRequest]:
-        """A line of junk is reported now and then, but if it has swallowed a request, that one counts."""
+        """The request that a junk line has swallowed, if any. Junk is reported at most every few seconds."""
         now_s = time.monotonic()
         self._junk_lines += bool(line)
         if line and now_s >= self._next_warning_s:
@@ -183,7 +182,7 @@ class RequestPipe:
 
 
 def _make_way(path: str) -> None:
-    """Remove a pipe of ours that has no reader; refuse to touch anything else."""
+    """Remove this user's pipe if it has no reader; refuse to touch anything else."""
     try:
         found = os.lstat(path)
         if not stat.S_ISFIFO(found.st_mode):
@@ -212,9 +211,9 @@ def _make(path: str) -> int:
     found = os.fstat(fd)
     if not stat.S_ISFIFO(found.st_mode) or found.st_uid != os.geteuid():
         os.close(fd)
-        raise HostError(f"the timer pipe {path} was replaced by somebody else while it was made")
+        raise HostError(f"the timer pipe {path} was replaced by another program while it was made")
     try:
         fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _BUFFER_BYTES)
     except OSError:
-        logger.debug("the timer pipe keeps the usual size; the user's share of pipe buffers is used up")
+        logger.debug("the timer pipe keeps the default size: the user's limit for pipe buffers is used up")
     return fd

@@ -1,13 +1,13 @@
-"""The timers of processes: what the servers for queues and for pipes have in common.
+"""The timers of processes: the code that the servers for queues and for pipes share.
 
 Deadlines. A request names its deadline in seconds since the epoch. A wall clock is set now and then, and a step of it
-must neither fire a timer nor delay one. So a deadline is converted once, when its request arrives, and only the
-monotonic clock is asked from then on. Time passes between two readings of a pair of clocks. The distance between them
-is therefore held until it has moved by more than any reading could explain; two instants that are converted without a
-step between them keep their order to the last bit.
+must neither fire a timer nor delay one. So a deadline is converted once, when its request arrives, and from then on
+only the monotonic clock counts. Two clocks cannot be read at the same instant, so the distance between them is kept
+until it has moved by more than a reading can explain. Deadlines that are converted without a step between them
+therefore keep their order exactly.
 
-Processes. The kernel hands pids out again. A pid together with the start time in /proc/<pid>/stat names one process for
-as long as the host is up. A process that merely inherited a pid is never signalled, nor is a group of processes.
+Processes. The kernel reuses pids. A pid together with its start time names one process for as long as the host is up.
+A process that reuses a pid is never signalled, nor is a group of processes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from holdfast import procfs
 from holdfast.hangs import stacks
 from holdfast.timer.api import TimerRequest
 from holdfast.timer.table import TimerTable
@@ -26,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=TimerRequest)
 
-# Clocks are set by whole milliseconds or more; what is smaller is slewed, and slews both clocks alike.
+# Steps are of milliseconds or more. Smaller corrections are slewed, which moves both clocks alike.
 _STEP_S = 0.001
 
 
 class ProcessTimers(Generic[R]):
-    """The part of a server that keeps timers by pid. `dump_stacks` answers for a pid with text for the log."""
+    """The part of a server that keeps timers by pid. `dump_stacks(pid)` returns text for the log."""
 
     _unreaped: set[int]  # Could not be signalled at the last turn.
 
@@ -56,7 +57,7 @@ class ProcessTimers(Generic[R]):
             self._timers.register(pid, scope, request.expiration_time - distance_s, request, started[pid])
 
     def clear_timers(self, worker_ids: set[int]) -> None:
-        """Forget the timers of these processes and of all that have gone away."""
+        """Forget the timers of these processes and of all that have ended."""
         for pid in self._timers.pids():
             if pid in worker_ids or not self._is_same_process(pid):
                 self._timers.forget(pid)
@@ -71,7 +72,7 @@ class ProcessTimers(Generic[R]):
         return pid > 0 and start_time(pid) is not None
 
     def _is_same_process(self, pid: int) -> bool:
-        """Whether the process that armed its timers still runs, as far as that can be told."""
+        """Whether the process that armed its timers still runs, as far as is known."""
         started = self._timers.started(pid)
         return self.is_process_running(pid) and (started is None or start_time(pid) in (None, started))
 
@@ -96,7 +97,7 @@ class ProcessTimers(Generic[R]):
         return self._timers.next_deadline()
 
     def _clock_distance_s(self) -> float:
-        """What to take off an instant of the wall clock to have it on the monotonic one."""
+        """Subtract this from a wall-clock time to convert it to the monotonic clock."""
         self._distance_s = held_distance_s(self._distance_s, time.monotonic(), time.time(), time.monotonic())
         return self._distance_s
 
@@ -109,13 +110,9 @@ def held_distance_s(held_s: float, before_s: float, wall_s: float, after_s: floa
 
 
 def start_time(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if there is none or it has already died."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()  # After the command's name: see proc(5).
-    except OSError:
-        return None
-    return int(fields[19]) if fields and fields[0] not in (b"Z", b"X") else None
+    """When the process started, in clock ticks since boot; None if it does not run."""
+    status = procfs.process_status(pid)
+    return None if status is None or status.state in "ZX" else status.start_time
 
 
 def is_own(pid: int) -> bool:

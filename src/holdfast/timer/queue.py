@@ -1,4 +1,4 @@
-"""Timers over a multiprocessing queue: for workers that were started from the process that watches them."""
+"""Timers over a multiprocessing queue: for workers that the watching process has started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocalTimerClient(TimerClient):
-    """Sends requests in the name of the process that it is used in."""
+    """Sends requests for the calling process."""
 
     def __init__(self, mp_queue: queues.Queue[TimerRequest]) -> None:
         self._mp_queue = mp_queue
@@ -35,7 +35,7 @@ class LocalTimerClient(TimerClient):
 
 class MultiprocessingRequestQueue(RequestQueue):
     """A multiprocessing queue as a source of requests. A plain `get` on such a queue cannot be interrupted, so the pipe
-    behind it is polled together with an event. A queue that has no pipe (a manager's proxy) is simply waited for."""
+    behind it is polled together with a wake-up. A queue that has no pipe (a manager's proxy) gets a plain `get`."""
 
     def __init__(self, mp_queue: queues.Queue[TimerRequest]) -> None:
         self._mp_queue = mp_queue
@@ -57,25 +57,24 @@ class MultiprocessingRequestQueue(RequestQueue):
             except Empty:
                 break
             except Exception as error:
-                # Something that cannot be unpickled is off the queue now, and no reason to lose the others.
+                # An item that cannot be unpickled has left the queue; the others still count.
                 logger.warning("skipped a timer request that cannot be read: %s", error)
         return requests
 
     def wake(self) -> None:
-        self._wakeup.ring()
+        self._wakeup.wake()
 
     def _is_ready(self, reader_fd: int, timeout_s: float) -> bool:
         poller = select.poll()
         poller.register(reader_fd, select.POLLIN)
         poller.register(self._wakeup.fileno(), select.POLLIN)
         ready = {fd for fd, _ in poller.poll(timeout_s * 1000)}
-        self._wakeup.hush()
+        self._wakeup.clear()
         return reader_fd in ready
 
 
 class LocalTimerServer(processes.ProcessTimers[TimerRequest], TimerServer):
-    """Kills the processes that overrun a timer, after it has logged where they were. `dump_stacks` is given a pid and
-    answers with text for the log; by default py-spy is asked."""
+    """Kills the processes that overrun a timer, and logs their stacks: what `dump_stacks(pid)` returns, or py-spy."""
 
     def __init__(
         self,
@@ -104,8 +103,8 @@ class LocalTimerServer(processes.ProcessTimers[TimerRequest], TimerServer):
         return self._is_signalled(worker_id, signal.SIGKILL)
 
     def _fetch(self, wait_s: float) -> list[TimerRequest]:
-        """Wait for one request, then take what else is there. The queue's size may promise more: a client that dies
-        between announcing a request and sending it leaves the count too high for good."""
+        """Wait for one request, then take the others that are there. The queue's size may be too high: a client that
+        dies between counting a request and sending it leaves it so for good."""
         requests = self._request_queue.get(1, wait_s)
         if requests:
             requests += self._request_queue.get(self._request_queue.size(), 0.0)
@@ -113,6 +112,6 @@ class LocalTimerServer(processes.ProcessTimers[TimerRequest], TimerServer):
 
 
 def _is_request(candidate: Any) -> bool:
-    """Whether it looks like a request of ours, or of another library that uses the same three names."""
+    """Whether it has the fields of a request; other libraries use the same three names."""
     pid, scope, end = (getattr(candidate, name, None) for name in ("worker_id", "scope_id", "expiration_time"))
     return type(pid) is int and isinstance(scope, str) and isinstance(end, int | float) and not math.isnan(end)

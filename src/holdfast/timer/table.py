@@ -1,9 +1,8 @@
 """Which timers are armed, and which of them have run out.
 
-A timer is one promise of one process: this scope ends by then. Its key is (pid, scope); arming the same key
-again moves the deadline. A pid means little by itself, since the kernel hands it out again, so each process in
-the table carries the start time that was seen when it armed its timers. Timers of another life of the pid are
-dropped the moment the new life arms one.
+A timer's key is (pid, scope); arming the same key again moves the deadline. The kernel reuses pids, so the table keeps
+the start time that each process had when it armed its timers. When another process arms a timer under the same pid, the
+old timers are dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class _Process(Generic[R]):
-    """One life of a pid, and by scope the deadline and the request of each of its timers, in the order of arming."""
+    """A process, and by scope the deadline and the request of each of its timers, in the order of arming."""
 
     started: int | None
     timers: dict[str, tuple[float, R]] = field(default_factory=dict)
@@ -36,7 +35,7 @@ class TimerTable(Generic[R]):
         return pid in self._processes and scope in self._processes[pid].timers
 
     def register(self, pid: int, scope: str, deadline: float, request: R, started: int | None = None) -> None:
-        """Arm a timer, or move the deadline of one that is armed. `started` is None if it could not be told."""
+        """Arm a timer, or move its deadline. `started` is None if the start time is not known."""
         process = self._processes.get(pid)
         if process is None or started not in (None, process.started):
             process = self._processes[pid] = _Process(started)
@@ -44,7 +43,6 @@ class TimerTable(Generic[R]):
         process.timers[scope] = (deadline, request)
 
     def release(self, pid: int, scope: str) -> None:
-        """Disarm a timer; one that is not armed is none of our business."""
         process = self._processes.get(pid)
         if process is not None:
             process.timers.pop(scope, None)
@@ -52,7 +50,6 @@ class TimerTable(Generic[R]):
                 del self._processes[pid]
 
     def forget(self, pid: int) -> None:
-        """Disarm every timer of a process."""
         self._processes.pop(pid, None)
 
     def expired(self, now: float) -> dict[int, list[R]]:
@@ -65,7 +62,6 @@ class TimerTable(Generic[R]):
         return by_pid
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline of an armed timer."""
         timers = (timer for process in self._processes.values() for timer in process.timers.values())
         return min((deadline for deadline, _ in timers), default=None)
 

@@ -21,7 +21,7 @@ _LINE_ENDS = (b"\n", b"\r")
 
 
 class Tail:
-    """The last bytes of a stream. Written by the pump, read by anyone."""
+    """The last bytes of a stream. The pump writes it, any thread may read it."""
 
     def __init__(self, max_bytes: int = _TAIL_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -41,22 +41,19 @@ class Tail:
         return "\n".join(lines[-max_lines:]) if max_lines > 0 else ""
 
     def _whole_lines(self) -> bytes:
-        """What is kept, from the first line's start. A line longer than all that is kept shows its end."""
-        kept = self._kept
-        if not self._is_cut:
-            return kept
-        _, _, whole = kept.partition(b"\n")
-        return whole if whole.strip() else kept
+        """Without the line that was cut at its start, unless there is no other."""
+        whole = self._kept.partition(b"\n")[2] if self._is_cut else b""
+        return whole if whole.strip() else self._kept
 
 
 def _last_state(line: str) -> str:
-    """What a terminal would show of a line that was drawn over and over."""
+    """The part of a line that a terminal shows after progress bars have overwritten it."""
     states = [state for state in line.split("\r") if state.strip()]
     return states[-1] if states else ""
 
 
 class HeldLine:
-    """Keeps the start of a line back until its end comes."""
+    """Holds the start of a line until its end comes."""
 
     def __init__(self) -> None:
         self._held = bytearray()
@@ -81,12 +78,12 @@ class HeldLine:
         return whole
 
     def release(self) -> bytes:
-        """Give up what is held of a line, though more of it is to come."""
+        """Release the held part of a line, though more of it is to come."""
         piece, self._held = bytes(self._held), bytearray()
         return piece
 
     def flush(self) -> bytes:
-        """Give up everything: nothing is to come."""
+        """Release everything at the end of the stream."""
         rest = self.release() + (b"\r" if self._held_cr else b"")
         self._held_cr = False
         return rest
@@ -115,20 +112,17 @@ class LinePrefixer:
 
 
 def _prefix_lines(text: bytes, prefix: bytes) -> bytes:
-    """Put the prefix before every line. Both ways work in bulk; the second is faster but knows only `\\n`."""
+    """Put the prefix before every line. Both ways work in bulk; the second is faster but handles only `\\n`."""
     if b"\r" in text:
         return prefix + prefix.join(text.splitlines(keepends=True))
     spread = text.replace(b"\n", b"\n" + prefix)
-    # No line begins after the last end. To take that prefix away again is cheaper than to count the others first.
+    # No line begins after the last end. Removing that prefix again is cheaper than counting the lines first.
     surplus = len(prefix) if text.endswith(b"\n") else 0
     return b"".join((prefix, memoryview(spread)[: len(spread) - surplus]))
 
 
 class LineMatcher:
-    """Whether a line matches, in a stream that comes in pieces. Whole lines are searched, all that came at once.
-
-    A line that grows beyond `max_held_bytes` is searched in pieces.
-    """
+    """Whether a line matches, in a stream that comes in pieces. Beyond `max_held_bytes` a line is searched in parts."""
 
     def __init__(self, pattern: re.Pattern[str], max_held_bytes: int = _MATCH_HELD_MAX_BYTES) -> None:
         self._search = pattern.search
@@ -139,15 +133,12 @@ class LineMatcher:
         text = self._line.take(data)
         if len(self._line) > self._max_held_bytes:
             text += self._line.release()
-        # To the pattern, `$` is before a newline and before nothing else.
+        # `$` in the pattern matches only before a newline.
         return bool(text) and self._search(text.replace(b"\r", b"\n").decode("utf-8", "replace")) is not None
 
 
 class LineFilter:
-    """Picks the lines that contain any needle, with the prefix, each on a line of its own.
-
-    The pieces of a line that was split are looked at one by one.
-    """
+    """Picks the lines that contain any needle, with the prefix. The pieces of a split line count one by one."""
 
     def __init__(self, needles: tuple[bytes, ...], prefix: bytes) -> None:
         self._needles = needles
@@ -157,11 +148,10 @@ class LineFilter:
         if not text or not self._matches(text):
             return b""
         lines = text.splitlines(keepends=True)
-        return b"".join(self._prefix + _end_with_newline(line) for line in lines if self._matches(line))
+        found = (
+            line if line.endswith(b"\n") else line.removesuffix(b"\r") + b"\n" for line in lines if self._matches(line)
+        )
+        return b"".join(self._prefix + line for line in found)
 
     def _matches(self, text: bytes) -> bool:
         return any(needle in text for needle in self._needles)
-
-
-def _end_with_newline(line: bytes) -> bytes:
-    return line if line.endswith(b"\n") else line.removesuffix(b"\r") + b"\n"

@@ -1,4 +1,4 @@
-"""The tee pump: one thread that copies what workers write to log files and to the console.
+"""The tee pump: one thread that copies the output of workers to log files and to the console.
 
 Every worker stream that is teed, filtered or remembered comes through a pipe (or a pty, see `terminal`).
 Each piece that arrives goes, in this order, to
@@ -8,19 +8,19 @@ Each piece that arrives goes, in this order, to
     the filtered file  those lines that contain a needle
     the console        with a prefix: whole lines only (see `lines`); without one: the bytes as they come
 
-Who may touch the streams: whoever holds the turn (a lock). The thread holds it all the time, except while it
-is inside something that others can block for ever: a write to the console (Ctrl-S, a pipe that nobody reads)
-and the warning callback. `close` must not wait for those:
+Only the thread that holds the turn (a lock) may touch the streams. The pump's thread holds it all the time, except
+during calls that other programs can block for ever: a write to the console (Ctrl-S, a pipe without a reader) and the
+warning callback. `close` must not wait for those:
 
-    1. the thread gives up the turn and blocks in a write to the console
-    2. `close` waits, sees no progress, takes the turn, declares the console dead and a new thread the owner
+    1. the thread releases the turn and blocks in a write to the console
+    2. `close` waits, sees no progress, takes the turn, marks the console as dead and starts a new thread as the owner
     3. the new owner copies what is left to the files and closes everything
-    4. the old thread, should its write ever return, finds that it is not the owner and ends
+    4. the old thread, if its write ever returns, finds that it is not the owner and ends
 
 (tests/unit/test_pump.py, test_close_returns_though_the_console_is_blocked.) Until `close`, a blocked console
-holds everything up, the workers included, as it would without a pump; else memory would grow without bound.
+blocks everything, the workers included, as it would without a pump; else memory would grow without bound.
 
-The thread is a daemon, and a forked child simply has no such thread; the child must not touch the pump.
+The thread is a daemon. A forked child has no such thread and must not touch the pump.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from holdfast import stdio
 from holdfast.errors import HostError, InternalError
+from holdfast.loop import Wakeup
 from holdfast.process.output import terminal
 from holdfast.process.output.lines import HeldLine, LineFilter, LinePrefixer, Tail
 
@@ -47,11 +48,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Pump", "Stream", "Tail"]
 
-# With its prefixes such a piece still fits into memory that malloc has at hand. From 128 KiB on it asks the kernel for
-# every piece anew, and the page faults cost more than the system calls that larger pieces save.
+# With its prefixes such a piece still fits into memory that malloc has at hand. From 128 KiB on malloc asks the kernel
+# for every piece anew, and the page faults cost more than the system calls that larger pieces save.
 _READ_BYTES = 64 * 1024
 
-# The unfinished lines of all streams together: a line is held until its end comes.
+# The limit for the unfinished lines of all streams together: a line is held until its end comes.
 _HELD_MAX_BYTES = 16 << 20
 
 # A console write is cut here, at a line's end, so that a slow console still shows progress to `drain`.
@@ -66,66 +67,66 @@ _CLOSE_PATIENCE_S = 1.0
 _CLOSE_LIMIT_S = 5.0
 
 # A console that has not taken a piece for this long blocks.
-_HELD_UP_S = 1.0
+_BLOCKED_AFTER_S = 1.0
 
-# The warning callback takes a place among the console descriptors: it too may block.
+# The warning callback has a place among the console descriptors: it may block, too.
 _WARNINGS = -1
 
-# Console errors that only say that nobody is there: the reader is gone, the terminal hung up.
-_NOBODY_THERE = {errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO}
+# Console errors that only mean that the reader is gone or the terminal hung up.
+_NO_READER = {errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO}
 
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Stream:
-    """One stream of one worker, and where its bytes go."""
+    """One stream of one worker, where its bytes go, and which of these outlets still work."""
 
     read_fd: int  # The pump owns it and closes it.
     label: str  # Names the stream in warnings: "rank 3 stdout".
     file_fd: int | None  # Already open; the pump owns it and closes it.
-    console_fd: int | TextIO | None  # Never closed. An object that has taken the place of sys.stdout has no descriptor.
+    console_fd: int | TextIO | None  # Never closed. An object that has replaced sys.stdout has no descriptor.
     prefix: bytes | None  # None: the console gets the bytes as they come.
     tail: Tail | None
     filters: tuple[bytes, ...] = ()
     filtered_fd: int | None = None  # May be shared between streams; the caller owns it.
-    watch: StreamWatch | None = None  # Who wants to know that something came.
+    watch: StreamWatch | None = None
+
+    # The pump's own.
+    prefixer: LinePrefixer | None = field(default=None, init=False)
+    filter: LineFilter | None = field(default=None, init=False)
+    held: HeldLine | None = field(default=None, init=False)
+    held_bytes: int = field(default=0, init=False)  # As the pump has counted it.
+    is_split: bool = field(default=False, init=False)
+    followed_fd: int | None = field(default=None, init=False)  # The terminal whose size the worker's terminal follows.
+    error_count: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.console_fd is not None and self.prefix is not None:
+            self.prefixer = LinePrefixer(self.prefix)
+        if self.filters and self.filtered_fd is not None:
+            self.filter = LineFilter(self.filters, self.prefix or b"")
+        if self.prefixer or self.filter:
+            self.held = HeldLine()
+        if isinstance(self.console_fd, int) and os.isatty(self.read_fd):
+            self.followed_fd = self.console_fd
+
+    def drop_outlets(self) -> bool:
+        """After an unexpected error: drop all but the file, then the file too. False if nothing is left."""
+        self.error_count += 1
+        self.console_fd = self.filtered_fd = self.prefixer = self.filter = self.held = self.tail = None
+        if self.error_count > 1:
+            self.close_file()
+        return self.error_count <= 2
+
+    def close_file(self) -> None:
+        if self.file_fd is not None:
+            _close_quietly(self.file_fd)
+            self.file_fd = None
 
 
 class _Replaced(BaseException):
-    """Unwinds a thread that is not the pump's owner any more."""
-
-
-class _Lane:
-    """A stream on its way through the pump: the stream, what is held of it, and which outlets still work."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.read_fd = stream.read_fd
-        self.label = stream.label
-        self.file_fd = stream.file_fd
-        self.console_fd = stream.console_fd
-        self.filtered_fd = stream.filtered_fd
-        self.tail = stream.tail
-        self.watch = stream.watch
-        has_lines = stream.console_fd is not None and stream.prefix is not None
-        self.prefixer = LinePrefixer(stream.prefix or b"") if has_lines else None
-        has_filter = stream.filters and stream.filtered_fd is not None
-        self.filter = LineFilter(stream.filters, stream.prefix or b"") if has_filter else None
-        self.held = HeldLine() if has_lines or has_filter else None
-        self.held_bytes = 0  # As the pump has counted it.
-        self.is_split = False
-        console_fd = stream.console_fd if isinstance(stream.console_fd, int) else None
-        self.terminal = terminal.Follower(stream.read_fd, console_fd)
-        self._strikes = 0
-
-    def give_up_something(self) -> bool:
-        """After an unexpected error: drop all but the file, then the file too. False if nothing is left."""
-        self._strikes += 1
-        self.console_fd = self.filtered_fd = self.prefixer = self.filter = self.held = self.tail = None
-        if self._strikes > 1 and self.file_fd is not None:
-            _close_quietly(self.file_fd)
-            self.file_fd = None
-        return self._strikes <= 2
+    """Ends a thread that is not the pump's owner any more."""
 
 
 class Pump:
@@ -133,24 +134,24 @@ class Pump:
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup = Wakeup()
         self._poller = select.poll()
-        self._poller.register(self._wake_fd, select.POLLIN)
+        self._poller.register(self._wakeup.fileno(), select.POLLIN)
         self._thread: threading.Thread | None = None
         self._moved_at = time.monotonic()
 
-        # Touched only by whoever has the turn.
+        # Touched only with the turn.
         self._turn = threading.Lock()
-        self._lanes: dict[int, _Lane] = {}
+        self._streams: dict[int, Stream] = {}
         self._dead_outlets: set[int | TextIO] = set()
         self._held_bytes = 0
         self._busy_with: int | TextIO | None = None
-        self._last_complaint = ""
+        self._last_warning = ""
 
         # Shared with callers, under the condition's lock.
         self._changed = threading.Condition()
-        self._arriving: deque[_Lane] = deque()
-        self._unended: set[_Lane] = set()
+        self._arriving: deque[Stream] = deque()
+        self._unended: set[Stream] = set()
         self._is_closing = False
         self._is_closed = False
 
@@ -162,19 +163,19 @@ class Pump:
             if self._is_closing:
                 raise InternalError(f"{stream.label} was added to a pump that is closed")
             os.set_blocking(stream.read_fd, False)
-            lane = _Lane(stream)
-            self._arriving.append(lane)
-            self._unended.add(lane)
-            self._wake()
+            self._arriving.append(stream)
+            self._unended.add(stream)
+            self._wakeup.wake()
 
     @property
-    def is_held_up(self) -> bool:
-        """Whether the console blocks, which holds all streams up. One that is merely busy takes each piece at once."""
-        return self._busy_with is not None and time.monotonic() - self._moved_at >= _HELD_UP_S
+    def is_blocked(self) -> bool:
+        """Whether the console blocks, and with it all streams. One that is only busy takes each piece at once."""
+        return self._busy_with is not None and time.monotonic() - self._moved_at >= _BLOCKED_AFTER_S
 
     def start(self) -> None:
         if self._thread is None:
-            self._start_thread()
+            with self._turn:
+                self._start_thread()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all streams added so far have ended and are written out.
@@ -202,34 +203,26 @@ class Pump:
                     return
                 self._is_closing = True
             self.start()
-            self._wake()
-            thread_ended = self._await_thread()
+            self._wakeup.wake()
+            for _ in range(4):  # The thread may be replaced once for each outlet that may block.
+                if self._join_while_moving() or not self._replace_thread():
+                    break
             with self._changed:
                 self._is_closed = True
                 self._changed.notify_all()
-            if thread_ended:
-                os.close(self._wake_fd)
+            if self._thread is not None and not self._thread.is_alive():
+                self._wakeup.close()
 
-    # What the callers' threads do.
-
-    def _wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
+    # In the callers' threads.
 
     def _start_thread(self) -> None:
-        previous, thread = self._thread, threading.Thread(target=self._run, name="holdfast-pump", daemon=True)
-        self._thread = thread
+        """The caller holds the turn, so the thread does nothing before it is the owner."""
+        thread = threading.Thread(target=self._run, name="holdfast-pump", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
-            self._thread = previous
-            raise HostError(f"no thread for the workers' output: {error}") from error
-
-    def _await_thread(self) -> bool:
-        """Wait for the thread to end, replacing it if it hangs: once for each outlet that may block."""
-        for _ in range(4):
-            if self._join_while_moving() or not self._replace_thread():
-                break
-        return self._thread is not None and not self._thread.is_alive()
+            raise HostError(f"cannot start a thread for the workers' output: {error}") from error
+        self._thread = thread
 
     def _join_while_moving(self) -> bool:
         assert self._thread is not None
@@ -243,7 +236,7 @@ class Pump:
         return True
 
     def _replace_thread(self) -> bool:
-        """Give the hanging thread's place to a new one. False if it hangs in a file and keeps the turn."""
+        """Replace a thread that hangs by a new one. False if it hangs in a write to a file, with the turn."""
         if not self._turn.acquire(timeout=_CLOSE_PATIENCE_S):
             return False
         try:
@@ -256,11 +249,11 @@ class Pump:
             self._turn.release()
         return True
 
-    # What the thread does, with the turn.
+    # In the pump's thread, with the turn.
 
     def _run(self) -> None:
-        # Python ignores these two from the start, but a user's program may have changed that. Blocked, they
-        # leave the error codes EPIPE and EFBIG as they should.
+        # Python ignores these two from the start, but a user's program may have changed that. While they are blocked,
+        # writes fail with EPIPE and EFBIG instead.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE, signal.SIGXFSZ})
         try:
             with self._turn:
@@ -273,186 +266,172 @@ class Pump:
             # Looked at first: once it is set no stream is added, so those that arrive below are the last.
             is_closing = self._is_closing
             try:
-                self._admit_arrivals()
+                while self._arriving:
+                    stream = self._arriving.popleft()
+                    self._streams[stream.read_fd] = stream
+                    self._poller.register(stream.read_fd, select.POLLIN)
                 if is_closing:
                     self._finish()
                     return
-                self._serve_ready_lanes()
+                self._serve_ready()
             except Exception as error:
-                # Not of one stream's making, so nothing can be dropped to cure it; perhaps memory was short.
-                self._complain(f"copying the workers' output failed and is tried again: {_describe(error)}")
+                # No single stream is the cause, so no outlet is dropped; perhaps memory was short.
+                self._warn_once(f"copying the workers' output failed and is tried again: {_describe(error)}")
                 if is_closing:
                     return
                 time.sleep(0.1)
 
-    def _admit_arrivals(self) -> None:
-        while self._arriving:
-            lane = self._arriving.popleft()
-            self._lanes[lane.read_fd] = lane
-            self._poller.register(lane.read_fd, select.POLLIN)
-
-    def _serve_ready_lanes(self) -> None:
+    def _serve_ready(self) -> None:
         for fd, _ in self._poller.poll():
-            if fd == self._wake_fd:
-                os.eventfd_read(fd)
-            elif lane := self._lanes.get(fd):
-                self._guarded(lane, self._serve)
+            if fd == self._wakeup.fileno():
+                self._wakeup.clear()
+            elif stream := self._streams.get(fd):
+                self._guarded(stream, self._serve)
 
     def _finish(self) -> None:
-        for lane in list(self._lanes.values()):
-            self._guarded(lane, self._read_what_is_there)
-            if lane.read_fd in self._lanes:
-                self._guarded(lane, self._write_held)
-                self._release(lane)
+        for stream in list(self._streams.values()):
+            self._guarded(stream, self._read_rest)
+            if stream.read_fd in self._streams:
+                self._guarded(stream, self._write_held)
+                self._release(stream)
 
-    def _guarded(self, lane: _Lane, action: Callable[[_Lane], object]) -> None:
-        """Do something for one stream; an unexpected error costs that stream an outlet, and nobody else."""
+    def _guarded(self, stream: Stream, action: Callable[[Stream], object]) -> None:
+        """Do something for one stream. An unexpected error costs that stream outlets and leaves the others alone."""
         try:
-            action(lane)
+            action(stream)
         except Exception as error:
-            goes_on = lane.give_up_something()
-            self._complain(f"{lane.label}: output is no longer complete: {_describe(error)}")
+            goes_on = stream.drop_outlets()
+            self._warn_once(f"{stream.label}: output is no longer complete: {_describe(error)}")
             if not goes_on:
-                self._release(lane)
+                self._release(stream)
 
-    def _serve(self, lane: _Lane) -> int:
-        """Pass on what one read returns; the number of bytes."""
+    def _serve(self, stream: Stream) -> int:
+        """Pass on the data of one read; returns the number of bytes."""
         try:
-            data = os.read(lane.read_fd, _READ_BYTES)
+            data = os.read(stream.read_fd, _READ_BYTES)
         except BlockingIOError:
             return 0
         except OSError as error:
-            # A pty says EIO when the last writer is gone.
+            # A pty reports EIO when the last writer is gone.
             if error.errno != errno.EIO:
-                self._complain(f"{lane.label}: cannot be read any more: {error.strerror}")
+                self._warn_once(f"{stream.label}: cannot be read any more: {error.strerror}")
             data = b""
         if data:
             now = self._moved_at = time.monotonic()
-            if lane.watch is not None:
-                lane.watch.saw(data, now)
-            lane.terminal.follow_size()
-            self._pass_on(lane, data)
+            if stream.watch is not None:
+                stream.watch.saw(data, now)
+            if stream.followed_fd is not None and not terminal.copy_size(stream.followed_fd, stream.read_fd):
+                stream.followed_fd = None
+            self._pass_on(stream, data)
         else:
-            self._end(lane)
+            self._guarded(stream, self._write_held)
+            self._release(stream)
+            with self._changed:
+                self._unended.discard(stream)
+                self._changed.notify_all()
         return len(data)
 
-    def _read_what_is_there(self, lane: _Lane) -> None:
+    def _read_rest(self, stream: Stream) -> None:
         left = _LAST_READ_BYTES
-        while left > 0 and (count := self._serve(lane)):
+        while left > 0 and (count := self._serve(stream)):
             left -= count
 
-    def _pass_on(self, lane: _Lane, data: bytes) -> None:
-        if lane.file_fd is not None:
-            self._write_file(lane, data)
-        if lane.tail is not None:
-            lane.tail.feed(data)
-        if lane.console_fd is not None and lane.prefixer is None:
-            self._write_console(lane.console_fd, data)
-        if lane.held is not None:
-            self._write_lines(lane, lane.held.take(data))
-            self._count_held(lane)
+    def _pass_on(self, stream: Stream, data: bytes) -> None:
+        if stream.file_fd is not None:
+            self._write_file(stream, data)
+        if stream.tail is not None:
+            stream.tail.feed(data)
+        if stream.console_fd is not None and stream.prefixer is None:
+            self._write_console(stream.console_fd, data)
+        if stream.held is not None:
+            self._write_lines(stream, stream.held.take(data))
+            self._count_held(stream)
             self._bound_held()
 
-    def _write_lines(self, lane: _Lane, text: bytes) -> None:
-        if lane.filter is not None:
-            self._write_filtered(lane, lane.filter.pick(text))
-        if lane.console_fd is not None and lane.prefixer is not None:
-            self._write_console(lane.console_fd, lane.prefixer.add(text))
+    def _write_lines(self, stream: Stream, text: bytes, *, is_last: bool = False) -> None:
+        if stream.filter is not None:
+            self._write_filtered(stream, stream.filter.pick(text))
+        if stream.console_fd is not None and stream.prefixer is not None:
+            self._write_console(stream.console_fd, stream.prefixer.end(text) if is_last else stream.prefixer.add(text))
 
-    def _count_held(self, lane: _Lane) -> None:
-        now_held = len(lane.held) if lane.held is not None else 0
-        self._held_bytes += now_held - lane.held_bytes
-        lane.held_bytes = now_held
+    def _count_held(self, stream: Stream) -> None:
+        now_held = len(stream.held) if stream.held is not None else 0
+        self._held_bytes += now_held - stream.held_bytes
+        stream.held_bytes = now_held
 
     def _bound_held(self) -> None:
-        """Of lines that are too long to be held, the longest is passed on though its end has not come."""
+        """Above the limit, pass on the longest unfinished line though its end has not come."""
         while self._held_bytes > _HELD_MAX_BYTES:
-            lane = max(self._lanes.values(), key=lambda each: each.held_bytes)
-            size = lane.held_bytes
-            if lane.held is not None:
-                self._write_lines(lane, lane.held.release())
-            self._count_held(lane)
-            if not lane.is_split:
-                lane.is_split = True
-                self._complain(
-                    f"{lane.label}: a line is split on the console after {size} bytes; unfinished lines of all workers "
-                    f"may take {_HELD_MAX_BYTES >> 20} MiB"
-                )
+            stream = max(self._streams.values(), key=lambda each: each.held_bytes)
+            size = stream.held_bytes
+            if stream.held is not None:
+                self._write_lines(stream, stream.held.release())
+            self._count_held(stream)
+            if not stream.is_split:
+                stream.is_split = True
+                limit = f"unfinished lines of all workers may take {_HELD_MAX_BYTES >> 20} MiB"
+                self._warn_once(f"{stream.label}: a line is split on the console after {size} bytes; {limit}")
 
-    def _write_held(self, lane: _Lane) -> None:
-        rest = lane.held.flush() if lane.held is not None else b""
-        if lane.filter is not None:
-            self._write_filtered(lane, lane.filter.pick(rest))
-        if lane.console_fd is not None and lane.prefixer is not None:
-            self._write_console(lane.console_fd, lane.prefixer.end(rest))
+    def _write_held(self, stream: Stream) -> None:
+        if stream.held is not None:
+            self._write_lines(stream, stream.held.flush(), is_last=True)
 
-    def _end(self, lane: _Lane) -> None:
-        """The stream has ended and all of it is written."""
-        self._guarded(lane, self._write_held)
-        self._release(lane)
-        with self._changed:
-            self._unended.discard(lane)
-            self._changed.notify_all()
-
-    def _release(self, lane: _Lane) -> None:
-        if self._lanes.pop(lane.read_fd, None) is None:
+    def _release(self, stream: Stream) -> None:
+        if self._streams.pop(stream.read_fd, None) is None:
             return
-        self._held_bytes -= lane.held_bytes
-        self._poller.unregister(lane.read_fd)
-        _close_quietly(lane.read_fd)
-        if lane.file_fd is not None:
-            _close_quietly(lane.file_fd)
-            lane.file_fd = None
+        self._held_bytes -= stream.held_bytes
+        self._poller.unregister(stream.read_fd)
+        _close_quietly(stream.read_fd)
+        stream.close_file()
 
-    def _write_file(self, lane: _Lane, data: bytes) -> None:
-        assert lane.file_fd is not None
+    def _write_file(self, stream: Stream, data: bytes) -> None:
+        assert stream.file_fd is not None
         try:
-            _write_all(lane.file_fd, data)
+            _write_all(stream.file_fd, data)
         except OSError as error:
-            path = _path_of(lane.file_fd)
-            _close_quietly(lane.file_fd)
-            lane.file_fd = None
-            self._complain(f"{lane.label}: the log file {path} ends here: {error.strerror}")
+            path = _path_of(stream.file_fd)
+            stream.close_file()
+            self._warn_once(f"{stream.label}: the log file {path} ends here: {error.strerror}")
 
-    def _write_filtered(self, lane: _Lane, lines: bytes) -> None:
-        if not lines or lane.filtered_fd is None or lane.filtered_fd in self._dead_outlets:
+    def _write_filtered(self, stream: Stream, lines: bytes) -> None:
+        if not lines or stream.filtered_fd is None or stream.filtered_fd in self._dead_outlets:
             return
         try:
-            _write_all(lane.filtered_fd, lines)
+            _write_all(stream.filtered_fd, lines)
         except OSError as error:
             # One file takes lines of many streams; it ends for all of them.
-            self._dead_outlets.add(lane.filtered_fd)
-            self._complain(f"the filtered log file {_path_of(lane.filtered_fd)} ends here: {error.strerror}")
+            self._dead_outlets.add(stream.filtered_fd)
+            self._warn_once(f"the filtered log file {_path_of(stream.filtered_fd)} ends here: {error.strerror}")
 
     def _write_console(self, fd: int | TextIO, data: bytes) -> None:
         view, start = memoryview(data), 0
         try:
             while start < len(data) and fd not in self._dead_outlets:
                 piece = view[start : _end_of_piece(data, start)]
-                written = self._step_aside(fd, partial(_write_some, fd, piece))
+                written = self._without_turn(fd, partial(_write_some, fd, piece))
                 if isinstance(fd, int):
                     stdio.note_written(fd, piece[:written])
                 start += written
                 self._moved_at = time.monotonic()
         except OSError as error:
             self._dead_outlets.add(fd)
-            if error.errno not in _NOBODY_THERE:
-                self._complain(f"nothing more is written to the console ({_path_of(fd)}): {error.strerror}")
+            if error.errno not in _NO_READER:
+                self._warn_once(f"nothing more is written to the console ({_path_of(fd)}): {error.strerror}")
 
-    def _complain(self, text: str) -> None:
-        """Warn, once in a row for each text. A callback that fails is not called again."""
-        if _WARNINGS in self._dead_outlets or text == self._last_complaint:
+    def _warn_once(self, text: str) -> None:
+        """Warn, unless the last warning had the same text. A callback that fails is not called again."""
+        if _WARNINGS in self._dead_outlets or text == self._last_warning:
             return
-        self._last_complaint = text
+        self._last_warning = text
         try:
-            self._step_aside(_WARNINGS, partial(self._warn, text))
+            self._without_turn(_WARNINGS, partial(self._warn, text))
         except _Replaced:
             raise
         except BaseException:
             self._dead_outlets.add(_WARNINGS)
 
-    def _step_aside(self, outlet: int | TextIO, action: Callable[[], T]) -> T:
-        """Do something that may block for ever, without the turn; see this module's opening."""
+    def _without_turn(self, outlet: int | TextIO, action: Callable[[], T]) -> T:
+        """Make a call that may block for ever, without the turn; see this module's opening."""
         self._busy_with = outlet
         self._turn.release()
         try:
@@ -472,7 +451,7 @@ def _end_of_piece(data: bytes, start: int) -> int:
 
 
 def _write_some(fd: int | TextIO, data: memoryview) -> int:
-    """One write, as soon as it is possible. Somebody else may have made the descriptor non-blocking."""
+    """One write, as soon as it is possible. Another process may have made the descriptor non-blocking."""
     if not isinstance(fd, int):
         fd.write(bytes(data).decode(errors="backslashreplace"))
         fd.flush()
@@ -505,7 +484,7 @@ def _close_quietly(fd: int) -> None:
     try:
         os.close(fd)
     except OSError:
-        pass  # A late error of a network file system, or closed by somebody else: nothing is to be done.
+        pass  # A late error of a network file system, or a program has closed it: there is nothing to do.
 
 
 def _describe(error: Exception) -> str:

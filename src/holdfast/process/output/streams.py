@@ -2,7 +2,7 @@
 
 A redirected stream is a file that the worker writes itself. A tee'd one passes through the pump. So does stderr
 whenever it is not redirected, because the last lines of a worker that fails are evidence; on a terminal the
-worker is given a terminal in between. So does stdout, if somebody watches whether workers write anything (`watch`);
+worker gets a terminal in between. So does stdout, if the run watches whether workers write anything (`watch`);
 a redirected stream is then watched by the growth of its file.
 """
 
@@ -19,7 +19,7 @@ from holdfast.process.output import pump, terminal
 from holdfast.process.output.logs import LogsDest
 
 if TYPE_CHECKING:
-    from holdfast.process.output.watch import OutputWatch, StreamWatch
+    from holdfast.process.output.watch import OutputWatch
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _TAIL_BYTES = 16 * 1024
 
 
 class Outlets:
-    """The streams of one life of a group. `open_*` return the descriptor that the worker gets."""
+    """The streams of one life of a group."""
 
     def __init__(
         self,
@@ -39,97 +39,77 @@ class Outlets:
         watch: OutputWatch | None = None,
     ) -> None:
         self._name = name
-        self._destinations = destinations
+        self._places = {
+            "stdout": (destinations.stdouts, destinations.tee_stdouts, destinations.filtered_stdout),
+            "stderr": (destinations.stderrs, destinations.tee_stderrs, destinations.filtered_stderr),
+        }
+        self._run_dir = os.path.dirname(os.path.dirname(destinations.filtered_stdout))
         self._prefixes = prefixes
-        self._filters = {stream: _needles(needles) for stream, needles in filters.items()}
+        self._filters = {
+            stream: tuple(each.encode(errors="surrogateescape") for each in needles or ())
+            for stream, needles in filters.items()
+        }
         self._filtered_fds: dict[str, int | None] = {}
         self._watch = watch
         self._tails: dict[int, pump.Tail] = {}
         self._pump = pump.Pump(logger.warning)
         if watch is not None:
-            watch.attach(lambda: self._pump.is_held_up)
+            watch.pump = self._pump
 
     def start(self) -> None:
-        self._tell_of_useless_filters()
+        for stream, (paths, tees, _) in self._places.items():
+            if self._filters.get(stream) and not any(paths.get(rank) for rank in tees):
+                _warn_once(self._run_dir, f"duplicate_{stream}_filters has no effect: {stream} of no worker is tee'd")
         self._pump.start()
 
-    def _tell_of_useless_filters(self) -> None:
-        """Filters look at tee'd lines only."""
-        dest = self._destinations
-        for stream, paths, tees, filtered in (
-            ("stdout", dest.stdouts, dest.tee_stdouts, dest.filtered_stdout),
-            ("stderr", dest.stderrs, dest.tee_stderrs, dest.filtered_stderr),
-        ):
-            if self._filters.get(stream) and not any(paths.get(rank) for rank in tees):
-                _tell_that_filters_are_useless(stream, os.path.dirname(os.path.dirname(filtered)))
-
-    def open_stdout(self, rank: int) -> int:
-        path = self._destinations.stdouts.get(rank, "")
-        if path and rank in self._destinations.tee_stdouts:
-            return self._open_tee("stdout", rank, path, _console(1), None)
-        is_heard = path != os.devnull
-        if self._watch is not None and not (path and is_heard):
-            return self._open_passage("stdout", rank, 1 if is_heard else None, None)
-        if not path:
-            return dup_or_null(1)
-        fd = self._open_redirected(rank, path)
-        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC) if fd is None else fd
-
-    def open_stderr(self, rank: int) -> int:
-        path = self._destinations.stderrs.get(rank, "")
-        is_teed = rank in self._destinations.tee_stderrs
-        if path and path != os.devnull and not is_teed:
-            fd = self._open_redirected(rank, path)
+    def open(self, stream: str, rank: int) -> int:
+        """The descriptor that the worker gets."""
+        paths, tees, _ = self._places[stream]
+        path = paths.get(rank, "")
+        is_teed = path != "" and rank in tees
+        if path not in ("", os.devnull) and not is_teed:
+            fd = self._open_log(path)
             if fd is not None:
+                if self._watch is not None:
+                    self._watch.stream(rank, path)
                 return fd
-            path = os.devnull  # Its last lines are still evidence.
-        tail = self._tails[rank] = pump.Tail()
-        if path and is_teed:
-            return self._open_tee("stderr", rank, path, _console(2), tail)
-        return self._open_passage("stderr", rank, None if path == os.devnull else 2, tail)
+            path = os.devnull
+        if stream == "stdout" and self._watch is None and not is_teed:
+            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC) if path else dup_or_null(1)
+        return self._open_through_pump(stream, rank, path, is_teed)
 
-    def _open_redirected(self, rank: int, path: str) -> int | None:
-        fd = self._open_log(path)
-        if fd is not None and self._watch is not None:
-            self._watch.follow(rank, path)
-        return fd
+    def _open_through_pump(self, stream: str, rank: int, path: str, is_teed: bool) -> int:
+        fd = 1 if stream == "stdout" else 2
+        tail = None
+        if stream == "stderr":
+            tail = self._tails[rank] = pump.Tail()
+        label = f"rank {rank} {stream}"
+        watch = None if self._watch is None else self._watch.stream(rank)
+        read_fd, write_fd = terminal.open_channel(None if path else fd)
+        if is_teed:
+            filters = self._filters[stream]
+            filtered_fd = self._filtered_fd(stream) if filters else None
+            prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:").encode(errors="surrogateescape")
+            outlets = (self._open_log(path), _console(fd), prefix, tail, filters, filtered_fd)
+            self._pump.add(pump.Stream(read_fd, label, *outlets, watch=watch))
+        else:
+            self._pump.add(pump.Stream(read_fd, label, None, None if path else fd, None, tail, watch=watch))
+        return write_fd
 
     def _open_log(self, path: str) -> int | None:
         """None if it cannot be opened: the disk may be full, or the directory gone. That costs the log, not the run."""
         try:
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            run_dir = os.path.dirname(os.path.dirname(self._destinations.filtered_stdout))
-            _tell_that_logs_are_lost(run_dir or os.path.dirname(path), error.strerror)
+            directory = self._run_dir or os.path.dirname(path)
+            text = f"log files in {directory} cannot be opened: {error.strerror}; the workers run without them"
+            _warn_once(directory, text)
             return None
-
-    def _open_passage(self, stream: str, rank: int, console_fd: int | None, tail: pump.Tail | None) -> int:
-        """Through the pump to the console, or to nowhere, as it comes."""
-        read_fd, write_fd = terminal.open_channel(console_fd)
-        label = f"rank {rank} {stream}"
-        self._pump.add(pump.Stream(read_fd, label, None, console_fd, None, tail, watch=self._watch_of(rank)))
-        return write_fd
-
-    def _watch_of(self, rank: int) -> StreamWatch | None:
-        return None if self._watch is None else self._watch.stream(rank)
-
-    def _open_tee(self, stream: str, rank: int, path: str, console: int | TextIO, tail: pump.Tail | None) -> int:
-        filters = self._filters[stream]
-        filtered_fd = self._filtered_fd(stream) if filters else None
-        file_fd = self._open_log(path)
-        read_fd, write_fd = terminal.open_channel(None)
-        prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:").encode(errors="surrogateescape")
-        label = f"rank {rank} {stream}"
-        watch = self._watch_of(rank)
-        self._pump.add(pump.Stream(read_fd, label, file_fd, console, prefix, tail, filters, filtered_fd, watch))
-        return write_fd
 
     def _filtered_fd(self, stream: str) -> int | None:
         """One file takes the matching lines of every rank."""
         if stream not in self._filtered_fds:
-            dest = self._destinations
-            path = dest.filtered_stdout if stream == "stdout" else dest.filtered_stderr
-            self._filtered_fds[stream] = self._open_log(path)
+            self._filtered_fds[stream] = self._open_log(self._places[stream][2])
         return self._filtered_fds[stream]
 
     def stderr_tail(self, rank: int) -> str:
@@ -137,12 +117,12 @@ class Outlets:
         tail = self._tails.get(rank)
         if tail is None:
             tail = pump.Tail()
-            tail.feed(_last_bytes(self._destinations.stderrs.get(rank, "")))
+            tail.feed(_last_bytes(self._places["stderr"][0].get(rank, "")))
         return tail.text()
 
     def close(self, *, will_end: bool = True) -> None:
-        """Write what is still on its way, and let go of everything. What a process that cannot be killed might
-        yet write is not waited for (`will_end`)."""
+        """Write the output that is still on its way, and close everything. `will_end` is False if a worker could not
+        be killed; its output is not waited for."""
         if will_end and not self._pump.drain(_DRAIN_PATIENCE_S):
             logger.warning("some output of %s could not be written in time and is lost", self._name)
         self._pump.close()
@@ -152,15 +132,9 @@ class Outlets:
         self._filtered_fds.clear()
 
 
-@functools.lru_cache(maxsize=64)
-def _tell_that_filters_are_useless(stream: str, directory: str) -> None:
-    """Once for all lives of a group: they share a directory."""
-    logger.warning("duplicate_%s_filters has no effect: %s of no worker is tee'd", stream, stream)
-
-
 def _console(fd: int) -> int | TextIO:
-    """Where teed lines are shown: whatever has taken the place of `sys.stdout` or `sys.stderr` in this process (a
-    notebook, a program that captures its output), else the descriptor."""
+    """Where teed lines are shown: the object that has replaced `sys.stdout` or `sys.stderr` in this process (in a
+    notebook, or in a program that captures its output), else the descriptor."""
     usual, now = (sys.__stdout__, sys.stdout) if fd == 1 else (sys.__stderr__, sys.stderr)
     return fd if now is usual or now is None else now
 
@@ -172,14 +146,10 @@ def dup_or_null(fd: int) -> int:
         return os.open(os.devnull, os.O_RDWR)
 
 
-def _needles(filters: Sequence[str] | None) -> tuple[bytes, ...]:
-    return tuple(each.encode(errors="surrogateescape") for each in filters or ())
-
-
 @functools.lru_cache(maxsize=64)
-def _tell_that_logs_are_lost(directory: str, reason: str) -> None:
+def _warn_once(directory: str, text: str) -> None:
     """Once for all ranks and lives of a group: they share a directory."""
-    logger.warning("log files in %s cannot be opened: %s; the workers run without them", directory, reason)
+    logger.warning("%s", text)
 
 
 def _last_bytes(path: str) -> bytes:

@@ -1,7 +1,7 @@
 """When workers wrote something, and whether a line of it matched the user's pattern.
 
-The pump tells each `StreamWatch` of the bytes that it passes on, which costs it a time stamp. Files that workers write
-themselves are looked at on request (`look`), by their size; they are read only if there is a pattern. An error in
+The pump reports the bytes that it passes on to each `StreamWatch`, which costs it a time stamp. Files that workers
+write themselves are checked on request (`look`), by their size; they are read only if there is a pattern. An error in
 here must not reach the pump, whose streams are the user's output.
 """
 
@@ -11,37 +11,41 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from holdfast.process.output.lines import LineMatcher
 
+if TYPE_CHECKING:
+    from holdfast.process.output.pump import Pump
+
 logger = logging.getLogger(__name__)
 
-# A search that takes longer is given up: the pump, and with it every worker that writes, would wait for it.
+# After a search that takes longer the pattern is dropped: the pump, and every worker that writes, would wait for it.
 _SLOW_SEARCH_S = 1.0
-# Of a file that grew by more than this between two looks, the rest is not searched.
+# If a file grew by more than this between two looks, only the last part is searched.
 _SEARCHED_MAX_BYTES = 4 << 20
 
 
 class StreamWatch:
-    """One stream of one worker: when something came, and when a line last matched."""
+    """One stream of one worker: when something came, and when a line last matched. With a path, it is a file that the
+    worker writes itself."""
 
-    __slots__ = ("_matcher", "_owner", "at", "matched_at")
+    __slots__ = ("_matcher", "_owner", "_path", "_size", "at", "matched_at")
 
-    def __init__(self, owner: OutputWatch) -> None:
+    def __init__(self, owner: OutputWatch, path: str = "") -> None:
         self.at: float | None = None
         self.matched_at: float | None = None
         self._owner = owner
+        self._path = path
+        self._size = 0
         self._matcher = LineMatcher(owner.pattern) if owner.pattern else None
 
     def saw(self, data: bytes, now: float) -> None:
-        """Called by whoever passes the bytes on. Never raises."""
+        """Never raises."""
         self.at = now
-        if self._matcher is not None:
-            self._search(data, now)
-
-    def _search(self, data: bytes, now: float) -> None:
-        assert self._matcher is not None
+        if self._matcher is None:
+            return
         began = time.monotonic()
         try:
             if self._owner.has_given_up:
@@ -53,26 +57,17 @@ class StreamWatch:
         except Exception as error:
             self._owner.give_up(f"searching for it failed: {type(error).__name__}: {error}")
 
-
-class _Followed:
-    """A file that a worker writes by itself."""
-
-    def __init__(self, path: str, watch: StreamWatch, has_pattern: bool) -> None:
-        self._path = path
-        self._watch = watch
-        self._has_pattern = has_pattern
-        self._size = 0
-
     def look(self, now: float) -> None:
+        """Check the file."""
         try:
             size = os.stat(self._path).st_size
             if size == self._size:
                 return
-            data = self._new_part(size) if self._has_pattern and size > self._size else b""
+            data = self._new_part(size) if self._matcher is not None and size > self._size else b""
         except OSError:
-            return  # Removed, or out of reach; its worker is seen by what else it does.
+            return  # Removed, or out of reach; other signs of its worker still count.
         self._size = size
-        self._watch.saw(data, now)
+        self.saw(data, now)
 
     def _new_part(self, size: int) -> bytes:
         with open(self._path, "rb") as file:
@@ -86,33 +81,27 @@ class OutputWatch:
     def __init__(self, pattern: str = "") -> None:
         self.pattern = re.compile(pattern, re.MULTILINE) if pattern else None
         self.has_given_up = False
-        self._is_held_up: Callable[[], bool] = lambda: False
+        self.pump: Pump | None = None
         self._streams: dict[int, list[StreamWatch]] = {}
-        self._files: list[_Followed] = []
-
-    def attach(self, is_held_up: Callable[[], bool]) -> None:
-        """Whom to ask whether output is on its way at all."""
-        self._is_held_up = is_held_up
+        self._files: list[StreamWatch] = []
 
     @property
     def is_blind(self) -> bool:
-        return self._is_held_up()
+        """Whether output may be there that the pump cannot pass on."""
+        return self.pump is not None and self.pump.is_blocked
 
-    def stream(self, rank: int) -> StreamWatch:
-        """A stream that the pump will tell about."""
-        watch = StreamWatch(self)
+    def stream(self, rank: int, path: str = "") -> StreamWatch:
+        watch = StreamWatch(self, path)
         self._streams.setdefault(rank, []).append(watch)
+        self._files += [watch] if path else []
         return watch
-
-    def follow(self, rank: int, path: str) -> None:
-        self._files.append(_Followed(path, self.stream(rank), self.pattern is not None))
 
     @property
     def is_sampled(self) -> bool:
         return bool(self._files)
 
     def look(self, now: float) -> None:
-        """Find out about the files."""
+        """Check the files."""
         for file in self._files:
             file.look(now)
 
@@ -124,7 +113,7 @@ class OutputWatch:
         return _latest(watch.matched_at for watches in self._streams.values() for watch in watches)
 
     def give_up(self, why: str) -> None:
-        """The pattern cannot be used any more; nobody is judged by it from here on."""
+        """Stop using the pattern."""
         if not self.has_given_up:
             self.has_given_up = True
             assert self.pattern is not None

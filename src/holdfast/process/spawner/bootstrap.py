@@ -2,17 +2,17 @@
 
     python [flags] bootstrap.py script args... | -m module args... | -c code args... | --holdfast-function
 
-It is run by its path, under any CPython from 3.8 on, so it needs nothing but the standard library and none of
-holdfast. A worker waits for every line of it, so it is short and imports late; even `from __future__` would load
-a module, which is why annotations are quoted.
+It is run by its path, under any CPython from 3.8 on, so it uses only the standard library and nothing of holdfast.
+It delays the start of every worker, so it is short and imports late. Even `from __future__` would load a module, which
+is why annotations are quoted.
 
-The program must not be able to tell that it was not started by `python script.py`. So this file runs itself a
+The program must find the interpreter as if it had been started by `python script.py`. So this file runs itself a
 second time under another name, resets `__main__`, and has the program run there. An exception of the program is
 recorded on its way out and then left to the interpreter, which prints it, sets the exit status, and dies of an
-interrupt as ever. What remains different is one more frame below the program's first, and that faulthandler is on.
+interrupt as usual. Two things remain different: one more frame below the program's first, and faulthandler is on.
 
-The black box is a file in memory that the starter holds too, so it outlives the worker. On a fatal signal
-faulthandler writes the stacks into it, as text; and on another one, when the agent asks. The rest is records:
+The black box is a file in memory that the starting process holds too, so it outlives the worker. faulthandler writes
+the stacks into it as text, on a fatal signal and on the one that the agent sends to ask for them. The rest is records:
 
     b"\\0HF1" | kind: b"V" (pickled return value) or b"E" (error, JSON) | length: 8 bytes, big-endian | payload
 """
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 MAGIC, VALUE, ERROR = b"\0HF1", b"V", b"E"
 MESSAGE_LIMIT, CALLSTACK_LIMIT = 64 << 10, 256 << 10
-# When it comes, the stacks of all threads go into the black box. The agent sends it to a worker that hangs.
-DUMP_SIGNAL = 58
+DUMP_SIGNAL = 58  # Sent by the agent to a worker that hangs: faulthandler writes the stacks of all threads.
 # Where `library` looks first, so that a program's own json.py is not taken for the standard one.
 library_path = sys.path[:0]
 
@@ -54,7 +53,7 @@ def write_record(fd: int, kind: bytes, payload: bytes) -> None:
         raise
 
 
-# What is said of an error.
+# Error data.
 
 
 def library(name: str) -> "Any":
@@ -82,24 +81,23 @@ def text_of(value: object) -> str:
         return f"<{type(value).__name__} whose str() fails>"
 
 
-def error_data(exc: BaseException, timestamp_s: "int | None" = None) -> "dict[str, Any]":
-    """What an error file says of an exception. Texts that are too long lose their beginning."""
+def error_data(exc: BaseException) -> "dict[str, Any]":
+    """The content of an error file for an exception. Texts that are too long lose their beginning."""
     message = callstack = f"{type(exc).__name__}: {text_of(exc)[-MESSAGE_LIMIT:]}"
     try:
         lines = library("traceback").format_exception(type(exc), exc, users_part(exc.__traceback__))
         callstack = "".join(lines)[-CALLSTACK_LIMIT:]
     except BaseException:
-        pass  # The program's exception, or its idea of a traceback module, is beyond description.
-    return message_data(message, timestamp_s, py_callstack=callstack)
+        pass  # The program's exception cannot be formatted, or the program has its own traceback module.
+    return message_data(message, py_callstack=callstack)
 
 
-def message_data(message: str, timestamp_s: "int | None" = None, **extra: str) -> "dict[str, Any]":
-    timestamp = str(int(library("time").time()) if timestamp_s is None else timestamp_s)
-    return {"message": {"message": message, "extraInfo": {**extra, "timestamp": timestamp}}}
+def message_data(message: str, **extra: str) -> "dict[str, Any]":
+    return {"message": {"message": message, "extraInfo": {**extra, "timestamp": str(int(library("time").time()))}}}
 
 
 def write_json_atomically(path: str, data: object) -> None:
-    """Nobody ever reads half of the file. A device such as /dev/null is written to, not replaced."""
+    """Readers never see half of the file. A device such as /dev/null is written to, not replaced."""
     text = library("json").dumps(data)
     path = os.path.realpath(path)
     is_device = os.path.exists(path) and not os.path.isfile(path)
@@ -116,7 +114,7 @@ def write_json_atomically(path: str, data: object) -> None:
 
 
 class Evidence:
-    """Keeps what a worker leaves behind; around a program, it sees the exception on its way out."""
+    """Writes to the black box. As a context manager around a program, it records the exception that leaves it."""
 
     def __init__(self, fd: int) -> None:
         self.fd, self.pid, self.file = fd, os.getpid(), file_behind(fd)
@@ -124,25 +122,25 @@ class Evidence:
         if self.file:
             import faulthandler
 
-            if not faulthandler.is_enabled():  # Else the user wants it on stderr, and finds it there.
+            if not faulthandler.is_enabled():  # Else the user has turned it on, for stderr.
                 faulthandler.enable(fd, all_threads=True)
-            if sys.modules["_signal"].getsignal(DUMP_SIGNAL) == 0:  # Else somebody uses it.
+            if sys.modules["_signal"].getsignal(DUMP_SIGNAL) == 0:  # Else the program uses it.
                 faulthandler.register(DUMP_SIGNAL, fd, all_threads=True)
 
     def write(self, kind: bytes, payload: bytes) -> None:
-        """Programs close descriptors that they do not know, and open files that get their numbers."""
+        """Write only if the descriptor is still the black box: programs close descriptors and reuse their numbers."""
         if self.file and self.file == file_behind(self.fd):
             write_record(self.fd, kind, payload)
 
     def record(self, exc: BaseException) -> None:
-        """Never raises, whatever the program did to the interpreter: its own error must stand."""
+        """Never raises, so that the program's own error remains."""
         try:
             if os.getpid() != self.pid or isinstance(exc, KeyboardInterrupt):
                 return
             if not isinstance(exc, SystemExit):
                 self.record_error(error_data(exc))
             elif not isinstance(exc.code, (int, type(None))):
-                # When `-m` finds no module it exits with a text; no restart cures that, as it does not an import.
+                # When `-m` finds no module it exits with a text. A restart does not help, as with an ImportError.
                 is_import = type(exc.__context__).__module__ == "runpy"
                 text = f"ImportError: {text_of(exc.__context__)}" if is_import else text_of(exc.code)
                 self.write_json(message_data(text[-MESSAGE_LIMIT:]))
@@ -166,20 +164,17 @@ class Evidence:
     def __exit__(self, kind: object, exc: "BaseException | None", tb: "TracebackType | None") -> None:
         try:
             if exc is not None:
-                self.see_out(exc, tb)
+                # From 3.11 on, what leaves a `with` has the traceback that hangs on it, and no frame is added.
+                BaseException.with_traceback(exc, users_part(tb))
+                self.record(exc)
+                if sys.version_info < (3, 11) or sys.implementation.name != "cpython":
+                    hide_frames_from_hook()
             if self.main_names.get("__spec__"):
-                # The interpreter takes us for a script, and deletes these after one. A module keeps them.
+                # The interpreter deletes these names after a script, which it believes this to be; a module keeps them.
                 names = {name: self.main_names.get(name) for name in ("__file__", "__cached__")}
                 library("atexit").register(self.main_names.update, names)
         except BaseException:
             pass
-
-    def see_out(self, exc: BaseException, tb: "TracebackType | None") -> None:
-        # From 3.11 on, what leaves a `with` has the traceback that hangs on it, and no frame is added.
-        BaseException.with_traceback(exc, users_part(tb))
-        self.record(exc)
-        if sys.version_info < (3, 11) or sys.implementation.name != "cpython":
-            hide_frames_from_hook()
 
 
 def file_behind(fd: int) -> "tuple[int, int] | None":
@@ -191,7 +186,7 @@ def file_behind(fd: int) -> "tuple[int, int] | None":
 
 
 def hide_frames_from_hook() -> None:
-    """Have the hook that is called next see the program's part of the traceback."""
+    """Give the hook that is called next only the program's part of the traceback."""
     hook = getattr(sys, "excepthook", sys.__excepthook__)
 
     def see_users_part(kind: "type[BaseException]", exc: BaseException, tb: "TracebackType | None") -> None:
@@ -202,8 +197,8 @@ def hide_frames_from_hook() -> None:
     sys.excepthook = see_users_part
 
 
-# Each `prepare` makes the interpreter look as if it had been started for that program alone, and returns what has
-# to be called to run it. The outermost frame calls it, so that no other of ours is on the program's stack.
+# Each `prepare` makes the interpreter look as if it had been started for that program alone, and returns the call that
+# runs the program. The outermost frame makes that call, so that no other frame of this file is on the program's stack.
 
 
 def take_fd(variable: str) -> int:
@@ -243,18 +238,18 @@ def prepare_module(rest: "list[str]", is_path_safe: bool) -> "Program":
     try:
         sys.path[:0] = [] if is_path_safe else [os.getcwd()]
     except OSError:
-        pass  # The directory is gone, and Python goes without.
+        pass  # The directory is gone; Python ignores that, too.
     return run_as_main(name, True)
 
 
 def run_as_main(name: str, alter_argv: bool) -> "Program":
-    from runpy import _run_module_as_main as run  # type: ignore[attr-defined]  # It is what `-m` calls.
+    from runpy import _run_module_as_main as run  # type: ignore[attr-defined]  # `-m` calls it.
 
     return bound(run, name, alter_argv)
 
 
 def bound(function: "Callable[..., object]", *args: object) -> "Program":
-    from _functools import partial  # type: ignore[import-not-found]  # A frame less, and no import of functools.
+    from _functools import partial  # type: ignore[import-not-found]  # Saves a frame and the import of functools.
 
     return partial(function, *args)  # type: ignore[no-any-return]
 
@@ -301,7 +296,7 @@ def is_oddly_encoded(content: bytes) -> bool:
 
 
 def leave_to_python(error: Exception, evidence: Evidence) -> None:
-    """Of a file's encoding `compile` says other things than the interpreter, and it may refuse what that accepts."""
+    """Run the script without the bootstrap: `compile` handles encodings differently from the interpreter."""
     evidence.record(error)
     try:
         os.execv(sys.executable, sys.orig_argv)
@@ -310,7 +305,7 @@ def leave_to_python(error: Exception, evidence: Evidence) -> None:
 
 
 def absolute(path: str) -> str:
-    """As the interpreter does it, which leaves `./` and `../` where they are."""
+    """Like the interpreter, which keeps `./` and `../`."""
     try:
         return path if path[:1] == "/" else f"{os.getcwd()}/{path}"
     except OSError:
@@ -328,7 +323,7 @@ def read_script(path: str, evidence: Evidence) -> bytes:
         program = getattr(sys, "orig_argv", [sys.executable])[0]
         message = f"{program}: can't open file {name}: [Errno {error.errno}] {error.strerror}"
         evidence.record(SystemExit(message))
-        say(message)
+        print_error(message)
     raise SystemExit(2)
 
 
@@ -341,13 +336,13 @@ def compiled_code(content: bytes, magic: bytes) -> object:
         code = marshal.loads(content[16:])
     except (EOFError, ValueError, TypeError):
         code = None
-    if not isinstance(code, type(say.__code__)):
+    if not isinstance(code, type(print_error.__code__)):
         raise RuntimeError("Bad code object in .pyc file")
     return code
 
 
 def reset_main(loader: object = None, path: str = "") -> None:
-    """Make `__main__` what it is before the first line of a program."""
+    """Make `__main__` as it is before the first line of a program."""
     names = sys.modules["__main__"].__dict__
     keep = {"__name__", "__doc__", "__package__", "__loader__", "__spec__", "__annotations__", "__builtins__"}
     for name in names.keys() - keep - ({"__file__", "__cached__"} if path else set()):
@@ -361,7 +356,7 @@ def reset_main(loader: object = None, path: str = "") -> None:
 
 
 def payload_call(fd: int) -> "Call":
-    """The call that lies pickled in a file: `(sys.path, sys.argv, pickled (function, arguments))`."""
+    """The call that a file holds, pickled: `(sys.path, sys.argv, pickled (function, arguments))`."""
 
     def call() -> "tuple[Callable[..., Any], tuple[Any, ...]]":
         import pickle
@@ -378,11 +373,11 @@ def payload_call(fd: int) -> "Call":
 
 
 class Peers:
-    """The function workers of the group, which stay until all have returned: the end of one that a library's threads
-    still talk to may crash the others.
+    """The function workers of the group. They stay until all have returned: if one ended while the library threads of
+    the others still talk to it, the others might crash.
 
-    Each holds a pipe open for writing until it returns or dies; when nobody does any more, all may end. A byte in the
-    pipe says that they may end at once: the group is being stopped.
+    Each holds a pipe open for writing until it returns or dies; when no worker does any more, all may end. A byte in
+    the pipe means that they may end at once, because the group is being stopped.
     """
 
     def __init__(self, read_fd: int = -1, write_fd: int = -1) -> None:
@@ -390,31 +385,31 @@ class Peers:
         os.register_at_fork(after_in_child=self.close)
 
     def wait(self) -> None:
-        """Never raises: the worker has succeeded, whatever happens now."""
+        """Never raises, because the worker has already succeeded."""
         try:
             if self.is_open():
                 os.close(self.fds[1])
                 select = library("select")
                 poll = select.poll()
-                poll.register(self.fds[0], select.POLLIN)  # For a byte; the end is told in any case.
+                poll.register(self.fds[0], select.POLLIN)  # For a byte; the end is reported in any case.
                 poll.poll()
         except BaseException:
             pass
 
     def is_open(self) -> bool:
-        """Programs close descriptors that they do not know, and open files that get their numbers."""
+        """Whether the program has not closed the pipe and reused its numbers."""
         return self.pipe is not None and all(file_behind(fd) == self.pipe for fd in self.fds)
 
     def close(self) -> None:
-        """A child of the worker is none of the peers."""
+        """In a child of the worker, which is not one of the peers."""
         if self.is_open():
             for fd in self.fds:
                 os.close(fd)
 
 
-def run_function(call: "Call", blackbox_fd: "int | None", peers: "Peers | None" = None) -> int:
+def run_function(call: "Call", blackbox_fd: int, peers: "Peers | None" = None) -> int:
     """Call the function, leave its value or its failure in the black box, and return the exit status."""
-    evidence = Evidence(-1 if blackbox_fd is None else blackbox_fd)
+    evidence = Evidence(blackbox_fd)
     function, value = None, None
     try:
         try:
@@ -438,7 +433,7 @@ def pickled_value(value: object, function: object) -> bytes:
         try:
             pickled = library("pickle").dumps(value, 5)
         except Exception:
-            import cloudpickle  # It can do more, and may be missing here.
+            import cloudpickle  # It supports more types, and may be missing here.
 
             pickled = cloudpickle.dumps(value, 5)
         return bytes(pickled)
@@ -447,7 +442,7 @@ def pickled_value(value: object, function: object) -> bytes:
         raise TypeError(f"return value of {name} cannot be pickled: {text_of(exc)}") from None
 
 
-def say(text: str) -> None:
+def print_error(text: str) -> None:
     try:
         sys.stderr.write(text + "\n")
     except BaseException:
@@ -455,11 +450,11 @@ def say(text: str) -> None:
 
 
 def report(exc: BaseException) -> int:
-    """Do what the interpreter does with an exception that nobody caught, and return the exit status."""
+    """Handle an uncaught exception like the interpreter, and return the exit status."""
     if isinstance(exc, SystemExit):
         if isinstance(exc.code, int):
             return exc.code & 0xFF
-        say(text_of(exc.code))
+        print_error(text_of(exc.code))
         return 1
     try:
         sys.excepthook(type(exc), exc, exc.__traceback__)
@@ -469,13 +464,19 @@ def report(exc: BaseException) -> int:
 
 
 def finish_forked(code: int) -> "NoReturn":
-    """End a forked worker as multiprocessing ends its own: inherited exit handlers are the parent's."""
+    """End a forked worker like multiprocessing does: exit handlers that it inherited belong to the parent."""
     try:
         if "threading" in sys.modules:
-            leave_pool()
+            # A worker that was forked from a thread of a pool still counts as one of the pool's threads. Python joins
+            # those at the end, and a thread cannot join itself.
+            pool = sys.modules.get("concurrent.futures.thread")
+            getattr(pool, "_threads_queues", {}).pop(library("threading").current_thread(), None)
             library("threading")._shutdown()
         if "multiprocessing.util" in sys.modules:
-            end_multiprocessing()
+            # Wait for this process's own children, not for those that the parent had before the fork.
+            process = library("multiprocessing.process")
+            process._children = {each for each in process._children if each._parent_pid == os.getpid()}
+            library("multiprocessing.util")._exit_function()
     except BaseException as exc:
         report(exc)
     for stream in (sys.stdout, sys.stderr):
@@ -486,22 +487,7 @@ def finish_forked(code: int) -> "NoReturn":
     os._exit(code)
 
 
-def leave_pool() -> None:
-    """A worker that was forked from a thread of a pool still counts as one of the pool's threads, which are waited
-    for at the end; nobody can wait for itself."""
-    pool = sys.modules.get("concurrent.futures.thread")
-    if pool is not None:
-        getattr(pool, "_threads_queues", {}).pop(library("threading").current_thread(), None)
-
-
-def end_multiprocessing() -> None:
-    """Wait for this process's own children. Those that the parent had before the fork are not ours to end."""
-    process = library("multiprocessing.process")
-    process._children = {each for each in process._children if each._parent_pid == os.getpid()}
-    library("multiprocessing.util")._exit_function()
-
-
-OWN_FILE = say.__code__.co_filename
+OWN_FILE = print_error.__code__.co_filename
 
 if __name__ == "__main__":
     _own = vars(type(sys)("holdfast_bootstrap"))

@@ -14,7 +14,7 @@ from holdfast.errors import UserError
 
 
 def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """What a worker needs to make the call, pickled."""
+    """The call, for `bootstrap.payload_call`."""
     import cloudpickle
 
     try:
@@ -42,18 +42,16 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def memory_file(data: bytes) -> int:
     fd = os.memfd_create("holdfast-payload", os.MFD_CLOEXEC)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    os.lseek(fd, 0, os.SEEK_SET)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
     return fd
 
 
 class Peers:
     """The pipe by which function workers know that all have returned; `bootstrap.Peers` is their side of it.
 
-    It is made when the first worker is described: a spawner that is a fork of this process was made before and has no
-    copy. This process holds the writing end until the last worker is described, and the other one as long as they live.
+    It is made for the first worker, after a spawner that is a fork of this process, so the spawner has no copy. This
+    process holds the writing end until the last worker is described, and the reading end as long as they live.
     """
 
     def __init__(self) -> None:
@@ -61,7 +59,7 @@ class Peers:
         _all_peers.add(self)
 
     def descriptors(self, *, is_last: bool) -> dict[str, int]:
-        """Copies for one worker, by the names under which it finds them."""
+        """Copies for one worker, by the names of the environment variables."""
         if self._read_fd < 0:
             self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
         copies = {"HOLDFAST_PEERS_READ": os.dup(self._read_fd), "HOLDFAST_PEERS_WRITE": os.dup(self._write_fd)}
@@ -71,7 +69,7 @@ class Peers:
         return copies
 
     def dismiss(self) -> None:
-        """The group is being stopped: who has returned waits no longer."""
+        """The group is being stopped: workers that have returned may end."""
         if self._read_fd < 0:
             return
         with contextlib.suppress(OSError):  # Without /proc they wait for their signal.

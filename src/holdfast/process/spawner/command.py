@@ -1,9 +1,9 @@
-"""What is executed for a worker.
+"""The command line of a worker.
 
 A Python program is started through `bootstrap.py`, which runs it as the interpreter would and keeps evidence of its
 failure. That needs the place in the command line where the interpreter's own options end and the program begins.
-A command line that is not understood with certainty is executed as it stands, and then leaves no evidence but its
-output and its exit status.
+A command line that is not understood with certainty is executed unchanged. Its only evidence is its output and its exit
+status.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ _PROGRAM_SWITCHES = frozenset("cm")
 
 @frozen
 class Command:
-    """A command line. `is_python`: it goes through the bootstrap, which wants a black box."""
+    """A command line. `is_python`: it goes through the bootstrap, which needs a black box."""
 
     argv: tuple[str, ...]
     is_python: bool
 
 
 def command_for(entrypoint: str, args: Sequence[str]) -> Command:
-    """The command line that runs `entrypoint` with `args`."""
     split = _split(args) if _is_interpreter(entrypoint) else None
     if split is None:
         return Command((entrypoint, *args), is_python=False)
@@ -45,10 +44,8 @@ def command_for(entrypoint: str, args: Sequence[str]) -> Command:
 
 
 def program_name(entrypoint: Callable[..., Any] | str | None, args: Sequence[Any]) -> str:
-    """What a user calls that which is run: the script or module that Python runs, or the program.
-
-    Empty for a function, which has a name of its own, unless it is there to run the script in its first argument.
-    """
+    """The user's name for the program: the script or module that Python runs, or the executable. Empty for a function,
+    unless it runs the script in its first argument (`runs_script`)."""
     if not isinstance(entrypoint, str):
         return str(args[0]) if getattr(entrypoint, "runs_script", False) and args else ""
     if not _is_interpreter(entrypoint):
@@ -59,15 +56,15 @@ def program_name(entrypoint: Callable[..., Any] | str | None, args: Sequence[Any
 
 
 def function_command() -> Command:
-    """The command line of a fresh interpreter that calls a function (it finds which one in its payload)."""
+    """The command line of a new interpreter that calls the function in its payload."""
     if not sys.executable:
-        raise HostError("no fresh interpreter can be started for a function: sys.executable is empty")
+        raise HostError("cannot start an interpreter for a function: sys.executable is empty")
     flags = python_flags_for_function()
     return Command((sys.executable, *flags, _bootstrap_for(sys.executable), "--holdfast-function"), is_python=True)
 
 
 def python_flags_for_function() -> list[str]:
-    """The options with which another interpreter behaves as this one, with its output unbuffered."""
+    """The options with which another interpreter behaves like this one, with its output unbuffered."""
     import subprocess
 
     return ["-u", *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]  # multiprocessing's source
@@ -78,7 +75,7 @@ def _is_interpreter(entrypoint: str) -> bool:
 
 
 def _split(args: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """The interpreter's options, and the program with its arguments; None if it is not certain."""
+    """The interpreter's options, and the program with its arguments; None if they are not understood with certainty."""
     options: list[str] = []
     rest = list(args)
     while rest:
@@ -104,8 +101,8 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str]] | None:
 
 
 def _read_switches(token: str) -> tuple[str, int]:
-    """The part of the token that are the interpreter's options, and how many tokens they take: 0 if it is not
-    known. A part that ends before the token does is followed by `c` or `m`."""
+    """The interpreter's options in the token, and how many tokens they take (0 if one is unknown). If the options end
+    before the token does, `c` or `m` follows."""
     for index, letter in enumerate(token[1:], start=1):
         if letter in _SWITCHES_WITH_VALUE:
             return token, 1 if token[index + 1 :] else 2
@@ -125,25 +122,21 @@ def _split_at_switch(options: list[str], switches: str, rest: list[str]) -> tupl
 
 
 def _bootstrap_for(interpreter: str) -> str:
-    """The bootstrap, or what the import system has cached of it, if that is fresh and `interpreter` can read it.
+    """The bootstrap, or its file in the import system's cache, if that is up to date and `interpreter` can read it.
 
-    To compile the bootstrap takes several times as long as what it does, and a script is compiled at each start.
+    Compiling the bootstrap takes several times as long as running it, and a script is compiled at each start.
     """
+    from importlib.util import MAGIC_NUMBER
+
     spec = bootstrap.__spec__
     if interpreter != sys.executable or spec is None or spec.cached is None:
         return BOOTSTRAP_PATH
     try:
         with open(spec.cached, "rb") as file:
             header = file.read(16)
-        return spec.cached if header == _fresh_header() else BOOTSTRAP_PATH
+        status = os.stat(BOOTSTRAP_PATH)
     except OSError:
         return BOOTSTRAP_PATH
-
-
-def _fresh_header() -> bytes:
-    """How a cached file begins that was made from the source as it is now."""
-    from importlib.util import MAGIC_NUMBER
-
-    status = os.stat(BOOTSTRAP_PATH)
     fields = (0, int(status.st_mtime), status.st_size)
-    return MAGIC_NUMBER + b"".join((each & 0xFFFFFFFF).to_bytes(4, "little") for each in fields)
+    expected = MAGIC_NUMBER + b"".join((each & 0xFFFFFFFF).to_bytes(4, "little") for each in fields)
+    return spec.cached if header == expected else BOOTSTRAP_PATH

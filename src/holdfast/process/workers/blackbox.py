@@ -1,4 +1,4 @@
-"""What is in a worker's black box, as the process that started it reads it; `bootstrap` says how it is written."""
+"""Reads a worker's black box in the process that started it; the opening text of `bootstrap` has the format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.process.spawner.bootstrap import ERROR, MAGIC, VALUE
 
 
 class BlackBox:
-    """What was found in a black box. `torn`: something in it was cut short or cannot be read."""
+    """The content of a black box. `torn`: a record in it was cut short or cannot be read."""
 
     def __init__(self) -> None:
         self.value: bytes | None = None
@@ -30,7 +30,7 @@ class BlackBox:
 
 
 def read_blackbox(data: bytes) -> BlackBox:
-    """Read whatever is there, without ever raising. Of several records of a kind the last one counts."""
+    """Never raises. Of several records of a kind the last one counts."""
     box = BlackBox()
     texts = []
     unread = search = 0

@@ -184,8 +184,8 @@ class PContext(abc.ABC):
         with ExitStack() as unsent:
             fds = {
                 "stdin": _keep(unsent, dup_or_null(0)),
-                "stdout": _keep(unsent, self._outlets.open_stdout(rank)),
-                "stderr": _keep(unsent, self._outlets.open_stderr(rank)),
+                "stdout": _keep(unsent, self._outlets.open("stdout", rank)),
+                "stderr": _keep(unsent, self._outlets.open("stderr", rank)),
             }
             kind, argv = self._describe(rank, fds, unsent)
             link.start(StartOrder(rank, kind, argv, self.envs[rank], self._cpus(rank), fds))
