@@ -41,7 +41,7 @@ PATTERN = ("--progress-pattern", "step [0-9]+ of", "--progress-every", "60s")
 _LOOP = """
 import sys, time
 sys.path.insert(0, {source!r})
-from holdfast import steps
+from holdfast import progress_board
 {prepare}
 count = range({calls})
 call = {call}
@@ -50,7 +50,7 @@ for step in count:
     call(step)
 print((time.perf_counter() - began) / {calls} * 1e9)
 """
-_BOARD = "import os; board = steps.Board(4); os.environ[steps.VARIABLE] = board.address(1)"
+_BOARD = "import os; board = progress_board.Board(4); os.environ[progress_board.VARIABLE] = board.address(1)"
 
 
 def call_ns(prepare: str, call: str, calls: int) -> float:
@@ -133,8 +133,13 @@ def rows(*, quick: bool) -> list[tuple[str, str, Series]]:
     turns, calls, rest_s, lines = (2, 200_000, 8.0, 200_000) if quick else (7, CALLS, 16.0, 1_000_000)
     measures: list[tuple[str, str, int, Callable[[], float]]] = [
         ("an empty function, called", "ns", turns, partial(call_ns, "", "lambda step: None", calls)),
-        ("holdfast.progress(step), nobody watches", "ns", turns, partial(call_ns, "", "steps.progress", calls)),
-        ("holdfast.progress(step), watched", "ns", turns, partial(call_ns, _BOARD, "steps.progress", calls)),
+        (
+            "holdfast.progress(step), nobody watches",
+            "ns",
+            turns,
+            partial(call_ns, "", "progress_board.progress", calls),
+        ),
+        ("holdfast.progress(step), watched", "ns", turns, partial(call_ns, _BOARD, "progress_board.progress", calls)),
         ("agent at rest, no watch", "us a second", min(turns, 3), partial(rest_us_per_s, ours, (), rest_s)),
         (
             "agent at rest, --hang-timeout 60s",

@@ -133,5 +133,5 @@ def test_the_sides_take_turns(measure: ModuleType) -> None:
 def test_the_cost_of_hang_detection_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCH)
     hangs = importlib.import_module("hangs")
-    assert hangs.call_ns(hangs._BOARD, "steps.progress", 1000) > 0
+    assert hangs.call_ns(hangs._BOARD, "progress_board.progress", 1000) > 0
     assert hangs.examination_ms(native=False) > 0

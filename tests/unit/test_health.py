@@ -200,12 +200,15 @@ def test_a_forked_process_does_not_keep_the_port() -> None:
     with serving() as server:
         port = server.port
         gate_read, gate_write = os.pipe()
+        done_read, done_write = os.pipe()
         child = os.fork()
         if child == 0:
             server.stop()  # Nothing of the parent's is touched.
+            os.write(done_write, b".")
             os.read(gate_read, 1)
             os._exit(0)
         try:
+            os.read(done_read, 1)
             assert ask(port) == (200, ALIVE)
             server.stop()
             with socket.create_server(("", port)):
@@ -214,7 +217,8 @@ def test_a_forked_process_does_not_keep_the_port() -> None:
             os.write(gate_write, b".")
             os.waitpid(child, 0)
             os.close(gate_read)
-            os.close(gate_write)
+            for fd in (gate_write, done_read, done_write):
+                os.close(fd)
 
 
 # Callers that mean no good.

@@ -313,8 +313,10 @@ class FixedEndpoint:
     def _start_coordinator(self, sock: socket.socket) -> None:
         where = endpoints.endpoint_text(*sock.getsockname()[:2])
         if self._options.tls_ca and not self._options.tls_cert:
-            problem = "without tls_cert this node cannot start a coordinator that speaks TLS"
-            raise UserError(f"nothing listens at {where}, and {problem}")
+            problem = (
+                f"nothing listens at {where}, and without tls_cert this node cannot start a coordinator that speaks TLS"
+            )
+            raise UserError(problem)
         if launch.host_at(sock, self._options.coordinator_options()):
             logger.debug("started a coordinator at %s", where)
 

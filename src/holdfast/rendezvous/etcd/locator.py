@@ -40,7 +40,6 @@ from holdfast.rendezvous.membership.model import NodeFacts, is_loopback
 
 logger = logging.getLogger(__name__)
 
-_NO_COORDINATOR = "no coordinator is in office"
 _LONGEST_REQUEST_S = 5.0
 _MEMORY_LEASE_S = 60  # And twice the time for which workers may live on after the last coordinator.
 
@@ -134,13 +133,15 @@ class EtcdLocator:
 
     def _campaign(self, known_term: int, is_wanted: Callable[[], bool]) -> Leader:
         if self._options.is_host is False:
-            raise ConnectionError(errno.EAGAIN, f"{_NO_COORDINATOR}, and this node may not start one (is_host=false)")
+            reason = "no coordinator is in office, and this node may not start one (is_host=false)"
+            raise ConnectionError(errno.EAGAIN, reason)
         try:
             with self._bind() as sock:
                 return self._host_or_find(sock, known_term, is_wanted)
         except HostError as error:
             # Another node may be able to. A port may be held by a coordinator that is about to step down.
-            raise ConnectionError(errno.EAGAIN, f"{_NO_COORDINATOR}, and this node cannot start one: {error}") from None
+            reason = f"no coordinator is in office, and this node cannot start one: {error}"
+            raise ConnectionError(errno.EAGAIN, reason) from None
 
     def _bind(self) -> socket.socket:
         try:
@@ -159,7 +160,7 @@ class EtcdLocator:
             unless_hosted.callback(self._revoke, lease)
             leader = self._create(mine, lease) if is_wanted() else None
             if leader is None or (leader == mine and not is_wanted()):
-                raise ConnectionError(errno.EAGAIN, _NO_COORDINATOR)
+                raise ConnectionError(errno.EAGAIN, "no coordinator is in office")
             if leader == mine:
                 self._host(sock, mine, lease, sent_at)
                 unless_hosted.pop_all()

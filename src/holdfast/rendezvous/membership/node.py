@@ -164,13 +164,10 @@ class Participant:
                 case node_lease.StopHeartbeats(stuck_for_s):
                     text = f"the agent's loop has not turned for {stuck_for_s:.1f} s, so its heartbeats stop"
                     commands.append(model.Notice(text))
+                case node_lease.LosePlace() if self._lease.is_agent_stuck:
+                    commands += self._lose_place("the agent's loop did not turn for too long", now)
                 case node_lease.LosePlace():
-                    why = (
-                        "the agent's loop did not turn"
-                        if self._lease.is_agent_stuck
-                        else "the coordinator was out of reach"
-                    )
-                    commands += self._lose_place(f"{why} for too long", now)
+                    commands += self._lose_place("the coordinator was out of reach for too long", now)
                 case node_lease.Locate() if self.standing is Standing.DONE or self._has_left:
                     pass
                 case _:
