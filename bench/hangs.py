@@ -98,10 +98,10 @@ def tee_lines_per_s(ours: Launcher, options: Sequence[str], lines: int) -> float
 _EXAMINE = """
 import json, sys, time
 sys.path.insert(0, {source!r})
-from holdfast.agent import hangs
+from holdfast.hangs import watch
 workers = {{index: (index, pid) for index, pid in enumerate(json.loads(sys.argv[1]))}}
 began = time.perf_counter()
-finding = hangs.examine(workers, "measured", native={native})
+finding = watch.examine(workers, "measured", native={native})
 print(time.perf_counter() - began)
 """
 

@@ -126,9 +126,8 @@ class Target:
                 sock.settimeout(max(0.001, ends - time.monotonic()))
                 data = sock.recv(_READ_BYTES)
                 if not data and self.tls is not None:
-                    problem = "closed the connection after the TLS handshake"
-                    hint = "does it want another certificate (tls_cert)?"
-                    raise TurnedAway(f"{self.endpoint} {problem}; {hint}", Obstacle.TLS_REFUSED)
+                    why = "closed the connection after the TLS handshake; does it want another certificate (tls_cert)?"
+                    raise TurnedAway(f"{self.endpoint} {why}", Obstacle.TLS_REFUSED)
                 if not data:
                     raise ConnectionResetError(*_HUNG_UP)
                 stream.feed(data)
