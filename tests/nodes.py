@@ -323,12 +323,14 @@ class Scene:
         place = ["--rdzv-backend", "etcd" if self.etcd else "tcp", "--rdzv-endpoint", endpoint]
         return self._start(name, nnodes, place, options, script, args, settings)
 
-    def start_static(self, name: str, nnodes: str, rank: int, *options: str) -> Node:
+    def start_static(
+        self, name: str, nnodes: str, rank: int, *options: str, script: str = "", args: tuple[str, ...] = ()
+    ) -> Node:
         """An agent of a run whose master port the user has fixed."""
         if self.master_port is None:
             self.master_port = support.free_port()
         place = ["--master-addr", "127.0.0.1", "--master-port", str(self.master_port), "--node-rank", str(rank)]
-        return self._start(name, nnodes, place, options, "", (), {"coordinator_port": self.port})
+        return self._start(name, nnodes, place, options, script, args, {"coordinator_port": self.port})
 
     def _start(
         self,

@@ -638,6 +638,9 @@ checkpoint = home / "checkpoint.json"
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 step, total = json.loads(checkpoint.read_text()) if checkpoint.exists() else (0, 0.0)
+life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+(home / f"pid-{rank}-restarts-{life}").write_text(str(os.getpid()))
+(home / f"began-{rank}-restarts-{life}").write_text(str(step))
 while step < count:
     share = torch.tensor([step / size], dtype=torch.float64)
     dist.all_reduce(share)
@@ -648,7 +651,7 @@ while step < count:
         fresh.replace(checkpoint)
     time.sleep(0.02)
 dist.barrier()
-(home / f"result-{rank}-of-{size}-restarts-{os.environ['TORCHELASTIC_RESTART_COUNT']}").write_text(str(total))
+(home / f"result-{rank}-of-{size}-restarts-{life}").write_text(str(total))
 dist.destroy_process_group()
 '''
 
@@ -669,3 +672,18 @@ def test_a_torch_job_loses_a_node_and_ends_with_the_right_sum(scene: Scene) -> N
     expected = pytest.approx(sum(range(count)))
     assert results == {f"result-{rank}-of-2-restarts-0": expected for rank in range(2)}
     assert re.search(rf"-{agents[0].pid}-\S+ is lost", agents[1].log), agents[1].log
+
+
+@at_a_coordinator
+def test_a_static_torch_job_loses_a_worker_and_goes_on_from_its_checkpoint(scene: Scene) -> None:
+    count = 60
+    script = support.write_script(scene.home / "training.py", TRAINING)
+    for rank, name in enumerate("ab"):
+        scene.start_static(name, "2", rank, "--max-restarts", "1", script=script, args=(str(count),))
+    checkpoint, pid = scene.home / "checkpoint.json", scene.home / "pid-1-restarts-0"
+    support.wait_until(lambda: checkpoint.exists() and json.loads(checkpoint.read_text())[0] > 5, "some steps")
+    os.kill(int(pid.read_text()), signal.SIGKILL)
+    assert scene.ended() == {"a": 0, "b": 0}
+    results = {path.name: float(path.read_text()) for path in scene.home.glob("result-*")}
+    assert results == {f"result-{rank}-of-2-restarts-1": pytest.approx(sum(range(count))) for rank in range(2)}
+    assert int((scene.home / "began-0-restarts-1").read_text()) > 5, "it went on from its checkpoint"

@@ -100,6 +100,17 @@ def test_the_agent_is_killed(launch: Any) -> None:
     assert support.survivors([*group["worker"], *group["grandchild"], spawner], PROMPTLY_S) == []
 
 
+def test_agent_and_spawner_are_killed_together(launch: Any) -> None:
+    """The kernel kills the workers: they asked for that when they were started."""
+    job = launch(nproc=2)
+    workers = job.hear_group(2, 0)["worker"]
+    spawner = support.spawner_of(workers[0])
+    support.halt(spawner)  # It shall not notice the agent's death first.
+    job.send(signal.SIGKILL)
+    os.kill(spawner, signal.SIGKILL)
+    assert support.survivors([*workers, spawner], PROMPTLY_S) == []
+
+
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_the_agent_of_functions_is_killed(launch: Any, mailbox: support.Mailbox, method: str) -> None:
     job = launch(nproc=2, start_method=method, entry=["@wait_forever", str(mailbox)])

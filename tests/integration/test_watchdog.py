@@ -55,6 +55,26 @@ def test_an_overrun_timer_is_a_failure_that_a_restart_cures(tmp_path: Path) -> N
     assert (details["scope_id"], details["signal"]) == ("step", "9")
 
 
+def overrun_of_torch() -> str:
+    """The same with torch's own client, configured as its users do."""
+    import os
+    import time
+
+    from torch.distributed.elastic import timer
+
+    timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        with timer.expires(after=0.2, scope="step"):
+            time.sleep(600)
+    with timer.expires(after=600):
+        return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+@pytest.mark.usefixtures("watched")
+def test_torchs_own_client_under_the_agent(tmp_path: Path) -> None:
+    assert elastic_launch(config(tmp_path, 1), overrun_of_torch)() == {0: "1", 1: "1"}
+
+
 @pytest.mark.usefixtures("watched")
 def test_the_report_names_the_timer(tmp_path: Path) -> None:
     with pytest.raises(ChildFailedError, match=r"its timer step had expired") as caught:

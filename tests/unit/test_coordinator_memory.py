@@ -105,11 +105,12 @@ def test_a_round_that_was_sealed_long_ago_may_still_run(files: StateFiles) -> No
     assert recall(files, "run") == at_round(5)
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702])
 def test_a_directory_that_others_can_write_to_is_not_believed(
-    files: StateFiles, caplog: pytest.LogCaptureFixture
+    files: StateFiles, caplog: pytest.LogCaptureFixture, mode: int
 ) -> None:
     files.remember("run", at_round(5))
-    files.path("run").parent.chmod(0o777)
+    files.path("run").parent.chmod(mode)
     assert recall(files, "run") == Memory()
     files.remember("run", at_round(6))
     assert caplog.text.count("is not a directory of this user alone") == 2
