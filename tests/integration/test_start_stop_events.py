@@ -214,6 +214,19 @@ def test_a_stopped_spawner_does_not_hold_up_a_stop() -> None:
     assert not support.alive(link._pid)
 
 
+def test_a_stopped_worker_that_hung_gets_its_signal(mailbox: support.Mailbox) -> None:
+    """It is continued, so that it can end by itself within the grace."""
+    args = {0: (WORKER, str(mailbox), "--on", "SIGTERM")}
+    context = start_processes("t", sys.executable, args, {0: {}}, DefaultLogsSpecs("/dev/null"))
+    assert mailbox.take()[0].startswith("worker ")
+    pid = context.pids()[0]
+    support.halt(pid)
+    context.blame_hang(pid, "for 10 s", "", "", is_waiting=False)
+    context.begin_stop(signal.SIGTERM, 600)
+    assert mailbox.take()[0].startswith("worker-SIGTERM ")
+    context.close(signal.SIGKILL, 0)
+
+
 # The agent's loop.
 
 

@@ -279,3 +279,11 @@ def test_shutdown_in_another_thread(create: Any) -> None:
     assert str(caught.value).endswith(f"after round {len(rounds)}")
     if create is standalone:
         assert rounds[-1].bootstrap_store_info.master_port not in ports_of_this_process()
+
+
+def test_the_coordinator_is_at_the_port_after_the_masters_unless_told() -> None:
+    handler = fixed(3, rank=1)
+    master = handler._master
+    assert master is not None
+    assert handler._where.endswith(f":{master.master_port + 1}")
+    assert fixed(3, rank=1, coordinator_port=4711)._where.endswith(":4711")
