@@ -2,7 +2,7 @@
 
 The first lines below hold signals back until handlers of ours are there, before any import that takes time: Python's
 own handler would raise KeyboardInterrupt in the middle of it, where it may even be swallowed, and the command would
-go on as if nobody had pressed Ctrl-C.
+go on as if Ctrl-C had not been pressed.
 """
 
 from __future__ import annotations

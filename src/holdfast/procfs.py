@@ -92,7 +92,7 @@ def kill(pid: int, number: int = 9) -> None:
     except ProcessLookupError:
         pass
     except PermissionError:
-        pass  # It changed its user; whoever waits for it will name it as one that could not be killed.
+        pass  # It changed its user. After the sweep it is named as one that could not be killed.
 
 
 def sweep_marked(mark_prefix: bytes, sessions: frozenset[int]) -> list[int]:

@@ -1,6 +1,6 @@
 """holdfast's own text on stdout and stderr, written without waiting for its reader; and where the console stands.
 
-A pipe that nobody reads and a terminal after Ctrl-S take no more text. The thread that decides must not wait for them:
+A full pipe and a terminal after Ctrl-S take no more text. The thread that decides must not wait for them:
 it has workers to stop. It cannot make them non-blocking, because workers share the open file. So
 
 1. while no text waits, the caller opens the file behind the descriptor once more, without blocking, and writes what

@@ -183,7 +183,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         return self._context, self._hangs
 
     def _spawner(self) -> SpawnerLink | None:
-        """The one spawner of this agent, or another one if somebody killed it. Forked functions bring their own."""
+        """The one spawner of this agent, or another one if that was killed. Forked functions bring their own."""
         if callable(self._group.entrypoint) and self._group.start_method != "spawn":
             return None
         if self._link is not None and not self._link.is_idle():
@@ -208,8 +208,8 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _get_watchdog_progress_time(self) -> float:
         """When the watchdog last completed a turn, in seconds since the epoch; now, if there is none.
 
-        For subclasses whose `_get_alive_time` is to mean this. By default it does not: a watchdog that hangs harms
-        nobody, and must not make a scheduler end a healthy job.
+        For subclasses whose `_get_alive_time` is to mean this. By default it does not: a watchdog that hangs does no
+        harm, and must not make a scheduler end a healthy job.
         """
         return self._watchdog().last_progress_time()
 
@@ -282,7 +282,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         )
 
     def _settle(self, result: RunResult) -> RunResult:
-        """Once everybody is stopped, all that they wrote has arrived: the evidence is complete."""
+        """Once all workers are stopped, all that they wrote has arrived: the evidence is complete."""
         if self._context is None:
             return result
         to_global = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}

@@ -67,7 +67,7 @@ class Watchdog:
         self._tell(name, details)
 
     def last_progress_time(self) -> float:
-        """When its last turn ended, in seconds since the epoch; now, if there is nobody to take turns."""
+        """When its last turn ended, in seconds since the epoch; now, if there is no watchdog."""
         server = self._server
         return time.time() if server is None else server.get_last_progress_time()
 

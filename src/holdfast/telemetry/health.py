@@ -1,4 +1,4 @@
-"""The health check: an HTTP server that says whether something is alive, for whoever restarts what is not.
+"""The health check: an HTTP server that says whether something is alive, for a scheduler that restarts what is not.
 
     GET / (any path)   200 {"status": "alive", "phase": "running", "round": 1, "restarts": 0}
                        503 {"status": "stuck", "reason": "no sign of life for 73 s, ...", "phase": ...}
@@ -6,11 +6,11 @@
 Alive means that the alive callback's time (seconds since the epoch) is less than `timeout` seconds ago. For an agent
 it is the time at which its loop was last known to turn, which is now in every phase in which the loop waits.
 
-The server listens on all interfaces, because whoever asks (the kubelet, say) asks from outside, and tells nothing but
-the above. It is one thread that never waits for a single caller: each gets a few seconds and a few kilobytes to ask
+The server listens on all interfaces, because probes (the kubelet's, say) come from outside, and tells nothing but the
+above. It is one thread that never waits for a single caller: each gets a few seconds and a few kilobytes to ask
 one question, and if too many come at once the oldest is dropped for the newest. So slow callers and junk cost nothing,
-and a probe is answered whoever else is there. If nothing can be listened on, that is one warning: no job dies of its
-health check.
+and probes are answered however many other callers there are. If the port cannot be opened, the log has one warning: a
+health check never ends a job.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _told(status: AgentStatus | None) -> dict[str, Any]:
 
 
 def create_healthcheck_server(alive_callback: Callable[[], float], port: int, timeout: float) -> HealthCheckServer:
-    """A server that is not started yet. Whoever wants another kind in every run replaces this function."""
+    """A server that is not started yet. Replace this function to get another kind in every run."""
     return HealthCheckServer(alive_callback, port, timeout)
 
 
@@ -164,7 +164,7 @@ def introduce(server: Any, alive_time: Callable[[], float], status: Callable[[],
 
 @contextlib.contextmanager
 def served(server: Any) -> Iterator[None]:
-    """The server serves within this block. If it does already, whoever started it will stop it."""
+    """The server serves within this block. If it did before, it goes on after it."""
     if any(each is server for each in _served):
         yield
         return

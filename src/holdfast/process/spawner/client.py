@@ -39,7 +39,7 @@ def starting() -> threading.RLock:
 
 
 def _forget_turn() -> None:
-    """Whoever held it has no thread in a forked child."""
+    """The thread that held it does not exist in a forked child."""
     global _turn
     _turn = threading.RLock()
 
@@ -255,7 +255,7 @@ class SpawnerLink:
         if self._is_lost:
             return
         self._is_lost = True
-        self._channel.send(("goodbye",))  # The socket's end would do, if nobody else ever held a copy of it.
+        self._channel.send(("goodbye",))  # Closing the socket would do, if no other process held a copy of it.
         self._channel.close()
         patience_s = 0.0 if self._has_survivors else _GOODBYE_PATIENCE_S
         if _wait_until_gone([self._pid], time.monotonic() + patience_s):
@@ -354,7 +354,7 @@ def _flush_standard_streams() -> None:
 
 
 def _reap(pid: int, patience_s: float) -> int | None:
-    """The status with which our child ended; None if it does not end or somebody else reaped it."""
+    """The status with which our child ended; None if it does not end or was reaped elsewhere."""
     if not _wait_until_gone([pid], time.monotonic() + patience_s):
         return None
     try:

@@ -2,7 +2,7 @@
 
 A node that the run can no longer reach must lose its workers in time, whatever its agent is doing: stopping other
 workers, hanging, or frozen. So the time is held by the spawner, which kills everything below it when the time
-passes. Whoever keeps the lease writes each new time into a pipe that the spawner reads; both are on one host and
+passes. The agent's client thread writes each new time into a pipe that the spawner reads; both are on one host and
 read the same monotonic clock.
 """
 

@@ -1,9 +1,9 @@
 """The spawner: the single-threaded process that forks, owns and reaps an agent's workers.
 
 Why a process of its own: the agent has threads, and forking a threaded process is a gamble; the agent may be
-killed, and then somebody must see to it that no worker survives; and what a worker leaves behind must fall
-into the hands of somebody who cleans up. The spawner is that somebody. It is a subreaper, so every orphan of
-every worker becomes its child. It ignores every signal that can be ignored. It does what the agent says:
+killed, and no worker may survive it; and the orphans of a worker need a parent that cleans up. The spawner is a
+subreaper, so every orphan of every worker becomes its child. It ignores every signal that can be ignored. It does what
+the agent says:
 
     prepare(environment, directory, ignored signals)     what the next workers inherit
     start(id, kind, argv, changes to the environment, cpus, names of the descriptors)
@@ -345,7 +345,7 @@ class Spawner:
         self._channel.send(("swept", [(pid, _state(pid)) for pid in left]))
 
     def _take_lease(self, fd: int) -> None:
-        """The number stays the same for as long as we live, so that whoever polls it need not know of the change."""
+        """The number stays the same for as long as we live, so that the poll loop need not know of the change."""
         if self._lease_fd is None:
             self._lease_fd = fd
         else:
@@ -365,7 +365,7 @@ class Spawner:
                 procfs.kill(pid)
 
     def _kill_everything(self) -> None:
-        """The agent is gone. Nobody waits for an answer, so this takes as long as the kernel needs."""
+        """The agent is gone. No answer is expected, so this takes as long as the kernel needs."""
         while left := procfs.descendants_of(self._pid):
             for pid in left:
                 procfs.kill(pid)

@@ -417,7 +417,7 @@ class PContext(abc.ABC):
                 self._link.kill_spawner()
                 self._lose_everything("did not answer and was killed")
 
-    def _dismiss_returned(self) -> None:  # noqa: B027  (nobody waits, unless a subclass has such workers)
+    def _dismiss_returned(self) -> None:  # noqa: B027  (only function workers wait)
         """Workers that have returned and wait for others wait no longer."""
 
     def _signal_leaders(self, number: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""One worker process as whoever started it sees it: what was reported of it, and what that means.
+"""One worker process as its agent sees it: what the spawner reported of it, and what that means.
 
 What a worker did by itself and what was done to it are kept apart: an end that comes after the kill ladder began
 counts as ours, unless the worker left evidence of a failure of its own.
