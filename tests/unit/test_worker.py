@@ -142,3 +142,10 @@ def test_a_box_that_is_cut_while_it_is_read(slot: Slot, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "pread", read_and_cut)
     assert slot.box().error == ERROR
+
+
+def test_a_worker_that_was_being_started_did_not_have_to_be_killed() -> None:
+    slot = Slot(0, -1, was_starting=True)
+    slot.pid = 7
+    slot.end(-signal.SIGKILL, 1, Stop(signal.SIGTERM, 30.0))
+    assert slot.how_stopped() == "while it was being started"

@@ -386,6 +386,8 @@ class PContext(abc.ABC):
         elif not self._is_closed:
             self._take_reports()
             self._stop = Stop(number, grace_s)
+            for slot in self._slots.values():
+                slot.was_starting = slot.is_underway
             self._dismiss_returned()
             self._signal_leaders(number)
             self._ladder = Ladder(grace_s, time.monotonic())

@@ -75,6 +75,7 @@ class Slot:
     """For how long the group had shown no progress, and where this worker was then; it counts as failed, too."""
     hang_stack: str = ""
     is_waiting: bool = False
+    was_starting: bool = False  # When its group was stopped: it is killed, as it has nothing to end in order.
     _box: BlackBox | None = None
     _box_size: int = 0
 
@@ -124,6 +125,8 @@ class Slot:
         """For a worker that did not end by itself."""
         if self.stop is None:
             return f"SIGKILL, but process {self.pid} cannot be killed"
+        if self.was_starting:
+            return "while it was being started"
         name = self.stop.signal.name
         if self.exitcode in (0, -self.stop.signal):
             return name
