@@ -203,19 +203,21 @@ def test_a_signal_while_a_restart_is_under_way(holdfast: Holdfast, mailbox: Mail
             tell("ready")
             while True:
                 time.sleep(0.1)  # Not pause(): a signal just before it would not end it.
-        open(sys.argv[2]).close()  # Until the test has seen that the other one is ready.
+        open(sys.argv[3]).close()  # Until the test has seen that the other one is ready.
         sys.exit(5)
     """)
-    gate = holdfast.directory / "gate"
-    os.mkfifo(gate)
+    # Two, because the test may still hold one open when the other worker is stopped.
+    gates = [holdfast.directory / name for name in ("stopping", "failing")]
+    for gate in gates:
+        os.mkfifo(gate)
     options = ("--nproc-per-node=2", "--max-restarts=3", "--shutdown-timeout=60")
-    running = holdfast.start(*options, script, str(mailbox), str(gate))
+    running = holdfast.start(*options, script, str(mailbox), *map(str, gates))
     assert mailbox.take() == ["ready"]
-    open_gate(gate)
+    open_gate(gates[1])
     assert mailbox.take() == ["stopping"]
     running.send(signal.SIGTERM)
     await_delivery(running.pid)
-    open_gate(gate)
+    open_gate(gates[0])
     ended = running.wait()
     assert (ended.code, ended.last) == (143, "holdfast: stopped by SIGTERM")
     assert mailbox.rest() == []
