@@ -1187,3 +1187,18 @@ def test_everybody_hears_that_a_round_is_stopped_because_it_hung() -> None:
 def test_other_failures_are_no_hangs() -> None:
     [stopped] = step(after(formed(PAIR)), failed("a", exception="ValueError"), 10.0)
     assert not stopped.message.is_hang
+
+
+def test_a_node_that_had_finished_hears_that_its_round_is_over() -> None:
+    """The coordinator before this one died when it had judged the round, before it told the node of the stop."""
+    script: Script = [
+        (0.0, returned("a", RETRY, A3, Stage.FINISHED), stop_again("a", 3)),
+        (1.0, joined("a", RETRY, A3), []),
+        (2.0, joined("b", RETRY, B3), sealed(4, "a b", 1, term=2)),
+    ]
+    play(Membership(0.0, replace(MEMORY, is_round_over=True)), script)
+
+
+def test_workers_of_a_round_that_is_over_are_expelled() -> None:
+    machine = Membership(0.0, replace(MEMORY, is_round_over=True))
+    assert machine.step(returned("a", RETRY, A3), 0.0) == [Expel("a/0", GIVEN_AWAY.format(3))]

@@ -125,6 +125,11 @@ class Past:
         """The round is over; `members` are those of its members that are still there."""
         self.is_over, self.members, self.ranks = True, members, ranks
 
+    def was_finished_by(self, key: str, place: Place) -> bool:
+        """Whether that round is over, and the node was there until its end: its workers had finished. The coordinator
+        before this one may have died before it told the node."""
+        return self.is_over and place.order == self.order and key in self.members
+
     def others_may_run_until(self, settings: Settings, now: float) -> float:
         """Until when members of a round that this coordinator did not seal may run out of its sight."""
         if not self.awaited and not self.is_unknown:

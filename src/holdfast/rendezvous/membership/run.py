@@ -260,6 +260,8 @@ class Membership:
             self._nodes.add(facts, Stage.RUNNING, now)
         node = self._nodes.get(facts.key)
         is_member = self.world is not None and self.world.order == place.order
+        if self._past.was_finished_by(facts.key, place) and back.stage is Stage.FINISHED:
+            return [*commands, Tell((facts.key,), model.Stop(place.round, "the round was stopped meanwhile"))]
         if node is None or not is_member or node.stage is Stage.WAITING:
             return [*commands, Expel(facts.key, f"its place in round {place.round} was given away")]
         self._nodes.reopen(node, now)
