@@ -233,7 +233,7 @@ class Agent:
         return self.engine.now - self.loop_paused_until
 
     def resume_loop(self) -> None:
-        self.loop_paused_until = 0.0
+        self.loop_paused_until = min(self.loop_paused_until, self.engine.now)
         self.engine.after(0.0, self.hear, self._turn)
 
     def _turn(self) -> None:
