@@ -91,7 +91,7 @@ class _Text:
         """Write some of it; False if that would have to wait. Text that cannot be written counts as written."""
         try:
             data = b"\n" + self.left if not self._is_begun and is_in_line(self.fd) else self.left
-            written = _write_some(self.fd, data[:_PIECE_BYTES]) if may_wait else _write_now(self.fd, data)
+            written = write_some(self.fd, data[:_PIECE_BYTES]) if may_wait else _write_now(self.fd, data)
             if written:
                 note_written(self.fd, data[:written])
                 self.left, self._is_begun = data[written:], True
@@ -207,7 +207,7 @@ def _open_without_blocking(fd: int) -> int | None:
         return None
 
 
-def _write_some(fd: int, data: bytes) -> int:
+def write_some(fd: int, data: bytes | memoryview) -> int:
     """One write, as soon as it is possible: another process may have made the descriptor non-blocking."""
     while True:
         try:

@@ -11,6 +11,7 @@ import pytest
 from holdfast.failures import wire_evidence
 from holdfast.failures.report import Evidence
 from holdfast.process.errors import ChildFailedError, ProcessFailure
+from holdfast.rendezvous.membership import protocol
 
 CALLSTACK = 'Traceback (most recent call last):\n  File "t.py", line 1, in main\nValueError: boom\n'
 ERROR: dict[str, Any] = {
@@ -40,7 +41,7 @@ def test_evidence_is_bounded(filler: str) -> None:
     huge = filler * 1_000_000
     error = {"message": {"message": huge, "extraInfo": {"py_callstack": f"begin {huge} end"}}}
     sent = ProcessFailure(0, 1, 1, "", Evidence(error, huge, huge, huge, huge)).encoded()
-    assert 0 < len(sent) <= wire_evidence.LIMIT_CHARS
+    assert 0 < len(sent) <= wire_evidence.LIMIT_CHARS <= protocol.MAX_EVIDENCE
     assert sent.isascii()
     shown = ProcessFailure.on_another_node("b", 1, "", sent).traceback_text()
     assert shown.startswith("begin ")

@@ -42,7 +42,7 @@ from holdfast.rendezvous.membership.restart_policy import HANG, RestartPolicy
 from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.signals import SignalException
 from holdfast.telemetry.events import Event, record
-from holdfast.telemetry.metrics import prof, put_call, put_metric
+from holdfast.telemetry.metrics import failure_put, prof, put_call, put_metric
 
 if TYPE_CHECKING:
     from holdfast.agent.publisher import Processes
@@ -51,6 +51,7 @@ __all__ = ["DEFAULT_ROLE", "ElasticAgent", "SimpleElasticAgent"]
 
 logger = logging.getLogger(__name__)
 
+_START = "SimpleElasticAgent._initialize_workers"  # The metric's key; a start spans several turns of the loop.
 _WITH_WORKERS = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.STOPPING)
 _IN_ROUND = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.WAITING)
 
@@ -198,7 +199,7 @@ class SimpleElasticAgent(WorkerHooks):
             case lifecycle.StartWorkers(round):
                 self._was_told_of_hang = False
                 self._start_began = time.monotonic()
-                with self._start_measured():
+                with failure_put(_START, self._start_began):
                     self._begin_start(group)
                 return self._look_at_start(group)
             case lifecycle.StopWorkers(round, at_once):
@@ -263,7 +264,7 @@ class SimpleElasticAgent(WorkerHooks):
         return self._look_at_workers(group)
 
     def _look_at_start(self, group: WorkerGroup) -> list[lifecycle.Event]:
-        with self._start_measured():
+        with failure_put(_START, self._start_began):
             ids = self._poll_start(group)
         if ids is None:
             return []
@@ -426,14 +427,6 @@ class SimpleElasticAgent(WorkerHooks):
         is_said = os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1"
         return is_said or getattr(self._handler, "has_fixed_world", False)
 
-    @contextmanager
-    def _start_measured(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            put_call("SimpleElasticAgent._initialize_workers", self._start_began, has_failed=True)
-            raise
-
     def _note_start(self, worker_group: WorkerGroup, ids: dict[int, Any]) -> None:
         for local_rank, id_ in ids.items():
             worker = worker_group.workers[local_rank]
@@ -442,7 +435,7 @@ class SimpleElasticAgent(WorkerHooks):
         worker_group.state = WorkerState.HEALTHY
         self._put_state(worker_group)
         self._tell_start(worker_group)
-        put_call("SimpleElasticAgent._initialize_workers", self._start_began)
+        put_call(_START, self._start_began)
         if self._restart_began is not None:
             put_call("SimpleElasticAgent._restart_workers", self._restart_began)
             self._restart_began = None

@@ -11,9 +11,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import loop, procfs, signals
 from holdfast.agent import lifecycle, recording
@@ -37,7 +36,7 @@ from holdfast.process.spec import GroupSpec
 from holdfast.process.workers.group import PContext
 from holdfast.process.workers.start import new_group
 from holdfast.telemetry import fallback_log
-from holdfast.telemetry.metrics import prof, put_call, put_metric
+from holdfast.telemetry.metrics import failure_put, prof, put_call, put_metric
 
 if TYPE_CHECKING:
     from holdfast.agent.publisher import Processes
@@ -55,6 +54,9 @@ logger = logging.getLogger(__name__)
 
 # A worker may end before the last one is started. Usually that one follows at once, and the group fails as a whole.
 _START_PATIENCE_S = 5.0
+_START = "LocalElasticAgent._start_workers"  # The metric's key, for a start that is not one call of that hook.
+
+T = TypeVar("T")
 
 _STUCK_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
@@ -112,35 +114,27 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _begin_start(self, group: WorkerGroup) -> None:
         if self._is_own(self._start_workers, LocalElasticAgent._start_workers):
-            with self._own_start_measured():
+            with failure_put(_START, self._start_began):
                 self._begin_own_start(group)
 
     def _poll_start(self, group: WorkerGroup) -> dict[int, Any] | None:
         if not self._is_own(self._start_workers, LocalElasticAgent._start_workers):
             return super()._poll_start(group)
         assert self._context is not None
-        with self._own_start_measured():
+        with failure_put(_START, self._start_began):
             is_done = self._context.poll_start()
         if not is_done:
             return None
-        put_call("LocalElasticAgent._start_workers", self._start_began)
+        put_call(_START, self._start_began)
         return self._started_ids(self._context)
-
-    @contextmanager
-    def _own_start_measured(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            put_call("LocalElasticAgent._start_workers", self._start_began, has_failed=True)
-            raise
 
     def _look_at_start(self, group: WorkerGroup) -> list[lifecycle.Event]:
         """A worker that fails counts, although others have not been started, if those take long."""
         events = super()._look_at_start(group)
         is_late = time.monotonic() >= self._start_began + _START_PATIENCE_S
-        if events or self._context is None or not is_late or not self._context.failures():
+        if events or self._context is None or not is_late or not (failures := self._context.failures()):
             return events
-        self._result = self._failed_result(self._context, {w.local_rank: w.global_rank for w in group.workers})
+        self._result = self._failed_result(self._context, failures)
         return [lifecycle.WorkersFailed(self._machine.round)]
 
     def _begin_own_start(self, worker_group: WorkerGroup) -> PContext:
@@ -261,32 +255,25 @@ class LocalElasticAgent(SimpleElasticAgent):
             )
             return RunResult(WorkerState.UNKNOWN)
         ended = context.wait(0)
-        to_global = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         if ended is None:
             if self._is_hung(context):
-                return self._failed_result(context, to_global)
+                return self._failed_result(context)
             return RunResult(WorkerState.UNHEALTHY if self._is_stuck(context) else WorkerState.HEALTHY)
         if ended.is_failed():
-            return self._failed_result(context, to_global, ended.failures)
-        values = {to_global[rank]: value for rank, value in ended.return_values.items()}
-        return RunResult(WorkerState.SUCCEEDED, return_values=values)
+            return self._failed_result(context, ended.failures)
+        return RunResult(WorkerState.SUCCEEDED, return_values=self._by_global_rank(ended.return_values))
 
-    def _failed_result(
-        self, context: PContext, to_global: dict[int, int], failures: Mapping[int, ProcessFailure] | None = None
-    ) -> RunResult:
-        failures = context.failures() if failures is None else failures
-        return RunResult(
-            WorkerState.FAILED,
-            failures={to_global[rank]: failure for rank, failure in failures.items()},
-            stopped={to_global[rank]: how for rank, how in context.stopped().items()},
-        )
+    def _by_global_rank(self, by_local_rank: Mapping[int, T]) -> dict[int, T]:
+        to_global = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        return {to_global[rank]: value for rank, value in by_local_rank.items()}
+
+    def _failed_result(self, context: PContext, failures: Mapping[int, ProcessFailure] | None = None) -> RunResult:
+        failures = self._by_global_rank(context.failures() if failures is None else failures)
+        return RunResult(WorkerState.FAILED, failures=failures, stopped=self._by_global_rank(context.stopped()))
 
     def _settle(self, result: RunResult) -> RunResult:
         """Once all workers are stopped, all that they wrote has arrived: the evidence is complete."""
-        if self._context is None:
-            return result
-        to_global = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
-        return self._failed_result(self._context, to_global)
+        return result if self._context is None else self._failed_result(self._context)
 
     # Hangs.
 
@@ -330,7 +317,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         if not finding.is_cause_here:
             return None
         self._blame(context, finding)
-        return self._failed_result(context, {w.local_rank: w.global_rank for w in worker_group.workers})
+        return self._failed_result(context)
 
     def _examine(self, context: PContext, reason: str) -> Finding:
         from holdfast.hangs import watch
@@ -370,8 +357,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _killed_ranks(self) -> tuple[int, ...]:
         stopped = self._context.stopped() if self._context is not None else {}
-        to_global = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
-        return tuple(to_global[rank] for rank, how in stopped.items() if how.startswith("SIGKILL"))
+        return tuple(rank for rank, how in self._by_global_rank(stopped).items() if how.startswith("SIGKILL"))
 
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30, is_restart: bool = False

@@ -451,18 +451,11 @@ def _end_of_piece(data: bytes, start: int) -> int:
 
 
 def _write_some(fd: int | TextIO, data: memoryview) -> int:
-    """One write, as soon as it is possible. Another process may have made the descriptor non-blocking."""
-    if not isinstance(fd, int):
-        fd.write(bytes(data).decode(errors="backslashreplace"))
-        fd.flush()
-        return len(data)
-    while True:
-        try:
-            return os.write(fd, data)
-        except BlockingIOError:
-            writable = select.poll()
-            writable.register(fd, select.POLLOUT)
-            writable.poll()
+    if isinstance(fd, int):
+        return stdio.write_some(fd, data)
+    fd.write(bytes(data).decode(errors="backslashreplace"))
+    fd.flush()
+    return len(data)
 
 
 def _write_all(fd: int, data: bytes) -> None:
