@@ -16,7 +16,7 @@ def cause_of(result: RunResult) -> str:
 
 
 def failure_of(result: RunResult, node: str, *, with_evidence: bool = False) -> Failure:
-    """What the rest of the run is told of this node's failure: first the facts, then the evidence."""
+    """This node's failure as a record for the other nodes: first the facts, then the evidence."""
     root = _root(result)
     if root is None:
         return Failure(node, text=cause_of(result))

@@ -91,9 +91,9 @@ class WorkerHooks(ElasticAgent):
     def _begin_stop(self, group: WorkerGroup, at_once: bool) -> None:
         """Begin to stop the workers, or end the grace of a stop that has begun.
 
-        A hook cannot be told to hurry; if this node has lost its place, the spawner kills the workers. Whether a
-        restart follows is not known yet. A hook that asks is told so, as it may release what the next round needs if
-        none does; `_shutdown` comes at the end in any case."""
+        A hook cannot hurry; if this node has lost its place, the spawner kills the workers. Whether a restart follows
+        is not known yet. Hooks with an argument `is_restart` get True, so that they keep what the next round may need;
+        the agent calls `_shutdown` at the end in any case."""
         call(self._stop_workers, group, is_restart=True)
 
     def _poll_stop(self, group: WorkerGroup) -> bool:

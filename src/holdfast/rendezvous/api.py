@@ -60,7 +60,7 @@ _TRUTH = dict.fromkeys(("1", "true", "t", "yes", "y"), True) | dict.fromkeys(("0
 
 
 class RendezvousParameters:
-    """Everything that a creator is told: who meets where, how many they are, and the backend's own settings, which come
+    """The input of a creator: which run meets where, how many nodes it has, and the backend's own settings. These come
     from the command line as text or from a program as values; `get_as_bool` and `get_as_int` accept both."""
 
     def __init__(

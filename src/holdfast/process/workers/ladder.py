@@ -4,9 +4,9 @@ A worker is the leader of a session of its own, and everything that it starts be
 every path (a failure, a restart, a signal, the end):
 
 1. SIGNALLED: the leaders get the signal, all at once. The grace period is counted for all of them in parallel.
-2. KILLED: no leader is left, the grace is over, or `hurry` has ended it. The spawner is told to send SIGKILL to
-   everything below it, leaders and descendants alike, and to say when nothing is left. It names a process that even
-   SIGKILL does not end (uninterruptible sleep) and waits no longer than `procfs.KILL_PATIENCE_S` for it.
+2. KILLED: no leader is left, the grace is over, or `hurry` has ended it. The agent orders the spawner to send SIGKILL
+   to everything below it, leaders and descendants alike, and to report when nothing is left. It names a process that
+   even SIGKILL does not end (uninterruptible sleep) and waits no longer than `procfs.KILL_PATIENCE_S` for it.
 3. GONE: the spawner has answered. One that has not by the deadline is killed itself, and the agent kills what the
    spawner had owned.
 

@@ -52,7 +52,7 @@ def new_group(
     watch: OutputWatch | None = None,
 ) -> PContext:
     """One life of a group, before its start. A `link` to a spawner that is already there saves starting another one.
-    When the `lease` expires the spawner kills the processes. A `watch` is told when they write something."""
+    When the `lease` expires the spawner kills the processes. A `watch` notes when they write something."""
     kind = SubprocessContext if isinstance(spec.entrypoint, str) else MultiprocessContext
     context = kind.__new__(kind)
     context.set_up(spec, args, envs, log_line_prefixes, link, lease, watch)

@@ -57,7 +57,7 @@ class Round:
         return True
 
     def failures_besides(self, cause: Failure) -> tuple[Failure, ...]:
-        """The first of the others. Every node is told of them, so their evidence is bounded together."""
+        """The first of the others. They go to every node, so their evidence is bounded together."""
         others, left_chars = [], MAX_OTHER_EVIDENCE
         besides = (each for each in self.failures.values() if each is not cause)
         for failure in itertools.islice(besides, MAX_OTHER_FAILURES):
