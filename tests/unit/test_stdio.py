@@ -131,11 +131,11 @@ def test_lines_above_the_bound_are_counted_where_they_are_missing() -> None:
             stdio.write(stream, line)
         stdio.write(stream, "the report\n", may_drop=False)
         stdio.write(stream, "late\n")
-        heard = read_all(reader, b"not read\n").decode()
+        said_again = "holdfast: 1 line dropped here, because this output was not read\n"
+        heard = read_all(reader, said_again.encode()).decode()
     kept = heard.count(line)
     assert kept == (1 << 20) // len(line)
     missing = f"holdfast: {1500 - kept} lines dropped here, because this output was not read\n"
-    said_again = "holdfast: 1 line dropped here, because this output was not read\n"
     assert heard == "." * filling + kept * line + missing + "the report\n" + said_again
 
 
