@@ -57,8 +57,9 @@ def run(home: Path, *args: str) -> tuple[int, list[str]]:
     support.write_script(home / "test_it.py", TESTS)
     (home / "pytest.ini").write_text("[pytest]\n")
     env = {**os.environ, "CI": "true", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # Each start would import plug-ins that these tests do not use.
     env.pop("PYTEST_ADDOPTS", None)
-    command = [sys.executable, "-m", "tests.rerun", "-p", "no:cacheprovider", *args]
+    command = [sys.executable, "-m", "tests.rerun", "-p", "xdist", "-p", "no:cacheprovider", *args]
     ended = subprocess.run(
         command, cwd=home, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
     )
