@@ -32,9 +32,8 @@ from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.lease import Lease
-from holdfast.process.spec import GroupSpec
 from holdfast.process.workers.group import PContext
-from holdfast.process.workers.start import new_group
+from holdfast.process.workers.start import GroupSpec, new_group
 from holdfast.telemetry import fallback_log
 from holdfast.telemetry.metrics import failure_put, prof, put_call, put_metric
 

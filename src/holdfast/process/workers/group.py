@@ -20,7 +20,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,20 +32,9 @@ from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import LogsDest, LogsSpecs
 from holdfast.process.output.streams import Outlets, dup_or_null
 from holdfast.process.spawner import calls, command
-from holdfast.process.spawner.client import (
-    Exited,
-    Refused,
-    Report,
-    SpawnerLink,
-    SpawnerLost,
-    Started,
-    StartOrder,
-    Swept,
-    allow_descriptors_for,
-    starting,
-)
+from holdfast.process.spawner.client import SpawnerLink, allow_descriptors_for, starting
 from holdfast.process.spawner.lease import Lease
-from holdfast.process.spec import GroupSpec
+from holdfast.process.spawner.wire import Message, memory_file
 from holdfast.process.workers.ladder import Action, Ladder, Rung
 from holdfast.process.workers.worker import RunProcsResult, Slot, Stop, UnreadableValue
 
@@ -60,9 +49,10 @@ _MOST_UNDERWAY = 16
 
 
 class PContext(abc.ABC):
-    """A group of processes that start and stop together. Made by `start_processes`.
+    """A group of processes that start and stop together. Made by `start_processes` or `new_group`.
 
-    The constructor has the signature that users know; holdfast itself goes through `new_group`.
+    A `link` to a spawner that is already there saves starting another one. When the `lease` expires the spawner kills
+    the processes. A `watch` notes when they write something.
     """
 
     def __init__(
@@ -73,45 +63,35 @@ class PContext(abc.ABC):
         envs: dict[int, dict[str, str]],
         logs_specs: LogsSpecs,
         log_line_prefixes: dict[int, str] | None = None,
-        duplicate_stdout_filters: list[str] | None = None,
-        duplicate_stderr_filters: list[str] | None = None,
+        duplicate_stdout_filters: Sequence[str] | None = None,
+        duplicate_stderr_filters: Sequence[str] | None = None,
         *,
-        start_method: str = "spawn",
         numa_options: Any = None,
-    ) -> None:
-        filters = (duplicate_stdout_filters, duplicate_stderr_filters)
-        spec = GroupSpec(name, entrypoint, logs_specs, start_method, None, numa_options, *filters)
-        self.set_up(spec, args, envs, log_line_prefixes)
-
-    def set_up(
-        self,
-        spec: GroupSpec,
-        args: dict[int, tuple[Any, ...]],
-        envs: dict[int, dict[str, str]],
-        log_line_prefixes: dict[int, str] | None = None,
         link: SpawnerLink | None = None,
         lease: Lease | None = None,
         watch: OutputWatch | None = None,
     ) -> None:
-        _check_ranks("args", args, len(args))
-        _check_ranks("envs", envs, len(args))
-        self._spec = spec
-        self.name = spec.role
-        self.entrypoint = spec.entrypoint
+        for what, mapping in (("args", args), ("envs", envs)):
+            if set(mapping) != set(range(len(args))):
+                expected = list(range(len(args)))
+                raise RuntimeError(f"{what} must have the local ranks {expected} as keys, not {sorted(mapping)}")
+        self.name = name
+        self.entrypoint = entrypoint
         self.args = args
         self.envs = envs
         self.nprocs = len(args)
-        self._link = link
-        self._owns_link = link is None
-        self.destinations: LogsDest = spec.logs_specs.reify(envs)
+        self.destinations: LogsDest = logs_specs.reify(envs)
         self.stdouts = self.destinations.stdouts
         self.stderrs = self.destinations.stderrs
         self.error_files = self.destinations.error_files
         self.filtered_stdout = self.destinations.filtered_stdout
         self.filtered_stderr = self.destinations.filtered_stderr
         self.survivors: tuple[tuple[int, str], ...] = ()
-        filters = {"stdout": spec.duplicate_stdout_filters, "stderr": spec.duplicate_stderr_filters}
-        self._outlets = Outlets(self.name, self.destinations, log_line_prefixes or {}, filters, watch)
+        filters = {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters}
+        self._outlets = Outlets(name, self.destinations, log_line_prefixes or {}, filters, watch)
+        self._numa_options = numa_options
+        self._link = link
+        self._owns_link = link is None
         self._lease = lease
         self._slots: dict[int, Slot] = {}
         self._resources = ExitStack()
@@ -141,7 +121,7 @@ class PContext(abc.ABC):
         if self._slots:
             raise ValueError(f"the processes of {self.name!r} were started before")
         self._resources.enter_context(signals.deferred())
-        with self._all_or_none(), starting():
+        with self._all_or_none(), starting:
             self._kills_before = oom.memory_killer_counter()
             if self._link is None:
                 self._link = self._make_link()
@@ -162,7 +142,7 @@ class PContext(abc.ABC):
                     raise OSError(slot.refusal, os.strerror(slot.refusal), self._display_name(rank))
             if self._lost_how and any(slot.pid is None for slot in self._slots.values()):
                 raise HostError(f"the processes of {self.name} were not all started: the spawner {self._lost_how}")
-            with starting():
+            with starting:
                 self._order_more(self._link)
         return not any(slot.is_underway for slot in self._slots.values())
 
@@ -188,7 +168,7 @@ class PContext(abc.ABC):
                 "stderr": _keep(unsent, self._outlets.open("stderr", rank)),
             }
             kind, argv = self._describe(rank, fds, unsent)
-            link.start(StartOrder(rank, kind, argv, self.envs[rank], self._cpus(rank), fds))
+            link.start(rank, kind, argv, self.envs[rank], self._cpus(rank), fds)
             unsent.pop_all()
 
     @abc.abstractmethod
@@ -199,11 +179,11 @@ class PContext(abc.ABC):
         return SpawnerLink.launch()
 
     def _cpus(self, rank: int) -> frozenset[int]:
-        if self._spec.numa_options is None:
+        if self._numa_options is None:
             return frozenset()
         from holdfast.process.workers import cpus
 
-        return cpus.cpus_for(self._spec.numa_options, rank, self.nprocs)
+        return cpus.cpus_for(self._numa_options, rank, self.nprocs)
 
     # Watching.
 
@@ -276,21 +256,21 @@ class PContext(abc.ABC):
         for report in self._link.reports() if self._link is not None else ():
             self._note(report)
 
-    def _note(self, report: Report) -> None:
+    def _note(self, report: Message) -> None:
         match report:
-            case Started(rank, pid, pidfd):
+            case ("started", rank, pid, pidfd):
                 self._slots[rank].pid, self._slots[rank].pidfd = pid, pidfd
                 # It was on its way when the others got their signal. Without a pidfd it may be gone, its pid reused.
                 if self._stop is not None and pidfd is not None:
                     self._slots[rank].send(self._stop.signal)
-            case Refused(rank, number):
+            case ("refused", rank, number):
                 self._slots[rank].refusal = number
-            case Exited(rank, exitcode, order):
+            case ("exited", rank, exitcode, order):
                 self._slots[rank].end(exitcode, order, self._stop)
-            case Swept(survivors):
+            case ("swept", survivors):
                 self._is_swept = True
-                self.survivors = survivors
-            case SpawnerLost(how):
+                self.survivors = tuple(survivors)
+            case ("lost", how):
                 self._lose_everything(how)
 
     def _lose_everything(self, how: str) -> None:
@@ -465,21 +445,18 @@ class MultiprocessContext(PContext):
         envs: dict[int, dict[str, str]],
         start_method: str,
         *others: Any,
+        link: SpawnerLink | None = None,
         **more: Any,
     ) -> None:
-        super().__init__(name, entrypoint, args, envs, *others, start_method=start_method, **more)
-
-    def set_up(self, spec: GroupSpec, args: dict[int, tuple[Any, ...]], *life: Any, **more: Any) -> None:
-        self.start_method = spec.start_method
-        if self.start_method not in ("spawn", "fork", "forkserver"):
-            raise UserError(f"unknown start method {self.start_method!r}; there are spawn, fork and forkserver")
-        assert callable(spec.entrypoint)
+        if start_method not in ("spawn", "fork", "forkserver"):
+            raise UserError(f"unknown start method {start_method!r}; there are spawn, fork and forkserver")
+        self.start_method = start_method
         self._peers = calls.Peers()
-        sent = args if self.start_method != "fork" else {}
-        self._payloads = {rank: calls.pickled_call(spec.entrypoint, values) for rank, values in sent.items()}
-        super().set_up(spec, args, *life, **more)
-        if self.start_method != "spawn":  # Neither a cold spawner nor one that is older than this call will do.
-            self._link, self._owns_link = None, True
+        sent = args if start_method != "fork" else {}
+        self._payloads = {rank: calls.pickled_call(entrypoint, values) for rank, values in sent.items()}
+        if start_method != "spawn":  # Neither a cold spawner nor one that is older than this call will do.
+            link = None
+        super().__init__(name, entrypoint, args, envs, *others, link=link, **more)
 
     def _make_link(self) -> SpawnerLink:
         if self.start_method == "fork":
@@ -498,7 +475,7 @@ class MultiprocessContext(PContext):
             fds |= {name: _keep(unsent, fd) for name, fd in copies.items()}
         if self.start_method == "fork":
             return "memory", ()
-        fds["HOLDFAST_PAYLOAD"] = _keep(unsent, calls.memory_file(self._payloads[rank]))
+        fds["HOLDFAST_PAYLOAD"] = _keep(unsent, memory_file(self._payloads[rank]))
         if self.start_method == "forkserver":
             return "payload", ()
         return "exec", command.function_command().argv
@@ -509,12 +486,6 @@ class MultiprocessContext(PContext):
     def _release(self) -> None:
         super()._release()
         self._peers.close()
-
-
-def _check_ranks(what: str, mapping: Mapping[int, Any], count: int) -> None:
-    expected = set(range(count))
-    if set(mapping) != expected:
-        raise RuntimeError(f"{what} must have the local ranks {sorted(expected)} as keys, not {sorted(mapping)}")
 
 
 def _text(value: Any) -> str:
