@@ -293,7 +293,7 @@ def test_a_lost_place_ends_the_grace(mailbox: support.Mailbox) -> None:
 def test_a_worker_that_fails_counts_while_another_one_cannot_be_started(
     hanging: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def describe(context: PContext, rank: int, fds: Any, unsent: Any) -> tuple[str, tuple[str, ...]]:
+    def describe(context: PContext, rank: int, fds: Any) -> tuple[str, tuple[str, ...]]:
         return "exec", (hanging,) if rank else ("false",)
 
     monkeypatch.setattr(SubprocessContext, "_describe", describe)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     Program = Callable[[], object]
-    Call = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+    Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 MAGIC, VALUE, ERROR = b"\0HF1", b"V", b"E"
 MESSAGE_LIMIT, CALLSTACK_LIMIT = 64 << 10, 256 << 10
@@ -221,7 +221,7 @@ def prepare(evidence: Evidence) -> "Program":
     library_path[:] = sys.path
     mode, *rest = sys.argv[1:] or sys.exit("bootstrap.py: there is nothing to run")
     if mode == "--holdfast-function":
-        return lambda: sys.exit(run_function(payload_call(payload_fd), evidence.fd, Peers(*peers_fds)))
+        return lambda: sys.exit(run_function(lambda: load_call(payload_fd), evidence.fd, Peers(*peers_fds)))
     if hasattr(sys, "orig_argv"):
         del sys.orig_argv[-len(sys.argv)]
     if mode == "-m":
@@ -355,21 +355,17 @@ def reset_main(loader: object = None, path: str = "") -> None:
 # Workers that call a function.
 
 
-def payload_call(fd: int) -> "Call":
+def load_call(fd: int) -> "Call":
     """The call that a file holds, pickled: `(sys.path, sys.argv, pickled (function, arguments))`."""
+    import pickle
 
-    def call() -> "tuple[Callable[..., Any], tuple[Any, ...]]":
-        import pickle
-
-        os.lseek(fd, 0, os.SEEK_SET)
-        with open(fd, "rb") as file:
-            sys.path[:], sys.argv[:], pickled = pickle.load(file)
-        main = sys.modules["__main__"] = type(sys)("__main__")
-        main.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"])
-        function, args = pickle.loads(pickled)
-        return function, args
-
-    return call
+    os.lseek(fd, 0, os.SEEK_SET)
+    with open(fd, "rb") as file:
+        sys.path[:], sys.argv[:], pickled = pickle.load(file)
+    main = sys.modules["__main__"] = type(sys)("__main__")
+    main.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"])
+    function, args = pickle.loads(pickled)
+    return function, args
 
 
 class Peers:
@@ -407,13 +403,13 @@ class Peers:
                 os.close(fd)
 
 
-def run_function(call: "Call", blackbox_fd: int, peers: "Peers | None" = None) -> int:
+def run_function(load: "Callable[[], Call]", blackbox_fd: int, peers: "Peers | None" = None) -> int:
     """Call the function, leave its value or its failure in the black box, and return the exit status."""
     evidence = Evidence(blackbox_fd)
     function, value = None, None
     try:
         try:
-            function, args = call()
+            function, args = load()
             value = function(*args)
         except SystemExit as exc:
             if exc.code is not None and exc.code != 0:

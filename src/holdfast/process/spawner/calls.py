@@ -14,7 +14,7 @@ from holdfast.process.spawner.wire import Pipe
 
 
 def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The call, for `bootstrap.payload_call`."""
+    """The call, for `bootstrap.load_call`."""
     import cloudpickle
 
     try:

@@ -59,7 +59,7 @@ _DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal
 # Python ignores these for itself; a program that it starts expects the usual.
 _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
 
-Call = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class _Worker:
@@ -114,9 +114,11 @@ class Spawner:
         while self._channel.is_open and not self._is_over:
             wanted = select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0)
             poller.register(self._channel.fileno(), wanted)
-            if any(fd in self._agent for fd, _ in poller.poll(self._poll_timeout_ms())):
+            ready = [fd for fd, _ in poller.poll(self._poll_timeout_ms())]
+            if any(fd in self._agent for fd in ready):
                 break
-            self._drain_wakeups()
+            if self._wake_read in ready:
+                os.read(self._wake_read, 1 << 16)
             self._channel.flush()
             for worker in self._starting():
                 self._hear_start(worker)
@@ -144,13 +146,6 @@ class Spawner:
         if self._sweep_deadline is not None:
             deadlines.append(self._sweep_deadline)
         return max(0.0, (min(deadlines) - time.monotonic()) * 1000) if deadlines else None
-
-    def _drain_wakeups(self) -> None:
-        try:
-            while os.read(self._wake_read, 512):
-                pass
-        except BlockingIOError:
-            pass
 
     # What the agent says.
 
@@ -261,9 +256,12 @@ class Spawner:
         reports = [worker.report_fd for worker in self._starting()]
         for fd in (self._wake_read, self._wake_write, *self._lease_fds, *self._agent, *reports, *others):
             os.close(fd)
-        call = self._calls[id_] if kind == "memory" else bootstrap.payload_call(fds["HOLDFAST_PAYLOAD"])
         peers = bootstrap.Peers(*(fds.get(name, -1) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")))
-        bootstrap.finish_forked(bootstrap.run_function(call, fds["HOLDFAST_BLACKBOX"], peers))
+
+        def load() -> Call:
+            return self._calls[id_] if kind == "memory" else bootstrap.load_call(fds["HOLDFAST_PAYLOAD"])
+
+        bootstrap.finish_forked(bootstrap.run_function(load, fds["HOLDFAST_BLACKBOX"], peers))
 
     # Ends.
 

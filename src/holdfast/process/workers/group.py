@@ -34,9 +34,9 @@ from holdfast.process.output.streams import Outlets, dup_or_null
 from holdfast.process.spawner import calls, command
 from holdfast.process.spawner.client import SpawnerLink, allow_descriptors_for, starting
 from holdfast.process.spawner.lease import Lease
-from holdfast.process.spawner.wire import Message, memory_file
+from holdfast.process.spawner.wire import memory_file
 from holdfast.process.workers.ladder import Action, Ladder, Rung
-from holdfast.process.workers.worker import RunProcsResult, Slot, Stop, UnreadableValue
+from holdfast.process.workers.worker import RunProcsResult, Slot, Stop
 
 if TYPE_CHECKING:
     from holdfast.process.output.watch import OutputWatch
@@ -137,9 +137,10 @@ class PContext(abc.ABC):
         assert self._link is not None
         with self._all_or_none():
             self._take_reports()
-            for rank, slot in self._slots.items():
+            for slot in self._slots.values():
                 if slot.refusal is not None:
-                    raise OSError(slot.refusal, os.strerror(slot.refusal), self._display_name(rank))
+                    name = self.entrypoint if isinstance(self.entrypoint, str) else calls.name_of(self.entrypoint)
+                    raise OSError(slot.refusal, os.strerror(slot.refusal), name)
             if self._lost_how and any(slot.pid is None for slot in self._slots.values()):
                 raise HostError(f"the processes of {self.name} were not all started: the spawner {self._lost_how}")
             with starting:
@@ -161,18 +162,20 @@ class PContext(abc.ABC):
 
     def _order(self, link: SpawnerLink, rank: int) -> None:
         self._slots[rank] = Slot(rank, os.memfd_create(f"holdfast-{rank}", os.MFD_CLOEXEC))
-        with ExitStack() as unsent:
-            fds = {
-                "stdin": _keep(unsent, dup_or_null(0)),
-                "stdout": _keep(unsent, self._outlets.open("stdout", rank)),
-                "stderr": _keep(unsent, self._outlets.open("stderr", rank)),
-            }
-            kind, argv = self._describe(rank, fds, unsent)
+        fds: dict[str, int] = {}
+        try:
+            fds["stdin"] = dup_or_null(0)
+            fds["stdout"] = self._outlets.open("stdout", rank)
+            fds["stderr"] = self._outlets.open("stderr", rank)
+            kind, argv = self._describe(rank, fds)
             link.start(rank, kind, argv, self.envs[rank], self._cpus(rank), fds)
-            unsent.pop_all()
+        except BaseException:
+            for fd in fds.values():
+                os.close(fd)
+            raise
 
     @abc.abstractmethod
-    def _describe(self, rank: int, fds: dict[str, int], unsent: ExitStack) -> tuple[str, tuple[str, ...]]:
+    def _describe(self, rank: int, fds: dict[str, int]) -> tuple[str, tuple[str, ...]]:
         """How the spawner starts this rank: the kind and the command line. May add descriptors."""
 
     def _make_link(self) -> SpawnerLink:
@@ -254,24 +257,22 @@ class PContext(abc.ABC):
 
     def _take_reports(self) -> None:
         for report in self._link.reports() if self._link is not None else ():
-            self._note(report)
-
-    def _note(self, report: Message) -> None:
-        match report:
-            case ("started", rank, pid, pidfd):
-                self._slots[rank].pid, self._slots[rank].pidfd = pid, pidfd
-                # It was on its way when the others got their signal. Without a pidfd it may be gone, its pid reused.
-                if self._stop is not None and pidfd is not None:
-                    self._slots[rank].send(self._stop.signal)
-            case ("refused", rank, number):
-                self._slots[rank].refusal = number
-            case ("exited", rank, exitcode, order):
-                self._slots[rank].end(exitcode, order, self._stop)
-            case ("swept", survivors):
-                self._is_swept = True
-                self.survivors = tuple(survivors)
-            case ("lost", how):
-                self._lose_everything(how)
+            match report:
+                case ("started", rank, pid, pidfd):
+                    self._slots[rank].pid, self._slots[rank].pidfd = pid, pidfd
+                    # It was on its way when the others got their signal. Without a pidfd it may be gone, its pid
+                    # reused.
+                    if self._stop is not None and pidfd is not None:
+                        self._slots[rank].send(self._stop.signal)
+                case ("refused", rank, number):
+                    self._slots[rank].refusal = number
+                case ("exited", rank, exitcode, order):
+                    self._slots[rank].end(exitcode, order, self._stop)
+                case ("swept", survivors):
+                    self._is_swept = True
+                    self.survivors = tuple(survivors)
+                case ("lost", how):
+                    self._lose_everything(how)
 
     def _lose_everything(self, how: str) -> None:
         self._is_swept = True
@@ -281,26 +282,18 @@ class PContext(abc.ABC):
                 slot.note = f"the spawner that owned it {how}"
                 slot.end(-signal.SIGKILL, None, self._stop)
 
-    def _display_name(self, rank: int) -> str:
-        return self.entrypoint if isinstance(self.entrypoint, str) else calls.name_of(self.entrypoint)
-
     # Results.
 
     def _result(self) -> RunProcsResult | None:
-        failures = self.failures()
-        if failures:
-            return RunProcsResult(failures=failures, stdouts=self.stdouts, stderrs=self.stderrs)
-        if any(slot.exitcode is None for slot in self._slots.values()):
-            return None
-        # Asked for after `close`: who was stopped has not succeeded.
-        stopped = {rank: self._failure(slot) for rank, slot in self._slots.items() if slot.exitcode}
-        if stopped:
-            return RunProcsResult(failures=stopped, stdouts=self.stdouts, stderrs=self.stderrs)
-        try:
+        failures, values = self.failures(), {}
+        if not failures:
+            if any(slot.exitcode is None for slot in self._slots.values()):
+                return None
             values = {rank: slot.return_value() for rank, slot in self._slots.items()}
-        except UnreadableValue:
-            return self._result()  # The slot now carries the failure.
-        return RunProcsResult(return_values=values, stdouts=self.stdouts, stderrs=self.stderrs)
+            # A value may be unreadable. Asked for after `close`: a worker that was stopped has not succeeded.
+            stopped = {rank: self._failure(slot) for rank, slot in self._slots.items() if slot.exitcode}
+            failures = stopped or self.failures()
+        return RunProcsResult({} if failures else values, failures, self.stdouts, self.stderrs)
 
     def failures(self) -> dict[int, ProcessFailure]:
         """What failed by itself so far, with the evidence there is at this moment."""
@@ -369,7 +362,11 @@ class PContext(abc.ABC):
             for slot in self._slots.values():
                 slot.was_starting = slot.is_underway
             self._dismiss_returned()
-            self._signal_leaders(number)
+            for slot in self._slots.values():
+                if slot.is_running:
+                    slot.send(number)
+                    if slot.hang:  # It may be stopped, and would not hear of it.
+                        slot.send(signal.SIGCONT)
             self._ladder = Ladder(grace_s, time.monotonic())
 
     def poll_stop(self) -> bool:
@@ -402,13 +399,6 @@ class PContext(abc.ABC):
     def _dismiss_returned(self) -> None:  # noqa: B027  (only function workers wait)
         """Workers that have returned and wait for others wait no longer."""
 
-    def _signal_leaders(self, number: signal.Signals) -> None:
-        for slot in self._slots.values():
-            if slot.is_running:
-                slot.send(number)
-                if slot.hang:  # It may be stopped, and would not hear of it.
-                    slot.send(signal.SIGCONT)
-
     def _release(self) -> None:
         if self._is_closed:
             return
@@ -426,11 +416,11 @@ class PContext(abc.ABC):
 class SubprocessContext(PContext):
     """Processes that execute a program."""
 
-    def _describe(self, rank: int, fds: dict[str, int], unsent: ExitStack) -> tuple[str, tuple[str, ...]]:
+    def _describe(self, rank: int, fds: dict[str, int]) -> tuple[str, tuple[str, ...]]:
         assert isinstance(self.entrypoint, str)
         described = command.command_for(self.entrypoint, [_text(each) for each in self.args[rank]])
         if described.is_python:
-            fds["HOLDFAST_BLACKBOX"] = _keep(unsent, os.dup(self._slots[rank].blackbox_fd))
+            fds["HOLDFAST_BLACKBOX"] = os.dup(self._slots[rank].blackbox_fd)
         return "exec", described.argv
 
 
@@ -460,22 +450,17 @@ class MultiprocessContext(PContext):
 
     def _make_link(self) -> SpawnerLink:
         if self.start_method == "fork":
-            return SpawnerLink.fork({rank: self._call_in_memory(rank) for rank in range(self.nprocs)})
+            assert callable(self.entrypoint)
+            return SpawnerLink.fork({rank: (self.entrypoint, tuple(args)) for rank, args in self.args.items()})
         return SpawnerLink.launch(with_site_packages=self.start_method == "forkserver")
 
-    def _call_in_memory(self, rank: int) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
-        assert callable(self.entrypoint)
-        call = (self.entrypoint, tuple(self.args[rank]))
-        return lambda: call
-
-    def _describe(self, rank: int, fds: dict[str, int], unsent: ExitStack) -> tuple[str, tuple[str, ...]]:
-        fds["HOLDFAST_BLACKBOX"] = _keep(unsent, os.dup(self._slots[rank].blackbox_fd))
+    def _describe(self, rank: int, fds: dict[str, int]) -> tuple[str, tuple[str, ...]]:
+        fds["HOLDFAST_BLACKBOX"] = os.dup(self._slots[rank].blackbox_fd)
         if self.nprocs > 1:
-            copies = self._peers.descriptors(is_last=rank == self.nprocs - 1)
-            fds |= {name: _keep(unsent, fd) for name, fd in copies.items()}
+            fds |= self._peers.descriptors(is_last=rank == self.nprocs - 1)
         if self.start_method == "fork":
             return "memory", ()
-        fds["HOLDFAST_PAYLOAD"] = _keep(unsent, memory_file(self._payloads[rank]))
+        fds["HOLDFAST_PAYLOAD"] = memory_file(self._payloads[rank])
         if self.start_method == "forkserver":
             return "payload", ()
         return "exec", command.function_command().argv
@@ -490,9 +475,3 @@ class MultiprocessContext(PContext):
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else os.fsdecode(value) if isinstance(value, bytes) else str(value)
-
-
-def _keep(stack: ExitStack, fd: int) -> int:
-    """Closed with the stack, unless the stack is emptied first."""
-    stack.callback(os.close, fd)
-    return fd
