@@ -42,7 +42,7 @@ def file_of(fd: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "message",
     [
-        ("kill", 5.0),
+        ("kill",),
         ("refused", 3, 2),
         ("exited", 0, -11, 7),
         ("swept", [(12, "D"), (13, "Z")]),

@@ -337,7 +337,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         note = f"every thread of every worker is in {finding.path}" if finding.path else ""
         for rank, words in finding.blamed().items():
             pid, stack = finding.pid_of(rank), finding.stack_of(rank)
-            context.blame_hang(pid, words, stack, note, is_waiting=not finding.is_cause_here)
+            context.blame(pid, note, words, stack, is_waiting=not finding.is_cause_here)
 
     def _is_stuck(self, context: PContext) -> bool:
         pid = self._stuck.find(context.pids().values())

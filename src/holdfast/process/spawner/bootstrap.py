@@ -36,9 +36,6 @@ DUMP_SIGNAL = 58  # Sent by the agent to a worker that hangs: faulthandler write
 library_path = sys.path[:0]
 
 
-# The black box.
-
-
 def write_record(fd: int, kind: bytes, payload: bytes) -> None:
     """Append a record, or nothing at all."""
     start = os.lseek(fd, 0, os.SEEK_CUR)
@@ -51,9 +48,6 @@ def write_record(fd: int, kind: bytes, payload: bytes) -> None:
         os.ftruncate(fd, start)
         os.lseek(fd, start, os.SEEK_SET)
         raise
-
-
-# Error data.
 
 
 def library(name: str) -> "Any":
@@ -138,25 +132,23 @@ class Evidence:
             if os.getpid() != self.pid or isinstance(exc, KeyboardInterrupt):
                 return
             if not isinstance(exc, SystemExit):
-                self.record_error(error_data(exc))
-            elif not isinstance(exc.code, (int, type(None))):
+                data = error_data(exc)
+            elif isinstance(exc.code, (int, type(None))):
+                return
+            else:
                 # When `-m` finds no module it exits with a text. A restart does not help, as with an ImportError.
                 is_import = type(exc.__context__).__module__ == "runpy"
                 text = f"ImportError: {text_of(exc.__context__)}" if is_import else text_of(exc.code)
-                self.write_json(message_data(text[-MESSAGE_LIMIT:]))
+                data = message_data(text[-MESSAGE_LIMIT:])
+            try:
+                self.write(ERROR, library("json").dumps(data).encode())
+            finally:
+                path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+                # The program may have written its own.
+                if path and not isinstance(exc, SystemExit) and not os.path.exists(path):
+                    write_json_atomically(path, data)
         except BaseException:
             pass
-
-    def record_error(self, data: "dict[str, Any]") -> None:
-        try:
-            self.write_json(data)
-        finally:
-            path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-            if path and not os.path.exists(path):  # The program may have written its own.
-                write_json_atomically(path, data)
-
-    def write_json(self, data: "dict[str, Any]") -> None:
-        self.write(ERROR, library("json").dumps(data).encode())
 
     def __enter__(self) -> None:
         pass
@@ -475,12 +467,16 @@ def finish_forked(code: int) -> "NoReturn":
             library("multiprocessing.util")._exit_function()
     except BaseException as exc:
         report(exc)
+    flush_streams()
+    os._exit(code)
+
+
+def flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except BaseException:
             pass
-    os._exit(code)
 
 
 OWN_FILE = print_error.__code__.co_filename

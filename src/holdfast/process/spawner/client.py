@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import os
 import select
 import signal
@@ -82,14 +82,15 @@ class SpawnerLink:
     @classmethod
     def fork(cls, calls: Mapping[int, Call]) -> SpawnerLink:
         """A spawner that is a fork of this process and holds the functions that its workers will call."""
-        from holdfast.process.spawner import server
+        from holdfast.process.spawner import bootstrap, server
 
         with starting:
             _ensure_standard_descriptors()
-            _flush_standard_streams()
+            bootstrap.flush_streams()  # What is buffered here would be written once more by every forked process.
             ours, theirs = channel_pair()
             token = os.urandom(8).hex()
-            handlers = {**server.handlers_now(), **signals.inbox().original_handlers()}
+            handlers = {number: signal.getsignal(number) for number in server.DEAF_TO}
+            handlers.update(signals.inbox().original_handlers())
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # The user asked for a fork of this process.
                 pid = os.fork()
@@ -110,16 +111,10 @@ class SpawnerLink:
         self._channel.send(("prepare", dict(os.environb), _directory(), _ignored_signals()))
 
     def start(
-        self,
-        id_: int,
-        kind: str,
-        argv: Iterable[str],
-        environment: Mapping[str, str],
-        cpus: Iterable[int],
-        fds: Mapping[str, int],
+        self, id_: int, kind: str, argv: Iterable[str], env: Mapping[str, str], cpus: Iterable[int], fds: dict[str, int]
     ) -> None:
         """Start one worker. The descriptors become the link's to close."""
-        changes = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
+        changes = {os.fsencode(name): os.fsencode(value) for name, value in env.items()}
         order = (kind, [os.fsencode(part) for part in argv], sorted(cpus))
         self._channel.send(("start", id_, order, changes, tuple(fds)), tuple(fds.values()))
 
@@ -127,32 +122,28 @@ class SpawnerLink:
         """From now on the spawner kills its workers when the lease runs out."""
         self._channel.send(("lease",), (lease.descriptor_for_spawner(),))
 
-    def kill_all(self, patience_s: float = procfs.KILL_PATIENCE_S) -> None:
-        self._channel.send(("kill", patience_s))
+    def kill_all(self) -> None:
+        self._channel.send(("kill",))
 
     def reports(self) -> list[Message]:
-        """What the spawner has said since the last call. Never waits. The reports are those of `server`, and
-
-        started(id, pid, pidfd)     where the kernel has pidfds; else the last one is None
-        lost(how)                   the spawner itself is gone, and with it every worker
-        """
+        """What the spawner has said since the last call (see `server`), and `lost(how)` if it is gone and every worker
+        with it. Never waits. `started` has the pidfd as one more value; it is None if the kernel has none."""
         if self._is_lost:
             return []
         self._channel.flush()
-        reports = [self._note(message, fds) for message, fds in self._channel.receive()]
+        reports: list[Message] = []
+        for report, fds in self._channel.receive():
+            match report:
+                case ("started", _, pid):
+                    self._sessions.add(pid)
+                    report = (*report, fds[0] if fds else None)
+                case ("swept", survivors):
+                    self._sessions.clear()
+                    self._has_survivors = bool(survivors)
+            reports.append(report)
         if not self._channel.is_open:
             reports.append(("lost", self._lose()))
         return reports
-
-    def _note(self, message: Message, fds: list[int]) -> Message:
-        match message:
-            case ("started", _, pid):
-                self._sessions.add(pid)
-                return (*message, fds[0] if fds else None)
-            case ("swept", survivors):
-                self._sessions.clear()
-                self._has_survivors = bool(survivors)
-        return message
 
     def wait(self, timeout_s: float | None, *, new_signals_only: bool = False) -> None:
         """Wait until the spawner says something or takes more orders, a signal comes, or the time is up."""
@@ -169,65 +160,52 @@ class SpawnerLink:
         self._is_lost = True
         self._channel.close()
         how = _describe_end(_reap(self._pid, _GOODBYE_PATIENCE_S))
-        self._sweep_orphans()
-        return how
-
-    def _sweep_orphans(self) -> None:
         deadline = time.monotonic() + (0.0 if self._has_survivors else procfs.KILL_PATIENCE_S)
         while found := procfs.sweep_marked(self._token.encode() + b".", frozenset(self._sessions)):
             if time.monotonic() > deadline:
                 break
             for pid in found:
                 _wait_until_gone(pid, deadline)
+        return how
 
     def close(self) -> None:
         """Hang up: the spawner kills whatever is left and ends. If it does not, it is killed itself."""
         if self._is_lost:
             return
-        self._is_lost = True
         self._channel.send(("goodbye",))  # Closing the socket would do, if no other process held a copy of it.
         self._channel.close()
         patience_s = 0.0 if self._has_survivors else _GOODBYE_PATIENCE_S
         if _wait_until_gone(self._pid, time.monotonic() + patience_s):
+            self._is_lost = True
             _reap(self._pid, 0.0)
         else:
-            self._kill()
+            self.kill_spawner()
 
     def kill_spawner(self) -> None:
         """For a spawner that does not answer: end it, and what it owned with it."""
         if not self._is_lost:
-            self._kill()
-
-    def _kill(self) -> None:
-        procfs.kill(self._pid)
-        self._lose()
+            procfs.kill(self._pid)
+            self._lose()
 
 
-_early: SpawnerLink | None = None
+_early: list[SpawnerLink] = []
 
 
 def launch_early() -> None:
     """Start a spawner before it is known what for. It gets ready while the command line is still being read; if it
     is never needed, it ends when this process does. If the system refuses now, that is said when one is needed."""
-    global _early
-    try:
-        _early = SpawnerLink.launch()
-    except (OSError, HostError):
-        _early = None
+    with contextlib.suppress(OSError, HostError):
+        _early.append(SpawnerLink.launch())
 
 
 def drop_early() -> None:
     """It was not needed: see it off before this process ends."""
-    global _early
-    link, _early = _early, None
-    if link is not None:
-        link.close()
+    while _early:
+        _early.pop().close()
 
 
 def launch_or_take_early() -> SpawnerLink:
-    global _early
-    link, _early = _early, None
-    if link is not None and link.is_idle():
+    if _early and (link := _early.pop()).is_idle():
         return link
     return SpawnerLink.launch()
 
@@ -263,18 +241,8 @@ def _ensure_standard_descriptors() -> None:
     for fd in range(3):
         try:
             os.fstat(fd)
-        except OSError as error:
-            if error.errno == errno.EBADF:
-                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-
-
-def _flush_standard_streams() -> None:
-    """What is buffered here would be written once more by every forked process."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (AttributeError, OSError, ValueError):
-            pass
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def _reap(pid: int, patience_s: float) -> int | None:

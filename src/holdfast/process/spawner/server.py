@@ -7,7 +7,7 @@ the agent says:
 
     prepare(environment, directory, ignored signals)     what the next workers inherit
     start(id, (kind, argv, cpus), changes to the environment, names of the descriptors)
-    kill(patience)                                       end every tree, say `swept` when it is done
+    kill()                                               end every tree, say `swept` when it is done
     lease()                                              with a pipe that says until when workers may live
     goodbye()                                            end every tree and yourself
 
@@ -55,7 +55,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 # What a person or a terminal might send to everything at once. The spawner ends when its agent does.
-_DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # Python ignores these for itself; a program that it starts expects the usual.
 _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
 
@@ -72,19 +72,16 @@ class _Worker:
 
 
 class Spawner:
-    """The process's one loop. `calls` are the functions that a fork of the caller's process holds."""
+    """The process's one loop. `calls` are the functions that a fork of the caller's process holds, `handlers` those of
+    its signals."""
 
     def __init__(
-        self,
-        channel: Channel,
-        token: str,
-        calls: dict[int, Call] | None = None,
-        handlers: dict[Any, Any] | None = None,
+        self, channel: Channel, token: str, calls: dict[int, Call] | None = None, handlers: dict[Any, Any] | None = None
     ) -> None:
         self._channel = channel
         self._token = token.encode()
         self._calls = calls or {}
-        self._handlers = handlers
+        self._handlers = handlers or {}
         self._pid = os.getpid()
         self._orders: deque[tuple[Message, list[int]]] = deque()
         self._workers: dict[int, _Worker] = {}
@@ -104,17 +101,16 @@ class Spawner:
 
     def serve(self) -> None:
         self._become_owner()
-        poller = self._poller
-        poller.register(self._wake_read, select.POLLIN)
-        # The socket stays open if the agent's program had forked a child that holds it too, so that the agent
+        self._poller.register(self._wake_read, select.POLLIN)
+        # The socket stays open if a child of the agent's program holds it too (forked by a library in C), so the agent
         # itself is watched as well.
         self._agent = _pidfd(os.getppid())
         for fd in self._agent:
-            poller.register(fd, select.POLLIN)
+            self._poller.register(fd, select.POLLIN)
         while self._channel.is_open and not self._is_over:
             wanted = select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0)
-            poller.register(self._channel.fileno(), wanted)
-            ready = [fd for fd, _ in poller.poll(self._poll_timeout_ms())]
+            self._poller.register(self._channel.fileno(), wanted)
+            ready = [fd for fd, _ in self._poller.poll(self._poll_timeout_ms())]
             if any(fd in self._agent for fd in ready):
                 break
             if self._wake_read in ready:
@@ -133,7 +129,7 @@ class Spawner:
 
     def _become_owner(self) -> None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        for number in _DEAF_TO:
+        for number in DEAF_TO:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Whatever the thread that started us had blocked.
         signal.signal(signal.SIGCHLD, _do_nothing)
@@ -157,8 +153,8 @@ class Spawner:
                 self._start(id_, order, changes, dict(zip(names, fds, strict=True)))
             case ("lease",):
                 self._take_lease(fds[0])
-            case ("kill", patience_s):
-                self._sweep_deadline = time.monotonic() + patience_s
+            case ("kill",):
+                self._sweep_deadline = time.monotonic() + procfs.KILL_PATIENCE_S
                 self._go_on_sweeping()
             case ("goodbye",):
                 self._is_over = True
@@ -239,7 +235,7 @@ class Spawner:
     def _reset_signals(self, also: tuple[int, ...] = ()) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in (*_DEAF_TO, *also):
+        for number in (*DEAF_TO, *also):
             signal.signal(number, signal.SIG_IGN if number in self._ignored else signal.SIG_DFL)
 
     def _call_function(self, kind: str, id_: int, environment: dict[bytes, bytes], fds: dict[str, int]) -> NoReturn:
@@ -248,8 +244,9 @@ class Spawner:
         self._reset_signals()
         if signal.SIGINT not in self._ignored:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number, handler in (self._handlers or {}).items():
-            signal.signal(number, handler)
+        for number, handler in self._handlers.items():
+            if handler is not None:
+                signal.signal(number, handler)
         os.environb.clear()
         os.environb.update(environment)
         others = [fd for _, fds_of_another in self._orders for fd in fds_of_another]
@@ -286,23 +283,15 @@ class Spawner:
     def _kill_orphans(self) -> None:
         """What a dead worker left behind goes with it; a worker is forgotten once nothing of it is found."""
         orphans = [pid for pid in procfs.children_of(self._pid) if pid not in self._workers]
-        found: list[_Worker] = []
+        found: set[_Worker] = set()
         for pid in orphans:
-            owner = self._owner(pid)
-            if owner is not None:
-                found.append(owner)
+            status, mark = procfs.process_status(pid), procfs.mark_of(pid)
+            session = status.session if status is not None else None
+            if owners := [worker for worker in self._unburied if session == worker.pid or mark == worker.mark]:
+                found.update(owners)
                 for each in (pid, *procfs.descendants_of(pid)):
                     procfs.kill(each)
         self._unburied = [worker for worker in self._unburied if worker in found]
-
-    def _owner(self, pid: int) -> _Worker | None:
-        status = procfs.process_status(pid)
-        if status is None:
-            return None
-        by_session = (worker for worker in self._unburied if worker.pid == status.session)
-        mark = procfs.mark_of(pid)
-        by_mark = (worker for worker in self._unburied if worker.mark == mark)
-        return next(by_session, None) or next(by_mark, None)
 
     def _go_on_sweeping(self) -> None:
         """Each death wakes the loop, which looks again: a process that forked while it was being killed leaves a child,
@@ -357,12 +346,6 @@ def _pidfd(pid: int) -> tuple[int, ...]:
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
     """A handler must exist for the wake-up descriptor to be written."""
-
-
-def handlers_now() -> dict[Any, Any]:
-    """This process's handlers of the signals to which a spawner is deaf, for workers that inherit its memory."""
-    handlers = {number: signal.getsignal(number) for number in _DEAF_TO}
-    return {number: handler for number, handler in handlers.items() if handler is not None}
 
 
 def serve_forked(sock: _socket.socket, token: str, calls: dict[int, Call], handlers: dict[Any, Any]) -> NoReturn:

@@ -135,8 +135,6 @@ class Pipe:
 def channel_pair() -> tuple[Channel, _socket.socket]:
     """The agent's end, and the socket that becomes the spawner's."""
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
-    os.set_inheritable(ours.fileno(), False)
-    os.set_inheritable(theirs.fileno(), False)
     return Channel(ours), theirs
 
 

@@ -158,8 +158,7 @@ def _device_nodes(root: str) -> list[int]:
 
 
 def _is_gpu(device: str) -> bool:
-    classes = _GPU_CLASSES.get(_read(f"{device}/vendor"), ())
-    return _read(f"{device}/class").startswith(classes) if classes else False
+    return _read(f"{device}/class").startswith(_GPU_CLASSES.get(_read(f"{device}/vendor"), ()))
 
 
 def _visible(devices: list[int], environ: Mapping[str, str]) -> list[int]:

@@ -8,9 +8,6 @@ Events come from the spawner through `SpawnerLink` and are kept in one `Slot` a 
 `begin_start` and `begin_stop` give orders, and a loop that waits for `fileno()`, `unsent_fds()` and `next_deadline()`
 asks `poll_start` and `poll_stop` whether that is done. Stopping is the kill ladder (see `ladder`). `start`, `wait` and
 `close` are such loops for callers that have nothing else to wait for; `wait` only looks and stops nothing.
-
-stderr always passes through the pump unless it is redirected to a file, so that the last lines of a worker that
-fails are known; on a terminal the worker is given a terminal.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from holdfast.process.spawner import calls, command
 from holdfast.process.spawner.client import SpawnerLink, allow_descriptors_for, starting
 from holdfast.process.spawner.lease import Lease
 from holdfast.process.spawner.wire import memory_file
-from holdfast.process.workers.ladder import Action, Ladder, Rung
+from holdfast.process.workers.ladder import Action, Ladder
 from holdfast.process.workers.worker import RunProcsResult, Slot, Stop
 
 if TYPE_CHECKING:
@@ -209,19 +206,14 @@ class PContext(abc.ABC):
         codes = [slot.exitcode for slot in self._slots.values()]
         return None not in codes or any(codes)
 
-    def blame(self, pid: int, note: str) -> None:
-        """Whatever its end, this process counts as failed, for the reason in the note."""
+    def blame(self, pid: int, note: str, hang: str = "", stack: str = "", *, is_waiting: bool = False) -> None:
+        """Whatever its end, this process counts as failed, for the reason in the note. `hang` says for how long the
+        group has shown no progress, and where this process was found; `is_waiting`: it waits for the one that hangs."""
         for slot in self._slots.values():
             if slot.pid == pid:
                 slot.note = note
-
-    def blame_hang(self, pid: int, words: str, stack: str, note: str, *, is_waiting: bool) -> None:
-        """This process, which still runs, is why the group hangs, or waits for the one that is; the words say for
-        how long, and where it was found."""
-        for slot in self._slots.values():
-            if slot.pid == pid:
-                slot.hang, slot.hang_stack, slot.is_waiting = words, stack, is_waiting
-                slot.note = note
+                if hang:
+                    slot.hang, slot.hang_stack, slot.is_waiting = hang, stack, is_waiting
 
     def running(self) -> dict[int, int]:
         """Local rank -> pid of those that still work: they have neither ended, as far as was heard, nor returned."""
@@ -260,8 +252,7 @@ class PContext(abc.ABC):
             match report:
                 case ("started", rank, pid, pidfd):
                     self._slots[rank].pid, self._slots[rank].pidfd = pid, pidfd
-                    # It was on its way when the others got their signal. Without a pidfd it may be gone, its pid
-                    # reused.
+                    # It was on its way when the others got their signal. Without a pidfd its pid may be reused.
                     if self._stop is not None and pidfd is not None:
                         self._slots[rank].send(self._stop.signal)
                 case ("refused", rank, number):
@@ -371,30 +362,28 @@ class PContext(abc.ABC):
 
     def poll_stop(self) -> bool:
         """Whether nothing is left but `survivors`, which cannot be killed; then everything is released."""
-        if self._ladder is not None and not self._is_closed:
-            self._take_reports()
-            self._climb(self._ladder)
-            if self._ladder.rung is Rung.GONE:
-                self._release()
-        return self._is_closed
-
-    def next_deadline(self) -> float | None:
-        """When `poll_stop` must be asked although nothing was reported."""
-        return self._ladder.deadline if self._ladder is not None else None
-
-    def _climb(self, ladder: Ladder) -> None:
+        if self._ladder is None or self._is_closed:
+            return self._is_closed
         assert self._link is not None
+        self._take_reports()
         now = time.monotonic()
         if signals.inbox().wants_haste:
-            ladder.hurry(0.0, now)
+            self._ladder.hurry(0.0, now)
         has_leaders = any(slot.is_running for slot in self._slots.values())
-        match ladder.climb(now, has_leaders=has_leaders, is_swept=self._is_swept):
+        match self._ladder.climb(now, has_leaders=has_leaders, is_swept=self._is_swept):
             case Action.KILL_TREES:
                 self._link.kill_all()
             case Action.KILL_SPAWNER:
                 logger.error("the spawner of %s does not answer and is killed with everything below it", self.name)
                 self._link.kill_spawner()
                 self._lose_everything("did not answer and was killed")
+        if self._ladder.deadline is None:
+            self._release()
+        return self._is_closed
+
+    def next_deadline(self) -> float | None:
+        """When `poll_stop` must be asked although nothing was reported."""
+        return self._ladder.deadline if self._ladder is not None else None
 
     def _dismiss_returned(self) -> None:  # noqa: B027  (only function workers wait)
         """Workers that have returned and wait for others wait no longer."""
@@ -418,7 +407,8 @@ class SubprocessContext(PContext):
 
     def _describe(self, rank: int, fds: dict[str, int]) -> tuple[str, tuple[str, ...]]:
         assert isinstance(self.entrypoint, str)
-        described = command.command_for(self.entrypoint, [_text(each) for each in self.args[rank]])
+        args = [os.fsdecode(each) if isinstance(each, str | bytes) else str(each) for each in self.args[rank]]
+        described = command.command_for(self.entrypoint, args)
         if described.is_python:
             fds["HOLDFAST_BLACKBOX"] = os.dup(self._slots[rank].blackbox_fd)
         return "exec", described.argv
@@ -441,12 +431,13 @@ class MultiprocessContext(PContext):
         if start_method not in ("spawn", "fork", "forkserver"):
             raise UserError(f"unknown start method {start_method!r}; there are spawn, fork and forkserver")
         self.start_method = start_method
-        self._peers = calls.Peers()
         sent = args if start_method != "fork" else {}
         self._payloads = {rank: calls.pickled_call(entrypoint, values) for rank, values in sent.items()}
         if start_method != "spawn":  # Neither a cold spawner nor one that is older than this call will do.
             link = None
         super().__init__(name, entrypoint, args, envs, *others, link=link, **more)
+        self._peers = calls.Peers()
+        self._resources.callback(self._peers.close)
 
     def _make_link(self) -> SpawnerLink:
         if self.start_method == "fork":
@@ -467,11 +458,3 @@ class MultiprocessContext(PContext):
 
     def _dismiss_returned(self) -> None:
         self._peers.dismiss()
-
-    def _release(self) -> None:
-        super()._release()
-        self._peers.close()
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else os.fsdecode(value) if isinstance(value, bytes) else str(value)

@@ -39,8 +39,7 @@ def new_group(
     **more: Any,
 ) -> PContext:
     """One life of a group, before its start. `more` are the `link`, `lease` and `watch` of `PContext`."""
-    filters = (spec.duplicate_stdout_filters, spec.duplicate_stderr_filters)
-    logs = (spec.logs_specs, log_line_prefixes, *filters)
+    logs = (spec.logs_specs, log_line_prefixes, spec.duplicate_stdout_filters, spec.duplicate_stderr_filters)
     more["numa_options"] = spec.numa_options
     if isinstance(spec.entrypoint, str):
         return SubprocessContext(spec.role, spec.entrypoint, args, envs, *logs, **more)

@@ -61,14 +61,11 @@ class Slot:
     pidfd: int | None = None
     exitcode: int | None = None
     order: int | None = None
-    refusal: int | None = None
-    """The number of the error for which it could not be started."""
-    stop: Stop | None = None
-    """Set if it ended while the group was being stopped."""
-    note: str = ""
-    """Why it counts as failed, whatever its exit code says."""
+    refusal: int | None = None  # The number of the error for which it could not be started.
+    stop: Stop | None = None  # Set if it ended while the group was being stopped.
+    note: str = ""  # Why it counts as failed, whatever its exit code says.
+    # For how long the group had shown no progress, and where this worker was then; it counts as failed, too.
     hang: str = ""
-    """For how long the group had shown no progress, and where this worker was then; it counts as failed, too."""
     hang_stack: str = ""
     is_waiting: bool = False
     was_starting: bool = False  # When its group was stopped: it is killed, as it has nothing to end in order.
