@@ -128,8 +128,9 @@ class Pipe:
         self.close()
 
     def close(self) -> None:
-        _close_all(fd for fd in (self._read_fd, self._write_fd) if fd >= 0)
-        self._read_fd = self._write_fd = -1
+        fds = (self._read_fd, self._write_fd)
+        self._read_fd = self._write_fd = -1  # First: another thread may fork at any moment.
+        _close_all(fd for fd in fds if fd >= 0)
 
 
 def channel_pair() -> tuple[Channel, _socket.socket]:
@@ -139,7 +140,6 @@ def channel_pair() -> tuple[Channel, _socket.socket]:
 
 
 def memory_file(data: bytes) -> int:
-    """A file in memory with this content."""
     fd = os.memfd_create("holdfast", os.MFD_CLOEXEC)
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
