@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from holdfast import procfs
-from holdfast.process.workers.ladder import ANSWER_PATIENCE_S, Action, Ladder, Rung
+from holdfast.process.workers.ladder import ANSWER_PATIENCE_S, Action, Ladder
 
 
 def test_nothing_is_killed_before_the_grace_is_over() -> None:
     ladder = Ladder(30.0, 100.0)
-    assert (ladder.rung, ladder.deadline) == (Rung.SIGNALLED, 130.0)
+    assert (ladder.is_killed, ladder.deadline) == (False, 130.0)
     assert ladder.climb(129.9, has_leaders=True, is_swept=False) is None
     assert ladder.climb(130.0, has_leaders=True, is_swept=False) is Action.KILL_TREES
-    assert (ladder.rung, ladder.deadline) == (Rung.KILLED, 130.0 + ANSWER_PATIENCE_S)
+    assert (ladder.is_killed, ladder.deadline) == (True, 130.0 + ANSWER_PATIENCE_S)
 
 
 def test_the_trees_are_killed_as_soon_as_no_leader_is_left() -> None:
@@ -19,7 +19,7 @@ def test_the_trees_are_killed_as_soon_as_no_leader_is_left() -> None:
     assert ladder.climb(101.0, has_leaders=False, is_swept=False) is Action.KILL_TREES
     assert ladder.climb(102.0, has_leaders=False, is_swept=False) is None, "once"
     assert ladder.climb(103.0, has_leaders=False, is_swept=True) is None
-    assert (ladder.rung, ladder.deadline) == (Rung.GONE, None)
+    assert (ladder.is_killed, ladder.deadline) == (True, None)
 
 
 def test_haste_only_shortens_the_grace() -> None:
@@ -38,10 +38,10 @@ def test_a_spawner_that_does_not_answer_is_killed_once() -> None:
     assert ladder.climb(100.0, has_leaders=True, is_swept=False) is Action.KILL_TREES
     assert ladder.climb(100.0 + ANSWER_PATIENCE_S, has_leaders=True, is_swept=False) is Action.KILL_SPAWNER
     assert ladder.climb(200.0, has_leaders=True, is_swept=False) is None
-    assert (ladder.rung, ladder.deadline) == (Rung.GONE, None)
+    assert (ladder.is_killed, ladder.deadline) == (True, None)
 
 
 def test_a_spawner_that_is_gone_leaves_nothing_to_kill() -> None:
     ladder = Ladder(30.0, 100.0)
     assert ladder.climb(101.0, has_leaders=False, is_swept=True) is None
-    assert ladder.rung is Rung.GONE
+    assert (ladder.is_killed, ladder.deadline) == (False, None)

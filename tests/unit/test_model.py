@@ -15,7 +15,7 @@ import pytest
 import holdfast.agent
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.process.output.logs import DefaultLogsSpecs
-from holdfast.process.spec import GroupSpec
+from holdfast.process.workers.start import GroupSpec
 
 
 class Job:

@@ -1,8 +1,7 @@
-"""Frames with descriptors over a socket that takes and gives whatever piece it likes."""
+"""Messages with descriptors over a socket that takes as many as it likes."""
 
 from __future__ import annotations
 
-import _socket
 import errno
 import os
 import random
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.process.spawner.wire import Channel, channel_pair
+from holdfast.process.spawner.wire import _PACKET_BYTES, Channel, channel_pair
 
 
 @pytest.fixture
@@ -43,11 +42,11 @@ def file_of(fd: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "message",
     [
-        ("kill", 5.0),
+        ("kill",),
         ("refused", 3, 2),
         ("exited", 0, -11, 7),
         ("swept", [(12, "D"), (13, "Z")]),
-        ("start", 0, "exec", [b"a", b"\xff"], {b"X": b"\xfe"}, [], ("stdin",)),
+        ("start", 0, ("exec", [b"a", b"\xff"], []), {b"X": b"\xfe"}, ("stdin",)),
         ("prepare", {}, None, ()),
     ],
 )
@@ -85,13 +84,12 @@ def test_descriptors_arrive_with_their_message(ends: tuple[Channel, Channel]) ->
 
 
 @pytest.mark.usefixtures("no_descriptor_leak")
-def test_a_frame_of_several_megabytes_with_descriptors() -> None:
+def test_a_message_of_several_megabytes_with_descriptors() -> None:
     ours, socket = channel_pair()
     theirs = Channel(socket)
     body = random.Random(1).randbytes(5 << 20)
     ours.send(("big", body), (os.memfd_create("one"), os.memfd_create("two")))
     ours.send(("small",), (os.memfd_create("three"),))
-    assert ours.has_unsent, "the socket cannot take it all at once"
     (big, fds), (small, more) = transfer(ours, theirs, 2)
     assert big == ("big", body)
     assert small == ("small",)
@@ -104,21 +102,41 @@ def test_a_frame_of_several_megabytes_with_descriptors() -> None:
     theirs.close()
 
 
-def test_a_frame_that_comes_byte_by_byte() -> None:
-    recorder, wire = channel_pair()
-    frames = []
-    for message in (("slow", b"x" * 40), ("next",)):
-        recorder.send(message)
-        frames.append(wire.recv(4096))
-    near, far = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
-    receiver = Channel(far)
-    counts = []
-    for byte in b"".join(frames):
-        near.send(bytes([byte]))
-        counts.append(len(receiver.receive()))
-    assert counts == [*[0] * (len(frames[0]) - 1), 1, *[0] * (len(frames[1]) - 1), 1]
-    for each in (recorder, wire, near, receiver):
-        each.close()
+def test_messages_about_as_large_as_a_packet(ends: tuple[Channel, Channel]) -> None:
+    ours, theirs = ends
+    sizes = range(_PACKET_BYTES - 40, _PACKET_BYTES + 2)
+    for size in sizes:
+        ours.send(("big", b"x" * size))
+    assert [len(body) for (_, body), _ in transfer(ours, theirs, len(sizes))] == list(sizes)
+
+
+@pytest.mark.usefixtures("no_descriptor_leak")
+def test_what_the_socket_does_not_take_is_sent_later() -> None:
+    ours, socket = channel_pair()
+    theirs = Channel(socket)
+    for index in range(100):
+        ours.send((index, b"x" * 20_000), (os.memfd_create(str(index)),))
+    assert ours.has_unsent, "the socket cannot take it all at once"
+    received = transfer(ours, theirs, 100)
+    assert not ours.has_unsent
+    assert [message[0] for message, _ in received] == list(range(100))
+    for index, (_, [fd]) in enumerate(received):
+        assert os.readlink(f"/proc/self/fd/{fd}") == f"/memfd:{index} (deleted)"
+        os.close(fd)
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.usefixtures("no_descriptor_leak")
+def test_a_forked_child_holds_no_end() -> None:
+    ours, socket = channel_pair()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if ours.fileno() == -1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert ours.is_open
+    ours.close()
+    socket.close()
 
 
 def test_the_end_is_seen_after_what_came_before_it(ends: tuple[Channel, Channel]) -> None:
@@ -128,15 +146,6 @@ def test_the_end_is_seen_after_what_came_before_it(ends: tuple[Channel, Channel]
     assert theirs.receive() == [(("last words",), [])]
     assert not theirs.is_open
     assert theirs.receive() == []
-
-
-def test_half_a_frame_before_the_end_is_no_message(ends: tuple[Channel, Channel]) -> None:
-    ours, theirs = ends
-    ours.send(("torn", b"x" * (4 << 20)))
-    theirs.receive()
-    ours.close()
-    assert theirs.receive() == []
-    assert not theirs.is_open
 
 
 @pytest.mark.usefixtures("no_descriptor_leak")
@@ -155,9 +164,9 @@ def test_sending_to_nobody_closes_the_descriptors_and_raises_nothing() -> None:
 def test_closing_releases_descriptors_that_nobody_took() -> None:
     ours, socket = channel_pair()
     theirs = Channel(socket)
-    ours.send(("torn", b"x" * (4 << 20)), (os.memfd_create("a"), os.memfd_create("b")))
+    while not ours.has_unsent:
+        ours.send(("sent", b"x" * 20_000), (os.memfd_create("a"), os.memfd_create("b")))
     ours.send(("unsent",), (os.memfd_create("c"),))
-    theirs.receive()
     ours.close()
     theirs.close()
 

@@ -32,9 +32,8 @@ from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.lease import Lease
-from holdfast.process.spec import GroupSpec
 from holdfast.process.workers.group import PContext
-from holdfast.process.workers.start import new_group
+from holdfast.process.workers.start import GroupSpec, new_group
 from holdfast.telemetry import fallback_log
 from holdfast.telemetry.metrics import failure_put, prof, put_call, put_metric
 
@@ -338,7 +337,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         note = f"every thread of every worker is in {finding.path}" if finding.path else ""
         for rank, words in finding.blamed().items():
             pid, stack = finding.pid_of(rank), finding.stack_of(rank)
-            context.blame_hang(pid, words, stack, note, is_waiting=not finding.is_cause_here)
+            context.blame(pid, note, words, stack, is_waiting=not finding.is_cause_here)
 
     def _is_stuck(self, context: PContext) -> bool:
         pid = self._stuck.find(context.pids().values())

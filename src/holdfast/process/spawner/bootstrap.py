@@ -27,16 +27,13 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     Program = Callable[[], object]
-    Call = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+    Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 MAGIC, VALUE, ERROR = b"\0HF1", b"V", b"E"
 MESSAGE_LIMIT, CALLSTACK_LIMIT = 64 << 10, 256 << 10
 DUMP_SIGNAL = 58  # Sent by the agent to a worker that hangs: faulthandler writes the stacks of all threads.
 # Where `library` looks first, so that a program's own json.py is not taken for the standard one.
 library_path = sys.path[:0]
-
-
-# The black box.
 
 
 def write_record(fd: int, kind: bytes, payload: bytes) -> None:
@@ -51,9 +48,6 @@ def write_record(fd: int, kind: bytes, payload: bytes) -> None:
         os.ftruncate(fd, start)
         os.lseek(fd, start, os.SEEK_SET)
         raise
-
-
-# Error data.
 
 
 def library(name: str) -> "Any":
@@ -138,25 +132,23 @@ class Evidence:
             if os.getpid() != self.pid or isinstance(exc, KeyboardInterrupt):
                 return
             if not isinstance(exc, SystemExit):
-                self.record_error(error_data(exc))
-            elif not isinstance(exc.code, (int, type(None))):
+                data = error_data(exc)
+            elif isinstance(exc.code, (int, type(None))):
+                return
+            else:
                 # When `-m` finds no module it exits with a text. A restart does not help, as with an ImportError.
                 is_import = type(exc.__context__).__module__ == "runpy"
                 text = f"ImportError: {text_of(exc.__context__)}" if is_import else text_of(exc.code)
-                self.write_json(message_data(text[-MESSAGE_LIMIT:]))
+                data = message_data(text[-MESSAGE_LIMIT:])
+            try:
+                self.write(ERROR, library("json").dumps(data).encode())
+            finally:
+                path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+                # The program may have written its own.
+                if path and not isinstance(exc, SystemExit) and not os.path.exists(path):
+                    write_json_atomically(path, data)
         except BaseException:
             pass
-
-    def record_error(self, data: "dict[str, Any]") -> None:
-        try:
-            self.write_json(data)
-        finally:
-            path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-            if path and not os.path.exists(path):  # The program may have written its own.
-                write_json_atomically(path, data)
-
-    def write_json(self, data: "dict[str, Any]") -> None:
-        self.write(ERROR, library("json").dumps(data).encode())
 
     def __enter__(self) -> None:
         pass
@@ -221,7 +213,7 @@ def prepare(evidence: Evidence) -> "Program":
     library_path[:] = sys.path
     mode, *rest = sys.argv[1:] or sys.exit("bootstrap.py: there is nothing to run")
     if mode == "--holdfast-function":
-        return lambda: sys.exit(run_function(payload_call(payload_fd), evidence.fd, Peers(*peers_fds)))
+        return lambda: sys.exit(run_function(lambda: load_call(payload_fd), evidence.fd, Peers(*peers_fds)))
     if hasattr(sys, "orig_argv"):
         del sys.orig_argv[-len(sys.argv)]
     if mode == "-m":
@@ -355,21 +347,17 @@ def reset_main(loader: object = None, path: str = "") -> None:
 # Workers that call a function.
 
 
-def payload_call(fd: int) -> "Call":
+def load_call(fd: int) -> "Call":
     """The call that a file holds, pickled: `(sys.path, sys.argv, pickled (function, arguments))`."""
+    import pickle
 
-    def call() -> "tuple[Callable[..., Any], tuple[Any, ...]]":
-        import pickle
-
-        os.lseek(fd, 0, os.SEEK_SET)
-        with open(fd, "rb") as file:
-            sys.path[:], sys.argv[:], pickled = pickle.load(file)
-        main = sys.modules["__main__"] = type(sys)("__main__")
-        main.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"])
-        function, args = pickle.loads(pickled)
-        return function, args
-
-    return call
+    os.lseek(fd, 0, os.SEEK_SET)
+    with open(fd, "rb") as file:
+        sys.path[:], sys.argv[:], pickled = pickle.load(file)
+    main = sys.modules["__main__"] = type(sys)("__main__")
+    main.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"])
+    function, args = pickle.loads(pickled)
+    return function, args
 
 
 class Peers:
@@ -407,13 +395,13 @@ class Peers:
                 os.close(fd)
 
 
-def run_function(call: "Call", blackbox_fd: int, peers: "Peers | None" = None) -> int:
+def run_function(load: "Callable[[], Call]", blackbox_fd: int, peers: "Peers | None" = None) -> int:
     """Call the function, leave its value or its failure in the black box, and return the exit status."""
     evidence = Evidence(blackbox_fd)
     function, value = None, None
     try:
         try:
-            function, args = call()
+            function, args = load()
             value = function(*args)
         except SystemExit as exc:
             if exc.code is not None and exc.code != 0:
@@ -479,12 +467,16 @@ def finish_forked(code: int) -> "NoReturn":
             library("multiprocessing.util")._exit_function()
     except BaseException as exc:
         report(exc)
+    flush_streams()
+    os._exit(code)
+
+
+def flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except BaseException:
             pass
-    os._exit(code)
 
 
 OWN_FILE = print_error.__code__.co_filename

@@ -8,13 +8,13 @@ import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 from holdfast.errors import UserError
+from holdfast.process.spawner.wire import Pipe
 
 
 def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The call, for `bootstrap.payload_call`."""
+    """The call, for `bootstrap.load_call`."""
     import cloudpickle
 
     try:
@@ -40,28 +40,14 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
-def memory_file(data: bytes) -> int:
-    fd = os.memfd_create("holdfast-payload", os.MFD_CLOEXEC)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(data)
-    return fd
-
-
-class Peers:
+class Peers(Pipe):
     """The pipe by which function workers know that all have returned; `bootstrap.Peers` is their side of it.
 
-    It is made for the first worker, after a spawner that is a fork of this process, so the spawner has no copy. This
-    process holds the writing end until the last worker is described, and the reading end as long as they live.
+    This process holds the writing end until the last worker is described, and the reading end as long as they live.
     """
-
-    def __init__(self) -> None:
-        self._read_fd = self._write_fd = -1
-        _all_peers.add(self)
 
     def descriptors(self, *, is_last: bool) -> dict[str, int]:
         """Copies for one worker, by the names of the environment variables."""
-        if self._read_fd < 0:
-            self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
         copies = {"HOLDFAST_PEERS_READ": os.dup(self._read_fd), "HOLDFAST_PEERS_WRITE": os.dup(self._write_fd)}
         if is_last:
             os.close(self._write_fd)
@@ -70,29 +56,9 @@ class Peers:
 
     def dismiss(self) -> None:
         """The group is being stopped: workers that have returned may end."""
-        if self._read_fd < 0:
-            return
         with contextlib.suppress(OSError):  # Without /proc they wait for their signal.
             fd = os.open(f"/proc/self/fd/{self._read_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 os.write(fd, b"x")
             finally:
                 os.close(fd)
-
-    def close(self) -> None:
-        for fd in (self._read_fd, self._write_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._read_fd = self._write_fd = -1
-
-
-_all_peers: WeakSet[Peers] = WeakSet()
-
-
-def _close_all_peers() -> None:
-    """A fork for another group, made while workers of this one are being started, must not hold their pipe open."""
-    for peers in _all_peers:
-        peers.close()
-
-
-os.register_at_fork(after_in_child=_close_all_peers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import os
 import select
 import signal
@@ -10,12 +10,11 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from holdfast import loop, procfs, signals
 from holdfast.errors import HostError
-from holdfast.frozen import frozen
 from holdfast.process.spawner.lease import Lease
 from holdfast.process.spawner.wire import Channel, Message, channel_pair
 
@@ -28,76 +27,11 @@ _DESCRIPTORS_TO_SPARE = 64
 
 _GOODBYE_PATIENCE_S = procfs.KILL_PATIENCE_S + 1.0
 
-# A fork copies every open descriptor. One made by another thread at the wrong moment would keep a second copy of a
-# worker's output or of a spawner's socket, and their ends would not be seen. So those who start take turns.
-_turn = threading.RLock()
-
-
-def starting() -> threading.RLock:
-    """To be held while descriptors that are meant for another process are open."""
-    return _turn
-
-
-def _forget_turn() -> None:
-    """The thread that held it does not exist in a forked child."""
-    global _turn
-    _turn = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_forget_turn)
-
-
-@frozen
-class Started:
-    id: int
-    pid: int
-    pidfd: int | None
-
-
-@frozen
-class Refused:
-    """The program could not be started; `number` is the reason that the system gave."""
-
-    id: int
-    number: int
-
-
-@frozen
-class Exited:
-    """`order` counts the workers in the order in which the spawner reaped them."""
-
-    id: int
-    exitcode: int
-    order: int
-
-
-@frozen
-class Swept:
-    """Every tree was killed. `survivors` are the processes (pid, state letter) that could not be."""
-
-    survivors: tuple[tuple[int, str], ...]
-
-
-@frozen
-class SpawnerLost:
-    """The spawner itself is gone, and with it every worker."""
-
-    how: str
-
-
-Report = Started | Refused | Exited | Swept | SpawnerLost
-
-
-@frozen
-class StartOrder:
-    """One worker to be started. The descriptors are the link's to close once it was handed the order."""
-
-    id: int
-    kind: str
-    argv: tuple[str, ...]
-    environment: Mapping[str, str]
-    cpus: frozenset[int]
-    fds: Mapping[str, int]
+# Hold this while opening descriptors for a child. A fork copies every open descriptor. One made by another thread at
+# the wrong moment would keep a second copy of a worker's output or of a spawner's socket, and their ends would not be
+# seen. In a forked child the thread that held it does not exist.
+starting = threading.RLock()
+os.register_at_fork(after_in_child=starting._at_fork_reinit)  # type: ignore[attr-defined]  # As concurrent.futures does.
 
 
 class SpawnerLink:
@@ -116,14 +50,7 @@ class SpawnerLink:
         """A spawner in a fresh interpreter. Only one that calls functions itself needs the site's packages."""
         if not sys.executable:
             raise HostError("cannot start workers: this Python does not know its own executable (sys.executable)")
-        with starting():
-            return cls._launch([] if with_site_packages else ["-I", "-S"])
-
-    @classmethod
-    def _launch(cls, flags: list[str]) -> SpawnerLink:
-        _ensure_standard_descriptors()
-        ours, theirs = channel_pair()
-        token = os.urandom(8).hex()
+        flags = [] if with_site_packages else ["-I", "-S"]
         root = os.path.abspath(__file__).rsplit(os.sep, 4)[0]
         # This holdfast and no other; but its directory may be one of many packages, whose modules must not be taken for
         # those of the standard library, and neither must a file in the working directory.
@@ -131,52 +58,49 @@ class SpawnerLink:
             f"import sys; sys.path[:] = filter(None, sys.path); import __future__; sys.path.insert(0, {root!r}); "
             "import holdfast; del sys.path[0]; from holdfast.process.spawner.server import main; main()"
         )
-        # The mark is for what is forked from the spawner and never executes anything: it shows this environment.
-        environment = {**os.environb, procfs.MARK_VARIABLE.encode(): f"{token}.spawner".encode()}
-        # A number of its own: before glibc 2.29 a dup2 onto the same number leaves close-on-exec set in the child.
-        target = os.dup(theirs.fileno())
-        try:
-            pid = os.posix_spawn(
-                sys.executable,
-                [sys.executable, *flags, "-c", code, str(target), token],
-                environment,
-                file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), target)],
-                setsid=True,
-            )
-        finally:
-            os.close(target)
-            theirs.close()
-        return cls(ours, pid, token)
+        with starting:
+            _ensure_standard_descriptors()
+            ours, theirs = channel_pair()
+            token = os.urandom(8).hex()
+            # The mark is for what is forked from the spawner and never executes anything: it shows this environment.
+            environment = {**os.environb, procfs.MARK_VARIABLE.encode(): f"{token}.spawner".encode()}
+            # A number of its own: before glibc 2.29 a dup2 onto the same number leaves close-on-exec set in the child.
+            target = os.dup(theirs.fileno())
+            try:
+                pid = os.posix_spawn(
+                    sys.executable,
+                    [sys.executable, *flags, "-c", code, str(target), token],
+                    environment,
+                    file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), target)],
+                    setsid=True,
+                )
+            finally:
+                os.close(target)
+                theirs.close()
+            return cls(ours, pid, token)
 
     @classmethod
     def fork(cls, calls: Mapping[int, Call]) -> SpawnerLink:
         """A spawner that is a fork of this process and holds the functions that its workers will call."""
-        with starting():
-            return cls._fork(calls)
+        from holdfast.process.spawner import bootstrap, server
 
-    @classmethod
-    def _fork(cls, calls: Mapping[int, Call]) -> SpawnerLink:
-        from holdfast.process.spawner import server
-
-        _ensure_standard_descriptors()
-        _flush_standard_streams()
-        ours, theirs = channel_pair()
-        token = os.urandom(8).hex()
-        handlers = {**server.handlers_now(), **signals.inbox().original_handlers()}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # The user asked for a fork of this process.
-            pid = os.fork()
-        if pid == 0:
-            server.serve_forked(theirs, ours.fileno(), token, dict(calls), handlers)
-        theirs.close()
-        return cls(ours, pid, token)
+        with starting:
+            _ensure_standard_descriptors()
+            bootstrap.flush_streams()  # What is buffered here would be written once more by every forked process.
+            ours, theirs = channel_pair()
+            token = os.urandom(8).hex()
+            handlers = {number: signal.getsignal(number) for number in server.DEAF_TO}
+            handlers.update(signals.inbox().original_handlers())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # The user asked for a fork of this process.
+                pid = os.fork()
+            if pid == 0:
+                server.serve_forked(theirs, token, dict(calls), handlers)
+            theirs.close()
+            return cls(ours, pid, token)
 
     def fileno(self) -> int:
         return self._channel.fileno()
-
-    @property
-    def is_lost(self) -> bool:
-        return self._is_lost
 
     def is_idle(self) -> bool:
         """Whether the spawner is there and has nothing to say, as it should be between two lives of a group."""
@@ -186,28 +110,39 @@ class SpawnerLink:
         """Workers inherit this process's environment, directory and ignored signals as they are now."""
         self._channel.send(("prepare", dict(os.environb), _directory(), _ignored_signals()))
 
-    def start(self, order: StartOrder) -> None:
-        changes = {os.fsencode(name): os.fsencode(value) for name, value in order.environment.items()}
-        argv = [os.fsencode(part) for part in order.argv]
-        names = tuple(order.fds)
-        message = ("start", order.id, order.kind, argv, changes, sorted(order.cpus), names)
-        self._channel.send(message, tuple(order.fds[name] for name in names))
+    def start(
+        self, id_: int, kind: str, argv: Iterable[str], env: Mapping[str, str], cpus: Iterable[int], fds: dict[str, int]
+    ) -> None:
+        """Start one worker. The descriptors become the link's to close."""
+        changes = {os.fsencode(name): os.fsencode(value) for name, value in env.items()}
+        order = (kind, [os.fsencode(part) for part in argv], sorted(cpus))
+        self._channel.send(("start", id_, order, changes, tuple(fds)), tuple(fds.values()))
 
     def lend_lease(self, lease: Lease) -> None:
         """From now on the spawner kills its workers when the lease runs out."""
         self._channel.send(("lease",), (lease.descriptor_for_spawner(),))
 
-    def kill_all(self, patience_s: float = procfs.KILL_PATIENCE_S) -> None:
-        self._channel.send(("kill", patience_s))
+    def kill_all(self) -> None:
+        self._channel.send(("kill",))
 
-    def reports(self) -> list[Report]:
-        """What the spawner has said since the last call. Never waits."""
+    def reports(self) -> list[Message]:
+        """What the spawner has said since the last call (see `server`), and `lost(how)` if it is gone and every worker
+        with it. Never waits. `started` has the pidfd as one more value; it is None if the kernel has none."""
         if self._is_lost:
             return []
         self._channel.flush()
-        reports = [self._understand(message, fds) for message, fds in self._channel.receive()]
+        reports: list[Message] = []
+        for report, fds in self._channel.receive():
+            match report:
+                case ("started", _, pid):
+                    self._sessions.add(pid)
+                    report = (*report, fds[0] if fds else None)
+                case ("swept", survivors):
+                    self._sessions.clear()
+                    self._has_survivors = bool(survivors)
+            reports.append(report)
         if not self._channel.is_open:
-            reports.append(self._lose())
+            reports.append(("lost", self._lose()))
         return reports
 
     def wait(self, timeout_s: float | None, *, new_signals_only: bool = False) -> None:
@@ -220,87 +155,57 @@ class SpawnerLink:
         """The descriptor, if it must be watched for writing as well: the spawner has not taken every order yet."""
         return [self._channel.fileno()] if self._channel.has_unsent else []
 
-    def _understand(self, message: Message, fds: list[int]) -> Report:
-        match message:
-            case ("started", id_, pid):
-                self._sessions.add(pid)
-                return Started(id_, pid, fds[0] if fds else None)
-            case ("refused", id_, number):
-                return Refused(id_, number)
-            case ("exited", id_, exitcode, order):
-                return Exited(id_, exitcode, order)
-            case ("swept", survivors):
-                self._sessions.clear()
-                self._has_survivors = bool(survivors)
-                return Swept(tuple((pid, state) for pid, state in survivors))
-        raise HostError(f"the spawner said something unknown: {message[0]!r}")
-
-    def _lose(self) -> SpawnerLost:
+    def _lose(self) -> str:
         """The spawner died. Its workers were killed by the kernel; find and kill what they had started."""
         self._is_lost = True
         self._channel.close()
         how = _describe_end(_reap(self._pid, _GOODBYE_PATIENCE_S))
-        self._sweep_orphans()
-        return SpawnerLost(how)
-
-    def _sweep_orphans(self) -> None:
         deadline = time.monotonic() + (0.0 if self._has_survivors else procfs.KILL_PATIENCE_S)
         while found := procfs.sweep_marked(self._token.encode() + b".", frozenset(self._sessions)):
             if time.monotonic() > deadline:
                 break
-            _wait_until_gone(found, deadline)
+            for pid in found:
+                _wait_until_gone(pid, deadline)
+        return how
 
     def close(self) -> None:
         """Hang up: the spawner kills whatever is left and ends. If it does not, it is killed itself."""
         if self._is_lost:
             return
-        self._is_lost = True
         self._channel.send(("goodbye",))  # Closing the socket would do, if no other process held a copy of it.
         self._channel.close()
         patience_s = 0.0 if self._has_survivors else _GOODBYE_PATIENCE_S
-        if _wait_until_gone([self._pid], time.monotonic() + patience_s):
+        if _wait_until_gone(self._pid, time.monotonic() + patience_s):
+            self._is_lost = True
             _reap(self._pid, 0.0)
         else:
-            self._kill()
+            self.kill_spawner()
 
     def kill_spawner(self) -> None:
         """For a spawner that does not answer: end it, and what it owned with it."""
         if not self._is_lost:
-            self._is_lost = True
-            self._channel.close()
-            self._kill()
-
-    def _kill(self) -> None:
-        procfs.kill(self._pid)
-        _reap(self._pid, _GOODBYE_PATIENCE_S)
-        self._sweep_orphans()
+            procfs.kill(self._pid)
+            self._lose()
 
 
-_early: SpawnerLink | None = None
+_early: list[SpawnerLink] = []
 
 
 def launch_early() -> None:
     """Start a spawner before it is known what for. It gets ready while the command line is still being read; if it
     is never needed, it ends when this process does. If the system refuses now, that is said when one is needed."""
-    global _early
-    try:
-        _early = SpawnerLink.launch()
-    except (OSError, HostError):
-        _early = None
+    with contextlib.suppress(OSError, HostError):
+        _early.append(SpawnerLink.launch())
 
 
 def drop_early() -> None:
     """It was not needed: see it off before this process ends."""
-    global _early
-    link, _early = _early, None
-    if link is not None:
-        link.close()
+    while _early:
+        _early.pop().close()
 
 
 def launch_or_take_early() -> SpawnerLink:
-    global _early
-    link, _early = _early, None
-    if link is not None and link.is_idle():
+    if _early and (link := _early.pop()).is_idle():
         return link
     return SpawnerLink.launch()
 
@@ -308,11 +213,8 @@ def launch_or_take_early() -> SpawnerLink:
 def _ignored_signals() -> tuple[int, ...]:
     """A signal that the agent handles is passed on to the workers, who must not be deaf to it. Python ignores two for
     itself; a program that it starts expects the usual."""
-    with open("/proc/self/status", "rb") as status:
-        line = next(each for each in status if each.startswith(b"SigIgn:"))
-    mask = int(line.split()[1], 16)
-    numbers = (number for number in range(1, 65) if mask >> (number - 1) & 1)
-    return tuple(number for number in numbers if number not in (signal.SIGPIPE, signal.SIGXFSZ))
+    ignored = (number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN)
+    return tuple(int(number) for number in ignored if number not in (signal.SIGPIPE, signal.SIGXFSZ))
 
 
 def _directory() -> bytes | None:
@@ -339,23 +241,13 @@ def _ensure_standard_descriptors() -> None:
     for fd in range(3):
         try:
             os.fstat(fd)
-        except OSError as error:
-            if error.errno == errno.EBADF:
-                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-
-
-def _flush_standard_streams() -> None:
-    """What is buffered here would be written once more by every forked process."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (AttributeError, OSError, ValueError):
-            pass
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def _reap(pid: int, patience_s: float) -> int | None:
     """The status with which our child ended; None if it does not end or was reaped elsewhere."""
-    if not _wait_until_gone([pid], time.monotonic() + patience_s):
+    if not _wait_until_gone(pid, time.monotonic() + patience_s):
         return None
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, os.WNOHANG)[1])
@@ -363,24 +255,17 @@ def _reap(pid: int, patience_s: float) -> int | None:
         return None
 
 
-def _wait_until_gone(pids: list[int], deadline: float) -> bool:
-    """Wait for the ends of processes that need not be our children. A zombie counts as gone."""
+def _wait_until_gone(pid: int, deadline: float) -> bool:
+    """Wait for the end of a process that need not be our child. A zombie counts as gone."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return True
     poller = select.poll()
-    watched = []
-    for pid in pids:
-        try:
-            watched.append(os.pidfd_open(pid))
-        except OSError:
-            continue
-        poller.register(watched[-1], select.POLLIN)
-    waiting = set(watched)
-    while waiting and (ended := poller.poll(max(0.0, deadline - time.monotonic()) * 1000)):
-        for fd, _ in ended:
-            poller.unregister(fd)
-            waiting.discard(fd)
-    for fd in watched:
-        os.close(fd)
-    return not waiting
+    poller.register(pidfd, select.POLLIN)
+    is_gone = bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
+    os.close(pidfd)
+    return is_gone
 
 
 def _describe_end(exitcode: int | None) -> str:

@@ -22,9 +22,8 @@ BOOTSTRAP_PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boots
 
 # Versions that cannot run the bootstrap are left alone: 2.x and 3.0 to 3.7.
 _INTERPRETER_NAME = re.compile(r"(python|pypy)(3(\.([89]|[1-9]\d+)(\.\d+)*)?)?(t|d|td|-dbg|-debug)?")
-_SWITCHES = frozenset("bBdEIOPqRsSuv")
-_SWITCHES_WITH_VALUE = frozenset("WX")
-_PROGRAM_SWITCHES = frozenset("cm")
+# Switches, then one that takes the rest of the word or the next word: an option's value, or the program (`c`, `m`).
+_OPTIONS = re.compile(r"-([bBdEIOPqRsSuv]*)(?:([WXcm])(.*))?", re.DOTALL)
 
 
 @frozen
@@ -75,50 +74,31 @@ def _is_interpreter(entrypoint: str) -> bool:
 
 
 def _split(args: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """The interpreter's options, and the program with its arguments; None if they are not understood with certainty."""
+    """The interpreter's options, and the program with its arguments; None if they are not understood with certainty.
+
+    `-um name args` is `-u`, and the program `-m name args`; so are `-u -mname args`.
+    """
     options: list[str] = []
     rest = list(args)
     while rest:
-        token = rest[0]
-        if token == "--":
-            is_script = len(rest) > 1 and rest[1][:1] not in ("", "-")
-            return ([*options, token], rest[1:]) if is_script else None
-        if not token.startswith("-"):
-            return (options, rest) if token else None
-        if token == "--check-hash-based-pycs":
-            taken = 2
-        else:
-            switches, taken = _read_switches(token)
-            if taken == 0:
-                return None
-            if switches != token:
-                return _split_at_switch(options, switches, rest)
-        if len(rest) < taken:
+        if not rest[0].startswith("-"):
+            return (options, rest) if rest[0] else None
+        word = rest.pop(0)
+        options.append(word)
+        if word == "--":
+            return (options, rest) if rest and rest[0][:1] not in ("", "-") else None
+        found = _OPTIONS.fullmatch(word)
+        if word == "-" or (found is None and word != "--check-hash-based-pycs"):
             return None
-        options += rest[:taken]
-        rest = rest[taken:]
+        switches, letter, value = found.groups() if found else ("", "W", "")  # It takes a value, as `-W` does.
+        if letter in ("c", "m"):
+            options[-1:] = [f"-{switches}"] if switches else []
+            program = [value, *rest] if value else rest
+            return (options, [f"-{letter}", *program]) if program else None
+        if letter and not value:
+            options += rest[:1]
+            del rest[:1]
     return None
-
-
-def _read_switches(token: str) -> tuple[str, int]:
-    """The interpreter's options in the token, and how many tokens they take (0 if one is unknown). If the options end
-    before the token does, `c` or `m` follows."""
-    for index, letter in enumerate(token[1:], start=1):
-        if letter in _SWITCHES_WITH_VALUE:
-            return token, 1 if token[index + 1 :] else 2
-        if letter in _PROGRAM_SWITCHES:
-            return token[:index], 1
-        if letter not in _SWITCHES:
-            return token, 0
-    return token, 1 if token[1:] else 0
-
-
-def _split_at_switch(options: list[str], switches: str, rest: list[str]) -> tuple[list[str], list[str]] | None:
-    """`-um name args` is `-u`, and the program `-m name args`; so are `-u -mname args`."""
-    switch, operand = rest[0][len(switches)], rest[0][len(switches) + 1 :]
-    operands = ([operand] if operand else []) + rest[1:]
-    before = [switches] if switches != "-" else []
-    return ([*options, *before], [f"-{switch}", *operands]) if operands else None
 
 
 def _bootstrap_for(interpreter: str) -> str:

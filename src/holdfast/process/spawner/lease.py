@@ -12,41 +12,29 @@ import math
 import os
 import struct
 import threading
-from _weakrefset import WeakSet  # `weakref` has it from there; the spawner starts faster without the rest.
+
+from holdfast.process.spawner.wire import Pipe
 
 TIME = struct.Struct("=d")
 
-_leases: WeakSet[Lease] = WeakSet()
 
-
-class Lease:
+class Lease(Pipe):
     """The writing end. `set` may be called from any thread."""
 
     def __init__(self) -> None:
-        self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        super().__init__(os.O_NONBLOCK)
         self._lock = threading.Lock()
-        self._until: float | None = None
-        _leases.add(self)
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """A process that was forked from the one with the lease closes its copies."""
-        for fd in (self._read_fd, self._write_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._read_fd = self._write_fd = -1
+        self._until = math.inf
 
     def set(self, until: float | None) -> None:
-        """None: for as long as they like."""
+        """None means no expiry."""
         with self._lock:
-            self._until = until
+            self._until = math.inf if until is None else until
             self._write()
 
     def _write(self) -> None:
         try:
-            os.write(self._write_fd, TIME.pack(math.inf if self._until is None else self._until))
+            os.write(self._write_fd, TIME.pack(self._until))
         except BlockingIOError:
             pass  # Thousands are unread: the spawner is gone or stuck, and holds an older, earlier time.
 
@@ -67,11 +55,3 @@ def drain(read_fd: int) -> float | None:
     except BlockingIOError:
         pass
     return last
-
-
-def _close_all() -> None:
-    for lease in _leases:
-        lease.close()
-
-
-os.register_at_fork(after_in_child=_close_all)

@@ -6,12 +6,17 @@ subreaper, so every orphan of every worker becomes its child. It ignores every s
 the agent says:
 
     prepare(environment, directory, ignored signals)     what the next workers inherit
-    start(id, kind, argv, changes to the environment, cpus, names of the descriptors)
-    kill(patience)                                       end every tree, say `swept` when it is done
+    start(id, (kind, argv, cpus), changes to the environment, names of the descriptors)
+    kill()                                               end every tree, say `swept` when it is done
     lease()                                              with a pipe that says until when workers may live
     goodbye()                                            end every tree and yourself
 
-and reports `started` (with a pidfd), `refused`, `exited` (in the order in which it reaped them) and `swept`.
+and reports:
+
+    started(id, pid)                                     with a pidfd
+    refused(id, number of the error)                     the program could not be started
+    exited(id, exit code, order)                         `order` counts the workers in the order in which it reaped them
+    swept([(pid, state letter)...])                      every tree was killed, but for these processes
 
 The loop never blocks. A forked worker reports through a pipe: the pipe ends when the program runs, or carries the
 error for which it does not run. The loop polls that pipe with everything else, so an exec that hangs (on a dead mount)
@@ -50,44 +55,36 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 # What a person or a terminal might send to everything at once. The spawner ends when its agent does.
-_DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # Python ignores these for itself; a program that it starts expects the usual.
 _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
 
-Call = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class _Worker:
     """`report_fd` is the pipe that says whether the program runs; -1 once it has."""
 
-    __slots__ = ("id", "is_refused", "mark", "pid", "report_fd")
+    __slots__ = ("id", "mark", "pid", "report_fd")
 
     def __init__(self, id_: int, pid: int, mark: bytes, report_fd: int) -> None:
-        self.id = id_
-        self.pid = pid
-        self.mark = mark
-        self.report_fd = report_fd
-        self.is_refused = False
+        self.id, self.pid, self.mark, self.report_fd = id_, pid, mark, report_fd
 
 
 class Spawner:
-    """The process's one loop. `calls` are the functions that a fork of the caller's process holds."""
+    """The process's one loop. `calls` are the functions that a fork of the caller's process holds, `handlers` those of
+    its signals."""
 
     def __init__(
-        self,
-        channel: Channel,
-        token: str,
-        calls: dict[int, Call] | None = None,
-        handlers: dict[Any, Any] | None = None,
+        self, channel: Channel, token: str, calls: dict[int, Call] | None = None, handlers: dict[Any, Any] | None = None
     ) -> None:
         self._channel = channel
         self._token = token.encode()
         self._calls = calls or {}
-        self._handlers = handlers
+        self._handlers = handlers or {}
         self._pid = os.getpid()
         self._orders: deque[tuple[Message, list[int]]] = deque()
         self._workers: dict[int, _Worker] = {}
-        self._starting: dict[int, _Worker] = {}
         self._unburied: list[_Worker] = []
         self._reaped = 0
         self._sweep_deadline: float | None = None
@@ -95,7 +92,7 @@ class Spawner:
         self._directory: bytes | None = None
         self._ignored: tuple[int, ...] = ()
         self._agent: tuple[int, ...] = ()
-        self._lease_fd: int | None = None
+        self._lease_fds: tuple[int, ...] = ()
         self._lease_until = math.inf
         self._is_lease_enforced = False
         self._is_over = False
@@ -104,23 +101,23 @@ class Spawner:
 
     def serve(self) -> None:
         self._become_owner()
-        poller = self._poller
-        poller.register(self._wake_read, select.POLLIN)
-        # The socket stays open if the agent's program had forked a child that holds it too, so that the agent
+        self._poller.register(self._wake_read, select.POLLIN)
+        # The socket stays open if a child of the agent's program holds it too (forked by a library in C), so the agent
         # itself is watched as well.
         self._agent = _pidfd(os.getppid())
         for fd in self._agent:
-            poller.register(fd, select.POLLIN)
+            self._poller.register(fd, select.POLLIN)
         while self._channel.is_open and not self._is_over:
             wanted = select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0)
-            poller.register(self._channel.fileno(), wanted)
-            if self._lease_fd is not None:
-                poller.register(self._lease_fd, select.POLLIN)
-            if any(fd in self._agent for fd, _ in poller.poll(self._poll_timeout_ms())):
+            self._poller.register(self._channel.fileno(), wanted)
+            ready = [fd for fd, _ in self._poller.poll(self._poll_timeout_ms())]
+            if any(fd in self._agent for fd in ready):
                 break
-            self._drain_wakeups()
+            if self._wake_read in ready:
+                os.read(self._wake_read, 1 << 16)
             self._channel.flush()
-            self._hear_starts()
+            for worker in self._starting():
+                self._hear_start(worker)
             self._reap()
             self._orders.extend(self._channel.receive())
             while self._orders:
@@ -132,7 +129,7 @@ class Spawner:
 
     def _become_owner(self) -> None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        for number in _DEAF_TO:
+        for number in DEAF_TO:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Whatever the thread that started us had blocked.
         signal.signal(signal.SIGCHLD, _do_nothing)
@@ -146,59 +143,44 @@ class Spawner:
             deadlines.append(self._sweep_deadline)
         return max(0.0, (min(deadlines) - time.monotonic()) * 1000) if deadlines else None
 
-    def _drain_wakeups(self) -> None:
-        try:
-            while os.read(self._wake_read, 512):
-                pass
-        except BlockingIOError:
-            pass
-
     # What the agent says.
 
     def _obey(self, message: Message, fds: list[int]) -> None:
         match message:
             case ("prepare", environment, directory, ignored):
                 self._environment, self._directory, self._ignored = environment, directory, ignored
-            case ("start", id_, kind, argv, changes, cpus, names):
-                self._start(id_, kind, argv, changes, cpus, dict(zip(names, fds, strict=True)))
+            case ("start", id_, order, changes, names):
+                self._start(id_, order, changes, dict(zip(names, fds, strict=True)))
             case ("lease",):
                 self._take_lease(fds[0])
-            case ("kill", patience_s):
-                self._sweep_deadline = time.monotonic() + patience_s
+            case ("kill",):
+                self._sweep_deadline = time.monotonic() + procfs.KILL_PATIENCE_S
                 self._go_on_sweeping()
             case ("goodbye",):
                 self._is_over = True
             case _:
                 raise ValueError(f"the spawner does not know the message {message[0]!r}")
 
-    def _start(
-        self,
-        id_: int,
-        kind: str,
-        argv: list[bytes],
-        changes: dict[bytes, bytes],
-        cpus: list[int],
-        fds: dict[str, int],
-    ) -> None:
+    def _start(self, id_: int, order: Message, changes: dict[bytes, bytes], fds: dict[str, int]) -> None:
         mark = self._token + b".%d" % id_
         environment = {**self._environment, **changes, procfs.MARK_VARIABLE.encode(): mark}
         read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             pid = os.fork()
         except OSError as error:
-            self._refuse(id_, error.errno or errno.EAGAIN, (read_fd, write_fd, *fds.values()))
-            return
-        if pid == 0:
             os.close(read_fd)
-            self._run_worker(kind, id_, argv, environment, cpus, fds, write_fd)
+            self._channel.send(("refused", id_, error.errno or errno.EAGAIN))
+        else:
+            if pid == 0:
+                os.close(read_fd)
+                self._run_worker(id_, order, environment, fds, write_fd)
+            self._workers[pid] = _Worker(id_, pid, mark, read_fd)
+            self._poller.register(read_fd, select.POLLIN)
         for fd in (write_fd, *fds.values()):
             os.close(fd)
-        self._workers[pid] = self._starting[read_fd] = _Worker(id_, pid, mark, read_fd)
-        self._poller.register(read_fd, select.POLLIN)
 
-    def _hear_starts(self) -> None:
-        for worker in list(self._starting.values()):
-            self._hear_start(worker)
+    def _starting(self) -> list[_Worker]:
+        return [worker for worker in self._workers.values() if worker.report_fd >= 0]
 
     def _hear_start(self, worker: _Worker, *, is_reaped: bool = False) -> None:
         """Report that the program runs, or why it does not, once either is known."""
@@ -208,31 +190,19 @@ class Spawner:
             return
         self._poller.unregister(worker.report_fd)
         os.close(worker.report_fd)
-        del self._starting[worker.report_fd]
         worker.report_fd = -1
         if failure:
-            worker.is_refused = True
-            self._refuse(worker.id, int(failure), ())
+            del self._workers[worker.pid]
+            self._channel.send(("refused", worker.id, int(failure)))
         else:  # Killed before it executed anything is reported alike: it was started, and has ended.
             self._channel.send(("started", worker.id, worker.pid), () if is_reaped else _pidfd(worker.pid))
-
-    def _refuse(self, id_: int, number: int, fds: tuple[int, ...]) -> None:
-        for fd in fds:
-            os.close(fd)
-        self._channel.send(("refused", id_, number))
 
     # In the worker.
 
     def _run_worker(
-        self,
-        kind: str,
-        id_: int,
-        argv: list[bytes],
-        environment: dict[bytes, bytes],
-        cpus: list[int],
-        fds: dict[str, int],
-        failure_fd: int,
+        self, id_: int, order: Message, environment: dict[bytes, bytes], fds: dict[str, int], failure_fd: int
     ) -> NoReturn:
+        kind, argv, cpus = order
         try:
             self._leave_home(cpus)
             for target, name in enumerate(("stdin", "stdout", "stderr")):
@@ -248,8 +218,8 @@ class Spawner:
             self._call_function(kind, id_, environment, fds)
         except OSError as error:
             os.write(failure_fd, b"%d" % (error.errno or errno.EIO))
-        except BaseException:
-            _print_exception()
+        except BaseException as error:
+            sys.__excepthook__(type(error), error, error.__traceback__)
         os._exit(127)
 
     def _leave_home(self, cpus: list[int]) -> None:
@@ -265,7 +235,7 @@ class Spawner:
     def _reset_signals(self, also: tuple[int, ...] = ()) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in (*_DEAF_TO, *also):
+        for number in (*DEAF_TO, *also):
             signal.signal(number, signal.SIG_IGN if number in self._ignored else signal.SIG_DFL)
 
     def _call_function(self, kind: str, id_: int, environment: dict[bytes, bytes], fds: dict[str, int]) -> NoReturn:
@@ -274,18 +244,21 @@ class Spawner:
         self._reset_signals()
         if signal.SIGINT not in self._ignored:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number, handler in (self._handlers or {}).items():
-            signal.signal(number, handler)
+        for number, handler in self._handlers.items():
+            if handler is not None:
+                signal.signal(number, handler)
         os.environb.clear()
         os.environb.update(environment)
-        self._channel.close()
         others = [fd for _, fds_of_another in self._orders for fd in fds_of_another]
-        lease = () if self._lease_fd is None else (self._lease_fd,)
-        for fd in (self._wake_read, self._wake_write, *lease, *self._agent, *self._starting, *others):
+        reports = [worker.report_fd for worker in self._starting()]
+        for fd in (self._wake_read, self._wake_write, *self._lease_fds, *self._agent, *reports, *others):
             os.close(fd)
-        call = self._calls[id_] if kind == "memory" else bootstrap.payload_call(fds["HOLDFAST_PAYLOAD"])
         peers = bootstrap.Peers(*(fds.get(name, -1) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")))
-        bootstrap.finish_forked(bootstrap.run_function(call, fds["HOLDFAST_BLACKBOX"], peers))
+
+        def load() -> Call:
+            return self._calls[id_] if kind == "memory" else bootstrap.load_call(fds["HOLDFAST_PAYLOAD"])
+
+        bootstrap.finish_forked(bootstrap.run_function(load, fds["HOLDFAST_BLACKBOX"], peers))
 
     # Ends.
 
@@ -297,12 +270,10 @@ class Spawner:
                 break
             if pid == 0:
                 break
-            worker = self._workers.pop(pid, None)
-            if worker is None:
-                continue
-            if worker.report_fd >= 0:
+            worker = self._workers.get(pid)
+            if worker is not None and worker.report_fd >= 0:
                 self._hear_start(worker, is_reaped=True)
-            if not worker.is_refused:
+            if (worker := self._workers.pop(pid, None)) is not None:
                 self._reaped += 1
                 self._channel.send(("exited", worker.id, os.waitstatus_to_exitcode(status), self._reaped))
                 self._unburied.append(worker)
@@ -312,63 +283,54 @@ class Spawner:
     def _kill_orphans(self) -> None:
         """What a dead worker left behind goes with it; a worker is forgotten once nothing of it is found."""
         orphans = [pid for pid in procfs.children_of(self._pid) if pid not in self._workers]
-        found: list[_Worker] = []
+        found: set[_Worker] = set()
         for pid in orphans:
-            owner = self._owner(pid)
-            if owner is not None:
-                found.append(owner)
+            status, mark = procfs.process_status(pid), procfs.mark_of(pid)
+            session = status.session if status is not None else None
+            if owners := [worker for worker in self._unburied if session == worker.pid or mark == worker.mark]:
+                found.update(owners)
                 for each in (pid, *procfs.descendants_of(pid)):
                     procfs.kill(each)
         self._unburied = [worker for worker in self._unburied if worker in found]
 
-    def _owner(self, pid: int) -> _Worker | None:
-        status = procfs.process_status(pid)
-        if status is None:
-            return None
-        by_session = (worker for worker in self._unburied if worker.pid == status.session)
-        mark = procfs.mark_of(pid)
-        by_mark = (worker for worker in self._unburied if worker.mark == mark)
-        return next(by_session, None) or next(by_mark, None)
-
     def _go_on_sweeping(self) -> None:
-        """Kill whatever is below us. Each death wakes the loop, which looks again: a process that forked
-        while it was being killed leaves a child, and that child is ours now."""
+        """Each death wakes the loop, which looks again: a process that forked while it was being killed leaves a child,
+        and that child is ours now."""
         if self._sweep_deadline is None:
             return
-        left = procfs.descendants_of(self._pid)
-        for pid in left:
-            procfs.kill(pid)
+        left = self._kill_all()
         if left and time.monotonic() < self._sweep_deadline:
             return
         self._sweep_deadline = None
         self._unburied = []
-        self._channel.send(("swept", [(pid, _state(pid)) for pid in left]))
+        self._channel.send(("swept", [(pid, procfs.state(pid) or "gone") for pid in left]))
 
     def _take_lease(self, fd: int) -> None:
-        """The number stays the same for as long as we live, so that the poll loop need not know of the change."""
-        if self._lease_fd is None:
-            self._lease_fd = fd
-        else:
-            os.dup2(fd, self._lease_fd, inheritable=False)
-            os.close(fd)
+        for old in self._lease_fds:
+            self._poller.unregister(old)
+            os.close(old)
+        self._lease_fds = (fd,)
+        self._poller.register(fd, select.POLLIN)
 
     def _enforce_lease(self) -> None:
         """Past the lease nothing may live, not even what is started after it."""
-        if self._lease_fd is None:
-            return
-        until = drain(self._lease_fd)
-        if until is not None:
-            self._lease_until = until
+        for fd in self._lease_fds:
+            until = drain(fd)
+            self._lease_until = self._lease_until if until is None else until
         self._is_lease_enforced = time.monotonic() >= self._lease_until
         if self._is_lease_enforced:
-            for pid in procfs.descendants_of(self._pid):
-                procfs.kill(pid)
+            self._kill_all()
+
+    def _kill_all(self) -> list[int]:
+        """Kill whatever is below us, and return what that was."""
+        pids = procfs.descendants_of(self._pid)
+        for pid in pids:
+            procfs.kill(pid)
+        return pids
 
     def _kill_everything(self) -> None:
         """The agent is gone. No answer is expected, so this takes as long as the kernel needs."""
-        while left := procfs.descendants_of(self._pid):
-            for pid in left:
-                procfs.kill(pid)
+        while self._kill_all():
             try:
                 os.waitpid(-1, 0)
             except ChildProcessError:
@@ -382,44 +344,24 @@ def _pidfd(pid: int) -> tuple[int, ...]:
         return ()  # An old kernel.
 
 
-def _state(pid: int) -> str:
-    status = procfs.process_status(pid)
-    return status.state if status else "gone"
-
-
 def _do_nothing(number: int, frame: FrameType | None) -> None:
     """A handler must exist for the wake-up descriptor to be written."""
 
 
-def _print_exception() -> None:
-    import traceback
-
-    traceback.print_exc()
-
-
-def handlers_now() -> dict[Any, Any]:
-    """This process's handlers of the signals to which a spawner is deaf, for workers that inherit its memory."""
-    handlers = {number: signal.getsignal(number) for number in _DEAF_TO}
-    return {number: handler for number, handler in handlers.items() if handler is not None}
-
-
-def serve_forked(
-    sock: _socket.socket, agent_fd: int, token: str, calls: dict[int, Call], handlers: dict[Any, Any]
-) -> NoReturn:
+def serve_forked(sock: _socket.socket, token: str, calls: dict[int, Call], handlers: dict[Any, Any]) -> NoReturn:
     """Be the spawner in a fork of the caller's process. Nothing of the caller's clean-up may run here."""
     status = 1
     try:
-        os.close(agent_fd)
         os.setsid()
         Spawner(Channel(sock), token, calls, handlers).serve()
         status = 0
-    except BaseException:
-        _print_exception()
+    except BaseException as error:
+        sys.__excepthook__(type(error), error, error.__traceback__)
     os._exit(status)
 
 
 def main() -> NoReturn:
-    sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, int(sys.argv[1]))
+    sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET, 0, int(sys.argv[1]))
     os.set_inheritable(sock.fileno(), False)
     try:
         Spawner(Channel(sock), sys.argv[2]).serve()

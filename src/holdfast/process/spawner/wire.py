@@ -1,9 +1,9 @@
 """Messages with file descriptors between the agent and its spawner.
 
-A Unix stream socket carries frames: the length of the body, how many descriptors belong to it, and the body,
-marshalled plain data (both ends are the same interpreter, started by the same agent, so marshal is safe and
-costs no import). Neither end ever blocks in here: what the socket does not take is kept and sent later, what
-has not come completely waits for the rest.
+A message is one packet on a Unix socket: marshalled plain data (both ends are the same interpreter, started by the same
+agent, so marshal is safe and costs no import) with the descriptors that belong to it. A body that is too large for a
+packet travels in a memory file, which is then the last descriptor. Neither end ever blocks in here: what the socket
+does not take is kept and sent later.
 
 `_socket` is the C half of the standard library's `socket`; the spawner needs nothing of the other half, and
 starts faster without it.
@@ -18,15 +18,24 @@ import os
 import struct
 from _weakrefset import WeakSet  # `weakref` has it from there; the spawner starts faster without the rest.
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
-_HEADER = struct.Struct("!IB")
-_READ_BYTES = 1 << 16
+_PACKET_BYTES = 1 << 15  # The kernel takes a packet that is smaller than its buffer, which has 200 KiB as a rule.
 _MOST_DESCRIPTORS = 253  # What the kernel takes in one message.
 
 Message = tuple[Any, ...]
 
-_channels: WeakSet[Channel] = WeakSet()
+_held: WeakSet[Any] = WeakSet()
+
+
+def _close_held() -> None:
+    """A forked child would keep the other ends of its parent's sockets and pipes open."""
+    for holder in _held:
+        holder.close()
+
+
+os.register_at_fork(after_in_child=_close_held)
 
 
 class Channel:
@@ -35,11 +44,9 @@ class Channel:
     def __init__(self, sock: _socket.socket) -> None:
         self._sock = sock
         self._sock.setblocking(False)
-        self._incoming = bytearray()
-        self._descriptors: deque[int] = deque()
-        self._outgoing: deque[tuple[bytearray, tuple[int, ...]]] = deque()
+        self._outgoing: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self.is_open = True
-        _channels.add(self)
+        _held.add(self)
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -51,100 +58,94 @@ class Channel:
     def send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
         """Queue a message and send what the socket takes. The descriptors become the channel's to close."""
         body = marshal.dumps(message)
-        self._outgoing.append((bytearray(_HEADER.pack(len(body), len(fds)) + body), fds))
+        if len(body) > _PACKET_BYTES:
+            body, fds = marshal.dumps(None), (*fds, memory_file(body))
+        self._outgoing.append((body, fds))
         self.flush()
 
     def flush(self) -> None:
         while self._outgoing and self.is_open:
-            data, fds = self._outgoing[0]
+            body, fds = self._outgoing[0]
+            rights = (_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))
             try:
-                sent = self._sock.sendmsg([data], _rights(fds))
+                self._sock.sendmsg([body], [rights] if fds else [])
             except BlockingIOError:
                 return
             except OSError:  # The other end is gone; what we know of it will be learnt by reading.
                 self._drop_outgoing()
                 return
-            self._close_sent(fds)
-            del data[:sent]
-            self._outgoing[0] = (data, ())
-            if not data:
-                self._outgoing.popleft()
-
-    def _close_sent(self, fds: tuple[int, ...]) -> None:
-        for fd in fds:
-            os.close(fd)
+            self._outgoing.popleft()
+            _close_all(fds)
 
     def _drop_outgoing(self) -> None:
-        for _, fds in self._outgoing:
-            self._close_sent(fds)
-        self._outgoing.clear()
+        while self._outgoing:
+            _close_all(self._outgoing.popleft()[1])
 
     def receive(self) -> list[tuple[Message, list[int]]]:
-        """Every message that has come completely. Afterwards `is_open` tells whether the other end is there."""
-        while self.is_open and self._read_some():
-            pass
+        """Every message that has come. Afterwards `is_open` tells whether the other end is there."""
         messages = []
-        while (message := self._next_message()) is not None:
-            messages.append(message)
+        while self.is_open and (packet := self._next_packet()) is not None:
+            body, fds = packet
+            message = marshal.loads(body)
+            if message is None:
+                with open(fds.pop(), "rb") as file:
+                    file.seek(0)
+                    message = marshal.load(file)
+            messages.append((message, fds))
         return messages
 
-    def _read_some(self) -> bool:
+    def _next_packet(self) -> tuple[bytes, list[int]] | None:
         try:
-            data, ancillary, flags, _ = self._sock.recvmsg(
-                _READ_BYTES, _socket.CMSG_SPACE(4 * _MOST_DESCRIPTORS), _socket.MSG_CMSG_CLOEXEC
+            body, ancillary, flags, _ = self._sock.recvmsg(
+                _PACKET_BYTES, _socket.CMSG_SPACE(4 * _MOST_DESCRIPTORS), _socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
-            return False
+            return None
         except ConnectionResetError:
-            data, ancillary, flags = b"", [], 0
-        for _, _, payload in ancillary:
-            self._descriptors.extend(struct.unpack(f"{len(payload) // 4}i", payload))
-        if flags & _socket.MSG_CTRUNC:  # The kernel dropped descriptors that found no place here; nothing fits now.
+            body, ancillary, flags = b"", [], 0
+        fds = [fd for _, _, payload in ancillary for fd in struct.unpack(f"{len(payload) // 4}i", payload)]
+        if flags & _socket.MSG_CTRUNC:  # The kernel dropped descriptors that found no place here.
             self.is_open = False
+            _close_all(fds)
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        if not data:
-            self.is_open = False
-            return False
-        self._incoming += data
-        return True
-
-    def _next_message(self) -> tuple[Message, list[int]] | None:
-        if len(self._incoming) < _HEADER.size:
-            return None
-        length, count = _HEADER.unpack_from(self._incoming)
-        end = _HEADER.size + length
-        if len(self._incoming) < end:
-            return None
-        message: Message = marshal.loads(bytes(self._incoming[_HEADER.size : end]))
-        del self._incoming[:end]
-        return message, [self._descriptors.popleft() for _ in range(count)]
+        self.is_open = bool(body)
+        return (body, fds) if body else None
 
     def close(self) -> None:
         self.is_open = False
         self._drop_outgoing()
-        while self._descriptors:
-            os.close(self._descriptors.popleft())
         self._sock.close()
 
 
-def _rights(fds: tuple[int, ...]) -> list[tuple[int, int, bytes]]:
-    if not fds:
-        return []
-    return [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))]
+class Pipe:
+    """Both ends of a pipe, of which other processes get copies."""
+
+    def __init__(self, flags: int = 0) -> None:
+        self._read_fd, self._write_fd = os.pipe2(flags | os.O_CLOEXEC)
+        _held.add(self)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        fds = (self._read_fd, self._write_fd)
+        self._read_fd = self._write_fd = -1  # First: another thread may fork at any moment.
+        _close_all(fd for fd in fds if fd >= 0)
 
 
 def channel_pair() -> tuple[Channel, _socket.socket]:
     """The agent's end, and the socket that becomes the spawner's."""
-    ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
-    os.set_inheritable(ours.fileno(), False)
-    os.set_inheritable(theirs.fileno(), False)
+    ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     return Channel(ours), theirs
 
 
-def _drop_all_outgoing() -> None:
-    """A process that was forked sends nothing, and would keep the other ends of its parent's pipes open."""
-    for channel in _channels:
-        channel._drop_outgoing()
+def memory_file(data: bytes) -> int:
+    fd = os.memfd_create("holdfast", os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    return fd
 
 
-os.register_at_fork(after_in_child=_drop_all_outgoing)
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from holdfast.process.spawner import bootstrap
-from holdfast.process.spawner.bootstrap import ERROR, MAGIC, VALUE
+from holdfast.process.spawner.bootstrap import ERROR, MAGIC, OWN_FILE, VALUE
 
 
 class BlackBox:
@@ -52,5 +51,5 @@ def read_blackbox(data: bytes) -> BlackBox:
             box.torn, tail = True, tail[: -len(cut)]
             break
     lines = b"".join([*texts, tail]).decode("utf-8", "replace").split("\n")
-    box.text = "\n".join(line for line in lines if f'"{bootstrap.OWN_FILE}", line ' not in line)
+    box.text = "\n".join(line for line in lines if f'"{OWN_FILE}", line ' not in line)
     return box

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -63,8 +63,7 @@ def cpus_for(
     try:
         root = root.rstrip("/")
         devices = _visible(_device_nodes(root), os.environ if environ is None else environ)
-        machine = _Machine(root, _nodes_with_cpus(root, usable), devices)
-        return _chosen(machine, options.affinity_mode, local_rank, local_world_size)
+        return _chosen(_Machine(root, usable), devices, options.affinity_mode, local_rank, local_world_size)
     except HostError as error:
         if not options.should_fall_back_if_binding_fails:
             raise
@@ -72,97 +71,81 @@ def cpus_for(
         return usable
 
 
-@dataclass(frozen=True, slots=True)
 class _Machine:
-    """The facts for the decision. Only CPUs that may be used appear in it."""
+    """The NUMA nodes with their CPUs. Only CPUs that may be used appear in it."""
 
-    root: str
-    cpus_of_node: dict[int, tuple[int, ...]]
-    device_nodes: list[int]
+    def __init__(self, root: str, usable: frozenset[int]) -> None:
+        self._cpus = f"{root}/sys/devices/system/cpu"
+        base = f"{root}/sys/devices/system/node"
+        numbers = [int(name[4:]) for name in names(base) if name.startswith("node") and name[4:].isdecimal()]
+        lists = {number: parse_cpu_list(_read(f"{base}/node{number}/cpulist")) & usable for number in sorted(numbers)}
+        self.nodes = {number: cpus for number, cpus in lists.items() if cpus}
+        if not self.nodes:
+            raise HostError(f"no NUMA node with a usable CPU is described in {base}")
 
-    def worker_nodes(self, local_world_size: int) -> list[int]:
-        """The node of each worker; with devices, of those workers that have one."""
-        nodes = sorted(self.cpus_of_node)
-        spread = [nodes[rank * len(nodes) // local_world_size] for rank in range(local_world_size)]
-        return self.device_nodes[:local_world_size] or spread
+    def package(self, node: int) -> str:
+        return _read(f"{self._cpus}/cpu{min(self.nodes[node])}/topology/physical_package_id")
 
-    def cpus(self, node: int) -> tuple[int, ...]:
-        if node not in self.cpus_of_node:
-            raise HostError(f"NUMA node {node} has no CPU that this process may use")
-        return self.cpus_of_node[node]
+    def cores(self, node: int) -> list[list[int]]:
+        return self._groups(node, lambda cpu: f"{self._cpus}/cpu{cpu}/topology/thread_siblings_list")
 
-    def topology(self, cpu: int, name: str) -> str:
-        return _read(f"{self.root}/sys/devices/system/cpu/cpu{cpu}/topology/{name}")
+    def cache_groups(self, node: int) -> list[list[int]]:
+        """CPUs that share their last data cache, largest group first."""
+        return sorted(self._groups(node, self._last_cache), key=len, reverse=True)
+
+    def _groups(self, node: int, shared_list: Callable[[int], str]) -> list[list[int]]:
+        cpus = self.nodes[node]
+        groups = {frozenset(parse_cpu_list(_read(shared_list(cpu))) & cpus) for cpu in cpus}
+        return sorted(sorted(group) for group in groups)
+
+    def _last_cache(self, cpu: int) -> str:
+        directory = f"{self._cpus}/cpu{cpu}/cache"
+        caches = [f"{directory}/{name}" for name in names(directory) if name.startswith("index")]
+        levels = {int(_read(f"{path}/level")): path for path in caches if _read(f"{path}/type") != "Instruction"}
+        if not levels:
+            raise HostError(f"the caches of CPU {cpu} are not described in {directory}")
+        return f"{levels[max(levels)]}/shared_cpu_list"
 
 
-def _chosen(machine: _Machine, mode: AffinityMode, local_rank: int, local_world_size: int) -> frozenset[int]:
-    nodes = machine.worker_nodes(local_world_size)
+def _chosen(
+    machine: _Machine, devices: list[int], mode: AffinityMode, local_rank: int, local_world_size: int
+) -> frozenset[int]:
+    """`devices` has the NUMA node of each visible device."""
+    known = list(machine.nodes)
+    spread = [known[rank * len(known) // local_world_size] for rank in range(local_world_size)]
+    nodes = devices[:local_world_size] or spread
     if local_rank >= len(nodes):
         raise HostError(
             f"local rank {local_rank} has no device of its own: {len(nodes)} visible "
             "(set CUDA_VISIBLE_DEVICES to nothing to spread workers over the NUMA nodes instead)"
         )
     node = nodes[local_rank]
+    if node not in machine.nodes:
+        raise HostError(f"NUMA node {node} has no CPU that this process may use")
     place, sharers = nodes[:local_rank].count(node), nodes.count(node)
+    groups: Sequence[Collection[int]]
     match mode:
         case AffinityMode.NODE:
-            return frozenset(machine.cpus(node))
+            groups = [machine.nodes[node]]
         case AffinityMode.SOCKET:
-            return _socket(machine, node)
+            mine = machine.package(node)
+            groups = [cpus for number, cpus in machine.nodes.items() if machine.package(number) == mine]
         case AffinityMode.EXCLUSIVE:
-            return _share_of_cores(machine, node, place, sharers)
+            groups = _share(machine.cores(node), node, place, sharers)
         case AffinityMode.CORE_COMPLEX:
-            groups = _cache_groups(machine, node)
-            return frozenset(groups[place % len(groups)])
+            complexes = machine.cache_groups(node)
+            groups = [complexes[place % len(complexes)]]
+    return frozenset(cpu for group in groups for cpu in group)
 
 
-def _socket(machine: _Machine, node: int) -> frozenset[int]:
-    def package(number: int) -> str:
-        return machine.topology(machine.cpus(number)[0], "physical_package_id")
-
-    mine = package(node)
-    nodes = [number for number in machine.cpus_of_node if package(number) == mine]
-    return frozenset(cpu for number in nodes for cpu in machine.cpus(number))
-
-
-def _share_of_cores(machine: _Machine, node: int, place: int, sharers: int) -> frozenset[int]:
-    usable = set(machine.cpus(node))
-    siblings = {frozenset(parse_cpu_list(machine.topology(cpu, "thread_siblings_list"))) for cpu in usable}
-    cores = sorted(sorted(core & usable) for core in siblings)
+def _share(cores: list[list[int]], node: int, place: int, sharers: int) -> list[list[int]]:
     if len(cores) < sharers:
         raise HostError(
             f"NUMA node {node} has {len(cores)} usable cores for {sharers} workers; exclusive needs one each"
         )
     size, left_over = divmod(len(cores), sharers)
     start = place * size + min(place, left_over)
-    end = start + size + (place < left_over)
-    return frozenset(cpu for core in cores[start:end] for cpu in core)
-
-
-def _cache_groups(machine: _Machine, node: int) -> list[tuple[int, ...]]:
-    usable = set(machine.cpus(node))
-    shared = {frozenset(_last_cache(machine.root, cpu)) for cpu in usable}
-    groups = {tuple(sorted(group & usable)) for group in shared}
-    return sorted(groups, key=lambda group: (-len(group), group))
-
-
-def _last_cache(root: str, cpu: int) -> Set[int]:
-    """The CPUs that share the last data cache of this one."""
-    directory = f"{root}/sys/devices/system/cpu/cpu{cpu}/cache"
-    caches = [f"{directory}/{name}" for name in names(directory) if name.startswith("index")]
-    levels = {int(_read(f"{path}/level")): path for path in caches if _read(f"{path}/type") != "Instruction"}
-    if not levels:
-        raise HostError(f"the caches of CPU {cpu} are not described in {directory}")
-    return parse_cpu_list(_read(f"{levels[max(levels)]}/shared_cpu_list"))
-
-
-def _nodes_with_cpus(root: str, allowed: frozenset[int]) -> dict[int, tuple[int, ...]]:
-    base = f"{root}/sys/devices/system/node"
-    numbers = [int(name[4:]) for name in names(base) if name.startswith("node") and name[4:].isdecimal()]
-    lists = {number: parse_cpu_list(_read(f"{base}/node{number}/cpulist")) & allowed for number in numbers}
-    if not any(lists.values()):
-        raise HostError(f"no NUMA node with a usable CPU is described in {base}")
-    return {number: tuple(sorted(cpus)) for number, cpus in sorted(lists.items()) if cpus}
+    return cores[start : start + size + (place < left_over)]
 
 
 def _device_nodes(root: str) -> list[int]:
@@ -175,8 +158,7 @@ def _device_nodes(root: str) -> list[int]:
 
 
 def _is_gpu(device: str) -> bool:
-    classes = _GPU_CLASSES.get(_read(f"{device}/vendor"), ())
-    return _read(f"{device}/class").startswith(classes) if classes else False
+    return _read(f"{device}/class").startswith(_GPU_CLASSES.get(_read(f"{device}/vendor"), ()))
 
 
 def _visible(devices: list[int], environ: Mapping[str, str]) -> list[int]:

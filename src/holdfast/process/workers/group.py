@@ -8,9 +8,6 @@ Events come from the spawner through `SpawnerLink` and are kept in one `Slot` a 
 `begin_start` and `begin_stop` give orders, and a loop that waits for `fileno()`, `unsent_fds()` and `next_deadline()`
 asks `poll_start` and `poll_stop` whether that is done. Stopping is the kill ladder (see `ladder`). `start`, `wait` and
 `close` are such loops for callers that have nothing else to wait for; `wait` only looks and stops nothing.
-
-stderr always passes through the pump unless it is redirected to a file, so that the last lines of a worker that
-fails are known; on a terminal the worker is given a terminal.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,22 +29,11 @@ from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import LogsDest, LogsSpecs
 from holdfast.process.output.streams import Outlets, dup_or_null
 from holdfast.process.spawner import calls, command
-from holdfast.process.spawner.client import (
-    Exited,
-    Refused,
-    Report,
-    SpawnerLink,
-    SpawnerLost,
-    Started,
-    StartOrder,
-    Swept,
-    allow_descriptors_for,
-    starting,
-)
+from holdfast.process.spawner.client import SpawnerLink, allow_descriptors_for, starting
 from holdfast.process.spawner.lease import Lease
-from holdfast.process.spec import GroupSpec
-from holdfast.process.workers.ladder import Action, Ladder, Rung
-from holdfast.process.workers.worker import RunProcsResult, Slot, Stop, UnreadableValue
+from holdfast.process.spawner.wire import memory_file
+from holdfast.process.workers.ladder import Action, Ladder
+from holdfast.process.workers.worker import RunProcsResult, Slot, Stop
 
 if TYPE_CHECKING:
     from holdfast.process.output.watch import OutputWatch
@@ -60,9 +46,10 @@ _MOST_UNDERWAY = 16
 
 
 class PContext(abc.ABC):
-    """A group of processes that start and stop together. Made by `start_processes`.
+    """A group of processes that start and stop together. Made by `start_processes` or `new_group`.
 
-    The constructor has the signature that users know; holdfast itself goes through `new_group`.
+    A `link` to a spawner that is already there saves starting another one. When the `lease` expires the spawner kills
+    the processes. A `watch` notes when they write something.
     """
 
     def __init__(
@@ -73,45 +60,35 @@ class PContext(abc.ABC):
         envs: dict[int, dict[str, str]],
         logs_specs: LogsSpecs,
         log_line_prefixes: dict[int, str] | None = None,
-        duplicate_stdout_filters: list[str] | None = None,
-        duplicate_stderr_filters: list[str] | None = None,
+        duplicate_stdout_filters: Sequence[str] | None = None,
+        duplicate_stderr_filters: Sequence[str] | None = None,
         *,
-        start_method: str = "spawn",
         numa_options: Any = None,
-    ) -> None:
-        filters = (duplicate_stdout_filters, duplicate_stderr_filters)
-        spec = GroupSpec(name, entrypoint, logs_specs, start_method, None, numa_options, *filters)
-        self.set_up(spec, args, envs, log_line_prefixes)
-
-    def set_up(
-        self,
-        spec: GroupSpec,
-        args: dict[int, tuple[Any, ...]],
-        envs: dict[int, dict[str, str]],
-        log_line_prefixes: dict[int, str] | None = None,
         link: SpawnerLink | None = None,
         lease: Lease | None = None,
         watch: OutputWatch | None = None,
     ) -> None:
-        _check_ranks("args", args, len(args))
-        _check_ranks("envs", envs, len(args))
-        self._spec = spec
-        self.name = spec.role
-        self.entrypoint = spec.entrypoint
+        for what, mapping in (("args", args), ("envs", envs)):
+            if set(mapping) != set(range(len(args))):
+                expected = list(range(len(args)))
+                raise RuntimeError(f"{what} must have the local ranks {expected} as keys, not {sorted(mapping)}")
+        self.name = name
+        self.entrypoint = entrypoint
         self.args = args
         self.envs = envs
         self.nprocs = len(args)
-        self._link = link
-        self._owns_link = link is None
-        self.destinations: LogsDest = spec.logs_specs.reify(envs)
+        self.destinations: LogsDest = logs_specs.reify(envs)
         self.stdouts = self.destinations.stdouts
         self.stderrs = self.destinations.stderrs
         self.error_files = self.destinations.error_files
         self.filtered_stdout = self.destinations.filtered_stdout
         self.filtered_stderr = self.destinations.filtered_stderr
         self.survivors: tuple[tuple[int, str], ...] = ()
-        filters = {"stdout": spec.duplicate_stdout_filters, "stderr": spec.duplicate_stderr_filters}
-        self._outlets = Outlets(self.name, self.destinations, log_line_prefixes or {}, filters, watch)
+        filters = {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters}
+        self._outlets = Outlets(name, self.destinations, log_line_prefixes or {}, filters, watch)
+        self._numa_options = numa_options
+        self._link = link
+        self._owns_link = link is None
         self._lease = lease
         self._slots: dict[int, Slot] = {}
         self._resources = ExitStack()
@@ -141,7 +118,7 @@ class PContext(abc.ABC):
         if self._slots:
             raise ValueError(f"the processes of {self.name!r} were started before")
         self._resources.enter_context(signals.deferred())
-        with self._all_or_none(), starting():
+        with self._all_or_none(), starting:
             self._kills_before = oom.memory_killer_counter()
             if self._link is None:
                 self._link = self._make_link()
@@ -157,12 +134,13 @@ class PContext(abc.ABC):
         assert self._link is not None
         with self._all_or_none():
             self._take_reports()
-            for rank, slot in self._slots.items():
+            for slot in self._slots.values():
                 if slot.refusal is not None:
-                    raise OSError(slot.refusal, os.strerror(slot.refusal), self._display_name(rank))
+                    name = self.entrypoint if isinstance(self.entrypoint, str) else calls.name_of(self.entrypoint)
+                    raise OSError(slot.refusal, os.strerror(slot.refusal), name)
             if self._lost_how and any(slot.pid is None for slot in self._slots.values()):
                 raise HostError(f"the processes of {self.name} were not all started: the spawner {self._lost_how}")
-            with starting():
+            with starting:
                 self._order_more(self._link)
         return not any(slot.is_underway for slot in self._slots.values())
 
@@ -181,29 +159,31 @@ class PContext(abc.ABC):
 
     def _order(self, link: SpawnerLink, rank: int) -> None:
         self._slots[rank] = Slot(rank, os.memfd_create(f"holdfast-{rank}", os.MFD_CLOEXEC))
-        with ExitStack() as unsent:
-            fds = {
-                "stdin": _keep(unsent, dup_or_null(0)),
-                "stdout": _keep(unsent, self._outlets.open("stdout", rank)),
-                "stderr": _keep(unsent, self._outlets.open("stderr", rank)),
-            }
-            kind, argv = self._describe(rank, fds, unsent)
-            link.start(StartOrder(rank, kind, argv, self.envs[rank], self._cpus(rank), fds))
-            unsent.pop_all()
+        fds: dict[str, int] = {}
+        try:
+            fds["stdin"] = dup_or_null(0)
+            fds["stdout"] = self._outlets.open("stdout", rank)
+            fds["stderr"] = self._outlets.open("stderr", rank)
+            kind, argv = self._describe(rank, fds)
+            link.start(rank, kind, argv, self.envs[rank], self._cpus(rank), fds)
+        except BaseException:
+            for fd in fds.values():
+                os.close(fd)
+            raise
 
     @abc.abstractmethod
-    def _describe(self, rank: int, fds: dict[str, int], unsent: ExitStack) -> tuple[str, tuple[str, ...]]:
+    def _describe(self, rank: int, fds: dict[str, int]) -> tuple[str, tuple[str, ...]]:
         """How the spawner starts this rank: the kind and the command line. May add descriptors."""
 
     def _make_link(self) -> SpawnerLink:
         return SpawnerLink.launch()
 
     def _cpus(self, rank: int) -> frozenset[int]:
-        if self._spec.numa_options is None:
+        if self._numa_options is None:
             return frozenset()
         from holdfast.process.workers import cpus
 
-        return cpus.cpus_for(self._spec.numa_options, rank, self.nprocs)
+        return cpus.cpus_for(self._numa_options, rank, self.nprocs)
 
     # Watching.
 
@@ -226,19 +206,14 @@ class PContext(abc.ABC):
         codes = [slot.exitcode for slot in self._slots.values()]
         return None not in codes or any(codes)
 
-    def blame(self, pid: int, note: str) -> None:
-        """Whatever its end, this process counts as failed, for the reason in the note."""
+    def blame(self, pid: int, note: str, hang: str = "", stack: str = "", *, is_waiting: bool = False) -> None:
+        """Whatever its end, this process counts as failed, for the reason in the note. `hang` says for how long the
+        group has shown no progress, and where this process was found; `is_waiting`: it waits for the one that hangs."""
         for slot in self._slots.values():
             if slot.pid == pid:
                 slot.note = note
-
-    def blame_hang(self, pid: int, words: str, stack: str, note: str, *, is_waiting: bool) -> None:
-        """This process, which still runs, is why the group hangs, or waits for the one that is; the words say for
-        how long, and where it was found."""
-        for slot in self._slots.values():
-            if slot.pid == pid:
-                slot.hang, slot.hang_stack, slot.is_waiting = words, stack, is_waiting
-                slot.note = note
+                if hang:
+                    slot.hang, slot.hang_stack, slot.is_waiting = hang, stack, is_waiting
 
     def running(self) -> dict[int, int]:
         """Local rank -> pid of those that still work: they have neither ended, as far as was heard, nor returned."""
@@ -274,24 +249,21 @@ class PContext(abc.ABC):
 
     def _take_reports(self) -> None:
         for report in self._link.reports() if self._link is not None else ():
-            self._note(report)
-
-    def _note(self, report: Report) -> None:
-        match report:
-            case Started(rank, pid, pidfd):
-                self._slots[rank].pid, self._slots[rank].pidfd = pid, pidfd
-                # It was on its way when the others got their signal. Without a pidfd it may be gone, its pid reused.
-                if self._stop is not None and pidfd is not None:
-                    self._slots[rank].send(self._stop.signal)
-            case Refused(rank, number):
-                self._slots[rank].refusal = number
-            case Exited(rank, exitcode, order):
-                self._slots[rank].end(exitcode, order, self._stop)
-            case Swept(survivors):
-                self._is_swept = True
-                self.survivors = survivors
-            case SpawnerLost(how):
-                self._lose_everything(how)
+            match report:
+                case ("started", rank, pid, pidfd):
+                    self._slots[rank].pid, self._slots[rank].pidfd = pid, pidfd
+                    # It was on its way when the others got their signal. Without a pidfd its pid may be reused.
+                    if self._stop is not None and pidfd is not None:
+                        self._slots[rank].send(self._stop.signal)
+                case ("refused", rank, number):
+                    self._slots[rank].refusal = number
+                case ("exited", rank, exitcode, order):
+                    self._slots[rank].end(exitcode, order, self._stop)
+                case ("swept", survivors):
+                    self._is_swept = True
+                    self.survivors = tuple(survivors)
+                case ("lost", how):
+                    self._lose_everything(how)
 
     def _lose_everything(self, how: str) -> None:
         self._is_swept = True
@@ -301,26 +273,18 @@ class PContext(abc.ABC):
                 slot.note = f"the spawner that owned it {how}"
                 slot.end(-signal.SIGKILL, None, self._stop)
 
-    def _display_name(self, rank: int) -> str:
-        return self.entrypoint if isinstance(self.entrypoint, str) else calls.name_of(self.entrypoint)
-
     # Results.
 
     def _result(self) -> RunProcsResult | None:
-        failures = self.failures()
-        if failures:
-            return RunProcsResult(failures=failures, stdouts=self.stdouts, stderrs=self.stderrs)
-        if any(slot.exitcode is None for slot in self._slots.values()):
-            return None
-        # Asked for after `close`: who was stopped has not succeeded.
-        stopped = {rank: self._failure(slot) for rank, slot in self._slots.items() if slot.exitcode}
-        if stopped:
-            return RunProcsResult(failures=stopped, stdouts=self.stdouts, stderrs=self.stderrs)
-        try:
+        failures, values = self.failures(), {}
+        if not failures:
+            if any(slot.exitcode is None for slot in self._slots.values()):
+                return None
             values = {rank: slot.return_value() for rank, slot in self._slots.items()}
-        except UnreadableValue:
-            return self._result()  # The slot now carries the failure.
-        return RunProcsResult(return_values=values, stdouts=self.stdouts, stderrs=self.stderrs)
+            # A value may be unreadable. Asked for after `close`: a worker that was stopped has not succeeded.
+            stopped = {rank: self._failure(slot) for rank, slot in self._slots.items() if slot.exitcode}
+            failures = stopped or self.failures()
+        return RunProcsResult({} if failures else values, failures, self.stdouts, self.stderrs)
 
     def failures(self) -> dict[int, ProcessFailure]:
         """What failed by itself so far, with the evidence there is at this moment."""
@@ -389,45 +353,40 @@ class PContext(abc.ABC):
             for slot in self._slots.values():
                 slot.was_starting = slot.is_underway
             self._dismiss_returned()
-            self._signal_leaders(number)
+            for slot in self._slots.values():
+                if slot.is_running:
+                    slot.send(number)
+                    if slot.hang:  # It may be stopped, and would not hear of it.
+                        slot.send(signal.SIGCONT)
             self._ladder = Ladder(grace_s, time.monotonic())
 
     def poll_stop(self) -> bool:
         """Whether nothing is left but `survivors`, which cannot be killed; then everything is released."""
-        if self._ladder is not None and not self._is_closed:
-            self._take_reports()
-            self._climb(self._ladder)
-            if self._ladder.rung is Rung.GONE:
-                self._release()
-        return self._is_closed
-
-    def next_deadline(self) -> float | None:
-        """When `poll_stop` must be asked although nothing was reported."""
-        return self._ladder.deadline if self._ladder is not None else None
-
-    def _climb(self, ladder: Ladder) -> None:
+        if self._ladder is None or self._is_closed:
+            return self._is_closed
         assert self._link is not None
+        self._take_reports()
         now = time.monotonic()
         if signals.inbox().wants_haste:
-            ladder.hurry(0.0, now)
+            self._ladder.hurry(0.0, now)
         has_leaders = any(slot.is_running for slot in self._slots.values())
-        match ladder.climb(now, has_leaders=has_leaders, is_swept=self._is_swept):
+        match self._ladder.climb(now, has_leaders=has_leaders, is_swept=self._is_swept):
             case Action.KILL_TREES:
                 self._link.kill_all()
             case Action.KILL_SPAWNER:
                 logger.error("the spawner of %s does not answer and is killed with everything below it", self.name)
                 self._link.kill_spawner()
                 self._lose_everything("did not answer and was killed")
+        if self._ladder.deadline is None:
+            self._release()
+        return self._is_closed
+
+    def next_deadline(self) -> float | None:
+        """When `poll_stop` must be asked although nothing was reported."""
+        return self._ladder.deadline if self._ladder is not None else None
 
     def _dismiss_returned(self) -> None:  # noqa: B027  (only function workers wait)
         """Workers that have returned and wait for others wait no longer."""
-
-    def _signal_leaders(self, number: signal.Signals) -> None:
-        for slot in self._slots.values():
-            if slot.is_running:
-                slot.send(number)
-                if slot.hang:  # It may be stopped, and would not hear of it.
-                    slot.send(signal.SIGCONT)
 
     def _release(self) -> None:
         if self._is_closed:
@@ -446,11 +405,12 @@ class PContext(abc.ABC):
 class SubprocessContext(PContext):
     """Processes that execute a program."""
 
-    def _describe(self, rank: int, fds: dict[str, int], unsent: ExitStack) -> tuple[str, tuple[str, ...]]:
+    def _describe(self, rank: int, fds: dict[str, int]) -> tuple[str, tuple[str, ...]]:
         assert isinstance(self.entrypoint, str)
-        described = command.command_for(self.entrypoint, [_text(each) for each in self.args[rank]])
+        args = [os.fsdecode(each) if isinstance(each, str | bytes) else str(each) for each in self.args[rank]]
+        described = command.command_for(self.entrypoint, args)
         if described.is_python:
-            fds["HOLDFAST_BLACKBOX"] = _keep(unsent, os.dup(self._slots[rank].blackbox_fd))
+            fds["HOLDFAST_BLACKBOX"] = os.dup(self._slots[rank].blackbox_fd)
         return "exec", described.argv
 
 
@@ -465,63 +425,36 @@ class MultiprocessContext(PContext):
         envs: dict[int, dict[str, str]],
         start_method: str,
         *others: Any,
+        link: SpawnerLink | None = None,
         **more: Any,
     ) -> None:
-        super().__init__(name, entrypoint, args, envs, *others, start_method=start_method, **more)
-
-    def set_up(self, spec: GroupSpec, args: dict[int, tuple[Any, ...]], *life: Any, **more: Any) -> None:
-        self.start_method = spec.start_method
-        if self.start_method not in ("spawn", "fork", "forkserver"):
-            raise UserError(f"unknown start method {self.start_method!r}; there are spawn, fork and forkserver")
-        assert callable(spec.entrypoint)
+        if start_method not in ("spawn", "fork", "forkserver"):
+            raise UserError(f"unknown start method {start_method!r}; there are spawn, fork and forkserver")
+        self.start_method = start_method
+        sent = args if start_method != "fork" else {}
+        self._payloads = {rank: calls.pickled_call(entrypoint, values) for rank, values in sent.items()}
+        if start_method != "spawn":  # Neither a cold spawner nor one that is older than this call will do.
+            link = None
+        super().__init__(name, entrypoint, args, envs, *others, link=link, **more)
         self._peers = calls.Peers()
-        sent = args if self.start_method != "fork" else {}
-        self._payloads = {rank: calls.pickled_call(spec.entrypoint, values) for rank, values in sent.items()}
-        super().set_up(spec, args, *life, **more)
-        if self.start_method != "spawn":  # Neither a cold spawner nor one that is older than this call will do.
-            self._link, self._owns_link = None, True
+        self._resources.callback(self._peers.close)
 
     def _make_link(self) -> SpawnerLink:
         if self.start_method == "fork":
-            return SpawnerLink.fork({rank: self._call_in_memory(rank) for rank in range(self.nprocs)})
+            assert callable(self.entrypoint)
+            return SpawnerLink.fork({rank: (self.entrypoint, tuple(args)) for rank, args in self.args.items()})
         return SpawnerLink.launch(with_site_packages=self.start_method == "forkserver")
 
-    def _call_in_memory(self, rank: int) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
-        assert callable(self.entrypoint)
-        call = (self.entrypoint, tuple(self.args[rank]))
-        return lambda: call
-
-    def _describe(self, rank: int, fds: dict[str, int], unsent: ExitStack) -> tuple[str, tuple[str, ...]]:
-        fds["HOLDFAST_BLACKBOX"] = _keep(unsent, os.dup(self._slots[rank].blackbox_fd))
+    def _describe(self, rank: int, fds: dict[str, int]) -> tuple[str, tuple[str, ...]]:
+        fds["HOLDFAST_BLACKBOX"] = os.dup(self._slots[rank].blackbox_fd)
         if self.nprocs > 1:
-            copies = self._peers.descriptors(is_last=rank == self.nprocs - 1)
-            fds |= {name: _keep(unsent, fd) for name, fd in copies.items()}
+            fds |= self._peers.descriptors(is_last=rank == self.nprocs - 1)
         if self.start_method == "fork":
             return "memory", ()
-        fds["HOLDFAST_PAYLOAD"] = _keep(unsent, calls.memory_file(self._payloads[rank]))
+        fds["HOLDFAST_PAYLOAD"] = memory_file(self._payloads[rank])
         if self.start_method == "forkserver":
             return "payload", ()
         return "exec", command.function_command().argv
 
     def _dismiss_returned(self) -> None:
         self._peers.dismiss()
-
-    def _release(self) -> None:
-        super()._release()
-        self._peers.close()
-
-
-def _check_ranks(what: str, mapping: Mapping[int, Any], count: int) -> None:
-    expected = set(range(count))
-    if set(mapping) != expected:
-        raise RuntimeError(f"{what} must have the local ranks {sorted(expected)} as keys, not {sorted(mapping)}")
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else os.fsdecode(value) if isinstance(value, bytes) else str(value)
-
-
-def _keep(stack: ExitStack, fd: int) -> int:
-    """Closed with the stack, unless the stack is emptied first."""
-    stack.callback(os.close, fd)
-    return fd

@@ -3,11 +3,11 @@
 A worker is the leader of a session of its own, and everything that it starts belongs to it. The ladder is the same on
 every path (a failure, a restart, a signal, the end):
 
-1. SIGNALLED: the leaders get the signal, all at once. The grace period is counted for all of them in parallel.
-2. KILLED: no leader is left, the grace is over, or `hurry` has ended it. The agent orders the spawner to send SIGKILL
+1. Signalled: the leaders get the signal, all at once. The grace period is counted for all of them in parallel.
+2. Killed: no leader is left, the grace is over, or `hurry` has ended it. The agent orders the spawner to send SIGKILL
    to everything below it, leaders and descendants alike, and to report when nothing is left. It names a process that
    even SIGKILL does not end (uninterruptible sleep) and waits no longer than `procfs.KILL_PATIENCE_S` for it.
-3. GONE: the spawner has answered. One that has not by the deadline is killed itself, and the agent kills what the
+3. Gone: the spawner has answered. One that has not by the deadline is killed itself, and the agent kills what the
    spawner had owned.
 
 `climb` is called whenever something was heard and at the deadline; it returns what to do next.
@@ -21,27 +21,21 @@ from enum import StrEnum
 ANSWER_PATIENCE_S = 6.0
 
 
-class Rung(StrEnum):
-    SIGNALLED = "SIGNALLED"
-    KILLED = "KILLED"
-    GONE = "GONE"
-
-
 class Action(StrEnum):
     KILL_TREES = "KILL_TREES"
     KILL_SPAWNER = "KILL_SPAWNER"
 
 
 class Ladder:
-    """Where one stop is. Made when the leaders have been sent their signal."""
+    """Where one stop is. Made when the leaders have been sent their signal; it is over when it has no deadline."""
 
     def __init__(self, grace_s: float, now: float) -> None:
-        self.rung = Rung.SIGNALLED
+        self.is_killed = False
         self.deadline: float | None = now + grace_s
 
     def hurry(self, grace_s: float, now: float) -> None:
         """At most that much more grace. What has been killed has none."""
-        if self.rung is Rung.SIGNALLED and self.deadline is not None:
+        if not self.is_killed and self.deadline is not None:
             self.deadline = min(self.deadline, now + grace_s)
 
     def climb(self, now: float, *, has_leaders: bool, is_swept: bool) -> Action | None:
@@ -49,11 +43,11 @@ class Ladder:
         if self.deadline is None:
             return None
         if is_swept:
-            self.rung, self.deadline = Rung.GONE, None
-        elif self.rung is Rung.SIGNALLED and (not has_leaders or now >= self.deadline):
-            self.rung, self.deadline = Rung.KILLED, now + ANSWER_PATIENCE_S
+            self.deadline = None
+        elif not self.is_killed and (not has_leaders or now >= self.deadline):
+            self.is_killed, self.deadline = True, now + ANSWER_PATIENCE_S
             return Action.KILL_TREES
-        elif self.rung is Rung.KILLED and now >= self.deadline:
-            self.rung, self.deadline = Rung.GONE, None
+        elif self.is_killed and now >= self.deadline:
+            self.deadline = None
             return Action.KILL_SPAWNER
         return None

@@ -30,10 +30,6 @@ _READ_BYTES = 1 << 20
 _CRASH = "Fatal Python error"
 
 
-class UnreadableValue(Exception):  # noqa: N818
-    """A return value came that this process cannot unpickle."""
-
-
 @dataclass(slots=True)
 class RunProcsResult:
     """How a group of processes ended; the keys are local ranks."""
@@ -65,14 +61,11 @@ class Slot:
     pidfd: int | None = None
     exitcode: int | None = None
     order: int | None = None
-    refusal: int | None = None
-    """The number of the error for which it could not be started."""
-    stop: Stop | None = None
-    """Set if it ended while the group was being stopped."""
-    note: str = ""
-    """Why it counts as failed, whatever its exit code says."""
+    refusal: int | None = None  # The number of the error for which it could not be started.
+    stop: Stop | None = None  # Set if it ended while the group was being stopped.
+    note: str = ""  # Why it counts as failed, whatever its exit code says.
+    # For how long the group had shown no progress, and where this worker was then; it counts as failed, too.
     hang: str = ""
-    """For how long the group had shown no progress, and where this worker was then; it counts as failed, too."""
     hang_stack: str = ""
     is_waiting: bool = False
     was_starting: bool = False  # When its group was stopped: it is killed, as it has nothing to end in order.
@@ -102,15 +95,11 @@ class Slot:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def failed_by_itself(self) -> bool:
-        if self.pid is None:  # It was never started.
+        if self.pid is None or (self.exitcode is None and not self.hang):
             return False
-        if self.hang:
+        if self.hang or self.note:
             return True
-        if self.exitcode is None:
-            return False
-        if self.note:
-            return True
-        if self.exitcode == 0:
+        if not self.exitcode:
             return False
         if self.stop is None or -self.exitcode in _CRASHES:
             return True
@@ -154,14 +143,12 @@ class Slot:
         return text[text.rindex(_CRASH) :] if _CRASH in text else ""
 
     def return_value(self) -> Any:
+        """None if there is none. A worker whose value this process cannot unpickle counts as failed."""
         data = self.box().value
-        if data is None:
-            return None
         try:
-            return pickle.loads(data)
+            return None if data is None else pickle.loads(data)
         except Exception as error:
             self.note = f"its return value cannot be read back: {type(error).__name__}: {error}"
-            raise UnreadableValue from None
 
     def close(self) -> None:
         """Let go of the descriptors, and keep what was in the black box."""
