@@ -275,7 +275,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         logger.info("run %r at %s: %s%s", self._run_id, self._where, self.joined, until)
 
 
-class FixedEndpoint:
+class FixedEndpoint(Locator):
     """The coordinator is where the user says. If nothing listens there, and it is this host, start one."""
 
     def __init__(self, host: str, port: int, run_id: str, options: Options) -> None:
@@ -291,12 +291,6 @@ class FixedEndpoint:
 
     def target(self) -> Target:
         return self._target
-
-    def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], None]) -> None:
-        """There is no other place to look at."""
-
-    def stop(self) -> None:
-        pass
 
     def refused(self, target: Target) -> None:
         if self._options.is_host is False:
@@ -332,11 +326,9 @@ def create_handler_at(
     """With a `master` the user has fixed the number of nodes, too."""
     options, where = Options.from_parameters(params), endpoints.endpoint_text(host, port)
     options = replace(options, min_nodes=options.max_nodes if master else options.min_nodes)
-
-    def locator(facts: model.NodeFacts) -> FixedEndpoint:
-        return FixedEndpoint(host, port, params.run_id, options)
-
-    return CoordinatorHandler(params, options, where, locator, [(host, port)], master)
+    return CoordinatorHandler(
+        params, options, where, lambda _: FixedEndpoint(host, port, params.run_id, options), [(host, port)], master
+    )
 
 
 def _numeric(address: str) -> str:

@@ -18,8 +18,9 @@ import select
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast.errors import HoldfastError
 from holdfast.rendezvous import endpoints
@@ -42,20 +43,23 @@ _ANSWER_MARGIN_S = 1.0  # That the time is up is the coordinator's to say, if it
 CONNECTION_CLOSED = "the connection to the coordinator is closed"
 
 
-class Locator(Protocol):
+class Locator(ABC):
     """Knows where the coordinator is, and may start one where there is none."""
 
+    @abstractmethod
     def target(self) -> Target:
         """Where to connect to now; may block. Raises OSError, `TurnedAway` or another HoldfastError."""
 
+    @abstractmethod
     def refused(self, target: Target) -> None:
         """Nothing listens there. A locator may start a coordinator."""
 
-    def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], None]) -> None:
+    def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], object]) -> None:  # noqa: B027
         """Look in the background whether a coordinator of a higher term is in office; call `found` if so. A locator
-        may start one if there is none and `is_wanted` still says so."""
+        may start one if there is none and `is_wanted` still says so. By default there is no other place to look at."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:  # noqa: B027
+        """Let go of everything. By default there is nothing."""
 
 
 class Client:
@@ -171,9 +175,10 @@ class Client:
 
     def _step(self, event: node.Event) -> None:
         for command in self._node.step(event, time.monotonic()):
+            if isinstance(command, protocol.FromNode):
+                self._send(command)
+                continue
             match command:
-                case node.Send(message):
-                    self._send(message)
                 case node_lease.Connect():
                     self._connect()
                 case node_lease.HangUp():
@@ -193,13 +198,11 @@ class Client:
         3. the look of step 1 finds no key. It must not start a coordinator for a run that is over.
         """
         heard = self._heard
-        self._locator.locate(
-            self._node.term, lambda: self._heard == heard and not self._is_stopping, self._leader_moved
-        )
 
-    def _leader_moved(self) -> None:
-        """In the locator's thread."""
-        self._inbox.put(node_lease.LeaderMoved())
+        def is_wanted() -> bool:
+            return self._heard == heard and not self._is_stopping
+
+        self._locator.locate(self._node.term, is_wanted, lambda: self._inbox.put(node_lease.LeaderMoved()))
 
     def _connect(self) -> None:
         target = None

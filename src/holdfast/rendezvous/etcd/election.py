@@ -27,6 +27,7 @@ from typing import assert_never
 
 from holdfast.frozen import frozen
 from holdfast.rendezvous.membership.model import Memory
+from holdfast.rendezvous.membership.protocol import TimePassed
 
 _SERVED_SHARE = 0.9
 _RENEWALS_PER_LEASE = 5
@@ -82,11 +83,6 @@ class WriteAnswered:
 @frozen
 class WriteFailed:
     """It got no answer; it may have been carried out, or may yet be."""
-
-
-@frozen
-class TimePassed:
-    pass
 
 
 Event = MemoryChanged | TermHeard | RenewalAnswered | RenewalFailed | WriteAnswered | WriteFailed | TimePassed
@@ -207,8 +203,3 @@ class Office:
     def _resign(self, reason: str) -> list[Command]:
         self.has_resigned = True
         return [Resign(reason)]
-
-
-def is_newer(found: Leader, known_term: int) -> bool:
-    """Whether a node that knows of a coordinator of this term should go to the one that was found."""
-    return found.term > known_term

@@ -29,10 +29,11 @@ import msgspec
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.client.handshake import Target
+from holdfast.rendezvous.client.thread import Locator
 from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.coordinator.memory import boot_id
 from holdfast.rendezvous.endpoints import endpoint_text
-from holdfast.rendezvous.etcd import election, gateway, memory
+from holdfast.rendezvous.etcd import gateway, memory
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.etcd.options import EtcdOptions
 from holdfast.rendezvous.handler import CoordinatorHandler
@@ -44,7 +45,7 @@ _LONGEST_REQUEST_S = 5.0
 _MEMORY_LEASE_S = 60  # And twice the time for which workers may live on after the last coordinator.
 
 
-class EtcdLocator:
+class EtcdLocator(Locator):
     """One node's view of who coordinates its run."""
 
     def __init__(self, run_id: str, options: EtcdOptions, facts: NodeFacts) -> None:
@@ -78,7 +79,7 @@ class EtcdLocator:
         """Another coordinator may be in office: `locate` finds out."""
         self._refused = target.address
 
-    def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], None]) -> None:
+    def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], object]) -> None:
         if not self._lock.locked():
             look = (known_term, is_wanted, found)
             threading.Thread(target=self._look, args=look, name="holdfast-locate", daemon=True).start()
@@ -93,7 +94,7 @@ class EtcdLocator:
 
     # Looking.
 
-    def _look(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], None]) -> None:
+    def _look(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], object]) -> None:
         with self._lock:
             before = self._leader
             try:
@@ -102,7 +103,7 @@ class EtcdLocator:
                 self._problem = (isinstance(error, OSError) and error.strerror) or str(error)
                 return
             self._problem = ""
-        if election.is_newer(leader, known_term) and leader != before:
+        if leader.term > known_term and leader != before:
             found()
 
     def _search(self, known_term: int, is_wanted: Callable[[], bool]) -> Leader:

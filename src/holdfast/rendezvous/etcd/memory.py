@@ -31,8 +31,8 @@ from holdfast.rendezvous.endpoints import endpoint_text, parse_rendezvous_endpoi
 from holdfast.rendezvous.etcd import election, gateway
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.etcd.options import Access
-from holdfast.rendezvous.membership import protocol  # noqa: F401  # it sets the limits of what is read
 from holdfast.rendezvous.membership.model import Memory
+from holdfast.rendezvous.membership.protocol import TimePassed  # That module sets the limits of what is read.
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class EtcdKeeper:
 
     def may_serve(self) -> bool:
         if not self._office.may_serve(time.monotonic()):
-            self._step(election.TimePassed())
+            self._step(TimePassed())
         return not self._office.has_resigned
 
     def recall(self, run_id: str) -> tuple[Memory | None, int | None]:
@@ -221,4 +221,4 @@ class EtcdKeeper:
         if self._timer is not None:
             self._timer.cancel()
         if (at := self._office.next_deadline()) is not None:
-            self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._step, election.TimePassed())
+            self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._step, TimePassed())

@@ -209,11 +209,11 @@ class World:
     restarted coordinator adopts knows only the members that have come back to it so far.
     """
 
-    __slots__ = ("_template", "members", "ranks", "size")
+    __slots__ = ("members", "ranks", "size", "template")
 
     def __init__(self, template: Place, members: Sequence[NodeFacts] = ()) -> None:
         """`template` is the place of any member."""
-        self._template, self.size = template, template.node_count
+        self.template, self.size = template, template.node_count
         self.members = dict(enumerate(members))
         self.ranks = {member.key: rank for rank, member in self.members.items()}
 
@@ -228,15 +228,11 @@ class World:
 
     @property
     def round(self) -> int:
-        return self._template.round
+        return self.template.round
 
     @property
     def order(self) -> tuple[int, int]:
-        return self._template.order
-
-    @property
-    def restarts_used(self) -> int:
-        return self._template.restarts_used
+        return self.template.order
 
     @property
     def missing(self) -> int:
@@ -257,7 +253,7 @@ class World:
         return True
 
     def place_of(self, key: str) -> Place:
-        return replace(self._template, rank=self.ranks[key])
+        return replace(self.template, rank=self.ranks[key])
 
 
 def _pattern(members: Sequence[NodeFacts], shapes: Sequence[tuple[str, int]]) -> bytes:

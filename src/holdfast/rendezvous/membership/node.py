@@ -11,8 +11,8 @@ may have missed is said again after each reconnect, and saying it twice does no 
 A node that is expelled while it waits has nothing to stop: it becomes a new incarnation and joins again by itself.
 
 The handler tells it what the agent does (`JoinRequested`, else the message for the coordinator) and passes on what it
-gives: messages for the coordinator (`Send`), and pushes for the agent, which are the coordinator's messages. In the
-simulator the same object stands between the fake network and the agent's lifecycle machine.
+gives: messages for the coordinator, and pushes for the agent, which are the coordinator's messages. In the simulator
+the same object stands between the fake network and the agent's lifecycle machine.
 """
 
 from __future__ import annotations
@@ -87,13 +87,8 @@ AgentEvent = JoinRequested | Failed | Succeeded | Leaving | Left | Close | Recei
 Event = AgentEvent | Welcomed | node_lease.Event
 
 
-@frozen
-class Send:
-    message: FromNode
-
-
 ForAgent = Sealed | model.StandBy | model.Stop | PlaceLost | Ended | Refused | model.Progress | model.Notice
-Command = Send | ForAgent | node_lease.Connect | node_lease.SetLease | node_lease.HangUp | node_lease.Locate
+Command = FromNode | ForAgent | node_lease.Connect | node_lease.SetLease | node_lease.HangUp | node_lease.Locate
 
 
 class Participant:
@@ -159,11 +154,6 @@ class Participant:
         commands: list[Command] = []
         for command in self._lease.step(event, now):
             match command:
-                case protocol.Heartbeat():
-                    commands.append(Send(command))
-                case node_lease.StopHeartbeats(stuck_for_s):
-                    text = f"the agent's loop has not turned for {stuck_for_s:.1f} s, so its heartbeats stop"
-                    commands.append(model.Notice(text))
                 case node_lease.LosePlace() if self._lease.is_agent_stuck:
                     commands += self._lose_place("the agent's loop did not turn for too long", now)
                 case node_lease.LosePlace():
@@ -285,9 +275,9 @@ class Participant:
     # Saying things.
 
     def _say(self, message: FromNode) -> list[Command]:
-        return [Send(message)] if self.is_connected else []
+        return [message] if self.is_connected else []
 
-    def _introduce(self, now: float) -> list[Command]:
+    def _introduce(self, now: float) -> list[FromNode]:
         """On a new connection: say where this node stands, and everything that may have got lost."""
         self._asked_at = now
         said: list[FromNode] = []
@@ -303,4 +293,4 @@ class Participant:
             said.append(Left())
         if self._close_reason:
             said.append(Close(self._close_reason))
-        return [Send(message) for message in said]
+        return said

@@ -15,7 +15,7 @@ the spawner, which kills them when it passes, whatever the agent is doing then. 
   next one. The same goes for a coordinator that resigns, and for one that another has replaced.
 
 Heartbeats say that the agent decides, not only that its client's thread lives. If its loop has not turned for a whole
-lease they stop (`StopHeartbeats`), until it turns again. A shorter time would cost healthy nodes their places on a busy
+lease they stop until it turns again. A shorter time would cost healthy nodes their places on a busy
 host; with this one the place of a stuck agent is given away after two leases.
 
 When the time passes the place is lost (`LosePlace`): the node comes back as a new incarnation, a stranger. The time
@@ -33,7 +33,7 @@ from enum import StrEnum
 from typing import assert_never
 
 from holdfast.frozen import frozen
-from holdfast.rendezvous.membership.model import Resigned
+from holdfast.rendezvous.membership.model import Notice, Resigned
 from holdfast.rendezvous.membership.protocol import Heartbeat, HeartbeatAnswer, TimePassed
 
 _LEASE_SHARE = 0.9
@@ -63,8 +63,7 @@ class Line(StrEnum):
 
 
 @frozen
-class Connected:
-    pass
+class Connected: ...
 
 
 @frozen
@@ -83,10 +82,8 @@ class Disconnected:
 
 @frozen
 class PlaceTaken:
-    """The node is a member of a round now, and has workers to lose.
-
-    `asked_at` is when the join that was answered by this was sent: the coordinator has heard of the node since.
-    """
+    """The node is a member of a round now. `asked_at` is when the join was sent to which this is the answer: the
+    coordinator has heard of the node since."""
 
     asked_at: float
 
@@ -113,24 +110,16 @@ class LoopSeen:
     stuck_for_s: float
 
 
-_FromCoordinator = HeartbeatAnswer | Resigned
 _PlaceEvent = PlaceTaken | PlaceRevoked | PlaceGivenUp
-Event = Connected | ConnectFailed | Disconnected | LeaderMoved | _FromCoordinator | _PlaceEvent | LoopSeen | TimePassed
+_LineEvent = Connected | ConnectFailed | Disconnected | LeaderMoved | HeartbeatAnswer | Resigned
+Event = _LineEvent | _PlaceEvent | LoopSeen | TimePassed
 
 
 # Commands.
 
 
 @frozen
-class Connect:
-    pass
-
-
-@frozen
-class StopHeartbeats:
-    """No heartbeat is sent from now on, because the agent's loop has not turned for so long."""
-
-    stuck_for_s: float
+class Connect: ...
 
 
 @frozen
@@ -155,7 +144,7 @@ class Locate:
     """Find out, without hanging up, who coordinates now."""
 
 
-Command = Connect | Heartbeat | StopHeartbeats | SetLease | HangUp | LosePlace | Locate
+Command = Connect | Heartbeat | Notice | SetLease | HangUp | LosePlace | Locate
 
 
 class NodeLease:
@@ -241,7 +230,8 @@ class NodeLease:
 
     def _judge_loop(self, stuck_for_s: float) -> list[Command]:
         was_stuck, self.is_agent_stuck = self.is_agent_stuck, stuck_for_s >= self.settings.lease_s
-        return [StopHeartbeats(stuck_for_s)] if self.is_agent_stuck and not was_stuck else []
+        text = f"the agent's loop has not turned for {stuck_for_s:.1f} s, so its heartbeats stop"
+        return [Notice(text)] if self.is_agent_stuck and not was_stuck else []
 
     def _heartbeat(self, now: float) -> list[Command]:
         self._next_heartbeat_at = now + self.settings.heartbeat_s
