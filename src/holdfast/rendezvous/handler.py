@@ -287,7 +287,7 @@ class FixedEndpoint(Locator):
             with launch.bind(host, 0) as sock:
                 port = int(sock.getsockname()[1])
                 self._start_coordinator(sock)
-        self._target = Target(host, port, run_id, options.token, options.client_tls())
+        self._target = Target(host, port, run_id, options.token, options.tls.load())
 
     def target(self) -> Target:
         return self._target
@@ -306,11 +306,10 @@ class FixedEndpoint(Locator):
 
     def _start_coordinator(self, sock: socket.socket) -> None:
         where = endpoints.endpoint_text(*sock.getsockname()[:2])
-        if self._options.tls_ca and not self._options.tls_cert:
-            problem = (
+        if self._options.tls.ca and not self._options.tls.cert:
+            raise UserError(
                 f"nothing listens at {where}, and without tls_cert this node cannot start a coordinator that speaks TLS"
             )
-            raise UserError(problem)
         if launch.host_at(sock, self._options.coordinator_options()):
             logger.debug("started a coordinator at %s", where)
 

@@ -55,7 +55,7 @@ class EtcdLocator(Locator):
         self._leader_key = memory.keys_of(options.prefix, run_id)[0]
         request_timeout_s = min(_LONGEST_REQUEST_S, options.leader_lease_s / 3, options.join_timeout_s / 2)
         self._gateway = options.access.gateway(request_timeout_s)
-        self._tls = options.client_tls()
+        self._tls = options.tls.load()
         self._lock = threading.Lock()  # One search at a time.
         self._leader: Leader | None = None
         self._refused: tuple[str, int] | None = None  # Where nothing listens any more.
@@ -180,7 +180,7 @@ class EtcdLocator(Locator):
 
     def _host(self, sock: socket.socket, leader: Leader, lease: int, sent_at: float) -> None:
         options = self._options
-        memory_lease_s = _MEMORY_LEASE_S + 2 * math.ceil(options.leader_lease_s + options.lease.lease_s)
+        memory_lease_s = _MEMORY_LEASE_S + 2 * math.ceil(options.leader_lease_s + options.lease_s)
         appointment = memory.Appointment(
             self._run_id, options.prefix, options.access, leader, lease, options.leader_lease_s, sent_at, memory_lease_s
         )

@@ -45,10 +45,10 @@ class LeaseSettings:
     heartbeat_s: float = 1.0
     lease_s: float = 5.0
     reconnect_grace_s: float = 0.5
-    backoff_first_s: float = 0.05
-    backoff_cap_s: float = 1.0
     does_refusal_renew: bool = True
     locate_after_s: float | None = None
+    backoff_first_s: float = 0.05
+    backoff_cap_s: float = 1.0
 
 
 class Line(StrEnum):
