@@ -63,13 +63,10 @@ class Mailbox(Generic[Item]):
 
 
 class Coordination(abc.ABC):
-    """The run, as one agent sees it. Called from the agent's deciding loop.
-
-    `outcome` is how the run ended, if this node knows already. `verdict` is what follows from the failure that was just
-    reported, in words; None if others have yet to decide. `has_leases`: this node can lose its place to another, so its
-    workers must not outlive its lease. `joined` says in words how far the round is that this node waits for; any thread
-    may read it.
-    """
+    """The run, as one agent sees it. Called from the agent's deciding loop. `outcome` is how the run ended, if this
+    node knows already. `verdict` is what follows from the failure that was just reported, in words; None if others have
+    yet to decide. `has_leases`: this node can lose its place to another, so its workers must not outlive its lease.
+    `joined` says in words how far the round is that this node waits for; any thread may read it."""
 
     has_leases = False
     joined: str | None = None

@@ -195,8 +195,6 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     def watch_loop(self, stuck_for_s: Callable[[], float]) -> None:
         self._stuck_for_s = stuck_for_s
 
-    # Joining.
-
     def _find_address(self) -> str:
         """The address at which others reach this node: the one that reaches the endpoint. A name that does not resolve
         is given some seconds, not minutes."""

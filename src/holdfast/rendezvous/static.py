@@ -28,12 +28,9 @@ _SETTINGS = frozenset({"rank", "timeout", "coordinator_port"})
 
 class StaticTCPRendezvous(api.RendezvousHandler):
     """A node with a fixed rank among a fixed number of nodes. With master port 0 each round gets a fresh one, which is
-    held, bound but not listening, until the next round or shutdown.
-
-    Several nodes share nothing: each agent restarts its own workers, counts its own restarts, and learns of another
-    node's failure only when its own workers do. The agent may ask for a round in one thread while another shuts the
-    handler down: one lock covers both.
-    """
+    held, bound but not listening, until the next round or shutdown. Several nodes share nothing: each agent restarts
+    its own workers, counts its own restarts, and learns of another node's failure only when its own workers do. The
+    agent may ask for a round in one thread while another shuts the handler down: one lock covers both."""
 
     backend = "static"
 

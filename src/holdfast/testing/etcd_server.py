@@ -230,14 +230,12 @@ class _Member:
             time.sleep(_LOOK_AGAIN_S)
 
     def fetch(self, path: str) -> bytes:
-        connection = HTTPConnection(_HOST, self._health_port, timeout=1.0)
-        try:
-            connection.request("GET", path)
-            return connection.getresponse().read()
-        except (OSError, HTTPException):
-            return b""
-        finally:
-            connection.close()
+        with contextlib.closing(HTTPConnection(_HOST, self._health_port, timeout=1.0)) as connection:
+            try:
+                connection.request("GET", path)
+                return connection.getresponse().read()
+            except (OSError, HTTPException):
+                return b""
 
     def _complaint(self) -> str:
         """The fatal message in the log of etcd, or else the first line that is no log record (a wrong flag)."""

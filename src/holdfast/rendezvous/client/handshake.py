@@ -55,9 +55,8 @@ class Target:
         return (self.host, self.port)
 
     def connect(self, term: int) -> tuple[socket.socket, frames.Frames, protocol.Welcome]:
-        """A connection on which both sides have proved themselves. Raises OSError or `TurnedAway`.
-
-        `term` is the highest that the node has heard of."""
+        """A connection on which both sides have proved themselves. Raises OSError or `TurnedAway`. `term` is the
+        highest that the node has heard of."""
         sock = self._reach()
         try:
             if sock.getsockname() == sock.getpeername():  # On one host the kernel may connect a socket to itself.

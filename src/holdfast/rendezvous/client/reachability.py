@@ -1,8 +1,8 @@
 """What to make of failed attempts to reach the coordinator: say so, give up, or neither. Pure.
 
-On the first connection of a node a mistake is likely: a wrong token, a name that does not resolve, a port where
-something else listens. These end the attempt within seconds. That nothing listens yet, or that a coordinator is frozen,
-is no mistake; it is logged after some seconds and then once a minute, until the join timeout ends the attempt.
+Before the first connection of a node a mistake is likely (a wrong token, a name that does not resolve) and ends the
+attempt within seconds. That nothing listens yet, or that a coordinator is frozen, is no mistake; it is logged after
+some seconds and then once a minute, until the join timeout ends the attempt.
 
 Once the node was welcome none of this ends anything at once. Workers may be running, and what turns the node away may
 be gone the next moment; the lease decides. A node that waits for a place gives up after `outage_timeout_s`.

@@ -1,10 +1,9 @@
 """An agent's connection to its coordinator: one thread around a `Participant`.
 
-The thread dials, shakes hands, sends heartbeats for as long as the agent's loop turns, and passes what the coordinator
-says on to the agent's mailbox. It is the one reader and the one writer of its connection; requests to the key-value
-store from other threads are numbered and answered by number. It goes on while the agent is busy stopping workers, and
-it decides nothing: what a closed connection or a missing answer means is the participant's business, and where the
-coordinator is a `Locator`'s.
+The thread is the one reader and the one writer of its connection, and passes what the coordinator says on to the
+agent's mailbox. Requests to the key-value store from other threads are numbered and answered by number. It goes on
+while the agent is busy stopping workers, and it decides nothing: what a closed connection or a missing answer means is
+the participant's business, and where the coordinator is a `Locator`'s.
 """
 
 from __future__ import annotations

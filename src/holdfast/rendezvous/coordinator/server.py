@@ -5,11 +5,8 @@ commands become messages. What a run must not forget is written down (`Keeper`) 
 told, so a coordinator that is killed and started again goes on where it was.
 
 A connection belongs to one incarnation of one node; if the node connects anew, the older connection is closed and what
-still comes from it is dropped. `connection` sees to it that a client costs nothing but its own connection.
-
-The process ends by itself when its last run is over and all nodes have heard of it, or when it has had no run for
-`idle_timeout_s`. A run that all nodes have left is over, too. A coordinator that may not serve any longer (`resign`, on
-etcd) says so to its nodes and ends.
+still comes from it is dropped. The process ends when its last run is over and all nodes have heard of it, when it has
+had no run for `idle_timeout_s`, or when it may not serve any longer (`resign`, on etcd).
 """
 
 from __future__ import annotations
@@ -223,8 +220,6 @@ class Run:
         for connection, answer in answers:
             connection.send(answer)
 
-    # Time.
-
     def _arm(self) -> None:
         """Wake up at the next deadline. A timer that is too early is left alone: it will look again."""
         if self._is_closed:
@@ -327,8 +322,6 @@ class Coordinator:
                 run = connection.run
                 if run is not None and now - connection.heard_at > run.silence_s:
                     connection.cut_off(f"was not heard of for {run.silence_s:g} s")
-
-    # Runs.
 
     def run_of(self, run_id: str) -> Run:
         if run_id not in self._runs:

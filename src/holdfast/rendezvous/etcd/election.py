@@ -7,13 +7,12 @@ renews the lease from then on. The key `memory` holds the run's `Memory`.
 `Office` is the coordinator's side. It says when to renew, what to write, and when to step down:
 
 * The coordinator counts its lease from when it *sent* the last renewal that etcd answered, and serves for 0.9 of it by
-  its own clock. The shell asks `may_serve` before it answers anything. A coordinator that was frozen finds out before
-  it says its next word.
+  its own clock. The shell asks `may_serve` before it answers anything, so one that was frozen finds out.
 * Each write is one transaction that holds only while `leader` is what this coordinator wrote last, and that counts the
   `turn` in it on. So nothing is written once another coordinator has created the key, or etcd has lost it; and a write
   that got no answer and is carried out late finds another turn, and changes nothing.
-* A write without an answer is sent again. If it finds its own result, it was carried out the first time.
-* Writes are acknowledged in order. The shell tells nodes nothing that follows from a write before that.
+* A write without an answer is sent again. If it finds its own result, it was carried out the first time. Writes are
+  acknowledged in order, and the shell tells nodes nothing that follows from a write before that.
 
 A term is higher than all before it: higher than the memory's, and than any that a node has heard of. If etcd lost its
 data the memory is gone, but the nodes know: a coordinator that hears of a higher term raises its own before it answers.

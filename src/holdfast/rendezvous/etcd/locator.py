@@ -1,13 +1,12 @@
 """Finds the coordinator of a run on etcd, and starts one if there is none.
 
-The key `leader` says where the coordinator is. An agent that finds no such key tries to become the host of the next
-coordinator. It binds a port at its own address, gets a lease, and creates the key under it, in one transaction that
-holds only if there is none. If that succeeds it starts the coordinator process, hands it the socket and the lease, and
-has no more to do with either, but for one thing: if it sees that process die it revokes the lease at once, so that the
-next coordinator need not wait for its end.
+The key `leader` says where the coordinator is. An agent that finds no such key binds a port at its own address, gets a
+lease, and creates the key under it if there still is none. If that succeeds it starts the coordinator process and hands
+it the socket and the lease. If it sees that process die it revokes the lease at once, so that the next coordinator need
+not wait for its end.
 
-The agent dials the address that it knows at once when its connection breaks. It looks at the key at the same time, in a
-thread of its own (`locate`), and goes where a higher term is.
+When its connection breaks the agent dials the address that it knows. It looks at the key at the same time, in a thread
+of its own (`locate`), and goes where a higher term is.
 """
 
 from __future__ import annotations
@@ -91,8 +90,6 @@ class EtcdLocator(Locator):
             with contextlib.suppress(OSError):  # That process has ended.
                 life.shutdown(socket.SHUT_RD)
         self._gateway.close()
-
-    # Looking.
 
     def _look(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], object]) -> None:
         with self._lock:

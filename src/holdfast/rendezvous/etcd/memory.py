@@ -2,13 +2,11 @@
 
 An agent that won the election hands an `Appointment` to the coordinator process that it starts. There, `EtcdKeeper` is
 the shell around `election.Office`. Renewals and writes are blocking calls, each kind in a thread of its own, so that a
-write that waits for an answer does not hold up a renewal. Everything else happens in the coordinator's loop.
+write that waits for an answer does not hold up a renewal.
 
 The memory has a lease of its own, which each coordinator gets anew and renews: a run of which every process was killed
 leaves nothing in etcd for long, but workers that are out of reach are gone before it. If that lease ends early, or
 something else writes to the leader key, the coordinator steps down, and its successor puts that right.
-
-A value that cannot be read counts as lost: it is logged, and nothing of it is believed.
 """
 
 from __future__ import annotations

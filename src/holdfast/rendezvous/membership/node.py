@@ -154,10 +154,9 @@ class Participant:
         commands: list[Command] = []
         for command in self._lease.step(event, now):
             match command:
-                case node_lease.LosePlace() if self._lease.is_agent_stuck:
-                    commands += self._lose_place("the agent's loop did not turn for too long", now)
                 case node_lease.LosePlace():
-                    commands += self._lose_place("the coordinator was out of reach for too long", now)
+                    stuck, away = "the agent's loop did not turn", "the coordinator was out of reach"
+                    commands += self._lose_place(f"{stuck if self._lease.is_agent_stuck else away} for too long", now)
                 case node_lease.Locate() if self.standing is Standing.DONE or self._has_left:
                     pass
                 case _:
@@ -272,8 +271,6 @@ class Participant:
             raise InternalError(f"node {self.facts.key} cannot go from {self.standing} to {standing}")
         self.standing = standing
 
-    # Saying things.
-
     def _say(self, message: FromNode) -> list[Command]:
         return [message] if self.is_connected else []
 
@@ -285,12 +282,9 @@ class Participant:
             said.append(self._join_message())
         if self.standing in (Standing.MEMBER, Standing.LEAVING) and self.place is not None:
             said.append(Return(self.facts, self.settings, self.place, self._stage))
-            if self._failure is not None:
-                said.append(self._failure)
-        if self.standing is Standing.LEAVING:
-            said.append(Left() if self._has_left else Leaving())
-        if self.standing is Standing.DONE:
-            said.append(Left())
+            said += [self._failure] if self._failure is not None else []
+        if self.standing in (Standing.LEAVING, Standing.DONE):
+            said.append(Left() if self._has_left or self.standing is Standing.DONE else Leaving())
         if self._close_reason:
             said.append(Close(self._close_reason))
         return said

@@ -1,26 +1,23 @@
 """A node's side of its place in the run: the connection, the lease, and when to give the place up. Pure.
 
-The coordinator gives a node's place away only when its workers must be gone. This machine is the other half of
-that promise. It knows until when the workers may live (`workers_may_live_until`), and the shell hands that time to
-the spawner, which kills them when it passes, whatever the agent is doing then. Three things move it:
+The coordinator gives a node's place away only when its workers must be gone. This machine is the other half of that
+promise. It knows until when the workers may live (`workers_may_live_until`), and the shell hands that time to the
+spawner, which kills them when it passes. Three things move it:
 
 * An answered heartbeat: 0.9 of the lease, counted from when the heartbeat was *sent*. The coordinator counts the
   whole lease from when it received it, so clocks that differ by a tenth do no harm.
 * A connection that is found closed: the agent has `reconnect_grace_s` to be back. It notices at the latest with
   its next heartbeat, and the coordinator waits `drop_timeout_s`, which is longer than both together.
-* A refused connection: nothing listens, so the coordinator process is down and no place can have been given away. The
-  one that is started next waits a whole lease before it seals a world. So the lease counts anew from when the refused
-  attempt was made, and the workers go on. On etcd another host may start the next coordinator: there a refusal proves
-  only that the connection was not closed to give the place away, and the node has the rest of its lease to find the
-  next one. The same goes for a coordinator that resigns, and for one that another has replaced.
+* A refused connection: the coordinator process is down, no place can have been given away, and the next one waits a
+  whole lease before it seals a world. So the lease counts anew from the refused attempt. On etcd another host may start
+  the next coordinator: there a refusal proves only that the connection was not closed to give the place away, and the
+  node has the rest of its lease to find the next one. The same goes for a coordinator that resigns or was replaced.
 
 Heartbeats say that the agent decides, not only that its client's thread lives. If its loop has not turned for a whole
-lease they stop until it turns again. A shorter time would cost healthy nodes their places on a busy
-host; with this one the place of a stuck agent is given away after two leases.
+lease (less would cost healthy nodes their places on a busy host) they stop until it turns again.
 
 When the time passes the place is lost (`LosePlace`): the node comes back as a new incarnation, a stranger. The time
-itself stays where it is, in the past, until the workers are known to be gone: a spawner that is told late, or is
-asked to start workers late, must still find that they may not live.
+itself stays in the past until the workers are known to be gone: a spawner that is told late must still find it passed.
 
 Where coordinators may move (`locate_after_s`), the node looks for the present one (`Locate`) when its connection breaks
 or its heartbeats stay unanswered. If the shell finds one of a higher term it says so (`LeaderMoved`).
@@ -148,10 +145,10 @@ Command = Connect | Heartbeat | Notice | SetLease | HangUp | LosePlace | Locate
 
 
 class NodeLease:
-    """One node and its coordinator. `now` is the node's own clock throughout."""
+    """One node and its coordinator. `now` is the node's own clock throughout. `may_outlive_lease` is for users who
+    prefer running on to being safe."""
 
     def __init__(self, settings: LeaseSettings, *, may_outlive_lease: bool = False) -> None:
-        """`may_outlive_lease` is for users who prefer running on to being safe."""
         self.settings = settings
         self.line = Line.CLOSED
         self.has_place = False
@@ -171,7 +168,8 @@ class NodeLease:
         lost = self._lose_place_if_due(now)
         commands = self._react(event, now)
         lost += self._lose_place_if_due(now)
-        return [*commands, *self._tell_lease(), *lost]
+        told, self._told = self._told, self.workers_may_live_until()
+        return [*commands, *([] if self._told == told else [SetLease(self._told)]), *lost]
 
     def next_deadline(self) -> float | None:
         candidates = [self.workers_may_live_until() if self._lost_at is None else None]
@@ -194,7 +192,9 @@ class NodeLease:
     def _react(self, event: Event, now: float) -> list[Command]:
         match event:
             case Connected():
-                return self._connected(now)
+                self.line, self._failures, self._has_resigned = Line.OPEN, 0, False
+                self._sent_at.clear()
+                return self._heartbeat(now)  # At once: only its answer proves that the lease is alive.
             case ConnectFailed(was_refused, jitter):
                 return self._connect_failed(was_refused, jitter, now)
             case Disconnected(jitter):
@@ -221,12 +221,6 @@ class NodeLease:
             case _:
                 assert_never(event)
         return []
-
-    def _connected(self, now: float) -> list[Command]:
-        """The first heartbeat goes out at once: only its answer proves that the lease is alive."""
-        self.line, self._failures, self._has_resigned = Line.OPEN, 0, False
-        self._sent_at.clear()
-        return self._heartbeat(now)
 
     def _judge_loop(self, stuck_for_s: float) -> list[Command]:
         was_stuck, self.is_agent_stuck = self.is_agent_stuck, stuck_for_s >= self.settings.lease_s
@@ -312,10 +306,3 @@ class NodeLease:
             return []
         self._lost_at = self.workers_may_live_until()
         return [LosePlace()]
-
-    def _tell_lease(self) -> list[Command]:
-        until = self.workers_may_live_until()
-        if until == self._told:
-            return []
-        self._told = until
-        return [SetLease(until)]

@@ -36,8 +36,7 @@ class Node:
 
 
 class NodeTable(dict[str, Node]):
-    """The nodes by key; only `add` and `remove` change which. `waiting` are the keys of those that have joined, are
-    connected, and have no workers."""
+    """The nodes by key; only `add` and `remove` change which. `waiting`: those that have joined and are connected."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,12 +186,11 @@ def _unreachable_between_hosts(newcomer: NodeFacts, member: NodeFacts) -> str:
     """What is wrong if one of the two has an address that only its own host can reach, and the other has not."""
     if not newcomer.address or not member.address or is_loopback(newcomer.address) == is_loopback(member.address):
         return ""
-    if is_loopback(newcomer.address):
-        return (
-            f"its address is {newcomer.address}, where no other host can reach it, and {member.node_id} is at "
-            f"{member.address}; give this node an address with --local-addr"
-        )
-    return (
-        f"its address is {newcomer.address}, but {member.node_id} is at {member.address}, where no other host can "
-        f"reach it; give {member.node_id} an address with --local-addr"
+    here, there, alone = (
+        newcomer.address,
+        f"{member.node_id} is at {member.address}",
+        "where no other host can reach it",
     )
+    if is_loopback(here):
+        return f"its address is {here}, {alone}, and {there}; give this node an address with --local-addr"
+    return f"its address is {here}, but {there}, {alone}; give {member.node_id} an address with --local-addr"

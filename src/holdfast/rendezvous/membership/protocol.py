@@ -101,11 +101,9 @@ Handshake = Challenge | Hello | Welcome | Denied
 
 class StoreRequest(msgspec.Struct, frozen=True, tag=True):
     """`operation` is one of set, get, add, compare_set, wait, check, delete. `timeout_s` is for those that wait.
-
     `sender` and `number` together name the request: one that comes a second time, because the connection was lost
     before the answer came, is answered again and not carried out again. `generation` is that of the store which the
-    client knows, empty if it knows none yet.
-    """
+    client knows, empty if it knows none yet."""
 
     sender: Annotated[bytes, Meta(max_length=NONCE_BYTES)]
     number: Count
@@ -119,10 +117,8 @@ class StoreRequest(msgspec.Struct, frozen=True, tag=True):
 
 class StoreAnswer(msgspec.Struct, frozen=True, tag=True):
     """`problem` is empty when it went well, `timeout` when the time was up (`values` then names some of the missing
-    keys), `generation` when the store is not the one that the client knows, else what is wrong.
-
-    `values` may be fewer than the keys of a `get`: those that fit, at least one. `generation` names the store.
-    """
+    keys), `generation` when the store is not the one that the client knows, else what is wrong. `values` may be fewer
+    than the keys of a `get`: those that fit, at least one. `generation` names the store."""
 
     number: Count
     values: tuple[bytes, ...] = ()
@@ -135,12 +131,10 @@ class StoreAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """The node asks for a place in the next round; none of its workers are alive.
-
-    `place` is the last one that it had, `heard_round` the highest round that it knows of. `failure` is what its workers
-    of that round failed of, and `stop` the message that made it stop, in case that the coordinator does not know.
-    `has_lost_place`: the node had to kill its workers because it could not reach the coordinator.
-    """
+    """The node asks for a place in the next round; none of its workers are alive. `place` is the last one that it had,
+    `heard_round` the highest round that it knows of. `failure` is what its workers of that round failed of, and `stop`
+    the message that made it stop, in case that the coordinator does not know. `has_lost_place`: the node had to kill
+    its workers because it could not reach the coordinator."""
 
     facts: NodeFacts
     settings: Settings
