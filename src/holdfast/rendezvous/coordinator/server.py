@@ -82,8 +82,6 @@ class Run:
         settings = self.machine.settings
         return max(_SILENCE_S, 3 * settings.lease_s if settings else 0.0)
 
-    # Connections.
-
     def attach(self, connection: Connection, heard_term: int, proof: bytes) -> None:
         """The client has proved itself. It is welcome when this coordinator's term is higher than any it has heard."""
         self._clients.add(connection)
@@ -260,8 +258,7 @@ class Coordinator:
         idle_timeout_s: float | None = 60.0,
         only_run: str | None = None,
     ) -> None:
-        """The socket need not listen yet. With no `idle_timeout_s` it serves until it is stopped. With `only_run` it
-        turns away nodes of other runs."""
+        """The socket need not listen yet. Without `idle_timeout_s` it serves until it is stopped."""
         self.keeper, self.token, self.tls = keeper, token, tls
         self.idle_timeout_s, self.only_run = idle_timeout_s, only_run
         self.connections: set[Connection] = set()
