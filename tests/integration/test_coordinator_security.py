@@ -327,7 +327,7 @@ def test_a_stranger_who_is_slow_with_tls(
     secure: CoordinatorProcess, certificates: Certificates, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(connection, "_HANDSHAKE_TIMEOUT_S", 0.3)
-    tls = options.server_tls(certificates.server_pem, certificates.server_key, "")
+    tls = options.TlsFiles(certificates.server_pem, certificates.server_key).load(is_server=True)
     with coordinator_thread(tmp_path, tls=tls) as port, Peer(port) as peer:
         peer.sock.sendall(b"\x16\x03\x01\x02\x00")  # The beginning of a hello that never goes on.
         assert peer.is_hung_up()

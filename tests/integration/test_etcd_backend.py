@@ -40,7 +40,7 @@ from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.frames import encode
 from holdfast.rendezvous.membership.model import NodeFacts
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
-from holdfast.rendezvous.tls import TlsFiles
+from holdfast.rendezvous.options import TlsFiles
 from holdfast.testing.etcd_server import EtcdServer
 from tests import support
 from tests.certificates import Certificates, make_certificates

@@ -32,7 +32,7 @@ from holdfast.rendezvous.etcd.gateway import (
     is_missing,
     put,
 )
-from holdfast.rendezvous.tls import TlsFiles
+from holdfast.rendezvous.options import TlsFiles
 from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
 from tests import support
 from tests.certificates import Certificates, make_certificates, openssl

@@ -177,10 +177,11 @@ class Agent:
             self.tell(node_lease.ConnectFailed(False, self.engine.random.random()))
 
     def _carry_out(self, command: node.Command) -> None:
+        if isinstance(command, protocol.FromNode):
+            assert self.link is not None, "it spoke without a connection"
+            self.network.send_up(self.link, command)
+            return
         match command:
-            case node.Send(message):
-                assert self.link is not None, "it spoke without a connection"
-                self.network.send_up(self.link, message)
             case node_lease.Connect():
                 self.connect()
             case node_lease.Locate():

@@ -321,8 +321,8 @@ class FailuresAreCharged(_Ledger):
     """A failure that counts, with all members present, is paid for; also if the coordinator died meanwhile."""
 
     def world_sealed(self, world: World) -> None:
-        before = self.world
-        if before is not None and world.restarts_used == before.restarts_used and self._is_chargeable():
+        before, used = self.world, world.template.restarts_used
+        if before is not None and used == before.template.restarts_used and self._is_chargeable():
             self.object(f"{self.failures[0].text!r} in round {before.round} was not charged")
         super().world_sealed(world)
 
@@ -418,8 +418,9 @@ class RestartsWithinBudget(Checker):
         self._used, self._charged_at = 0, []
 
     def world_sealed(self, world: World) -> None:
-        if world.restarts_used != self._used and world.restarts_used > self._most_lost:
-            self.object(f"{world.restarts_used} restarts in round {world.round}, written down are {self._used}")
+        used = world.template.restarts_used
+        if used != self._used and used > self._most_lost:
+            self.object(f"{used} restarts in round {world.round}, written down are {self._used}")
 
     def remembered(self, memory: Memory) -> None:
         self._written_at = self._decided_at

@@ -14,7 +14,7 @@ from holdfast.rendezvous.etcd import election
 from holdfast.rendezvous.etcd.election import Leader, Office
 from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership.model import Memory, World
-from holdfast.rendezvous.membership.protocol import Remember
+from holdfast.rendezvous.membership.protocol import Remember, TimePassed
 from tests.sim.agent import Agent
 from tests.sim.coordinator import Coordinator, Item, RaiseTerm
 from tests.sim.engine import Alarm, Violation
@@ -78,7 +78,7 @@ class ElectedCoordinator(Coordinator):
     def hear(self, call: Callable[..., None], *arguments: Any) -> None:
         """Whether it may still serve is asked before anything is answered."""
         if self.is_up and not self.is_frozen and not self._may_serve():
-            self._tell_office(election.TimePassed())
+            self._tell_office(TimePassed())
         else:
             super().hear(call, *arguments)
 
@@ -86,7 +86,7 @@ class ElectedCoordinator(Coordinator):
         return self.office.may_serve(self.local_now)
 
     def _office_ring(self) -> None:
-        self.hear(self._tell_office, election.TimePassed())
+        self.hear(self._tell_office, TimePassed())
 
     def _tell_office(self, event: election.Event) -> None:
         try:
@@ -212,7 +212,7 @@ class Candidate:
         self._is_busy = False
         address = self._addresses[leader.port]
         is_news = address is not self.address
-        if is_news and (not agent.participant.is_connected or election.is_newer(leader, agent.participant.term)):
+        if is_news and (not agent.participant.is_connected or leader.term > agent.participant.term):
             self.address = address
             agent.found_leader()
         else:

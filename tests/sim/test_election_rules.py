@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.rendezvous.etcd.election import Leader, Office, RenewalAnswered, Resign
 from holdfast.rendezvous.membership.model import NodeFacts, Resigned, Sealed, Settings, World
-from holdfast.rendezvous.membership.node import JoinRequested, Participant, Received, Send, Standing, Welcomed
+from holdfast.rendezvous.membership.node import JoinRequested, Participant, Received, Standing, Welcomed
 from holdfast.rendezvous.membership.node_lease import (
     ConnectFailed,
     Disconnected,
@@ -14,7 +14,7 @@ from holdfast.rendezvous.membership.node_lease import (
     NodeLease,
     PlaceTaken,
 )
-from holdfast.rendezvous.membership.protocol import HeartbeatAnswer
+from holdfast.rendezvous.membership.protocol import FromNode, HeartbeatAnswer
 
 A = NodeFacts("a", address="a", port=1)
 ON_ETCD = LeaseSettings(lease_s=6.0, does_refusal_renew=False, locate_after_s=2.0)
@@ -38,7 +38,7 @@ def test_a_lower_term_is_never_accepted() -> None:
     node.step(Disconnected(), 1.0)
     commands = node.step(Welcomed(4, 1), 1.2)
     assert HangUp() in commands
-    assert not any(isinstance(command, Send) for command in commands)
+    assert not any(isinstance(command, FromNode) for command in commands)
     assert not node.is_connected
     node.step(Received(HeartbeatAnswer(2)), 1.25)
     assert node.standing is Standing.MEMBER

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import Enum
 
 from holdfast.rendezvous.membership.model import Memory, NodeFacts, Outcome, Place, Settings
+from holdfast.rendezvous.membership.node_lease import Connect, HangUp, Locate, SetLease
+from holdfast.rendezvous.membership.protocol import FromNode
 from holdfast.rendezvous.membership.restart_policy import Failure
 
 _WHO_WIDTH = 12
@@ -22,7 +24,7 @@ _ROUTINE = (
 
 
 # How an agent does what it does; a story leaves it out.
-_MEANS = ("Send", "SetLease", "Connect", "HangUp", "Locate")
+_MEANS = FromNode | SetLease | Connect | HangUp | Locate
 _HEARD = ("Received", "Welcomed")
 
 Line = tuple[float, str, tuple[object, ...]]
@@ -62,7 +64,7 @@ def _abridged(line: Line) -> Line | None:
         return None
     if who.startswith("coordinator") or not isinstance(what[-1], tuple):
         return line
-    done = tuple(command for command in what[-1] if type(command).__name__ not in _MEANS)
+    done = tuple(command for command in what[-1] if not isinstance(command, _MEANS))
     said = ("hears",) if type(what[0]).__name__ in _HEARD else what[:-1]
     return (at, who, (*said, done)) if done else None
 

@@ -26,7 +26,6 @@ from holdfast.rendezvous.etcd.election import (
     Write,
     WriteAnswered,
     WriteFailed,
-    is_newer,
 )
 from holdfast.rendezvous.membership.model import Memory
 
@@ -186,10 +185,6 @@ def test_a_deadline_that_was_kept_is_not_named_again() -> None:
             office.step(RenewalFailed() if isinstance(command, Renew) else WriteFailed(), due_at)
         assert office.next_deadline() != due_at
     raise AssertionError("it never resigned")
-
-
-def test_who_is_newer() -> None:
-    assert [is_newer(found, 7) for found in (replace(L0, term=6), L0, OTHER)] == [False, False, True]
 
 
 @dataclass

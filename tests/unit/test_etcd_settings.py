@@ -14,7 +14,7 @@ from holdfast.rendezvous.etcd.options import KEYS, Access, EtcdOptions
 from holdfast.rendezvous.membership.model import Admit, Settings
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
-from holdfast.rendezvous.tls import TlsFiles
+from holdfast.rendezvous.options import TlsFiles
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +27,7 @@ def read(endpoint: str = "", **config: Any) -> EtcdOptions:
     return EtcdOptions.from_parameters(RendezvousParameters("etcd", endpoint, "run", 2, 4, **config))
 
 
-DEFAULTS = EtcdOptions(min_nodes=2, max_nodes=4)
-
-
-def lease(**changes: float) -> LeaseSettings:
-    return replace(DEFAULTS.lease, **changes)
+DEFAULTS = EtcdOptions(min_nodes=2, max_nodes=4, lease_s=6.0, outage_timeout_s=3600.0)
 
 
 def test_nothing_said() -> None:
@@ -52,12 +48,12 @@ VALUES: list[tuple[str, Any, dict[str, Any]]] = [
     ("outage_timeout", "60", {"outage_timeout_s": 60.0}),
     ("last_call", 0.5, {"last_call_s": 0.5}),
     ("last_call_timeout", "7", {"last_call_s": 7.0}),
-    ("heartbeat", "0.5", {"lease": lease(heartbeat_s=0.5)}),
-    ("keep_alive_interval", 0.5, {"lease": lease(heartbeat_s=0.5)}),
-    ("lease", "2.5", {"lease": lease(lease_s=2.5, heartbeat_s=0.625)}),
-    ("keep_alive_max_attempt", "3", {"lease": lease(lease_s=3.0)}),
+    ("heartbeat", "0.5", {"heartbeat_s": 0.5}),
+    ("keep_alive_interval", 0.5, {"heartbeat_s": 0.5}),
+    ("lease", "2.5", {"lease_s": 2.5, "heartbeat_s": 0.625}),
+    ("keep_alive_max_attempt", "3", {"lease_s": 3.0}),
     ("drop_timeout", "3", {"drop_timeout_s": 3.0}),
-    ("reconnect_grace", "0.3", {"lease": lease(reconnect_grace_s=0.3)}),
+    ("reconnect_grace", "0.3", {"reconnect_grace_s": 0.3}),
     ("close_linger", 1, {"close_linger_s": 1.0}),
     ("close_timeout", "1", {"close_linger_s": 1.0}),
     ("admit", "on-restart", {"admit": Admit.ON_RESTART}),
@@ -151,7 +147,7 @@ NONE = TlsFiles()
 )
 def test_tls(endpoint: str, config: dict[str, Any], for_agents: TlsFiles, for_etcd: TlsFiles) -> None:
     chosen = read(endpoint, **config)
-    assert TlsFiles(chosen.tls_cert, chosen.tls_key, chosen.tls_ca) == for_agents
+    assert chosen.tls == for_agents
     assert TlsFiles(*chosen.access.tls) == for_etcd
 
 

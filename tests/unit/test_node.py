@@ -32,7 +32,6 @@ from holdfast.rendezvous.membership.node import (
     JoinRequested,
     Participant,
     Received,
-    Send,
     Standing,
     Welcomed,
 )
@@ -87,7 +86,7 @@ def member(**settings: Any) -> Participant:
 
 def said(commands: list[Any]) -> list[Any]:
     """The messages, but for heartbeats."""
-    messages = [command.message for command in commands if isinstance(command, Send)]
+    messages = [command for command in commands if isinstance(command, protocol.FromNode)]
     return [message for message in messages if not isinstance(message, Heartbeat)]
 
 
@@ -119,7 +118,7 @@ def test_a_round_from_join_to_join() -> None:
     assert node.step(Received(STOP), JOINED_AT) == [], "of another round"
     assert node.step(Received(stop), JOINED_AT) == [stop]
     commands = node.step(JoinRequested(8), JOINED_AT)
-    assert commands == [SetLease(None), Send(Join(again, SETTINGS, place, 5, False, FAILURE, stop))]
+    assert commands == [SetLease(None), Join(again, SETTINGS, place, 5, False, FAILURE, stop)]
     node.step(Received(Sealed("n/0", replace(PLACE, round=6))), JOINED_AT)
     assert said(node.step(JoinRequested(9), JOINED_AT))[0].failure is None, "it was of the round before"
 
@@ -175,7 +174,7 @@ def test_leaving_and_the_end() -> None:
     assert said(node.step(Leaving(), IN_TIME)) == [Leaving()]
     assert said(node.step(Left(), IN_TIME)) == [Left()]
     node = member()
-    assert node.step(Received(SUCCESS), IN_TIME) == [Send(Left()), SetLease(None), SUCCESS]
+    assert node.step(Received(SUCCESS), IN_TIME) == [Left(), SetLease(None), SUCCESS]
     assert (node.standing, node.next_deadline()) == (Standing.DONE, None)
     assert node.step(JoinRequested(2), IN_TIME) == [SUCCESS]
     assert node.step(Leaving(), IN_TIME) == []

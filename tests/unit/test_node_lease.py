@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.rendezvous.membership.model import Resigned
+from holdfast.rendezvous.membership.model import Notice, Resigned
 from holdfast.rendezvous.membership.node_lease import (
     Connect,
     Connected,
@@ -25,7 +25,6 @@ from holdfast.rendezvous.membership.node_lease import (
     PlaceRevoked,
     PlaceTaken,
     SetLease,
-    StopHeartbeats,
     TimePassed,
 )
 from holdfast.rendezvous.membership.protocol import Heartbeat, HeartbeatAnswer
@@ -37,6 +36,11 @@ REFUSED = ConnectFailed(was_refused=True)
 UNREACHABLE = ConnectFailed(was_refused=False)
 
 Script = list[tuple[float, Any, list[Any]]]
+
+
+def stuck(for_s: float) -> Notice:
+    return Notice(f"the agent's loop has not turned for {for_s} s, so its heartbeats stop")
+
 
 # A connection at 100, and a place that was asked for at 101.
 FRESH: Script = [(100.0, TIME, [Connect()]), (100.0, Connected(), [Heartbeat(1)])]
@@ -59,7 +63,7 @@ SCRIPTS: dict[str, Script] = {
         (102.0, LoopSeen(9.9), []),
         (102.0, TIME, [Heartbeat(2)]),
         (102.0, HeartbeatAnswer(2), [SetLease(111.0)]),
-        (104.0, LoopSeen(11.9), [StopHeartbeats(11.9)]),
+        (104.0, LoopSeen(11.9), [stuck(11.9)]),
         (104.0, TIME, []),
         (105.0, TIME, []),
         (106.0, LoopSeen(13.9), []),
@@ -70,13 +74,13 @@ SCRIPTS: dict[str, Script] = {
     ],
     "a loop that does not turn costs the place": [
         *MEMBER,
-        (102.0, LoopSeen(10.0), [StopHeartbeats(10.0)]),
+        (102.0, LoopSeen(10.0), [stuck(10.0)]),
         (102.0, TIME, []),
         (110.0, LoopSeen(18.0), [LosePlace()]),
     ],
     "nor does it send one on a new connection": [
         *CUT_OFF,
-        (102.5, LoopSeen(10.0), [StopHeartbeats(10.0)]),
+        (102.5, LoopSeen(10.0), [stuck(10.0)]),
         (102.5, TIME, [Connect()]),
         (102.5, Connected(), []),
         (103.0, LoopSeen(10.5), [LosePlace()]),

@@ -12,12 +12,11 @@ import pytest
 
 from holdfast.errors import UserError
 from holdfast.launcher import LaunchConfig
-from holdfast.rendezvous import options
 from holdfast.rendezvous.api import DefaultTimeout, RendezvousParameters
 from holdfast.rendezvous.membership.model import Admit, Settings
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
-from holdfast.rendezvous.options import KEYS, Options
+from holdfast.rendezvous.options import KEYS, Options, TlsFiles
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +30,6 @@ def read(backend: str = "tcp", local_addr: str | None = None, **config: Any) -> 
 
 
 DEFAULTS = Options(min_nodes=2, max_nodes=4)
-
-
-def lease(**changes: float) -> LeaseSettings:
-    return replace(LeaseSettings(), **changes)
 
 
 def test_nothing_said() -> None:
@@ -51,12 +46,12 @@ VALUES: list[tuple[str, Any, dict[str, Any]]] = [
     ("timeout", 30, {"join_timeout_s": 30.0, "outage_timeout_s": 30.0}),
     ("last_call", 0.5, {"last_call_s": 0.5}),
     ("last_call_timeout", "7", {"last_call_s": 7.0}),
-    ("heartbeat", "0.5", {"lease": lease(heartbeat_s=0.5)}),
-    ("keep_alive_interval", 0.5, {"lease": lease(heartbeat_s=0.5)}),
-    ("lease", "8", {"lease": lease(lease_s=8.0)}),
-    ("keep_alive_max_attempt", "3", {"lease": lease(lease_s=3.0)}),
+    ("heartbeat", "0.5", {"heartbeat_s": 0.5}),
+    ("keep_alive_interval", 0.5, {"heartbeat_s": 0.5}),
+    ("lease", "8", {"lease_s": 8.0}),
+    ("keep_alive_max_attempt", "3", {"lease_s": 3.0}),
     ("drop_timeout", "3", {"drop_timeout_s": 3.0}),
-    ("reconnect_grace", "0.3", {"lease": lease(reconnect_grace_s=0.3)}),
+    ("reconnect_grace", "0.3", {"reconnect_grace_s": 0.3}),
     ("outage_timeout", "7", {"outage_timeout_s": 7.0}),
     ("close_linger", 1, {"close_linger_s": 1.0}),
     ("close_timeout", "1", {"close_linger_s": 1.0}),
@@ -68,8 +63,8 @@ VALUES: list[tuple[str, Any, dict[str, Any]]] = [
     ("read_timeout", "5", {"read_timeout_s": 5.0}),
     ("rank", "3", {"requested_rank": 3}),
     ("rank", 0, {"requested_rank": 0}),
-    ("tls_cert", "c.pem", {"tls_cert": "c.pem"}),
-    ("tls_ca", "ca.pem", {"tls_ca": "ca.pem"}),
+    ("tls_cert", "c.pem", {"tls": TlsFiles("c.pem")}),
+    ("tls_ca", "ca.pem", {"tls": TlsFiles(ca="ca.pem")}),
     ("store_type", " TCP ", {}),
 ]
 
@@ -214,8 +209,8 @@ def test_a_coordinator_speaks_as_the_node_that_starts_it() -> None:
     chosen = read(tls_cert="c", tls_key="k", tls_ca="a")
     assert chosen.coordinator_options() == ["--tls-cert", "c", "--tls-key", "k", "--tls-ca", "a"]
     assert read().coordinator_options() == []
-    assert read().client_tls() is None
-    assert options.server_tls("", "", "") is None
+    assert read().tls.load() is None
+    assert TlsFiles("", "", "").load(is_server=True) is None
 
 
 def test_a_file_without_a_certificate_is_told_in_words(tmp_path: Path) -> None:
@@ -224,7 +219,7 @@ def test_a_file_without_a_certificate_is_told_in_words(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="cannot be used: there is no certificate in it, or no key for it, or the key has"
     ):
-        read(tls_cert=str(file)).client_tls()
+        read(tls_cert=str(file)).tls.load()
 
 
 @pytest.mark.parametrize("text", [None, "", "no certificate"])
@@ -233,16 +228,16 @@ def test_tls_files_that_cannot_be_used(tmp_path: Path, text: str | None) -> None
     if text is not None:
         file.write_text(text)
     with pytest.raises(UserError, match=rf"the TLS authority {file} cannot be used: "):
-        read(tls_ca=str(file)).client_tls()
+        read(tls_ca=str(file)).tls.load()
     with pytest.raises(UserError, match=rf"the TLS certificate {file} with key.pem cannot be used: "):
-        read(tls_cert=str(file), tls_key="key.pem").client_tls()
+        read(tls_cert=str(file), tls_key="key.pem").tls.load()
     with pytest.raises(UserError, match=rf"the TLS certificate {file} cannot be used: "):
-        options.server_tls(str(file), "", "")
+        TlsFiles(str(file)).load(is_server=True)
     with pytest.raises(UserError, match=rf"the TLS authority {file} cannot be used: "):
-        options.server_tls("cert.pem", "", str(file))
+        TlsFiles("cert.pem", "", str(file)).load(is_server=True)
 
 
 @pytest.mark.parametrize(("key", "ca"), [("k", ""), ("", "a")])
 def test_a_server_without_a_certificate(key: str, ca: str) -> None:
     with pytest.raises(UserError, match="TLS needs a certificate"):
-        options.server_tls("", key, ca)
+        TlsFiles("", key, ca).load(is_server=True)

@@ -152,7 +152,7 @@ def _coordinator(
         sock,
         keeper or memory.StateFiles(memory.default_directory(), *sock.getsockname()[:2]),
         token=options.read_token(args.token_file),
-        tls=options.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
+        tls=options.TlsFiles(args.tls_cert, args.tls_key, args.tls_ca).load(is_server=True),
         idle_timeout_s=idle_timeout_s,
         only_run=only_run,
     )

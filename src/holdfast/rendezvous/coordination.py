@@ -63,13 +63,10 @@ class Mailbox(Generic[Item]):
 
 
 class Coordination(abc.ABC):
-    """The run, as one agent sees it. Called from the agent's deciding loop.
-
-    `outcome` is how the run ended, if this node knows already. `verdict` is what follows from the failure that was just
-    reported, in words; None if others have yet to decide. `has_leases`: this node can lose its place to another, so its
-    workers must not outlive its lease. `joined` says in words how far the round is that this node waits for; any thread
-    may read it.
-    """
+    """The run, as one agent sees it. Called from the agent's deciding loop. `outcome` is how the run ended, if this
+    node knows already. `verdict` is what follows from the failure that was just reported, in words; None if others have
+    yet to decide. `has_leases`: this node can lose its place to another, so its workers must not outlive its lease.
+    `joined` says in words how far the round is that this node waits for; any thread may read it."""
 
     has_leases = False
     joined: str | None = None
@@ -109,8 +106,7 @@ class Coordination(abc.ABC):
         """`sink` is told until when this node's workers may live; called at once with what holds now."""
 
     def watch_loop(self, stuck_for_s: Callable[[], float]) -> None:  # noqa: B027
-        """Before the first round: whom to ask for how long the agent's loop has not turned. A node whose loop does not
-        must not seem alive to the others."""
+        """Before the first round: `stuck_for_s` says for how long the agent's loop has not turned."""
 
     def leaving(self) -> None:  # noqa: B027  # most have no one to tell
         """This node goes away and is stopping its workers."""

@@ -195,11 +195,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     def watch_loop(self, stuck_for_s: Callable[[], float]) -> None:
         self._stuck_for_s = stuck_for_s
 
-    # Joining.
-
     def _find_address(self) -> str:
-        """The address at which others reach this node: the one that reaches the endpoint. A name that does not resolve
-        is given some seconds, not minutes."""
+        """The address that reaches the endpoint: others reach this node there. A name has seconds to resolve."""
         deadline = time.monotonic() + _RESOLVE_PATIENCE_S
         while True:
             problems = []
@@ -275,7 +272,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         logger.info("run %r at %s: %s%s", self._run_id, self._where, self.joined, until)
 
 
-class FixedEndpoint:
+class FixedEndpoint(Locator):
     """The coordinator is where the user says. If nothing listens there, and it is this host, start one."""
 
     def __init__(self, host: str, port: int, run_id: str, options: Options) -> None:
@@ -287,16 +284,10 @@ class FixedEndpoint:
             with launch.bind(host, 0) as sock:
                 port = int(sock.getsockname()[1])
                 self._start_coordinator(sock)
-        self._target = Target(host, port, run_id, options.token, options.client_tls())
+        self._target = Target(host, port, run_id, options.token, options.tls.load())
 
     def target(self) -> Target:
         return self._target
-
-    def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], None]) -> None:
-        """There is no other place to look at."""
-
-    def stop(self) -> None:
-        pass
 
     def refused(self, target: Target) -> None:
         if self._options.is_host is False:
@@ -312,11 +303,10 @@ class FixedEndpoint:
 
     def _start_coordinator(self, sock: socket.socket) -> None:
         where = endpoints.endpoint_text(*sock.getsockname()[:2])
-        if self._options.tls_ca and not self._options.tls_cert:
-            problem = (
+        if self._options.tls.ca and not self._options.tls.cert:
+            raise UserError(
                 f"nothing listens at {where}, and without tls_cert this node cannot start a coordinator that speaks TLS"
             )
-            raise UserError(problem)
         if launch.host_at(sock, self._options.coordinator_options()):
             logger.debug("started a coordinator at %s", where)
 
@@ -332,11 +322,9 @@ def create_handler_at(
     """With a `master` the user has fixed the number of nodes, too."""
     options, where = Options.from_parameters(params), endpoints.endpoint_text(host, port)
     options = replace(options, min_nodes=options.max_nodes if master else options.min_nodes)
-
-    def locator(facts: model.NodeFacts) -> FixedEndpoint:
-        return FixedEndpoint(host, port, params.run_id, options)
-
-    return CoordinatorHandler(params, options, where, locator, [(host, port)], master)
+    return CoordinatorHandler(
+        params, options, where, lambda _: FixedEndpoint(host, port, params.run_id, options), [(host, port)], master
+    )
 
 
 def _numeric(address: str) -> str:

@@ -1,7 +1,6 @@
 """The settings of backends whose nodes meet at a coordinator, read from the rendezvous parameters and the environment.
 
-`tcp` and `static` have these and no others; `etcd.options` adds its own. A plain setting is one field of `Options` that
-`_setting` makes. Its key in --rdzv-conf is the field's name without the unit, its kind the kind of its default.
+`tcp` and `static` have these and no others; `etcd.options` adds its own.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import DefaultTimeout, RendezvousParameters
@@ -26,33 +25,39 @@ logger = logging.getLogger(__name__)
 Keys = dict[str, tuple[str, ...]]  # From each key of --rdzv-conf to its older spellings, which mean the same.
 
 
-def _setting(default: Any, *aliases: str) -> Any:
-    return field(default=default, metadata={"aliases": aliases})
+class TlsFiles(NamedTuple):
+    """Paths; an empty one is not given."""
+
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
+
+    def load(self, *, is_server: bool = False) -> ReloadingTls | None:
+        """None if no file is given. TLS is imported only where it is spoken."""
+        if not any(self):
+            return None
+        from holdfast.rendezvous import tls
+
+        return tls.ReloadingTls(*self, is_server=is_server)
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    min_nodes: int = 1
-    max_nodes: int = 1
-    join_timeout_s: float = _setting(600.0, "timeout")
-    outage_timeout_s: float = _setting(600.0)
-    """For how long a node without workers waits for a coordinator that it has reached before."""
-    last_call_s: float = _setting(5.0, "last_call_timeout")
-    drop_timeout_s: float = _setting(2.0)
-    close_linger_s: float = _setting(10.0, "close_timeout")
-    leader_lease_s: int = 0
-    read_timeout_s: float = _setting(60.0)
-    admit: Admit = _setting(Admit.NOW)  # noqa: RUF009
-    lease: LeaseSettings = field(default_factory=LeaseSettings)
+class Options(Settings):
+    """What all nodes of a run have to agree on, and what is this node's own. `outage_timeout_s` is how long a node
+    without workers waits for a coordinator that it has reached before."""
+
+    outage_timeout_s: float = 600.0
+    read_timeout_s: float = 60.0
+    reconnect_grace_s: float = 0.5
+    does_refusal_renew: bool = True
+    locate_after_s: float | None = None
     continue_when_isolated: bool = False
     local_addr: str | None = None
     requested_rank: int | None = None
     is_host: bool | None = None
     token: bytes | None = None
-    token_file: str = _setting("")
-    tls_cert: str = _setting("")
-    tls_key: str = _setting("")
-    tls_ca: str = _setting("")
+    token_file: str = ""
+    tls: TlsFiles = TlsFiles()  # noqa: RUF009
 
     @classmethod
     def from_parameters(cls, params: RendezvousParameters) -> Options:
@@ -66,26 +71,29 @@ class Options:
         return cls(**fields_of(params))
 
     def settings(self, policy: RestartPolicy) -> Settings:
-        """What all nodes of a run have to agree on."""
-        shared = {each.name for each in fields(Settings)}
-        given = {each.name: getattr(of, each.name) for of in (self.lease, self) for each in fields(of)}
-        return Settings(policy=policy, **{name: value for name, value in given.items() if name in shared})
+        agreed = {each.name: getattr(self, each.name) for each in fields(Settings)}
+        return Settings(**{**agreed, "policy": policy})
 
-    def client_tls(self) -> ReloadingTls | None:
-        return _tls(self.tls_cert, self.tls_key, self.tls_ca, is_server=False)
+    @property
+    def lease(self) -> LeaseSettings:
+        rules = (self.does_refusal_renew, self.locate_after_s)
+        return LeaseSettings(self.heartbeat_s, self.lease_s, self.reconnect_grace_s, *rules)
 
     def coordinator_options(self) -> list[str]:
         """For a coordinator that this node starts: it speaks as this node does."""
-        given = {name: getattr(self, name) for name in ("token_file", "tls_cert", "tls_key", "tls_ca")}
-        return [part for name, file in given.items() if file for part in (f"--{name.replace('_', '-')}", file)]
+        names = ("--token-file", "--tls-cert", "--tls-key", "--tls-ca")
+        given = zip(names, (self.token_file, *self.tls), strict=True)
+        return [part for name, file in given if file for part in (name, file)]
 
-
-_PLAIN = {each.name: each for each in fields(Options) if "aliases" in each.metadata}
 
 KEYS: Keys = {
-    **{name.removesuffix("_s"): each.metadata["aliases"] for name, each in _PLAIN.items()},
+    "join_timeout": ("timeout",),
+    "last_call": ("last_call_timeout",),
+    "close_linger": ("close_timeout",),
     "heartbeat": ("keep_alive_interval",),
-    **dict.fromkeys(("lease", "reconnect_grace", "on_isolation", "rank", "is_host", "coordinator_port"), ()),
+    **dict.fromkeys(("lease", "drop_timeout", "reconnect_grace", "outage_timeout", "read_timeout"), ()),
+    **dict.fromkeys(("admit", "on_isolation", "rank", "is_host", "coordinator_port"), ()),
+    **dict.fromkeys(("token_file", "tls_cert", "tls_key", "tls_ca"), ()),
     # Accepted because torchrun command lines have them.
     **dict.fromkeys(("keep_alive_max_attempt", "heartbeat_timeout", "store_type"), ()),
 }
@@ -95,27 +103,36 @@ def fields_of(params: RendezvousParameters, usual_lease_s: float = 5.0, usual_ou
     """The fields of `Options`. `outage_timeout` defaults to at least `join_timeout`."""
     # LaunchConfig adds a timeout if the user gives none.
     config = {key: value for key, value in params.config.items() if not isinstance(value, DefaultTimeout)}
-    lease = _lease(config, usual_lease_s)
+    heartbeat_s, lease_s = _heartbeat_and_lease(config, usual_lease_s)
+    reconnect_grace_s = seconds(config, "reconnect_grace", 0.5)
     # So long after its connection was closed a node has killed its workers, clocks permitting, and its place is free.
-    own_side_s = 1.1 * (lease.heartbeat_s + lease.reconnect_grace_s)
-    usual: dict[str, Any] = {name: each.default for name, each in _PLAIN.items()}
-    usual["drop_timeout_s"] = max(usual["drop_timeout_s"], 1.2 * own_side_s)
-    usual["outage_timeout_s"] = max(usual_outage_s, seconds(config, "join_timeout", usual["join_timeout_s"]))
-    plain = {name: _read(config, name.removesuffix("_s"), default) for name, default in usual.items()}
-    if plain["drop_timeout_s"] <= own_side_s:
+    own_side_s = 1.1 * (heartbeat_s + reconnect_grace_s)
+    drop_timeout_s = seconds(config, "drop_timeout", max(2.0, 1.2 * own_side_s))
+    if drop_timeout_s <= own_side_s:
         longer = f"longer than heartbeat + reconnect_grace and a tenth more ({own_side_s:g} s)"
-        raise UserError(f"drop_timeout={plain['drop_timeout_s']:g} is too short: it must be {longer}")
-    tls_files(config)  # Refuses a key without a certificate.
+        raise UserError(f"drop_timeout={drop_timeout_s:g} is too short: it must be {longer}")
+    join_timeout_s = seconds(config, "join_timeout", 600.0)
+    token_file = text(config, KEYS, "token_file")
     return {
-        **plain,
         "min_nodes": params.min_nodes,
         "max_nodes": params.max_nodes,
-        "lease": lease,
+        "join_timeout_s": join_timeout_s,
+        "outage_timeout_s": seconds(config, "outage_timeout", max(usual_outage_s, join_timeout_s)),
+        "last_call_s": seconds(config, "last_call", 5.0),
+        "heartbeat_s": heartbeat_s,
+        "lease_s": lease_s,
+        "reconnect_grace_s": reconnect_grace_s,
+        "drop_timeout_s": drop_timeout_s,
+        "close_linger_s": seconds(config, "close_linger", 10.0),
+        "read_timeout_s": seconds(config, "read_timeout", 60.0),
+        "admit": Admit(one_of(config, "admit", *Admit)),
         "continue_when_isolated": one_of(config, "on_isolation", "stop", "continue") == "continue",
         "local_addr": params.local_addr,
         "requested_rank": params.get_as_int("rank"),
         "is_host": params.get_as_bool("is_host"),
-        "token": read_token(plain["token_file"]),
+        "token_file": token_file,
+        "token": read_token(token_file),
+        "tls": tls_files(config, KEYS, "tls_cert", "tls_key", "tls_ca"),
     }
 
 
@@ -131,12 +148,6 @@ def check_known(config: dict[str, Any], keys: Keys) -> None:
     if "heartbeat_timeout" in config:
         seconds(config, "heartbeat_timeout", 5.0)
         logger.warning("the rendezvous setting heartbeat_timeout has no effect; lease is how long a node may be silent")
-
-
-def _read(config: dict[str, Any], key: str, usual: Any) -> Any:
-    if isinstance(usual, Admit):
-        return Admit(one_of(config, key, *Admit))
-    return text(config, KEYS, key) if isinstance(usual, str) else seconds(config, key, usual)
 
 
 def text(config: dict[str, Any], keys: Keys, key: str) -> str:
@@ -164,26 +175,12 @@ def seconds(config: dict[str, Any], key: str, default: float) -> float:
     return value
 
 
-def tls_files(config: dict[str, Any]) -> tuple[str, str, str]:
-    """Certificate, key, authority."""
-    cert, key, ca = (text(config, KEYS, name) for name in ("tls_cert", "tls_key", "tls_ca"))
-    if key and not cert:
-        raise UserError(f"tls_key {key!r} is the key of no certificate: tls_cert is missing")
-    return cert, key, ca
-
-
-def server_tls(cert: str, key: str, ca: str) -> ReloadingTls | None:
-    if (key or ca) and not cert:
-        raise UserError("TLS needs a certificate (tls_cert), not only a key or an authority")
-    return _tls(cert, key, ca, is_server=True)
-
-
-def _tls(cert: str, key: str, ca: str, *, is_server: bool) -> ReloadingTls | None:
-    if not (cert or ca):
-        return None
-    from holdfast.rendezvous import tls
-
-    return tls.ReloadingTls(cert, key, ca, is_server=is_server)
+def tls_files(config: dict[str, Any], keys: Keys, cert: str, key: str, ca: str) -> TlsFiles:
+    """Those that are given under these names."""
+    files = TlsFiles(*(text(config, keys, name) for name in (cert, key, ca)))
+    if files.key and not files.cert:
+        raise UserError(f"{key} {files.key!r} is the key of no certificate: {cert} is missing")
+    return files
 
 
 def read_token(path: str) -> bytes | None:
@@ -204,7 +201,7 @@ def read_secret(what: str, path: str) -> str:
     return secret
 
 
-def _lease(config: dict[str, Any], usual_lease_s: float) -> LeaseSettings:
+def _heartbeat_and_lease(config: dict[str, Any], usual_lease_s: float) -> tuple[float, float]:
     """Where one of heartbeat and lease is given, the other follows from it."""
     has_lease = "lease" in config
     lease_s = seconds(config, "lease", usual_lease_s)
@@ -217,4 +214,4 @@ def _lease(config: dict[str, Any], usual_lease_s: float) -> LeaseSettings:
         lease_s = int(attempts) * heartbeat_s or max(usual_lease_s, 3 * heartbeat_s)
     if lease_s < 2 * heartbeat_s:
         raise UserError(f"lease={lease_s:g} is too short for a heartbeat every {heartbeat_s:g} s")
-    return LeaseSettings(heartbeat_s, lease_s, seconds(config, "reconnect_grace", 0.5))
+    return heartbeat_s, lease_s

@@ -1,10 +1,8 @@
 """Rendezvous for worlds that are known from the start: no node is waited for, and no other is let in.
 
-`standalone` is one node that picks its own master port, a fresh one for each round. `static` has its ranks
-from the user, and its master address and port are given to the workers exactly as the user wrote them, so
-nothing here binds or listens there.
-
-Every round has a store of its own: what one life of the workers has left behind is not seen by the next.
+`standalone` is one node that picks its own master port. `static` has its ranks from the user, and its workers get the
+master address and port exactly as the user wrote them, so nothing here binds or listens there. Every round has a store
+of its own.
 
 Neither handler opens a connection. Several static nodes share failures, restarts and the outcome through a coordinator
 on the master's host, at `coordinator_port` (the master port + 1, unless it is given): then the handler is the tcp
@@ -29,12 +27,10 @@ _SETTINGS = frozenset({"rank", "timeout", "coordinator_port"})
 
 
 class StaticTCPRendezvous(api.RendezvousHandler):
-    """A node with a fixed rank among a fixed number of nodes.
-
-    Several nodes share nothing: each agent restarts its own workers, counts its own restarts, and learns of another
-    node's failure only when its own workers do. The agent may ask for a round in one thread while another shuts the
-    handler down: one lock covers both.
-    """
+    """A node with a fixed rank among a fixed number of nodes. With master port 0 each round gets a fresh one, which is
+    held, bound but not listening, until the next round or shutdown. Several nodes share nothing: each agent restarts
+    its own workers, counts its own restarts, and learns of another node's failure only when its own workers do. The
+    agent may ask for a round in one thread while another shuts the handler down: one lock covers both."""
 
     backend = "static"
 
@@ -46,6 +42,7 @@ class StaticTCPRendezvous(api.RendezvousHandler):
         self._rank, self._world_size = rank, world_size
         self._timeout = timedelta(seconds=timeout_s)
         self._lock = threading.Lock()
+        self._held = endpoints.HeldPort()
         self._is_closed = False
         self._round = 0
 
@@ -64,12 +61,12 @@ class StaticTCPRendezvous(api.RendezvousHandler):
             if self._is_closed:
                 what = f"rendezvous {self._run_id!r} ({self.backend})"
                 raise api.RendezvousClosedError(f"{what} is closed after round {self._round}")
-            self._choose_master()
+            master = self._master
+            if not master.master_port:
+                self._held.renew(master.master_addr)
+                master = RendezvousStoreInfo(master.master_addr, self._held.number)
             self._round += 1
-            return RendezvousInfo(InProcessStore(self._timeout), self._rank, self._world_size, self._master)
-
-    def _choose_master(self) -> None:
-        """The user has chosen it."""
+            return RendezvousInfo(InProcessStore(self._timeout), self._rank, self._world_size, master)
 
     def is_closed(self) -> bool:
         return self._is_closed
@@ -83,26 +80,17 @@ class StaticTCPRendezvous(api.RendezvousHandler):
 
     def shutdown(self) -> bool:
         self.set_closed()
+        self._held.release()
         return True
 
 
 class StandaloneRendezvous(StaticTCPRendezvous):
-    """One node on its own. Its master port is held, bound but not listening, until the next round or shutdown."""
+    """One node on its own."""
 
     backend = "standalone"
 
     def __init__(self, run_id: str, timeout_s: float = _TIMEOUT_S) -> None:
         super().__init__("127.0.0.1", 0, 0, 1, run_id, timeout_s)
-        self._held = endpoints.HeldPort()
-
-    def _choose_master(self) -> None:
-        self._held.renew(self._master.master_addr)
-        self._master = RendezvousStoreInfo(self._master.master_addr, self._held.number)
-
-    def shutdown(self) -> bool:
-        self.set_closed()
-        self._held.release()
-        return True
 
 
 def create_standalone_handler(params: RendezvousParameters) -> StandaloneRendezvous:
@@ -132,8 +120,7 @@ def create_rdzv_handler(params: RendezvousParameters) -> api.RendezvousHandler:
 
 
 def _check_settings(params: RendezvousParameters) -> None:
-    """People keep settings in scripts and environments that serve several backends, so those of others are no mistake
-    here, but they have nothing to act on."""
+    """Settings of other backends are no mistake: people keep them in scripts. But they have no effect here."""
     others = sorted(params.config.keys() - _SETTINGS)
     if not others:
         return
@@ -182,6 +169,6 @@ def _coordinator_port(params: RendezvousParameters, master_port: int) -> int | N
         return None
     port = master_port + 1 if value is None else endpoints.try_parse_port(str(value))
     if not port:
-        what = f"rendezvous setting 'coordinator_port' is {value!r}"
-        raise UserError(f"{what}, but must be a port from 1 to 65535, or off")
+        needed = "must be a port from 1 to 65535, or off"
+        raise UserError(f"rendezvous setting 'coordinator_port' is {value!r}, but {needed}")
     return port

@@ -174,12 +174,10 @@ def store_timeout(store: Store, seconds: float) -> Iterator[None]:
 
 
 def get_all(store: Store, rank: int, prefix: str, world_size: int) -> list[bytes]:
-    """The values of `<prefix>0`, `<prefix>1`, ... in this order; every rank has to call it.
-
-    Rank 0 collects the values and stores all of them together, in pieces; the other ranks wait for one key and read
-    the pieces. If every rank read every value itself, 10,000 ranks would make 100 million reads. Rank 0 returns last,
-    because the store may end with its process while others still read.
-    """
+    """The values of `<prefix>0`, `<prefix>1`, ... in this order; every rank has to call it. Rank 0 collects the values
+    and stores all of them together, in pieces; the other ranks wait for one key and read the pieces. If every rank read
+    every value itself, 10,000 ranks would make 100 million reads. Rank 0 returns last, because the store may end with
+    its process while others still read."""
     from msgspec import msgpack
 
     count, piece = f"{prefix}/all", f"{prefix}/all/"
@@ -217,12 +215,10 @@ def barrier(
     rank_tracing_decoder: Callable[[int], str] | None = None,
     trace_timeout: float = 10,
 ) -> None:
-    """Return when `world_size` callers have arrived, or raise `StoreTimeoutError`. Works once for a prefix.
-
-    With `rank`, an error says who is missing: each rank leaves a mark when it arrives, rank 0 gives
-    stragglers `trace_timeout` seconds and then names those without one (through `rank_tracing_decoder`, if
-    given); the others wait until it has, so that the store does not go away under it, and refer to it.
-    """
+    """Return when `world_size` callers have arrived, or raise `StoreTimeoutError`. Works once for a prefix. With
+    `rank`, an error says who is missing: each rank leaves a mark when it arrives, rank 0 gives stragglers
+    `trace_timeout` seconds and then names those without one (through `rank_tracing_decoder`, if given); the others wait
+    until it has, so that the store does not go away under it, and refer to it."""
     if rank is None and rank_tracing_decoder is not None:
         raise AssertionError("barrier: rank_tracing_decoder needs a rank")
     if rank is not None:

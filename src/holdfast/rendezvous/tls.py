@@ -8,26 +8,20 @@ done, what was read before stays in force until all files can be used again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import ssl
 import threading
-from typing import NamedTuple
 
 from holdfast.errors import UserError
-
-
-class TlsFiles(NamedTuple):
-    """Paths; an empty one is not given."""
-
-    cert: str = ""
-    key: str = ""
-    ca: str = ""
 
 
 class ReloadingTls:
     """For any number of connections, from any thread."""
 
     def __init__(self, cert: str = "", key: str = "", ca: str = "", *, is_server: bool = False) -> None:
+        if is_server and not cert:
+            raise UserError("TLS needs a certificate (tls_cert), not only a key or an authority")
         self._is_server = is_server
         # The process may change its directory later; what is refused now is named as the user has written it.
         self._files = [os.path.abspath(path) if path else "" for path in (cert, key, ca)]
@@ -40,11 +34,9 @@ class ReloadingTls:
         with self._lock:
             stamps = [_stamp(path) for path in self._files]
             if stamps != self._stamps:
-                try:
+                with contextlib.suppress(UserError):
                     self._made = self._make(*self._files)
                     self._stamps = stamps
-                except UserError:
-                    pass
             return self._made
 
     def _make(self, cert: str, key: str, ca: str) -> ssl.SSLContext:

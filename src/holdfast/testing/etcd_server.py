@@ -60,8 +60,7 @@ def find_etcd_binary() -> str:
 
 
 def stop_etcd(process: subprocess.Popen[Any], data_dir: str | None = None) -> None:
-    """End an etcd that the caller has started itself, and remove its data if a directory is given. One that does not
-    end when asked to is killed."""
+    """End an etcd that the caller started, with SIGKILL if need be, and remove its data if a directory is given."""
     process.terminate()
     try:
         process.wait(_STOP_S)
@@ -73,8 +72,7 @@ def stop_etcd(process: subprocess.Popen[Any], data_dir: str | None = None) -> No
 
 
 class EtcdServer:
-    """One etcd. Without `data_dir` its data is removed when it is stopped. `options` are more of etcd's own flags; with
-    `--cert-file` it speaks TLS."""
+    """One etcd. Without `data_dir` its data is removed when it is stopped. `options` are more flags of etcd."""
 
     def __init__(self, data_dir: str | None = None, *, options: Sequence[str] = (), size: int = 1) -> None:
         self._data_dir, self._size = data_dir, size
@@ -230,14 +228,12 @@ class _Member:
             time.sleep(_LOOK_AGAIN_S)
 
     def fetch(self, path: str) -> bytes:
-        connection = HTTPConnection(_HOST, self._health_port, timeout=1.0)
-        try:
-            connection.request("GET", path)
-            return connection.getresponse().read()
-        except (OSError, HTTPException):
-            return b""
-        finally:
-            connection.close()
+        with contextlib.closing(HTTPConnection(_HOST, self._health_port, timeout=1.0)) as connection:
+            try:
+                connection.request("GET", path)
+                return connection.getresponse().read()
+            except (OSError, HTTPException):
+                return b""
 
     def _complaint(self) -> str:
         """The fatal message in the log of etcd, or else the first line that is no log record (a wrong flag)."""

@@ -55,9 +55,7 @@ class Target:
         return (self.host, self.port)
 
     def connect(self, term: int) -> tuple[socket.socket, frames.Frames, protocol.Welcome]:
-        """A connection on which both sides have proved themselves. Raises OSError or `TurnedAway`.
-
-        `term` is the highest that the node has heard of."""
+        """Both sides have proved themselves. `term` is the node's highest. Raises OSError or `TurnedAway`."""
         sock = self._reach()
         try:
             if sock.getsockname() == sock.getpeername():  # On one host the kernel may connect a socket to itself.
@@ -118,8 +116,7 @@ class Target:
         return answer
 
     def _read(self, sock: socket.socket, stream: frames.Frames, kind: Any) -> Any:
-        """The next message, which is of that kind. Certificates of clients are looked at after the client's side of
-        the TLS handshake is over."""
+        """The next message. A client's certificate is looked at after its side of the TLS handshake is over."""
         ends = time.monotonic() + HANDSHAKE_TIMEOUT_S
         try:
             while (message := stream.next()) is None:

@@ -1,8 +1,8 @@
 """What to make of failed attempts to reach the coordinator: say so, give up, or neither. Pure.
 
-On the first connection of a node a mistake is likely: a wrong token, a name that does not resolve, a port where
-something else listens. These end the attempt within seconds. That nothing listens yet, or that a coordinator is frozen,
-is no mistake; it is logged after some seconds and then once a minute, until the join timeout ends the attempt.
+Before the first connection of a node a mistake is likely (a wrong token, a name that does not resolve) and ends the
+attempt within seconds. That nothing listens yet, or that a coordinator is frozen, is no mistake; it is logged after
+some seconds and then once a minute, until the join timeout ends the attempt.
 
 Once the node was welcome none of this ends anything at once. Workers may be running, and what turns the node away may
 be gone the next moment; the lease decides. A node that waits for a place gives up after `outage_timeout_s`.
@@ -44,14 +44,12 @@ class Reachability:
         self.since: float | None = now
         self.last_problem = ""
         self.who = who
-        self._patience_s = join_timeout_s
-        self._outage_timeout_s = outage_timeout_s
-        self._has_been_welcome = False
+        self._patience_s, self._outage_timeout_s = join_timeout_s, outage_timeout_s
+        self._has_been_welcome = self._has_spoken = False
         self._attempts = 0
         self._obstacle: Obstacle | None = None
         self._obstacle_since = now
         self._speak_at = now + _FIRST_WORD_AFTER_S
-        self._has_spoken = False
 
     def gives_up_at(self) -> float | None:
         """When a node that waits for a place gives up unless there is a connection before."""

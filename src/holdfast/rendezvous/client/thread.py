@@ -1,10 +1,9 @@
 """An agent's connection to its coordinator: one thread around a `Participant`.
 
-The thread dials, shakes hands, sends heartbeats for as long as the agent's loop turns, and passes what the coordinator
-says on to the agent's mailbox. It is the one reader and the one writer of its connection; requests to the key-value
-store from other threads are numbered and answered by number. It goes on while the agent is busy stopping workers, and
-it decides nothing: what a closed connection or a missing answer means is the participant's business, and where the
-coordinator is a `Locator`'s.
+The thread is the one reader and the one writer of its connection, and passes what the coordinator says on to the
+agent's mailbox. Requests to the key-value store from other threads are numbered and answered by number. It goes on
+while the agent is busy stopping workers, and it decides nothing: what a closed connection or a missing answer means is
+the participant's business, and where the coordinator is a `Locator`'s.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ import select
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast.errors import HoldfastError
 from holdfast.rendezvous import endpoints
@@ -42,24 +42,28 @@ _ANSWER_MARGIN_S = 1.0  # That the time is up is the coordinator's to say, if it
 CONNECTION_CLOSED = "the connection to the coordinator is closed"
 
 
-class Locator(Protocol):
+class Locator(ABC):
     """Knows where the coordinator is, and may start one where there is none."""
 
+    @abstractmethod
     def target(self) -> Target:
         """Where to connect to now; may block. Raises OSError, `TurnedAway` or another HoldfastError."""
 
+    @abstractmethod
     def refused(self, target: Target) -> None:
         """Nothing listens there. A locator may start a coordinator."""
 
-    def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], None]) -> None:
+    def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], object]) -> None:  # noqa: B027
         """Look in the background whether a coordinator of a higher term is in office; call `found` if so. A locator
-        may start one if there is none and `is_wanted` still says so."""
+        may start one if there is none and `is_wanted` still says so. By default there is no other place to look at."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:  # noqa: B027
+        """Let go of everything. By default there is nothing."""
 
 
 class Client:
-    """The thread. `deliver` and `set_lease` are called in it; `fail` too, when it cannot go on."""
+    """The thread. `deliver` and `set_lease` are called in it; `fail` too, when it cannot go on. `stuck_for_s` says for
+    how long the agent's loop has not turned."""
 
     def __init__(
         self,
@@ -71,7 +75,6 @@ class Client:
         reach: Reachability,
         stuck_for_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`stuck_for_s` says for how long the agent's loop has not turned."""
         self.reach, self._locator, self._node = reach, locator, participant
         self._deliver, self._set_lease, self._fail = deliver, set_lease, fail
         self._stuck_for_s = stuck_for_s
@@ -171,9 +174,10 @@ class Client:
 
     def _step(self, event: node.Event) -> None:
         for command in self._node.step(event, time.monotonic()):
+            if isinstance(command, protocol.FromNode):
+                self._send(command)
+                continue
             match command:
-                case node.Send(message):
-                    self._send(message)
                 case node_lease.Connect():
                     self._connect()
                 case node_lease.HangUp():
@@ -193,13 +197,11 @@ class Client:
         3. the look of step 1 finds no key. It must not start a coordinator for a run that is over.
         """
         heard = self._heard
-        self._locator.locate(
-            self._node.term, lambda: self._heard == heard and not self._is_stopping, self._leader_moved
-        )
 
-    def _leader_moved(self) -> None:
-        """In the locator's thread."""
-        self._inbox.put(node_lease.LeaderMoved())
+        def is_wanted() -> bool:
+            return self._heard == heard and not self._is_stopping
+
+        self._locator.locate(self._node.term, is_wanted, lambda: self._inbox.put(node_lease.LeaderMoved()))
 
     def _connect(self) -> None:
         target = None

@@ -36,8 +36,7 @@ _TLS_HELLO = b"\x16\x03"
 
 
 class Connection(asyncio.Protocol):
-    """`number` counts connections as they were accepted. `run` is that of a client that has proved itself, `key` the
-    node that speaks here, once it has said so."""
+    """`number` counts accepted connections. `run` and `key` are set once the client has proved itself and joined."""
 
     _transport: asyncio.Transport
     _timer: asyncio.TimerHandle
@@ -52,9 +51,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._frames = frames.Frames(frames.MAX_HANDSHAKE_BYTES)
         self._nonce = os.urandom(protocol.NONCE_BYTES)
-        self._is_closing = False
-        self._is_congested = False
-        self._has_spoken = False
+        self._is_closing = self._is_congested = self._has_spoken = False
         self._task: asyncio.Task[None] | None = None
 
     # What the transport calls.

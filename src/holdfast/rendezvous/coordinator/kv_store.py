@@ -1,10 +1,8 @@
 """The key-value store that a coordinator keeps for each run: the values, and who waits for which keys. Pure.
 
-Requests that wait are answered when their keys are there or their time is up, whichever comes first; the clock is
-the coordinator's. What a run stores, and what waits, is bounded, so that no client can fill the coordinator's memory.
-
-A client that lost its connection asks again what it got no answer to. The last answers to requests that change
-something are kept, so that a repetition gets the same answer and changes nothing.
+What a run stores, and what waits, is bounded, so that no client can fill the coordinator's memory. A client that lost
+its connection asks again what it got no answer to. The last answers to requests that change something are kept, so that
+a repetition gets the same answer and changes nothing.
 
 A request that waits is found under each of its keys and knows how many of them are missing, so a set or a delete
 costs one step for each request that waits for the key, and keys are never searched again.
@@ -89,7 +87,10 @@ class KeyValues:
         except _Impossible as error:
             answer = self._answer(request, problem=str(error))
         if request.operation != "check":
-            self._remember(name, answer)
+            self._remembered[name] = answer
+            self._remembered_bytes += _answer_bytes(answer)
+            while self._remembered_bytes > MAX_REMEMBERED_BYTES:
+                self._remembered_bytes -= _answer_bytes(self._remembered.popitem(last=False)[1])
         # Those that miss no key any more are answered, too, the longest waiting first.
         ready, self._ready = sorted(self._ready), []
         woken = [self._forget(number) for number in ready]
@@ -115,12 +116,6 @@ class KeyValues:
 
     def _answer(self, request: StoreRequest, **fields: Any) -> StoreAnswer:
         return StoreAnswer(request.number, generation=self._generation, **fields)
-
-    def _remember(self, name: tuple[bytes, int], answer: StoreAnswer) -> None:
-        self._remembered[name] = answer
-        self._remembered_bytes += _answer_bytes(answer)
-        while self._remembered_bytes > MAX_REMEMBERED_BYTES:
-            self._remembered_bytes -= _answer_bytes(self._remembered.popitem(last=False)[1])
 
     def _put(self, entries: dict[str, bytes]) -> None:
         """All of them or none."""
@@ -161,8 +156,6 @@ class KeyValues:
         for number in self._waiters_of.get(key, ()):
             self._waiting[number].missing += 1
         return True
-
-    # Waiting.
 
     def _wait(self, client: Hashable, request: StoreRequest, now: float) -> Answers:
         missing = len({key for key in request.keys if key not in self._values})
@@ -213,8 +206,6 @@ class KeyValues:
     def drop_client(self, client: Hashable) -> None:
         for number in list(self._requests_of.get(client, ())):
             self._forget(number)
-
-    # Time.
 
     def next_deadline(self) -> float | None:
         while self._deadlines and self._deadlines[0][1] not in self._waiting:

@@ -1,12 +1,9 @@
 """Starting a coordinator process. On tcp the agent that can bind the endpoint's address does it.
 
-It hands the coordinator the bound socket, and forgets it: the coordinator outlives the agent. Agents on the same host
-that come later find the port taken and connect. If the coordinator dies, the next agent on that host that tries to
-reach it finds the port free again, and starts another one, which goes on with the run.
-
-The socket does not listen before the coordinator process is ready to answer. Until then every attempt to connect is
-refused, which tells the agents of a running round that no place can have been given away; on a socket that
-listens already they would wait for an answer while their leases run out.
+It hands the coordinator the bound socket, and forgets it: the coordinator outlives the agent. If the coordinator dies,
+the next agent on that host that tries to reach it finds the port free, and starts another one, which goes on with the
+run. The socket does not listen before the coordinator process is ready to answer: refused connections tell the agents
+of a running round that no place can have been given away; else they would wait while their leases run out.
 
 Two sockets that do not listen can be bound to the same port. So that not every agent of a host starts a coordinator
 when one is missing, the one that does holds a guard, a name that the kernel gives to one process of the host at a

@@ -5,11 +5,8 @@ commands become messages. What a run must not forget is written down (`Keeper`) 
 told, so a coordinator that is killed and started again goes on where it was.
 
 A connection belongs to one incarnation of one node; if the node connects anew, the older connection is closed and what
-still comes from it is dropped. `connection` sees to it that a client costs nothing but its own connection.
-
-The process ends by itself when its last run is over and all nodes have heard of it, or when it has had no run for
-`idle_timeout_s`. A run that all nodes have left is over, too. A coordinator that may not serve any longer (`resign`, on
-etcd) says so to its nodes and ends.
+still comes from it is dropped. The process ends when its last run is over and all nodes have heard of it, when it has
+had no run for `idle_timeout_s`, or when it may not serve any longer (`resign`, on etcd).
 """
 
 from __future__ import annotations
@@ -84,8 +81,6 @@ class Run:
     def silence_s(self) -> float:
         settings = self.machine.settings
         return max(_SILENCE_S, 3 * settings.lease_s if settings else 0.0)
-
-    # Connections.
 
     def attach(self, connection: Connection, heard_term: int, proof: bytes) -> None:
         """The client has proved itself. It is welcome when this coordinator's term is higher than any it has heard."""
@@ -223,8 +218,6 @@ class Run:
         for connection, answer in answers:
             connection.send(answer)
 
-    # Time.
-
     def _arm(self) -> None:
         """Wake up at the next deadline. A timer that is too early is left alone: it will look again."""
         if self._is_closed:
@@ -265,8 +258,7 @@ class Coordinator:
         idle_timeout_s: float | None = 60.0,
         only_run: str | None = None,
     ) -> None:
-        """The socket need not listen yet. With no `idle_timeout_s` it serves until it is stopped. With `only_run` it
-        turns away nodes of other runs."""
+        """The socket need not listen yet. Without `idle_timeout_s` it serves until it is stopped."""
         self.keeper, self.token, self.tls = keeper, token, tls
         self.idle_timeout_s, self.only_run = idle_timeout_s, only_run
         self.connections: set[Connection] = set()
@@ -327,8 +319,6 @@ class Coordinator:
                 run = connection.run
                 if run is not None and now - connection.heard_at > run.silence_s:
                     connection.cut_off(f"was not heard of for {run.silence_s:g} s")
-
-    # Runs.
 
     def run_of(self, run_id: str) -> Run:
         if run_id not in self._runs:

@@ -7,13 +7,12 @@ renews the lease from then on. The key `memory` holds the run's `Memory`.
 `Office` is the coordinator's side. It says when to renew, what to write, and when to step down:
 
 * The coordinator counts its lease from when it *sent* the last renewal that etcd answered, and serves for 0.9 of it by
-  its own clock. The shell asks `may_serve` before it answers anything. A coordinator that was frozen finds out before
-  it says its next word.
+  its own clock. The shell asks `may_serve` before it answers anything, so one that was frozen finds out.
 * Each write is one transaction that holds only while `leader` is what this coordinator wrote last, and that counts the
   `turn` in it on. So nothing is written once another coordinator has created the key, or etcd has lost it; and a write
   that got no answer and is carried out late finds another turn, and changes nothing.
-* A write without an answer is sent again. If it finds its own result, it was carried out the first time.
-* Writes are acknowledged in order. The shell tells nodes nothing that follows from a write before that.
+* A write without an answer is sent again. If it finds its own result, it was carried out the first time. Writes are
+  acknowledged in order, and the shell tells nodes nothing that follows from a write before that.
 
 A term is higher than all before it: higher than the memory's, and than any that a node has heard of. If etcd lost its
 data the memory is gone, but the nodes know: a coordinator that hears of a higher term raises its own before it answers.
@@ -27,6 +26,7 @@ from typing import assert_never
 
 from holdfast.frozen import frozen
 from holdfast.rendezvous.membership.model import Memory
+from holdfast.rendezvous.membership.protocol import TimePassed
 
 _SERVED_SHARE = 0.9
 _RENEWALS_PER_LEASE = 5
@@ -84,11 +84,6 @@ class WriteFailed:
     """It got no answer; it may have been carried out, or may yet be."""
 
 
-@frozen
-class TimePassed:
-    pass
-
-
 Event = MemoryChanged | TermHeard | RenewalAnswered | RenewalFailed | WriteAnswered | WriteFailed | TimePassed
 
 
@@ -99,8 +94,7 @@ class Renew:
 
 @frozen
 class Write:
-    """If the leader key is `before`, make it `after`, under the lease, and put the memory if there is one. Answer with
-    the leader key as it is then."""
+    """If the leader key is `before`, make it `after`, and put the memory, if any. Answer with the key as it is then."""
 
     before: Leader
     after: Leader
@@ -123,8 +117,7 @@ Command = Renew | Write | Acknowledge | Resign
 
 
 class Office:
-    """One coordinator's time in office. `leader` is the key as this coordinator's agent created it; `renewed_at` is the
-    time before the lease was asked for."""
+    """One coordinator's time in office. `leader` is the key as it was created, `renewed_at` the time before that."""
 
     def __init__(self, leader: Leader, lease_s: float, renewed_at: float) -> None:
         self.leader = leader
@@ -207,8 +200,3 @@ class Office:
     def _resign(self, reason: str) -> list[Command]:
         self.has_resigned = True
         return [Resign(reason)]
-
-
-def is_newer(found: Leader, known_term: int) -> bool:
-    """Whether a node that knows of a coordinator of this term should go to the one that was found."""
-    return found.term > known_term

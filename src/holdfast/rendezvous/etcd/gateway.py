@@ -1,17 +1,15 @@
 """A client of etcd: keys, transactions and leases, over the JSON gateway of its v3 interface (etcd 3.4 and later).
 
-Finding a member. A request goes to the member that answered last. If that one cannot be reached, does not answer, or
-knows no leader, the next one is asked, and so on, round after round with growing pauses, until `request_timeout_s` is
-over. A member gets an equal share of that time, so a frozen one does not use it up. An endpoint that will never work
-(wrong certificate, not an etcd) is passed over; if all are like that, `EtcdRefused` is raised at once.
+Finding a member. A request goes to the member that answered last, then to the others by turns, with growing pauses,
+until `request_timeout_s` is over. Each gets an equal share of that time, so a frozen one does not use it up. One that
+will never work (wrong certificate, not an etcd) is passed over; if all are so, `EtcdRefused` is raised at once.
 
 Repeating. Reads, puts, deletes and lease requests may be sent twice. A transaction may not: once it may have reached a
 member it is not sent again, and if there is no answer `Unavailable.is_unknown` says that it may have been carried out.
 
-Connections. Each request has a connection of its own: a run sends one request a second, and what a kept connection that
-etcd has closed meanwhile makes of a transaction would be unknown. No request waits beyond its deadline, even if the
-answer arrives byte by byte (`_Connection`); only the lookup of a host name has the resolver's own limit. Proxies and
-passwords of the environment are ignored.
+Connections. Each request has its own: a run sends one a second, and what a kept connection that etcd has closed
+meanwhile makes of a transaction would be unknown. No request waits beyond its deadline, even if the answer arrives byte
+by byte; only the lookup of a host name has the resolver's own limit. Proxies of the environment are ignored.
 
 Errors by who can act: `Unavailable` (time), `EtcdRefused` (a person), `LeaseGone` (the caller: a new lease).
 """

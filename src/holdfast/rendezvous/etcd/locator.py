@@ -1,13 +1,12 @@
 """Finds the coordinator of a run on etcd, and starts one if there is none.
 
-The key `leader` says where the coordinator is. An agent that finds no such key tries to become the host of the next
-coordinator. It binds a port at its own address, gets a lease, and creates the key under it, in one transaction that
-holds only if there is none. If that succeeds it starts the coordinator process, hands it the socket and the lease, and
-has no more to do with either, but for one thing: if it sees that process die it revokes the lease at once, so that the
-next coordinator need not wait for its end.
+The key `leader` says where the coordinator is. An agent that finds no such key binds a port at its own address, gets a
+lease, and creates the key under it if there still is none. If that succeeds it starts the coordinator process and hands
+it the socket and the lease. If it sees that process die it revokes the lease at once, so that the next coordinator need
+not wait for its end.
 
-The agent dials the address that it knows at once when its connection breaks. It looks at the key at the same time, in a
-thread of its own (`locate`), and goes where a higher term is.
+When its connection breaks the agent dials the address that it knows. It looks at the key at the same time, in a thread
+of its own (`locate`), and goes where a higher term is.
 """
 
 from __future__ import annotations
@@ -29,10 +28,11 @@ import msgspec
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.client.handshake import Target
+from holdfast.rendezvous.client.thread import Locator
 from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.coordinator.memory import boot_id
 from holdfast.rendezvous.endpoints import endpoint_text
-from holdfast.rendezvous.etcd import election, gateway, memory
+from holdfast.rendezvous.etcd import gateway, memory
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.etcd.options import EtcdOptions
 from holdfast.rendezvous.handler import CoordinatorHandler
@@ -44,7 +44,7 @@ _LONGEST_REQUEST_S = 5.0
 _MEMORY_LEASE_S = 60  # And twice the time for which workers may live on after the last coordinator.
 
 
-class EtcdLocator:
+class EtcdLocator(Locator):
     """One node's view of who coordinates its run."""
 
     def __init__(self, run_id: str, options: EtcdOptions, facts: NodeFacts) -> None:
@@ -54,15 +54,14 @@ class EtcdLocator:
         self._leader_key = memory.keys_of(options.prefix, run_id)[0]
         request_timeout_s = min(_LONGEST_REQUEST_S, options.leader_lease_s / 3, options.join_timeout_s / 2)
         self._gateway = options.access.gateway(request_timeout_s)
-        self._tls = options.client_tls()
+        self._tls = options.tls.load()
         self._lock = threading.Lock()  # One search at a time.
         self._leader: Leader | None = None
         self._refused: tuple[str, int] | None = None  # Where nothing listens any more.
         self._problem = ""  # Why the last look at etcd did not tell who coordinates.
         self._lives: list[socket.socket] = []  # Of coordinator processes that this node has started.
         self._unrevoked: deque[int] = deque()  # Leases of coordinators that ended while etcd was out of reach.
-        self._is_version_checked = False
-        self._is_stopped = False
+        self._is_version_checked = self._is_stopped = False
 
     def target(self) -> Target:
         """The coordinator that is known. If none is, look for one."""
@@ -78,7 +77,7 @@ class EtcdLocator:
         """Another coordinator may be in office: `locate` finds out."""
         self._refused = target.address
 
-    def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], None]) -> None:
+    def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], object]) -> None:
         if not self._lock.locked():
             look = (known_term, is_wanted, found)
             threading.Thread(target=self._look, args=look, name="holdfast-locate", daemon=True).start()
@@ -91,9 +90,7 @@ class EtcdLocator:
                 life.shutdown(socket.SHUT_RD)
         self._gateway.close()
 
-    # Looking.
-
-    def _look(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], None]) -> None:
+    def _look(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], object]) -> None:
         with self._lock:
             before = self._leader
             try:
@@ -102,7 +99,7 @@ class EtcdLocator:
                 self._problem = (isinstance(error, OSError) and error.strerror) or str(error)
                 return
             self._problem = ""
-        if election.is_newer(leader, known_term) and leader != before:
+        if leader.term > known_term and leader != before:
             found()
 
     def _search(self, known_term: int, is_wanted: Callable[[], bool]) -> Leader:
@@ -179,7 +176,7 @@ class EtcdLocator:
 
     def _host(self, sock: socket.socket, leader: Leader, lease: int, sent_at: float) -> None:
         options = self._options
-        memory_lease_s = _MEMORY_LEASE_S + 2 * math.ceil(options.leader_lease_s + options.lease.lease_s)
+        memory_lease_s = _MEMORY_LEASE_S + 2 * math.ceil(options.leader_lease_s + options.lease_s)
         appointment = memory.Appointment(
             self._run_id, options.prefix, options.access, leader, lease, options.leader_lease_s, sent_at, memory_lease_s
         )

@@ -2,13 +2,11 @@
 
 An agent that won the election hands an `Appointment` to the coordinator process that it starts. There, `EtcdKeeper` is
 the shell around `election.Office`. Renewals and writes are blocking calls, each kind in a thread of its own, so that a
-write that waits for an answer does not hold up a renewal. Everything else happens in the coordinator's loop.
+write that waits for an answer does not hold up a renewal.
 
 The memory has a lease of its own, which each coordinator gets anew and renews: a run of which every process was killed
 leaves nothing in etcd for long, but workers that are out of reach are gone before it. If that lease ends early, or
 something else writes to the leader key, the coordinator steps down, and its successor puts that right.
-
-A value that cannot be read counts as lost: it is logged, and nothing of it is believed.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from holdfast.rendezvous.endpoints import endpoint_text, parse_rendezvous_endpoi
 from holdfast.rendezvous.etcd import election, gateway
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.etcd.options import Access
-from holdfast.rendezvous.membership import protocol  # noqa: F401  # it sets the limits of what is read
 from holdfast.rendezvous.membership.model import Memory
+from holdfast.rendezvous.membership.protocol import TimePassed  # That module sets the limits of what is read.
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +102,7 @@ class EtcdKeeper:
         self._timer: asyncio.TimerHandle | None = None
 
     async def begin(self) -> None:
-        """Read the memory, be of a higher term than it, and write it down again under a lease of this coordinator's.
-        Raises HostError if the office ends before that."""
+        """Read the memory, take a higher term, write both down. Raises HostError if the office ends before that."""
         self._arm()
         try:
             value = await self._loop.run_in_executor(self._writes, self._gateway.get, self._memory_key)
@@ -132,7 +129,7 @@ class EtcdKeeper:
 
     def may_serve(self) -> bool:
         if not self._office.may_serve(time.monotonic()):
-            self._step(election.TimePassed())
+            self._step(TimePassed())
         return not self._office.has_resigned
 
     def recall(self, run_id: str) -> tuple[Memory | None, int | None]:
@@ -221,4 +218,4 @@ class EtcdKeeper:
         if self._timer is not None:
             self._timer.cancel()
         if (at := self._office.next_deadline()) is not None:
-            self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._step, election.TimePassed())
+            self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._step, TimePassed())

@@ -11,15 +11,14 @@ is reached over TLS, agent traffic must be encrypted, too, unless `agent_tls=off
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import UserError
 from holdfast.rendezvous import options
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.etcd.gateway import Gateway, parse_etcd_endpoint
-from holdfast.rendezvous.membership.node_lease import LeaseSettings
-from holdfast.rendezvous.tls import TlsFiles
+from holdfast.rendezvous.options import TlsFiles
 
 PASSWORD_VARIABLE = "HOLDFAST_ETCD_PASSWORD"
 DEFAULT_PREFIX = "/holdfast"
@@ -27,8 +26,6 @@ _LEASE_S = 6.0
 _LEADER_LEASE_S = 5
 _OUTAGE_TIMEOUT_S = 3600.0
 _SHORTEST_LEADER_LEASE_S = 2  # etcd gives no shorter one.
-# Another host may start the next coordinator, so a refused connection proves less than on tcp.
-_LEASE_RULES: dict[str, Any] = {"does_refusal_renew": False, "locate_after_s": 2.0}
 
 KEYS = {
     **{key: aliases for key, aliases in options.KEYS.items() if key != "store_type"},
@@ -63,14 +60,14 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class EtcdOptions(options.Options):
-    """`tls_cert`, `tls_key` and `tls_ca` are for agent traffic alone. `is_host`: whether this node may start a
-    coordinator; None means that it may. `coordinator_port` 0 is any free port."""
+    """`tls` is for agent traffic alone. `is_host` None: this node may start a coordinator. `coordinator_port` 0 is any
+    free port. Another host may start the next coordinator, so a refused connection proves less than on tcp."""
 
-    outage_timeout_s: float = _OUTAGE_TIMEOUT_S
-    lease: LeaseSettings = field(default_factory=lambda: LeaseSettings(lease_s=_LEASE_S, **_LEASE_RULES))
+    does_refusal_renew: bool = False
+    locate_after_s: float | None = 2.0
+    leader_lease_s: int = _LEADER_LEASE_S
     access: Access = Access()
     prefix: str = DEFAULT_PREFIX
-    leader_lease_s: int = _LEADER_LEASE_S
     coordinator_port: int = 0
 
     @classmethod
@@ -78,10 +75,9 @@ class EtcdOptions(options.Options):
         config = params.config
         options.check_known(config, KEYS)
         fields = options.fields_of(params, _LEASE_S, _OUTAGE_TIMEOUT_S)
-        fields["lease"] = replace(fields["lease"], **_LEASE_RULES)
         access = _access(params.endpoint, config)
         if options.one_of(config, "agent_tls", "on", "off") == "off":
-            fields |= {"tls_cert": "", "tls_key": "", "tls_ca": ""}
+            fields["tls"] = TlsFiles()
         else:
             _check_agent_tls(fields, access)
         prefix = options.text(config, KEYS, "prefix") or DEFAULT_PREFIX
@@ -98,14 +94,12 @@ class EtcdOptions(options.Options):
 
 def _access(endpoint: str, config: dict[str, Any]) -> Access:
     endpoints = _endpoints(endpoint, options.text(config, KEYS, "protocol"))
-    user, path, *own = (options.text(config, KEYS, key) for key in ("user", "password_file", "cert", "key", "cacert"))
+    user, path = (options.text(config, KEYS, key) for key in ("user", "password_file"))
     if path and not user:
         raise UserError(f"password_file {path!r} is the password of no user: user is missing")
-    files = TlsFiles(*own)
-    if files.key and not files.cert:
-        raise UserError(f"key {files.key!r} is the key of no certificate: cert is missing")
-    if not any(own) and not all(each.startswith("http://") for each in endpoints):
-        files = TlsFiles(*options.tls_files(config))
+    files = options.tls_files(config, KEYS, "cert", "key", "cacert")
+    if not any(files) and not all(each.startswith("http://") for each in endpoints):
+        files = options.tls_files(config, KEYS, "tls_cert", "tls_key", "tls_ca")
     access = Access(endpoints, user, path, files)
     access.password()  # Refuses a user without one.
     return access
@@ -126,12 +120,13 @@ def _endpoints(text: str, protocol: str) -> tuple[str, ...]:
 
 def _check_agent_tls(fields: dict[str, Any], access: Access) -> None:
     """A coordinator needs a certificate; to reach one the authority is enough."""
-    if fields["tls_cert"] or (fields["tls_ca"] and fields["is_host"] is False):
+    files = fields["tls"]
+    if files.cert or (files.ca and fields["is_host"] is False):
         return
     if any(access.tls) or any(each.startswith("https://") for each in access.endpoints):
         raise UserError(
             "agent traffic would be plain although etcd is reached over TLS: give tls_cert and tls_key (and tls_ca), "
             "or agent_tls=off"
         )
-    if fields["tls_ca"]:
+    if files.ca:
         raise UserError("a node that may start a coordinator needs tls_cert beside tls_ca: give it, or is_host=false")

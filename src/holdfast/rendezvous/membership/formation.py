@@ -12,13 +12,10 @@ _NAMED_AT_MOST = 8
 
 
 class Formation:
-    """The times of a round that is being formed.
-
-    `since` is when the first node was there, `enough_since` when there were at least min nodes. Nothing is sealed
-    before `not_before`, the end of a backoff, nor before `held_until`. `report_at` is when the waiting nodes are next
-    told how many there are: at most once a second and only after a change, so that a large world costs each node a few
-    messages and not one for each other.
-    """
+    """The times of a round that is being formed. `since` is when the first node was there, `enough_since` when there
+    were at least min nodes. Nothing is sealed before `not_before`, the end of a backoff, nor before `held_until`.
+    `report_at` is when the waiting nodes are next told how many there are: at most once a second and only after a
+    change, so that a large world costs each node a few messages and not one for each other."""
 
     def __init__(self, not_before: float) -> None:
         self.not_before = self.held_until = not_before
@@ -89,12 +86,10 @@ def named(names: list[str]) -> str:
 
 
 def arrange(previous: Mapping[str, int], candidates: Iterable[NodeFacts], max_nodes: int) -> tuple[NodeFacts, ...]:
-    """The members of the next round, in rank order.
-
-    `previous` are the ranks that keys had in the last world, `candidates` the present nodes, in order of arrival.
-    If there are more candidates than places, survivors come first, then the nodes that waited longest. Requested ranks
-    are honoured. Survivors keep their order, newcomers fill the holes that lost nodes left, the rest is appended.
-    """
+    """The members of the next round, in rank order. `previous` are the ranks that keys had in the last world,
+    `candidates` the present nodes, in order of arrival. If there are more candidates than places, survivors come first,
+    then the nodes that waited longest. Requested ranks are honoured. Survivors keep their order, newcomers fill the
+    holes that lost nodes left, the rest is appended."""
     chosen = sorted(candidates, key=lambda node: node.key not in previous)[:max_nodes]
     newcomers = deque(node for node in chosen if node.key not in previous)
     line: list[NodeFacts] = []

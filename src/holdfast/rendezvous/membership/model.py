@@ -30,8 +30,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended, the same on every node. `cause` is the failure that ended it, if one did; `others` are the first
-    failures of other nodes in that round."""
+    """How a run ended, the same on every node. `cause` is the failure that ended it, `others` are of other nodes."""
 
     end: End
     reason: wire.Text
@@ -135,12 +134,9 @@ PHASE_CHANGES: tuple[tuple[Phase, str, Phase], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What a node brings when it joins.
-
-    `node_id` stays the same while the agent lives, `incarnation` rises each time the node lost its place and comes back
-    as a stranger. The agent holds `port` at `address`, bound: the master port of the round if the node gets rank 0. It
-    is a new one for every join. `grace_s` is how long the node may take to stop its workers.
-    """
+    """What a node brings when it joins. `node_id` stays the same while the agent lives, `incarnation` rises each time
+    the node lost its place and comes back as a stranger. The agent holds `port` at `address`, bound: the master port of
+    the round if the node gets rank 0, a new one for each join. `grace_s` is how long its workers may take to stop."""
 
     node_id: wire.NonEmptyName
     incarnation: wire.Count = 0
@@ -163,11 +159,9 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A world as one of its members needs to know it: enough to compute every rank.
-
-    `shapes` are the different pairs of role and local world size, `pattern` says which member has which: two bytes a
-    member, compressed; empty if all members are alike. Without shapes the nodes know nothing of each other.
-    """
+    """A world as one of its members needs to know it: enough to compute every rank. `shapes` are the different pairs of
+    role and local world size, `pattern` says which member has which: two bytes a member, compressed; empty if all
+    members are alike. Without shapes the nodes know nothing of each other."""
 
     term: wire.Count
     round: wire.RoundNumber
@@ -203,40 +197,35 @@ class Place:
 
 
 class World:
-    """One agreed membership. The position of a member is its rank.
+    """One agreed membership: the members by rank, and `template`, the place of any of them. A world that a restarted
+    coordinator adopts knows only the members that have come back to it so far."""
 
-    Everything that a worker is told about its round comes from here, so all nodes are told the same. A world that a
-    restarted coordinator adopts knows only the members that have come back to it so far.
-    """
-
-    __slots__ = ("_template", "members", "ranks", "size")
+    __slots__ = ("members", "ranks", "size", "template")
 
     def __init__(self, template: Place, members: Sequence[NodeFacts] = ()) -> None:
-        """`template` is the place of any member."""
-        self._template, self.size = template, template.node_count
+        self.template, self.size = template, template.node_count
         self.members = dict(enumerate(members))
         self.ranks = {member.key: rank for rank, member in self.members.items()}
 
     @classmethod
     def of(cls, term: int, round: int, members: Sequence[NodeFacts], restarts_used: int = 0) -> World:
         """A new world of these members, in rank order."""
-        shapes = tuple(dict.fromkeys(member.shape for member in members))
-        master = members[0]
-        pattern = _pattern(members, shapes) if len(shapes) > 1 else b""
-        address, port = master.address, master.port
+        shapes, pattern = tuple(dict.fromkeys(member.shape for member in members)), b""
+        if len(shapes) > 1:
+            import zlib  # Not in a standalone run.
+
+            numbers = {shape: number.to_bytes(2, "big") for number, shape in enumerate(shapes)}
+            pattern = zlib.compress(b"".join(numbers[member.shape] for member in members))
+        address, port = members[0].address, members[0].port
         return cls(Place(term, round, 0, len(members), shapes, pattern, address, port, restarts_used), members)
 
     @property
     def round(self) -> int:
-        return self._template.round
+        return self.template.round
 
     @property
     def order(self) -> tuple[int, int]:
-        return self._template.order
-
-    @property
-    def restarts_used(self) -> int:
-        return self._template.restarts_used
+        return self.template.order
 
     @property
     def missing(self) -> int:
@@ -257,26 +246,16 @@ class World:
         return True
 
     def place_of(self, key: str) -> Place:
-        return replace(self._template, rank=self.ranks[key])
-
-
-def _pattern(members: Sequence[NodeFacts], shapes: Sequence[tuple[str, int]]) -> bytes:
-    import zlib  # Not in a standalone run.
-
-    numbers = {shape: number.to_bytes(2, "big") for number, shape in enumerate(shapes)}
-    return zlib.compress(b"".join(numbers[member.shape] for member in members))
+        return replace(self.template, rank=self.ranks[key])
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What must survive the coordinator process: written down before anything that it backs is told.
-
-    `term` is that of the coordinator that wrote it, `round_term` of the one that sealed the last round. `last_round` is
-    0 if no round was ever sealed; `members` are the keys of its members, or empty if they are too many to write down.
-    `is_round_over`: all of them had stopped, and the round was judged; `members` are those that were still there.
-    `restart_ages_s` says how long ago the charged restarts happened that the policy's window may still count, as no
-    clock crosses hosts. `settings` are those that the first node fixed.
-    """
+    """What must survive the coordinator process: written down before anything that it backs is told. `term` is that of
+    the coordinator that wrote it, `round_term` of the one that sealed the last round. `last_round` is 0 if no round was
+    ever sealed; `members` are the keys of its members, or empty if they are too many to write down. `is_round_over`:
+    all of them had stopped, and the round was judged; `members` are those that were still there. `restart_ages_s` says
+    how long ago the charged restarts happened that the policy's window may still count, as no clock crosses hosts."""
 
     term: wire.Count = 0
     round_term: wire.Count = 0
@@ -310,11 +289,8 @@ class StandBy:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Stop the workers of this round and join again.
-
-    `is_failure`: because workers failed, not because of a change of membership. `is_hang`: the run hangs; look where
-    the workers are before.
-    """
+    """Stop the workers of this round and join again. `is_failure`: because workers failed, not because of a change of
+    membership. `is_hang`: the run hangs; look where the workers are before."""
 
     round: wire.Count
     reason: wire.Text

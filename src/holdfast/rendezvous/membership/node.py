@@ -11,8 +11,8 @@ may have missed is said again after each reconnect, and saying it twice does no 
 A node that is expelled while it waits has nothing to stop: it becomes a new incarnation and joins again by itself.
 
 The handler tells it what the agent does (`JoinRequested`, else the message for the coordinator) and passes on what it
-gives: messages for the coordinator (`Send`), and pushes for the agent, which are the coordinator's messages. In the
-simulator the same object stands between the fake network and the agent's lifecycle machine.
+gives: messages for the coordinator, and pushes for the agent, which are the coordinator's messages. In the simulator
+the same object stands between the fake network and the agent's lifecycle machine.
 """
 
 from __future__ import annotations
@@ -58,9 +58,6 @@ STANDING_CHANGES: tuple[tuple[Standing, str, Standing], ...] = (
 _ALLOWED = frozenset((before, after) for before, _, after in STANDING_CHANGES)
 
 
-# Events: what the agent does, and what comes on the connection.
-
-
 @frozen
 class JoinRequested:
     """The node has no workers and wants a place in the next round. The agent holds `port`, a new one each time.
@@ -87,13 +84,8 @@ AgentEvent = JoinRequested | Failed | Succeeded | Leaving | Left | Close | Recei
 Event = AgentEvent | Welcomed | node_lease.Event
 
 
-@frozen
-class Send:
-    message: FromNode
-
-
 ForAgent = Sealed | model.StandBy | model.Stop | PlaceLost | Ended | Refused | model.Progress | model.Notice
-Command = Send | ForAgent | node_lease.Connect | node_lease.SetLease | node_lease.HangUp | node_lease.Locate
+Command = FromNode | ForAgent | node_lease.Connect | node_lease.SetLease | node_lease.HangUp | node_lease.Locate
 
 
 class Participant:
@@ -108,13 +100,12 @@ class Participant:
         self._lease = lease
         self._last_place: Place | None = None
         self._heard_round = 0
-        self._has_lost_place = False
+        self._has_lost_place = self._has_left = False
         self._asked_at = 0.0
         self._stage = Stage.RUNNING
         self._failure: Failed | None = None
         self._stop: model.Stop | None = None
         self._close_reason = ""
-        self._has_left = False
         self._end: Ended | Refused | None = None
 
     @property
@@ -159,11 +150,6 @@ class Participant:
         commands: list[Command] = []
         for command in self._lease.step(event, now):
             match command:
-                case protocol.Heartbeat():
-                    commands.append(Send(command))
-                case node_lease.StopHeartbeats(stuck_for_s):
-                    text = f"the agent's loop has not turned for {stuck_for_s:.1f} s, so its heartbeats stop"
-                    commands.append(model.Notice(text))
                 case node_lease.LosePlace() if self._lease.is_agent_stuck:
                     commands += self._lose_place("the agent's loop did not turn for too long", now)
                 case node_lease.LosePlace():
@@ -282,12 +268,10 @@ class Participant:
             raise InternalError(f"node {self.facts.key} cannot go from {self.standing} to {standing}")
         self.standing = standing
 
-    # Saying things.
-
     def _say(self, message: FromNode) -> list[Command]:
-        return [Send(message)] if self.is_connected else []
+        return [message] if self.is_connected else []
 
-    def _introduce(self, now: float) -> list[Command]:
+    def _introduce(self, now: float) -> list[FromNode]:
         """On a new connection: say where this node stands, and everything that may have got lost."""
         self._asked_at = now
         said: list[FromNode] = []
@@ -295,12 +279,9 @@ class Participant:
             said.append(self._join_message())
         if self.standing in (Standing.MEMBER, Standing.LEAVING) and self.place is not None:
             said.append(Return(self.facts, self.settings, self.place, self._stage))
-            if self._failure is not None:
-                said.append(self._failure)
-        if self.standing is Standing.LEAVING:
-            said.append(Left() if self._has_left else Leaving())
-        if self.standing is Standing.DONE:
-            said.append(Left())
+            said += [self._failure] if self._failure is not None else []
+        if self.standing in (Standing.LEAVING, Standing.DONE):
+            said.append(Left() if self._has_left or self.standing is Standing.DONE else Leaving())
         if self._close_reason:
             said.append(Close(self._close_reason))
-        return [Send(message) for message in said]
+        return said

@@ -1,26 +1,23 @@
 """A node's side of its place in the run: the connection, the lease, and when to give the place up. Pure.
 
-The coordinator gives a node's place away only when its workers must be gone. This machine is the other half of
-that promise. It knows until when the workers may live (`workers_may_live_until`), and the shell hands that time to
-the spawner, which kills them when it passes, whatever the agent is doing then. Three things move it:
+The coordinator gives a node's place away only when its workers must be gone. This machine is the other half of that
+promise. It knows until when the workers may live (`workers_may_live_until`), and the shell hands that time to the
+spawner, which kills them when it passes. Three things move it:
 
 * An answered heartbeat: 0.9 of the lease, counted from when the heartbeat was *sent*. The coordinator counts the
   whole lease from when it received it, so clocks that differ by a tenth do no harm.
 * A connection that is found closed: the agent has `reconnect_grace_s` to be back. It notices at the latest with
   its next heartbeat, and the coordinator waits `drop_timeout_s`, which is longer than both together.
-* A refused connection: nothing listens, so the coordinator process is down and no place can have been given away. The
-  one that is started next waits a whole lease before it seals a world. So the lease counts anew from when the refused
-  attempt was made, and the workers go on. On etcd another host may start the next coordinator: there a refusal proves
-  only that the connection was not closed to give the place away, and the node has the rest of its lease to find the
-  next one. The same goes for a coordinator that resigns, and for one that another has replaced.
+* A refused connection: the coordinator process is down, no place can have been given away, and the next one waits a
+  whole lease before it seals a world. So the lease counts anew from the refused attempt. On etcd another host may start
+  the next coordinator: there a refusal proves only that the connection was not closed to give the place away, and the
+  node has the rest of its lease to find the next one. The same goes for a coordinator that resigns or was replaced.
 
 Heartbeats say that the agent decides, not only that its client's thread lives. If its loop has not turned for a whole
-lease they stop (`StopHeartbeats`), until it turns again. A shorter time would cost healthy nodes their places on a busy
-host; with this one the place of a stuck agent is given away after two leases.
+lease (less would cost healthy nodes their places on a busy host) they stop until it turns again.
 
 When the time passes the place is lost (`LosePlace`): the node comes back as a new incarnation, a stranger. The time
-itself stays where it is, in the past, until the workers are known to be gone: a spawner that is told late, or is
-asked to start workers late, must still find that they may not live.
+itself stays in the past until the workers are known to be gone: a spawner that is told late must still find it passed.
 
 Where coordinators may move (`locate_after_s`), the node looks for the present one (`Locate`) when its connection breaks
 or its heartbeats stay unanswered. If the shell finds one of a higher term it says so (`LeaderMoved`).
@@ -33,7 +30,7 @@ from enum import StrEnum
 from typing import assert_never
 
 from holdfast.frozen import frozen
-from holdfast.rendezvous.membership.model import Resigned
+from holdfast.rendezvous.membership.model import Notice, Resigned
 from holdfast.rendezvous.membership.protocol import Heartbeat, HeartbeatAnswer, TimePassed
 
 _LEASE_SHARE = 0.9
@@ -45,10 +42,10 @@ class LeaseSettings:
     heartbeat_s: float = 1.0
     lease_s: float = 5.0
     reconnect_grace_s: float = 0.5
-    backoff_first_s: float = 0.05
-    backoff_cap_s: float = 1.0
     does_refusal_renew: bool = True
     locate_after_s: float | None = None
+    backoff_first_s: float = 0.05
+    backoff_cap_s: float = 1.0
 
 
 class Line(StrEnum):
@@ -59,18 +56,13 @@ class Line(StrEnum):
     OPEN = "OPEN"
 
 
-# Events.
-
-
 @frozen
-class Connected:
-    pass
+class Connected: ...
 
 
 @frozen
 class ConnectFailed:
-    """`was_refused`: the host of the coordinator that the node was connected to answered that nothing listens there.
-    `jitter` is a random number from 0 to 1."""
+    """`was_refused`: nothing listens where the coordinator was. `jitter` is a random number from 0 to 1."""
 
     was_refused: bool
     jitter: float = 0.0
@@ -83,10 +75,7 @@ class Disconnected:
 
 @frozen
 class PlaceTaken:
-    """The node is a member of a round now, and has workers to lose.
-
-    `asked_at` is when the join that was answered by this was sent: the coordinator has heard of the node since.
-    """
+    """The node is a member of a round, for a join that was sent at `asked_at`: it has been heard of since."""
 
     asked_at: float
 
@@ -113,24 +102,13 @@ class LoopSeen:
     stuck_for_s: float
 
 
-_FromCoordinator = HeartbeatAnswer | Resigned
 _PlaceEvent = PlaceTaken | PlaceRevoked | PlaceGivenUp
-Event = Connected | ConnectFailed | Disconnected | LeaderMoved | _FromCoordinator | _PlaceEvent | LoopSeen | TimePassed
-
-
-# Commands.
-
-
-@frozen
-class Connect:
-    pass
+_LineEvent = Connected | ConnectFailed | Disconnected | LeaderMoved | HeartbeatAnswer | Resigned
+Event = _LineEvent | _PlaceEvent | LoopSeen | TimePassed
 
 
 @frozen
-class StopHeartbeats:
-    """No heartbeat is sent from now on, because the agent's loop has not turned for so long."""
-
-    stuck_for_s: float
+class Connect: ...
 
 
 @frozen
@@ -155,14 +133,13 @@ class Locate:
     """Find out, without hanging up, who coordinates now."""
 
 
-Command = Connect | Heartbeat | StopHeartbeats | SetLease | HangUp | LosePlace | Locate
+Command = Connect | Heartbeat | Notice | SetLease | HangUp | LosePlace | Locate
 
 
 class NodeLease:
-    """One node and its coordinator. `now` is the node's own clock throughout."""
+    """One node and its coordinator. `may_outlive_lease` is for users who prefer running on to being safe."""
 
     def __init__(self, settings: LeaseSettings, *, may_outlive_lease: bool = False) -> None:
-        """`may_outlive_lease` is for users who prefer running on to being safe."""
         self.settings = settings
         self.line = Line.CLOSED
         self.has_place = False
@@ -182,7 +159,8 @@ class NodeLease:
         lost = self._lose_place_if_due(now)
         commands = self._react(event, now)
         lost += self._lose_place_if_due(now)
-        return [*commands, *self._tell_lease(), *lost]
+        told, self._told = self._told, self.workers_may_live_until()
+        return [*commands, *([] if self._told == told else [SetLease(self._told)]), *lost]
 
     def next_deadline(self) -> float | None:
         candidates = [self.workers_may_live_until() if self._lost_at is None else None]
@@ -205,7 +183,9 @@ class NodeLease:
     def _react(self, event: Event, now: float) -> list[Command]:
         match event:
             case Connected():
-                return self._connected(now)
+                self.line, self._failures, self._has_resigned = Line.OPEN, 0, False
+                self._sent_at.clear()
+                return self._heartbeat(now)  # At once: only its answer proves that the lease is alive.
             case ConnectFailed(was_refused, jitter):
                 return self._connect_failed(was_refused, jitter, now)
             case Disconnected(jitter):
@@ -215,7 +195,9 @@ class NodeLease:
             case TimePassed():
                 return self._due(now)
             case LoopSeen(stuck_for_s):
-                return self._judge_loop(stuck_for_s)
+                was_stuck, self.is_agent_stuck = self.is_agent_stuck, stuck_for_s >= self.settings.lease_s
+                text = f"the agent's loop has not turned for {stuck_for_s:.1f} s, so its heartbeats stop"
+                return [Notice(text)] if self.is_agent_stuck and not was_stuck else []
             case HeartbeatAnswer(number):
                 self._answered(number)
             case Resigned():
@@ -232,16 +214,6 @@ class NodeLease:
             case _:
                 assert_never(event)
         return []
-
-    def _connected(self, now: float) -> list[Command]:
-        """The first heartbeat goes out at once: only its answer proves that the lease is alive."""
-        self.line, self._failures, self._has_resigned = Line.OPEN, 0, False
-        self._sent_at.clear()
-        return self._heartbeat(now)
-
-    def _judge_loop(self, stuck_for_s: float) -> list[Command]:
-        was_stuck, self.is_agent_stuck = self.is_agent_stuck, stuck_for_s >= self.settings.lease_s
-        return [StopHeartbeats(stuck_for_s)] if self.is_agent_stuck and not was_stuck else []
 
     def _heartbeat(self, now: float) -> list[Command]:
         self._next_heartbeat_at = now + self.settings.heartbeat_s
@@ -272,8 +244,7 @@ class NodeLease:
         return self._retreat(jitter, now)
 
     def _move(self, now: float) -> list[Command]:
-        """The connection is silent, or none is there: go to the present coordinator at once. Nothing can be given away
-        any more by the one before it."""
+        """Go to the present coordinator at once. The one before it can give nothing away any more."""
         commands = self._hang_up(now) if self.line is Line.OPEN else []
         self.line, self._connect_at, self._closed_at = Line.CLOSED, now, None
         return commands
@@ -322,10 +293,3 @@ class NodeLease:
             return []
         self._lost_at = self.workers_may_live_until()
         return [LosePlace()]
-
-    def _tell_lease(self) -> list[Command]:
-        until = self.workers_may_live_until()
-        if until == self._told:
-            return []
-        self._told = until
-        return [SetLease(until)]

@@ -58,9 +58,6 @@ for _kind in (NodeFacts, Settings, RestartPolicy, Failure, model.Outcome, Place,
     _kind.__annotations__ = get_type_hints(_kind, localns={"wire": SimpleNamespace(**globals())}, include_extras=True)
 
 
-# The handshake.
-
-
 class Challenge(msgspec.Struct, frozen=True, tag=True):
     """The coordinator's first message. `version` is the major one."""
 
@@ -96,16 +93,10 @@ class Denied(msgspec.Struct, frozen=True, tag=True):
 Handshake = Challenge | Hello | Welcome | Denied
 
 
-# The key-value store.
-
-
 class StoreRequest(msgspec.Struct, frozen=True, tag=True):
     """`operation` is one of set, get, add, compare_set, wait, check, delete. `timeout_s` is for those that wait.
-
-    `sender` and `number` together name the request: one that comes a second time, because the connection was lost
-    before the answer came, is answered again and not carried out again. `generation` is that of the store which the
-    client knows, empty if it knows none yet.
-    """
+    `sender` and `number` together name the request: one that comes again, because the connection was lost before the
+    answer came, is not carried out again. `generation` is that of the store which the client knows, if any."""
 
     sender: Annotated[bytes, Meta(max_length=NONCE_BYTES)]
     number: Count
@@ -119,10 +110,8 @@ class StoreRequest(msgspec.Struct, frozen=True, tag=True):
 
 class StoreAnswer(msgspec.Struct, frozen=True, tag=True):
     """`problem` is empty when it went well, `timeout` when the time was up (`values` then names some of the missing
-    keys), `generation` when the store is not the one that the client knows, else what is wrong.
-
-    `values` may be fewer than the keys of a `get`: those that fit, at least one. `generation` names the store.
-    """
+    keys), `generation` when the store is not the one that the client knows, else what is wrong. `values` may be fewer
+    than the keys of a `get`: those that fit, at least one. `generation` names the store."""
 
     number: Count
     values: tuple[bytes, ...] = ()
@@ -131,16 +120,11 @@ class StoreAnswer(msgspec.Struct, frozen=True, tag=True):
     generation: bytes = b""
 
 
-# From a node.
-
-
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """The node asks for a place in the next round; none of its workers are alive.
-
-    `place` is the last one that it had, `heard_round` the highest round that it knows of. `failure` is what its workers
-    of that round failed of, and `stop` the message that made it stop, in case that the coordinator does not know.
-    `has_lost_place`: the node had to kill its workers because it could not reach the coordinator.
-    """
+    """The node asks for a place in the next round; none of its workers are alive. `place` is the last one that it had,
+    `heard_round` the highest round that it knows of. `failure` is what its workers of that round failed of, and `stop`
+    the message that made it stop, in case that the coordinator does not know. `has_lost_place`: the node had to kill
+    its workers because it could not reach the coordinator."""
 
     facts: NodeFacts
     settings: Settings
@@ -191,9 +175,6 @@ FromNode = Join | Return | Heartbeat | Failed | Succeeded | Leaving | Left | Clo
 ToCoordinator = FromNode | StoreRequest
 
 
-# From the coordinator: the pushes of `model`, and answers.
-
-
 class HeartbeatAnswer(msgspec.Struct, frozen=True, tag=True):
     number: Count
 
@@ -211,7 +192,11 @@ def problem_of(message: object) -> str:
         case Return(_, settings, place):
             return _settings_problem(settings) or _place_problem(place)
         case model.Sealed(_, place):
-            return _place_problem(place) or _pattern_problem(place)
+            try:
+                place.shape_of_each()  # Not of places that nodes send: the coordinator only passes their patterns on.
+            except ValueError as error:
+                return str(error)
+            return _place_problem(place)
     return ""
 
 
@@ -227,15 +212,6 @@ def _place_problem(place: Place) -> str:
     return "" if place.rank < place.node_count else f"rank {place.rank} of {place.node_count} nodes"
 
 
-def _pattern_problem(place: Place) -> str:
-    """Not of the places that nodes send: the coordinator only passes their patterns on."""
-    try:
-        place.shape_of_each()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def clipped_text(text: str) -> str:
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 4] + " ..."
 
@@ -244,9 +220,6 @@ def clipped(failure: Failure) -> Failure:
     """As much of a failure as may be sent."""
     text = clipped_text(failure.text)
     return replace(failure, node=failure.node[:MAX_NAME], exception=failure.exception[:MAX_NAME], text=text)
-
-
-# What the machine of a run takes and gives.
 
 
 @frozen

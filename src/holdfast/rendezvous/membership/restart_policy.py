@@ -22,8 +22,7 @@ from holdfast.frozen import frozen
 if TYPE_CHECKING:
     from holdfast.rendezvous.membership import protocol as wire
 
-# Stands for the exception of workers that did not end but hung.
-HANG = "hang"
+HANG = "hang"  # Stands for the exception of workers that did not end but hung.
 
 # Errors in the program itself, which no restart cures. `--fatal-exceptions` names others.
 FATAL_EXCEPTIONS = frozenset({"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"})
@@ -34,12 +33,10 @@ _REMEMBERED_AT_MOST = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What the policy and the final report need to know of a worker that failed.
-
-    `exception` is the class name of the exception, or empty. `text` is the line that says what happened.
-    `is_consequence`: it looks like the result of another failure (a connection closed by a peer). `evidence` is what
-    the other nodes show of it, as `failures.wire_evidence` writes it; it comes when the workers of its node are gone.
-    """
+    """What the policy and the final report need to know of a worker that failed. `exception` is the class name of the
+    exception, or empty. `text` is the line that says what happened. `is_consequence`: it looks like the result of
+    another failure (a connection closed by a peer). `evidence` is what the other nodes show of it, as
+    `failures.wire_evidence` writes it; it comes when the workers of its node are gone."""
 
     node: wire.Name = ""
     rank: wire.AnyInt = -1
@@ -90,10 +87,8 @@ Decision = Restart | GiveUp
 
 
 class Budget:
-    """The restarts that were charged: how many, and when, by the clock of its owner.
-
-    Only a count comes from outside. When those restarts happened is not known then, so no window counts them.
-    """
+    """The restarts that were charged: how many, and when, by the clock of its owner. Only a count comes from outside.
+    When those restarts happened is not known then, so no window counts them."""
 
     def __init__(self, now: float, used: int = 0, ages_s: Sequence[float] = ()) -> None:
         self.used = used

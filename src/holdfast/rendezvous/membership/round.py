@@ -15,12 +15,10 @@ _MEMBERS_WRITTEN_DOWN_BYTES = 1 << 19  # So that the memory fits into a value of
 
 
 class Round:
-    """One life of a world.
-
-    `owing` are the members whose workers may be alive, `unfinished` those whose workers have not succeeded. `failures`
-    are in the order in which they were reported, one for each node; `departed` are members that went away, and how.
-    Until `returns_until` unknown members of an adopted world may come back; by `stop_by` all must be back from a stop.
-    """
+    """One life of a world. `owing` are the members whose workers may be alive, `unfinished` those whose workers have
+    not succeeded. `failures` are in the order in which they were reported, one for each node; `departed` are members
+    that went away, and how. Until `returns_until` unknown members of an adopted world may come back; by `stop_by` all
+    must be back from a stop."""
 
     def __init__(self, world: World, returns_until: float | None = None) -> None:
         self.world = world
@@ -80,13 +78,10 @@ class Round:
 
 class Past:
     """What is known of rounds that this coordinator did not seal: from the memory, and from the nodes that come.
-
     Members of the last round may still run where this coordinator cannot see them. So nothing is sealed for a lease,
     and on etcd for the leader's lease too, unless all members of the last round are back. If a node knows of a later
-    round than the memory does, the memory was lost, and only the full wait will do.
-
-    `ranks` are those of the last round that is over, by key. `is_over`: the last round was stopped and judged.
-    """
+    round than the memory does, the memory was lost, and only the full wait will do. `ranks` are those of the last round
+    that is over, by key. `is_over`: the last round was stopped and judged."""
 
     def __init__(self, memory: Memory | None, now: float) -> None:
         known = memory or Memory()

@@ -14,14 +14,13 @@ coordinator passes them on; in the simulator a fake world does the same.
                  the policy gives up                 or leaving member,
                                                      a newcomer to admit
 
-Nodes. A node is WAITING when it has joined and none of its workers are alive; RUNNING, FINISHED or LEAVING when it is a
-member of the current round. A node whose connection closed may return within `drop_timeout_s`. One that is not heard of
-for `lease_s`, or does not return, is lost; by then its own side has killed its workers (`node_lease`), so its place can
-be given away.
+A node is WAITING when it has joined and none of its workers are alive; RUNNING, FINISHED or LEAVING when it is a member
+of the current round. One that is not heard of for `lease_s`, or whose connection closed and that does not return within
+`drop_timeout_s`, is lost; by then its own side has killed its workers (`node_lease`), so its place can be given away.
 
-First stop, then judge. The first report of a failure stops the round at once. What it means is decided when every
-member of the round is accounted for: it has joined again, left, or is lost. If one was lost, the failures around it are
-its consequence and cost nothing. This order matters:
+First stop, then judge. The first report of a failure stops the round at once. It is judged when every member of the
+round is accounted for: it has joined again, left, or is lost. If one was lost, the failures around it are its
+consequence and cost nothing:
 
   1. node A is killed; B's collective fails at once, and B's report is here before A's connection is closed,
   2. the round stops; B and C stop their workers and join again,
@@ -34,10 +33,6 @@ round and a margin is expelled; a lease later its workers must be gone, and it i
 A coordinator that was restarted knows what its predecessor wrote down (`Memory`). A node that comes back says which
 place it has, or had: the newest round is adopted, and its other members have a lease to come back. If all return with
 their workers running, no worker notices anything. `round.Past` says how long nothing is sealed.
-
-A join is not always news. A node that was sealed into a world may not have heard of it and says its join again on a new
-connection. The place that it last had tells: it is older than the round that it is a member of, so it is told of its
-place again and not taken for one that has left.
 """
 
 from __future__ import annotations
@@ -60,10 +55,7 @@ _ALLOWED = frozenset((before, after) for before, _, after in model.PHASE_CHANGES
 
 
 class Membership:
-    """One run. `step` takes what happened and returns what is to be done.
-
-    The cost of an event does not depend on the number of nodes, except where it decides something for all of them.
-    """
+    """One run. The cost of an event does not depend on the number of nodes, except where it decides for all of them."""
 
     def __init__(self, now: float, memory: Memory | None = None, *, term: int | None = None) -> None:
         """`memory` is what an earlier coordinator of this run wrote down. `term` is that of this coordinator, higher
@@ -187,7 +179,7 @@ class Membership:
     def _joined(self, join: Join, now: float) -> list[Command]:
         facts, last = join.facts, join.place
         if self._owes(facts.key) and (last is None or last.order < self._present.world.order):
-            # It is a member of a round of which it has not heard.
+            # It is a member of a round of which it has not heard, and says its join again on a new connection.
             self._nodes.reopen(self._nodes[facts.key], now)
             place = self._present.world.place_of(facts.key)
             return [Tell((facts.key,), model.Sealed(facts.key, place)), *self._stop_again(facts.key)]
