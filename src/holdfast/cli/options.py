@@ -130,6 +130,10 @@ class Option:
         """The default as the user would write it."""
         return "" if self.default is None else str(self.default)
 
+    @property
+    def default_note(self) -> str:
+        return f" (default: {self.default_text})" if self.default_text else ""
+
     def read(self, text: str) -> Any:
         """The value of a text, whether it was typed or came from the environment."""
         value = yes_or_no(text) if self.is_flag else self.parse(text)
