@@ -169,13 +169,8 @@ def _running(agents: list[Agent]) -> dict[int, tuple[int, int]]:
     found = []
     for agent in agents:
         below = set(procfs.descendants_of(agent.pid))
-        found += [worker for worker in agent.workers if worker[1] in below and _is_alive(worker[1])]
+        found += [worker for worker in agent.workers if worker[1] in below and procfs.state(worker[1]) not in ("", "Z")]
     return dict(enumerate(sorted(found)))
-
-
-def _is_alive(pid: int) -> bool:
-    status = procfs.process_status(pid)
-    return status is not None and status.state != "Z"
 
 
 def _heading(agent: Agent) -> str:
