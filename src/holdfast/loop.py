@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from holdfast import signals
@@ -31,8 +31,8 @@ class BusyTime:
 
     def __init__(self) -> None:
         self.since: float | None = time.monotonic()  # None while the loop waits.
-        self._is_in_hook = False
-        self._hook_ended_at = 0.0
+        self.is_in_hook = False
+        self.hook_ended_at = 0.0
 
     @contextmanager
     def measured_here(self) -> Iterator[None]:
@@ -51,24 +51,24 @@ class BusyTime:
 
     def stuck_for_s(self) -> float:
         """The same, but time in hooks does not count."""
-        if self._is_in_hook:
-            return 0.0
-        return min(self.busy_for_s(), time.monotonic() - self._hook_ended_at)
-
-    @contextmanager
-    def _in_hook(self) -> Iterator[None]:
-        was_in_hook, self._is_in_hook = self._is_in_hook, True
-        try:
-            yield
-        finally:
-            self._hook_ended_at = time.monotonic()
-            self._is_in_hook = was_in_hook
+        return 0.0 if self.is_in_hook else min(self.busy_for_s(), time.monotonic() - self.hook_ended_at)
 
 
-def in_hook() -> AbstractContextManager[None]:
+def _busy_time() -> BusyTime:
+    """That of this thread's loop; a new one that nothing reads if none is measured."""
+    return getattr(_here, "busy_time", None) or BusyTime()
+
+
+@contextmanager
+def in_hook() -> Iterator[None]:
     """This thread's loop is in the hands of code that others wrote, which may block."""
-    busy: BusyTime | None = getattr(_here, "busy_time", None)
-    return nullcontext() if busy is None else busy._in_hook()
+    busy = _busy_time()
+    was_in_hook, busy.is_in_hook = busy.is_in_hook, True
+    try:
+        yield
+    finally:
+        busy.hook_ended_at = time.monotonic()
+        busy.is_in_hook = was_in_hook
 
 
 def wait_readable(
@@ -89,7 +89,7 @@ def wait_readable(
         poller.register(fd, select.POLLIN)
     for fd in writable:
         poller.register(fd, select.POLLIN | select.POLLOUT)
-    busy_time: BusyTime = getattr(_here, "busy_time", None) or BusyTime()
+    busy_time = _busy_time()
     busy_time.since = None
     try:
         poller.poll(None if timeout_s is None else max(0.0, timeout_s * 1000))
@@ -136,12 +136,9 @@ class Wakeup:
             self._closer()
 
 
-def call_interruptibly(function: Callable[..., T], *args: Any, timeout_s: float | None = None) -> T:
-    """Make a blocking call in a thread; a signal that comes meanwhile surfaces as a `SignalException`.
-
-    After a signal, or when the time is up (a TimeoutError), the call goes on in its thread, because it cannot be ended
-    from outside, and its result is ignored.
-    """
+def call_interruptibly(function: Callable[..., T], *args: Any) -> T:
+    """Make a blocking call in a thread; a signal that comes meanwhile surfaces as a `SignalException`. Then the call
+    goes on in its thread, because it cannot be ended from outside, and its result is ignored."""
     done = Wakeup()
     results: list[T] = []
     errors: list[BaseException] = []
@@ -154,14 +151,10 @@ def call_interruptibly(function: Callable[..., T], *args: Any, timeout_s: float 
         done.wake()
 
     name = getattr(function, "__name__", "call")
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     threading.Thread(target=run, name=f"holdfast-{name}", daemon=True).start()
     while not results and not errors:
         signals.inbox().raise_pending()
-        left_s = None if deadline is None else deadline - time.monotonic()
-        if left_s is not None and left_s <= 0:
-            raise TimeoutError(f"{name} took more than {timeout_s:g} s")
-        wait_readable([done.fileno()], left_s)
+        wait_readable([done.fileno()], None)
     done.close()
     if errors:
         raise errors[0]

@@ -28,16 +28,11 @@ def children_of(pid: int) -> list[int]:
             with open(f"/proc/{pid}/task/{thread}/children", "rb") as listing:
                 found.extend(int(child) for child in listing.read().split())
         except FileNotFoundError:
-            if not _kernel_lists_children():
+            if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
                 return _children_by_scan(pid)
         except OSError:
             continue
     return found
-
-
-def _kernel_lists_children() -> bool:
-    pid = os.getpid()
-    return os.path.exists(f"/proc/{pid}/task/{pid}/children")
 
 
 def _children_by_scan(pid: int) -> list[int]:
@@ -89,10 +84,8 @@ def mark_of(pid: int) -> bytes:
 def kill(pid: int, number: int = 9) -> None:
     try:
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
-    except PermissionError:
-        pass  # It changed its user. After the sweep it is named as one that could not be killed.
+    except (ProcessLookupError, PermissionError):
+        pass  # It is gone, or it changed its user; after the sweep it is named as one that could not be killed.
 
 
 def sweep_marked(mark_prefix: bytes, sessions: frozenset[int]) -> list[int]:

@@ -35,6 +35,9 @@ _PIECE_BYTES = select.PIPE_BUF
 # How much text may wait, not counting texts that must not be dropped.
 _QUEUE_BYTES = 1 << 20
 
+# How a file is opened once more, so that writing to it does not block.
+_AGAIN = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
 # How long the end of the process waits for a reader that reads nothing.
 _PATIENCE_S = 5.0
 
@@ -43,16 +46,10 @@ _unfinished: set[tuple[int, int]] = set()
 
 
 def note_written(fd: int, data: bytes | memoryview) -> None:
-    if not data:
-        return
     if data[-1:] == b"\n":
         _unfinished.discard(_file_behind(fd))
-    else:
+    elif data:
         _unfinished.add(_file_behind(fd))
-
-
-def is_in_line(fd: int) -> bool:
-    return bool(_unfinished) and _file_behind(fd) in _unfinished
 
 
 def _file_behind(fd: int) -> tuple[int, int]:
@@ -75,11 +72,6 @@ def write(stream: TextIO | None, text: str, *, may_drop: bool = True) -> None:
         _queue.put(stream, fd, text.encode(stream.encoding or "utf-8", "backslashreplace"), may_drop)
 
 
-def flush(patience_s: float = _PATIENCE_S) -> None:
-    """Wait until all text is written, or until nothing could be written for that long."""
-    _queue.flush(patience_s)
-
-
 class _Text:
     def __init__(self, fd: int, data: bytes) -> None:
         self.fd = fd
@@ -90,7 +82,8 @@ class _Text:
     def write(self, *, may_wait: bool) -> bool:
         """Write some of it; False if that would have to wait. Text that cannot be written counts as written."""
         try:
-            data = b"\n" + self.left if not self._is_begun and is_in_line(self.fd) else self.left
+            continues_line = not self._is_begun and _unfinished and _file_behind(self.fd) in _unfinished
+            data = b"\n" + self.left if continues_line else self.left
             written = write_some(self.fd, data[:_PIECE_BYTES]) if may_wait else _write_now(self.fd, data)
             if written:
                 note_written(self.fd, data[:written])
@@ -122,7 +115,10 @@ class _Queue:
             self._tell_dropped()
             text = _Text(fd, data)
             if not self._texts:
-                _flush_stream(stream, fd)
+                # The beginning of a line that the program has printed comes before our text.
+                if _poll_writable(fd, 0):
+                    with contextlib.suppress(OSError, ValueError):
+                        stream.flush()
                 while text.left and text.write(may_wait=False):
                     pass
             if text.left:
@@ -161,7 +157,8 @@ class _Queue:
             self._thread = None
             return None
 
-    def flush(self, patience_s: float) -> None:
+    def flush(self, patience_s: float = _PATIENCE_S) -> None:
+        """Wait until all text is written, or until nothing could be written for that long."""
         began = time.monotonic()
         while (thread := self._thread) is not None:
             wait_s = max(began, self._moved_at) + patience_s - time.monotonic()
@@ -172,17 +169,16 @@ class _Queue:
             self._write_texts()
 
 
-def _flush_stream(stream: TextIO, fd: int) -> None:
-    """The beginning of a line that the program has printed comes before our text."""
-    if _poll_writable(fd, 0):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-
-
 def _write_now(fd: int, data: bytes) -> int:
     """How much of it could be written without waiting for a reader."""
-    opened = _open_without_blocking(fd)
-    if opened is None:
+    mode = os.fstat(fd).st_mode
+    is_terminal = stat.S_ISCHR(mode) and os.isatty(fd)
+    never_waits = not os.get_blocking(fd) or stat.S_ISREG(mode) or (stat.S_ISCHR(mode) and not is_terminal)
+    if not never_waits and not is_terminal and not stat.S_ISFIFO(mode):
+        return 0  # A socket.
+    try:
+        opened = fd if never_waits else os.open(f"/proc/self/fd/{fd}", _AGAIN)
+    except OSError:  # Another user's, or without a reader.
         return 0
     try:
         return os.write(opened, data)
@@ -191,20 +187,6 @@ def _write_now(fd: int, data: bytes) -> int:
     finally:
         if opened != fd:
             os.close(opened)
-
-
-def _open_without_blocking(fd: int) -> int | None:
-    """A descriptor of the same file that does not block; None if there is none."""
-    mode = os.fstat(fd).st_mode
-    is_terminal = stat.S_ISCHR(mode) and os.isatty(fd)
-    if not os.get_blocking(fd) or stat.S_ISREG(mode) or (stat.S_ISCHR(mode) and not is_terminal):
-        return fd
-    if not is_terminal and not stat.S_ISFIFO(mode):
-        return None  # A socket.
-    try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError:  # Another user's, or without a reader.
-        return None
 
 
 def write_some(fd: int, data: bytes | memoryview) -> int:
@@ -223,5 +205,6 @@ def _poll_writable(fd: int, timeout_ms: float | None) -> bool:
 
 
 _queue = _Queue()
+flush = _queue.flush
 os.register_at_fork(after_in_child=_queue.reset)
 atexit.register(flush)
