@@ -45,23 +45,17 @@ def all_pids() -> list[int]:
 
 
 class ProcessStatus:
-    """What /proc says of a process: its state letter, parent, session and start time."""
+    """From the text of /proc/<pid>/stat."""
 
-    __slots__ = ("parent", "session", "start_time", "state")
-
-    def __init__(self, state: str, parent: int, session: int, start_time: int) -> None:
-        self.state = state
-        self.parent = parent
-        self.session = session
-        self.start_time = start_time
+    def __init__(self, text: bytes) -> None:
+        fields = _after_name(text)
+        self.state = fields[0].decode()  # A letter.
+        self.parent, self.session, self.start_time = int(fields[1]), int(fields[3]), int(fields[19])
 
 
 def process_status(pid: int) -> ProcessStatus | None:
     text = _read(f"/proc/{pid}/stat")
-    if not text:
-        return None
-    fields = _after_name(text)
-    return ProcessStatus(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
+    return ProcessStatus(text) if text else None
 
 
 def descendants_of(pid: int) -> list[int]:

@@ -8,10 +8,8 @@ it has workers to stop. It cannot make them non-blocking, because workers share 
 2. The rest and every later text wait in a queue. A thread writes them in order, and ends when all are written.
 
 The queue is bounded. Lines that come when it is full are dropped, and their number is written in their place. At the
-end of the process `flush` waits for the thread for as long as text moves, and some seconds more.
-
-A stream that has been replaced by an object of the program is the program's business: its `write` is called. A stream
-that is closed or broken costs the text and nothing else.
+end of the process `flush` waits for the thread for as long as text moves, and some seconds more. A stream that is
+closed or broken costs the text and nothing else. An object in the place of a stream has its `write` called.
 
 Workers and holdfast share the console. The pump and this module note what they have written to it, so that a line of
 holdfast's does not continue a worker's unfinished one.

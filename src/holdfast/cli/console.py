@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import TextIO
 
 from holdfast import stdio
 
@@ -33,15 +32,15 @@ def print_out(text: str) -> None:
 
 def write_error(program: str, message: str) -> None:
     """The one line in which a command says why it did nothing."""
-    colour = _RED if wants_colour(sys.stderr) else ""
+    colour = _RED if wants_colour() else ""
     write(f"{program}: {_paint('error:', colour)} {message}\n")
 
 
-def wants_colour(stream: TextIO | None) -> bool:
+def wants_colour() -> bool:
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     try:
-        return stream is not None and stream.isatty()
+        return sys.stderr is not None and sys.stderr.isatty()
     except ValueError:  # Closed.
         return False
 
@@ -98,7 +97,7 @@ def set_up(*, quiet: bool = False, verbose: bool = False) -> None:
     for old in [known for known in logger.handlers if isinstance(known, StderrHandler)]:
         logger.removeHandler(old)
     handler = StderrHandler()
-    handler.setFormatter(LineFormatter(detail=verbose, colour=wants_colour(sys.stderr)))
+    handler.setFormatter(LineFormatter(detail=verbose, colour=wants_colour()))
     logger.addHandler(handler)
     wish = os.environ.get("LOGLEVEL", "").strip() or "info"
     wished = int(wish) if wish.isdecimal() else logging.getLevelName(wish.upper())

@@ -7,19 +7,19 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from holdfast import signals
 from holdfast.cli import console
 from holdfast.cli.options import check_brackets, duration_s
 from holdfast.cli.parser import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
-
-if TYPE_CHECKING:
-    from holdfast.rendezvous.coordinator.server import Coordinator, Keeper
+from holdfast.rendezvous import endpoints, options
+from holdfast.rendezvous.coordinator import launch, memory
+from holdfast.rendezvous.coordinator.server import Coordinator, Keeper
 
 PROGRAM = "holdfast coordinator"
 
@@ -70,8 +70,6 @@ def main(argv: list[str]) -> int:
 async def _serve_by_hand(args: argparse.Namespace) -> None:
     """Started by a user: it logs to the terminal, and ends on a signal. It accepts no connection before it can answer:
     agents that reconnect would wait while their leases expire."""
-    from holdfast.rendezvous import endpoints
-
     logging.basicConfig(level=logging.INFO, format="holdfast coordinator: %(message)s")
     sock = _bind(args.listen)
     coordinator = _coordinator(args, sock)
@@ -86,8 +84,6 @@ async def _serve_by_hand(args: argparse.Namespace) -> None:
 
 async def _serve_for_a_run(args: argparse.Namespace) -> None:
     """Started by an agent: it ends with the run, or when no node is connected, and writes to its log only."""
-    from holdfast.rendezvous.coordinator import launch, memory
-
     sock = socket.socket(fileno=args.fd)
     args.idle_timeout = _IDLE_TIMEOUT_S
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -114,12 +110,11 @@ async def _serve_in_office(args: argparse.Namespace, sock: socket.socket) -> Non
     successive coordinators of a host append to it, and the one that sees the end of the run removes it."""
     import msgspec
 
-    from holdfast.rendezvous.coordinator.memory import log_path
-    from holdfast.rendezvous.etcd import memory
+    from holdfast.rendezvous.etcd.memory import Appointment, EtcdKeeper
 
-    appointment = msgspec.json.decode(args.office, type=memory.Appointment)
-    log = log_path(appointment.run_id)
-    keeper = memory.EtcdKeeper(appointment)
+    appointment = msgspec.json.decode(args.office, type=Appointment)
+    log = memory.log_path(appointment.run_id)
+    keeper = EtcdKeeper(appointment)
     coordinator = _coordinator(args, sock, keeper, appointment.run_id)
     try:
         await keeper.begin()
@@ -134,12 +129,6 @@ async def _serve_in_office(args: argparse.Namespace, sock: socket.socket) -> Non
 def _coordinator(
     args: argparse.Namespace, sock: socket.socket, keeper: Keeper | None = None, only_run: str | None = None
 ) -> Coordinator:
-    import resource
-
-    from holdfast.rendezvous import options
-    from holdfast.rendezvous.coordinator import memory
-    from holdfast.rendezvous.coordinator.server import Coordinator
-
     # Each connection needs a descriptor. The usual soft limit is for programs that use select.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -156,8 +145,6 @@ def _coordinator(
 
 def _withdraw(log: Path, how: int = os.O_TRUNC) -> None:
     """Tell the agent that started this coordinator that it is ready, and let go of its terminal and directory."""
-    from holdfast.rendezvous.coordinator import launch, memory
-
     print(launch.READY, flush=True)
     output = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -172,9 +159,6 @@ def _withdraw(log: Path, how: int = os.O_TRUNC) -> None:
 
 
 def _bind(endpoint: str | None) -> socket.socket:
-    from holdfast.rendezvous import endpoints
-    from holdfast.rendezvous.coordinator import launch
-
     if not endpoint:
         raise UserError("--listen HOST:PORT is required")
     check_brackets("--listen", endpoint, 29400)

@@ -118,10 +118,6 @@ class Option:
         """The default as the user would write it."""
         return "" if self.default is None else str(self.default)
 
-    @property
-    def default_note(self) -> str:
-        return f" (default: {self.default_text})" if self.default_text else ""
-
     def read(self, text: str) -> Any:
         """The value of a text, whether it was typed or came from the environment."""
         parse = yes_or_no if self.is_flag else self.parse

@@ -209,10 +209,13 @@ def help_text(width: int) -> str:
 
     parts = [f"usage: {USAGE}", *map(wrap, INTRODUCTION)]
     for group in GROUPS:
-        options = [option for option in OPTIONS if option.group == group]
-        lines = [entry(option.invocation, option.help + option.default_note) for option in options]
-        last = [entry("-h, --help", "Show this text.")] if group == OUTPUT else []
-        parts.append("\n".join([f"{group}:", *lines, *last]))
+        lines = [f"{group}:"]
+        for option in [each for each in OPTIONS if each.group == group]:
+            note = f" (default: {option.default_text})" if option.default_text else ""
+            lines.append(entry(option.invocation, option.help + note))
+        if group == OUTPUT:
+            lines.append(entry("-h, --help", "Show this text."))
+        parts.append("\n".join(lines))
     parts.append("\n".join(["Exit status:", *(entry(code, text, 10) for code, text in EXIT_CODES)]))
     parts.append("\n".join(["Examples:", *(indent(example, "  ") for example in EXAMPLES)]))
     return "\n\n".join(parts) + "\n"

@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import signals
 from holdfast.cli import console
-from holdfast.cli.options import OPTIONS, PROGRAM, Option, check_brackets
+from holdfast.cli.options import OPTIONS, PROGRAM, check_brackets
 from holdfast.cli.parser import RunParser
 from holdfast.cli.program import check_combination, check_program, entry, get_use_env, run_script_path
-from holdfast.errors import HoldfastError, InternalError, UserError, is_from_run
+from holdfast.errors import HoldfastError, HostError, InternalError, UserError, is_from_run
 from holdfast.failures import report
 from holdfast.process import devices, errors
 
 if TYPE_CHECKING:
     from holdfast.launcher import LaunchConfig
-    from holdfast.process.output.logs import LogsSpecs
 
 __all__ = [
     "config_from_args",
@@ -210,14 +209,6 @@ def _fresh_id() -> str:
 # --- logs ---------------------------------------------------------------------------------------------------
 
 
-def _logs_specs(args: argparse.Namespace, redirects: Any, tee: Any, ranks: set[int] | None) -> LogsSpecs:
-    """Made last of all: it may create directories."""
-    make = _logs_specs_class(args.logs_specs or "default")
-    redirects, tee = (_streams_for(make, each) for each in (redirects, tee))
-    specs: LogsSpecs = make(log_dir=args.log_dir, redirects=redirects, tee=tee, local_ranks_filter=ranks)
-    return specs
-
-
 def _streams_for(make: Any, chosen: Any) -> Any:
     """A class that was written for another launcher is given that launcher's `Std`, which is beside its `LogsSpecs`."""
     bases = (base for base in getattr(make, "__mro__", ()) if base.__name__ == "LogsSpecs")
@@ -255,16 +246,17 @@ def _logs_specs_class(name: str) -> Callable[..., Any]:
     return loaded  # type: ignore[no-any-return]  # a plug-in's class; what it makes is used as a LogsSpecs
 
 
-# --- options without an effect ------------------------------------------------------------------------------
-
-
 def _unused(args: argparse.Namespace, fields: dict[str, Any], streams: dict[str, Any]) -> Iterator[str]:
     """Options that were given and have no effect in this run. None is an error: people keep options in scripts and
     environments that serve more than one kind of run."""
     known = [option.variable for option in OPTIONS if option.variable]
     for name in sorted(os.environ):
         if name.startswith("PET_") and os.environ[name] and name not in known:
-            yield f"environment variable {name}{_nearest(name, known)}"
+            from difflib import get_close_matches
+
+            close = get_close_matches(name, known, n=1, cutoff=0.8)
+            hint = f"did you mean {close[0]}?" if close else "no option has that variable"
+            yield f"environment variable {name} ({hint})"
     is_static, standalone = args.rdzv_backend == "static", fields["rdzv_backend"] != args.rdzv_backend
     uses_master = is_static and not standalone and not args.rdzv_endpoint
     least, most = fields["min_nodes"], fields["max_nodes"]
@@ -289,13 +281,6 @@ def _unused(args: argparse.Namespace, fields: dict[str, Any], streams: dict[str,
                 yield f"rank {rank} in {option} (the local ranks here are 0 to {workers - 1})"
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, known, n=1, cutoff=0.8)
-    return f" (did you mean {close[0]}?)" if close else " (no option has that variable)"
-
-
 # --- the whole ----------------------------------------------------------------------------------------------
 
 
@@ -315,7 +300,11 @@ def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[.
     }
     for text in _unused(args, fields, streams):
         log.warning("%s has no effect in this run", text)
-    specs = _logs_specs(args, *streams.values())
+    make = _logs_specs_class(args.logs_specs or "default")
+    redirects, tee = (_streams_for(make, streams[option]) for option in ("--redirects", "--tee"))
+    ranks = streams["--local-ranks-filter"]
+    # Made last of all: it may create directories.
+    specs = make(log_dir=args.log_dir, redirects=redirects, tee=tee, local_ranks_filter=ranks)
     try:
         config = LaunchConfig(logs_specs=specs, **fields)
     except UserError:
@@ -350,34 +339,27 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
     return fields
 
 
-def _limit_threads(nproc_per_node: int) -> None:
-    """Several workers that each start a thread for every CPU would be slower than one thread each."""
-    if nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        log.debug("OMP_NUM_THREADS is not set; the workers get 1")
-
-
 @errors.record
 def run(args: argparse.Namespace) -> None:
     """Launch what the arguments ask for, and return when it has succeeded."""
     try:
         _launch(args)
     except UserError as error:
+        text = f"{error} ".replace(":", " ")
         for option in getattr(args, "from_environment", ()):
-            if _speaks_of(str(error), option):
+            # The error names the option, or its value as it stands in the environment.
+            if f"{option.flags[-1]} " in text or repr(os.environ.get(option.variable)) in str(error):
                 error.add_note(f"{option.variable} of the environment")
         raise
-
-
-def _speaks_of(text: str, option: Option) -> bool:
-    """Whether an error names an option, or its value as it stands in the environment."""
-    return f"{option.flags[-1]} " in f"{text} ".replace(":", " ") or repr(os.environ.get(option.variable or "")) in text
 
 
 def _launch(args: argparse.Namespace) -> None:
     check_program(args, determine_local_world_size(args.nproc_per_node))
     config, entrypoint, entry_args = config_from_args(args)
-    _limit_threads(int(config.nproc_per_node))
+    # Several workers that each start a thread for every CPU would be slower than one thread each.
+    if int(config.nproc_per_node) > 1 and "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        log.debug("OMP_NUM_THREADS is not set; the workers get 1")
 
     from holdfast import launcher
 
@@ -424,12 +406,15 @@ def explain(error: BaseException) -> int:
         killed = f"; {report.ranks_text(ranks)} had to be killed" if ranks else ""
         console.write(f"{console.PREFIX} stopped by {signals.signal_name(number)}{killed}\n")
         return 128 + number
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        # The interpreter has no class of its own for it.
+        error = HostError(f"cannot start a thread{_REMEDIES[errno.EAGAIN]}").with_traceback(error.__traceback__)
     # A value that was refused while the launch was being prepared, with a text that says so.
     is_refused = isinstance(error, ValueError | AssertionError) and bool(str(error)) and not is_from_run(error)
     is_usage = isinstance(error, UserError) or is_refused
     # What the system refuses (a program in a foreign format, one descriptor too many) is not for us to explain.
     is_named = isinstance(error, HoldfastError | OSError) and not isinstance(error, InternalError)
-    if is_usage or is_named or is_kind(error, RendezvousError) or _is_refused_thread(error):
+    if is_usage or is_named or is_kind(error, RendezvousError):
         log.debug("where this comes from:", exc_info=error)
         console.write_error(PROGRAM, _words_of(error))
         return 2 if is_usage else 1
@@ -446,15 +431,8 @@ def _words_of(error: BaseException) -> str:
         remedy = _REMEDIES.get(error.errno or 0, "")
         about = f" {os.fsdecode(error.filename)!r}" if isinstance(error.filename, str | bytes) else ""
         return f"cannot start{about}: {error.strerror}{remedy}"
-    if _is_refused_thread(error):
-        return f"cannot start a thread{_REMEDIES[errno.EAGAIN]}"
     notes = ", ".join(getattr(error, "__notes__", ()))
     return (str(error) or type(error).__name__) + (f" ({notes})" if notes else "")
-
-
-def _is_refused_thread(error: BaseException) -> bool:
-    """The interpreter has no class of its own for it."""
-    return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
 
 
 if __name__ == "__main__":

@@ -87,7 +87,10 @@ def _chosen(args: argparse.Namespace) -> list[Agent]:
     if args.pid is not None:
         agents = _at_pid(agents, args.pid)
     elif args.run_id is not None:
-        agents = _of_run(agents, args.run_id)
+        known = f"; there are {_listed(agents)}" if agents else ""
+        agents = [agent for agent in agents if agent.run_id == args.run_id]
+        if not agents:
+            raise UserError(f"--run-id {args.run_id!r} is not found on this host{_as_whom()}{known}")
     # One that has no workers yet is shown only if there is nothing else to show.
     agents = [agent for agent in agents if agent.workers] or agents
     if not agents:
@@ -128,14 +131,6 @@ def _parents_of(pid: int) -> set[int]:
     while (status := procfs.process_status(pid)) is not None and status.parent > 1:
         pid = status.parent
         found.add(pid)
-    return found
-
-
-def _of_run(agents: list[Agent], run_id: str) -> list[Agent]:
-    found = [agent for agent in agents if agent.run_id == run_id]
-    if not found:
-        known = f"; there are {_listed(agents)}" if agents else ""
-        raise UserError(f"--run-id {run_id!r} is not found on this host{_as_whom()}{known}")
     return found
 
 
