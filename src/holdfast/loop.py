@@ -1,11 +1,10 @@
 """The one wait of a deciding loop: descriptors, a deadline, signals; and for how long the loop has been busy.
 
 A loop that waits in `wait_readable` is healthy however long that takes, because any event wakes it. Anywhere else it is
-busy and nothing wakes it: a hook that does not return, a plug-in's call that blocks. `BusyTime` measures that. Marking
-each wait costs next to nothing, and no thread has to wake the loop to find out. The loop marks the hooks of an agent,
-too, which others write and which may block: the health check counts the time in them, the heartbeats of the node do not
+busy and nothing wakes it: a hook that does not return, a plug-in's call that blocks. `BusyTime` measures that, by
+thread, because one process may have several agents, each in its own thread. The loop marks the hooks of an agent, too,
+which others write and which may block: the health check counts the time in them, the heartbeats of the node do not
 (`stuck_for_s`).
-Busy time is measured by thread, because one process may have several agents, each in its own thread.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from holdfast import signals
@@ -109,11 +108,10 @@ class Wakeup:
     """An eventfd with which any thread wakes a loop. After `close`, `wake` does nothing."""
 
     def __init__(self) -> None:
-        fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._fd = fd
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Without the lock a late `wake` could write to another file that got the number after the close.
         self._lock = threading.Lock()
-        self._closer = weakref.finalize(self, os.close, fd)
+        self._closer = weakref.finalize(self, os.close, self._fd)
         self._closer.atexit = False
 
     def fileno(self) -> int:
@@ -126,10 +124,8 @@ class Wakeup:
 
     def clear(self) -> None:
         """Make the descriptor unreadable until the next `wake`."""
-        try:
+        with suppress(BlockingIOError):
             os.eventfd_read(self._fd)
-        except BlockingIOError:
-            pass
 
     def close(self) -> None:
         with self._lock:
@@ -150,8 +146,7 @@ def call_interruptibly(function: Callable[..., T], *args: Any) -> T:
             errors.append(error)
         done.wake()
 
-    name = getattr(function, "__name__", "call")
-    threading.Thread(target=run, name=f"holdfast-{name}", daemon=True).start()
+    threading.Thread(target=run, name=f"holdfast-{getattr(function, '__name__', 'call')}", daemon=True).start()
     while not results and not errors:
         signals.inbox().raise_pending()
         wait_readable([done.fileno()], None)

@@ -12,27 +12,21 @@ from __future__ import annotations
 import os
 
 _TICKS_A_S = os.sysconf("SC_CLK_TCK")
+_KERNEL_LISTS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 KILL_PATIENCE_S = 5.0
 MARK_VARIABLE = "HOLDFAST_TREE"
 
 
 def children_of(pid: int) -> list[int]:
     """The direct children of a process, of all its threads. Empty when it is gone."""
+    if not _KERNEL_LISTS_CHILDREN:
+        return _children_by_scan(pid)
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return []
-    found: list[int] = []
-    for thread in threads:
-        try:
-            with open(f"/proc/{pid}/task/{thread}/children", "rb") as listing:
-                found.extend(int(child) for child in listing.read().split())
-        except FileNotFoundError:
-            if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-                return _children_by_scan(pid)
-        except OSError:
-            continue
-    return found
+    listings = [_read(f"/proc/{pid}/task/{thread}/children") or b"" for thread in threads]
+    return [int(child) for listing in listings for child in listing.split()]
 
 
 def _children_by_scan(pid: int) -> list[int]:

@@ -27,17 +27,10 @@ import time
 from collections import deque
 from typing import TextIO
 
-# To this size the kernel writes a text to a pipe in one piece, or not at all.
-_PIECE_BYTES = select.PIPE_BUF
-
-# How much text may wait, not counting texts that must not be dropped.
-_QUEUE_BYTES = 1 << 20
-
-# How a file is opened once more, so that writing to it does not block.
-_AGAIN = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-
-# How long the end of the process waits for a reader that reads nothing.
-_PATIENCE_S = 5.0
+_PIECE_BYTES = select.PIPE_BUF  # To this size the kernel writes a text to a pipe in one piece, or not at all.
+_QUEUE_BYTES = 1 << 20  # How much text may wait, not counting texts that must not be dropped.
+_PATIENCE_S = 5.0  # How long the end of the process waits for a reader that reads nothing.
+_AGAIN = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # How the file behind a descriptor is opened again.
 
 _unfinished: set[tuple[int, int]] = set()
 """The files behind consoles that stand in the middle of a line. stdout and stderr are one file as a rule."""
@@ -75,17 +68,17 @@ class _Text:
         self.fd = fd
         self.size = len(data)
         self.left = data
-        self._is_begun = False
 
     def write(self, *, may_wait: bool) -> bool:
         """Write some of it; False if that would have to wait. Text that cannot be written counts as written."""
         try:
-            continues_line = not self._is_begun and _unfinished and _file_behind(self.fd) in _unfinished
+            is_begun = len(self.left) < self.size
+            continues_line = not is_begun and _unfinished and _file_behind(self.fd) in _unfinished
             data = b"\n" + self.left if continues_line else self.left
             written = write_some(self.fd, data[:_PIECE_BYTES]) if may_wait else _write_now(self.fd, data)
             if written:
                 note_written(self.fd, data[:written])
-                self.left, self._is_begun = data[written:], True
+                self.left = data[written:]
             return written > 0
         except OSError:
             self.left = b""

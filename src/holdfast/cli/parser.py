@@ -30,10 +30,6 @@ _FOREIGN = {
 _Given: TypeAlias = tuple[argparse.Action, str | None]
 
 
-def _with_dashes(name: str) -> str:
-    return "--" + name[2:].replace("_", "-")
-
-
 def _looks_like_option(token: str) -> bool:
     if len(token) < 2 or token[0] != "-":
         return False
@@ -103,17 +99,15 @@ class RunParser(PlainParser):
             letter, letters = letters[0], letters[1:]
             action = self._option_string_actions.get(f"-{letter}")
             if action is None:
-                self._refuse_letter(letter, token.partition("=")[0])
+                # A whole word behind one dash was probably meant to have two.
+                word = token.partition("=")[0]
+                suggestion = _FOREIGN.get(word.rstrip("0123456789")) or self._suggestion(f"-{word}")
+                is_one = suggestion or word == f"-{letter}"
+                self.error(f"unknown option {word}{suggestion}" if is_one else f"unknown option -{letter} in {word}")
             if action.nargs != 0:
                 yield action, letters.removeprefix("=") or self._next_value(f"-{letter}", left)
                 return
             yield action, None
-
-    def _refuse_letter(self, letter: str, token: str) -> NoReturn:
-        """A whole word behind one dash was probably meant to have two."""
-        suggestion = _FOREIGN.get(token.rstrip("0123456789")) or self._suggestion(f"-{token}")
-        is_one_word = suggestion or token == f"-{letter}"
-        self.error(f"unknown option {token}{suggestion}" if is_one_word else f"unknown option -{letter} in {token}")
 
     def _next_value(self, name: str, left: list[str]) -> str:
         if not left:
@@ -124,10 +118,10 @@ class RunParser(PlainParser):
 
     def _long_names(self) -> dict[str, argparse.Action]:
         actions = self._option_string_actions
-        return {_with_dashes(name): action for name, action in actions.items() if name.startswith("--")}
+        return {name.replace("_", "-"): action for name, action in actions.items() if name.startswith("--")}
 
     def _resolve(self, name: str) -> argparse.Action:
-        full, known = _with_dashes(name), self._long_names()
+        full, known = name.replace("_", "-"), self._long_names()
         matches = [full] if full in known else sorted(each for each in known if each.startswith(full))
         if not matches:
             self.error(f"unknown option {name}{self._suggestion(full)}")

@@ -29,17 +29,9 @@ if TYPE_CHECKING:
     from holdfast.launcher import LaunchConfig
 
 __all__ = [
-    "config_from_args",
-    "determine_local_world_size",
-    "get_args_parser",
-    "get_rdzv_endpoint",
-    "get_use_env",
-    "main",
-    "parse_args",
-    "parse_min_max_nnodes",
-    "run",
-    "run_script_path",
-]
+    "config_from_args", "determine_local_world_size", "get_args_parser", "get_rdzv_endpoint", "get_use_env", "main",
+    "parse_args", "parse_min_max_nnodes", "run", "run_script_path",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
