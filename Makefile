@@ -38,9 +38,9 @@ check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_tidy.py
 
-# docs/cli.md is made from the table of options.
+# docs/cli.md is made from the table of options and the parsers of the commands.
 docs: $(VENV)/.runtime
-	$(BIN)/python -m holdfast.cli.parser > docs/cli.md
+	$(BIN)/python docs/make_cli.py > docs/cli.md
 
 # Side by side with torchrun; see docs/speed.md.
 bench: $(VENV)/.test

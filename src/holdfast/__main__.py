@@ -19,7 +19,12 @@ from typing import NoReturn  # noqa: E402
 
 def main() -> int:
     _occupy_standard_streams()
-    _handle_signals()
+    try:
+        from holdfast import signals
+
+        signals.install_early()  # From here on no signal ends the agent without a message.
+    finally:
+        kernel.pthread_sigmask(kernel.SIG_SETMASK, _MASK)
     if sys.argv[1:2] == ["run"]:
         from holdfast.process.spawner import client
 
@@ -28,16 +33,6 @@ def main() -> int:
     from holdfast.cli import main as command
 
     return command.main(sys.argv[1:])
-
-
-def _handle_signals() -> None:
-    """Before anything else, so that no moment exists in which a signal ends the agent without a word."""
-    try:
-        from holdfast import signals
-
-        signals.install_early()
-    finally:
-        kernel.pthread_sigmask(kernel.SIG_SETMASK, _MASK)
 
 
 def _occupy_standard_streams() -> None:
@@ -49,18 +44,14 @@ def _occupy_standard_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
-def _drop_spawner() -> None:
-    client = sys.modules.get("holdfast.process.spawner.client")
-    if client is not None:
-        client.drop_early()
-
-
 def run() -> NoReturn:
-    """End as soon as the command has: what the interpreter would still take apart is of no use to anybody."""
+    """End as soon as the command has, without the interpreter's finalization, which takes time."""
     try:
         code = main()
     finally:
-        _drop_spawner()  # Also after wrong usage, which ends with SystemExit.
+        client = sys.modules.get("holdfast.process.spawner.client")
+        if client is not None:
+            client.drop_early()  # Also after wrong usage, which ends with SystemExit.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:

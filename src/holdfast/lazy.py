@@ -1,5 +1,7 @@
 """Public names of a package that are imported on first use, so that importing the package costs next to nothing."""
 
+from sys import modules
+
 TYPE_CHECKING = False  # The constant of that name in `typing`, without the import.
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -12,7 +14,6 @@ def exports(package: str, homes: "dict[str, str]") -> "tuple[list[str], Callable
 
     def resolve(name: str) -> "Any":
         from importlib import import_module
-        from sys import modules
 
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -21,8 +22,6 @@ def exports(package: str, homes: "dict[str, str]") -> "tuple[list[str], Callable
         return value
 
     def names() -> "list[str]":
-        from sys import modules
-
         return sorted({*vars(modules[package]), *home_of})
 
     return sorted(home_of), resolve, names

@@ -1,11 +1,10 @@
 """The one wait of a deciding loop: descriptors, a deadline, signals; and for how long the loop has been busy.
 
 A loop that waits in `wait_readable` is healthy however long that takes, because any event wakes it. Anywhere else it is
-busy and nothing wakes it: a hook that does not return, a plug-in's call that blocks. `BusyTime` measures that. Marking
-each wait costs next to nothing, and no thread has to wake the loop to find out. The loop marks the hooks of an agent,
-too, which others write and which may block: the health check counts the time in them, the heartbeats of the node do not
+busy and nothing wakes it: a hook that does not return, a plug-in's call that blocks. `BusyTime` measures that, by
+thread, because one process may have several agents, each in its own thread. The loop marks the hooks of an agent, too,
+which others write and which may block: the health check counts the time in them, the heartbeats of the node do not
 (`stuck_for_s`).
-Busy time is measured by thread, because one process may have several agents, each in its own thread.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from holdfast import signals
@@ -31,8 +30,8 @@ class BusyTime:
 
     def __init__(self) -> None:
         self.since: float | None = time.monotonic()  # None while the loop waits.
-        self._is_in_hook = False
-        self._hook_ended_at = 0.0
+        self.is_in_hook = False
+        self.hook_ended_at = 0.0
 
     @contextmanager
     def measured_here(self) -> Iterator[None]:
@@ -51,24 +50,24 @@ class BusyTime:
 
     def stuck_for_s(self) -> float:
         """The same, but time in hooks does not count."""
-        if self._is_in_hook:
-            return 0.0
-        return min(self.busy_for_s(), time.monotonic() - self._hook_ended_at)
-
-    @contextmanager
-    def _in_hook(self) -> Iterator[None]:
-        was_in_hook, self._is_in_hook = self._is_in_hook, True
-        try:
-            yield
-        finally:
-            self._hook_ended_at = time.monotonic()
-            self._is_in_hook = was_in_hook
+        return 0.0 if self.is_in_hook else min(self.busy_for_s(), time.monotonic() - self.hook_ended_at)
 
 
-def in_hook() -> AbstractContextManager[None]:
+def _busy_time() -> BusyTime:
+    """That of this thread's loop; a new one that nothing reads if none is measured."""
+    return getattr(_here, "busy_time", None) or BusyTime()
+
+
+@contextmanager
+def in_hook() -> Iterator[None]:
     """This thread's loop is in the hands of code that others wrote, which may block."""
-    busy: BusyTime | None = getattr(_here, "busy_time", None)
-    return nullcontext() if busy is None else busy._in_hook()
+    busy = _busy_time()
+    was_in_hook, busy.is_in_hook = busy.is_in_hook, True
+    try:
+        yield
+    finally:
+        busy.hook_ended_at = time.monotonic()
+        busy.is_in_hook = was_in_hook
 
 
 def wait_readable(
@@ -89,7 +88,7 @@ def wait_readable(
         poller.register(fd, select.POLLIN)
     for fd in writable:
         poller.register(fd, select.POLLIN | select.POLLOUT)
-    busy_time: BusyTime = getattr(_here, "busy_time", None) or BusyTime()
+    busy_time = _busy_time()
     busy_time.since = None
     try:
         poller.poll(None if timeout_s is None else max(0.0, timeout_s * 1000))
@@ -109,11 +108,10 @@ class Wakeup:
     """An eventfd with which any thread wakes a loop. After `close`, `wake` does nothing."""
 
     def __init__(self) -> None:
-        fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._fd = fd
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Without the lock a late `wake` could write to another file that got the number after the close.
         self._lock = threading.Lock()
-        self._closer = weakref.finalize(self, os.close, fd)
+        self._closer = weakref.finalize(self, os.close, self._fd)
         self._closer.atexit = False
 
     def fileno(self) -> int:
@@ -126,22 +124,17 @@ class Wakeup:
 
     def clear(self) -> None:
         """Make the descriptor unreadable until the next `wake`."""
-        try:
+        with suppress(BlockingIOError):
             os.eventfd_read(self._fd)
-        except BlockingIOError:
-            pass
 
     def close(self) -> None:
         with self._lock:
             self._closer()
 
 
-def call_interruptibly(function: Callable[..., T], *args: Any, timeout_s: float | None = None) -> T:
-    """Make a blocking call in a thread; a signal that comes meanwhile surfaces as a `SignalException`.
-
-    After a signal, or when the time is up (a TimeoutError), the call goes on in its thread, because it cannot be ended
-    from outside, and its result is ignored.
-    """
+def call_interruptibly(function: Callable[..., T], *args: Any) -> T:
+    """Make a blocking call in a thread; a signal that comes meanwhile surfaces as a `SignalException`. Then the call
+    goes on in its thread, because it cannot be ended from outside, and its result is ignored."""
     done = Wakeup()
     results: list[T] = []
     errors: list[BaseException] = []
@@ -153,15 +146,10 @@ def call_interruptibly(function: Callable[..., T], *args: Any, timeout_s: float 
             errors.append(error)
         done.wake()
 
-    name = getattr(function, "__name__", "call")
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    threading.Thread(target=run, name=f"holdfast-{name}", daemon=True).start()
+    threading.Thread(target=run, name=f"holdfast-{getattr(function, '__name__', 'call')}", daemon=True).start()
     while not results and not errors:
         signals.inbox().raise_pending()
-        left_s = None if deadline is None else deadline - time.monotonic()
-        if left_s is not None and left_s <= 0:
-            raise TimeoutError(f"{name} took more than {timeout_s:g} s")
-        wait_readable([done.fileno()], left_s)
+        wait_readable([done.fileno()], None)
     done.close()
     if errors:
         raise errors[0]

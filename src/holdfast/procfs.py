@@ -12,32 +12,21 @@ from __future__ import annotations
 import os
 
 _TICKS_A_S = os.sysconf("SC_CLK_TCK")
+_KERNEL_LISTS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 KILL_PATIENCE_S = 5.0
 MARK_VARIABLE = "HOLDFAST_TREE"
 
 
 def children_of(pid: int) -> list[int]:
     """The direct children of a process, of all its threads. Empty when it is gone."""
+    if not _KERNEL_LISTS_CHILDREN:
+        return _children_by_scan(pid)
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return []
-    found: list[int] = []
-    for thread in threads:
-        try:
-            with open(f"/proc/{pid}/task/{thread}/children", "rb") as listing:
-                found.extend(int(child) for child in listing.read().split())
-        except FileNotFoundError:
-            if not _kernel_lists_children():
-                return _children_by_scan(pid)
-        except OSError:
-            continue
-    return found
-
-
-def _kernel_lists_children() -> bool:
-    pid = os.getpid()
-    return os.path.exists(f"/proc/{pid}/task/{pid}/children")
+    listings = [_read(f"/proc/{pid}/task/{thread}/children") or b"" for thread in threads]
+    return [int(child) for listing in listings for child in listing.split()]
 
 
 def _children_by_scan(pid: int) -> list[int]:
@@ -50,23 +39,17 @@ def all_pids() -> list[int]:
 
 
 class ProcessStatus:
-    """What /proc says of a process: its state letter, parent, session and start time."""
+    """From the text of /proc/<pid>/stat."""
 
-    __slots__ = ("parent", "session", "start_time", "state")
-
-    def __init__(self, state: str, parent: int, session: int, start_time: int) -> None:
-        self.state = state
-        self.parent = parent
-        self.session = session
-        self.start_time = start_time
+    def __init__(self, text: bytes) -> None:
+        fields = _after_name(text)
+        self.state = fields[0].decode()  # A letter.
+        self.parent, self.session, self.start_time = int(fields[1]), int(fields[3]), int(fields[19])
 
 
 def process_status(pid: int) -> ProcessStatus | None:
     text = _read(f"/proc/{pid}/stat")
-    if not text:
-        return None
-    fields = _after_name(text)
-    return ProcessStatus(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
+    return ProcessStatus(text) if text else None
 
 
 def descendants_of(pid: int) -> list[int]:
@@ -89,10 +72,8 @@ def mark_of(pid: int) -> bytes:
 def kill(pid: int, number: int = 9) -> None:
     try:
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
-    except PermissionError:
-        pass  # It changed its user. After the sweep it is named as one that could not be killed.
+    except (ProcessLookupError, PermissionError):
+        pass  # It is gone, or it changed its user; after the sweep it is named as one that could not be killed.
 
 
 def sweep_marked(mark_prefix: bytes, sessions: frozenset[int]) -> list[int]:

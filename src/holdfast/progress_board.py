@@ -6,9 +6,7 @@ a host share) and the step. There is no system call and no lock. Without an agen
 
 The call must never harm the training, so it raises nothing, and the memory cannot fail: the board is sealed, so it
 cannot shrink under a writer; it is not on a disk, which could be full or removed; and a token detects a path that leads
-to another file by now.
-
-Workers import this module, so it imports next to nothing.
+to another file by now. Workers import this module, so it imports next to nothing.
 """
 
 from __future__ import annotations

@@ -3,15 +3,13 @@
 A handler here only notes that a signal came. The one loop that decides takes the note at a point where nothing
 is half done, and raises a `SignalException` there. No exception ever appears in the middle of other code.
 
-The loop waits on the inbox's file descriptor among others. The interpreter itself writes to it (`set_wakeup_fd`) at the
-moment at which the kernel delivers the signal. A handler written in Python would come too late for that: it runs
-between two instructions of the main thread, and there are none while that thread sleeps. A signal that the kernel
-gives to another thread, or in the instant before the sleep begins, would not end the sleep.
+The loop waits on the inbox's file descriptor among others. The interpreter itself writes to it (`set_wakeup_fd`) when
+the kernel delivers the signal. A handler in Python would be too late: it runs between two instructions of the main
+thread, so a signal that another thread gets, or that comes in the instant before the sleep, would not end the sleep.
 
-There is one inbox a process. The command line opens it as its first act (`install_early`), so that a signal never
-kills the agent without a message. A program that uses the Python API has it for the duration of a run and finds its own
-handlers restored afterwards. Outside the main thread Python cannot install handlers: there everything else works, and
-signals keep the meaning that the program gave them.
+There is one inbox a process. The command line opens it as its first act (`install_early`). A program that uses the
+Python API has it for the duration of a run and finds its own handlers restored afterwards. Outside the main thread
+Python cannot install handlers: there signals keep the meaning that the program gave them.
 """
 
 from __future__ import annotations

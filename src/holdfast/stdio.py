@@ -8,10 +8,8 @@ it has workers to stop. It cannot make them non-blocking, because workers share 
 2. The rest and every later text wait in a queue. A thread writes them in order, and ends when all are written.
 
 The queue is bounded. Lines that come when it is full are dropped, and their number is written in their place. At the
-end of the process `flush` waits for the thread for as long as text moves, and some seconds more.
-
-A stream that has been replaced by an object of the program is the program's business: its `write` is called. A stream
-that is closed or broken costs the text and nothing else.
+end of the process `flush` waits for the thread for as long as text moves, and some seconds more. A stream that is
+closed or broken costs the text and nothing else. An object in the place of a stream has its `write` called.
 
 Workers and holdfast share the console. The pump and this module note what they have written to it, so that a line of
 holdfast's does not continue a worker's unfinished one.
@@ -29,30 +27,20 @@ import time
 from collections import deque
 from typing import TextIO
 
-# To this size the kernel writes a text to a pipe in one piece, or not at all.
-_PIECE_BYTES = select.PIPE_BUF
-
-# How much text may wait, not counting texts that must not be dropped.
-_QUEUE_BYTES = 1 << 20
-
-# How long the end of the process waits for a reader that reads nothing.
-_PATIENCE_S = 5.0
+_PIECE_BYTES = select.PIPE_BUF  # To this size the kernel writes a text to a pipe in one piece, or not at all.
+_QUEUE_BYTES = 1 << 20  # How much text may wait, not counting texts that must not be dropped.
+_PATIENCE_S = 5.0  # How long the end of the process waits for a reader that reads nothing.
+_AGAIN = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # How the file behind a descriptor is opened again.
 
 _unfinished: set[tuple[int, int]] = set()
 """The files behind consoles that stand in the middle of a line. stdout and stderr are one file as a rule."""
 
 
 def note_written(fd: int, data: bytes | memoryview) -> None:
-    if not data:
-        return
     if data[-1:] == b"\n":
         _unfinished.discard(_file_behind(fd))
-    else:
+    elif data:
         _unfinished.add(_file_behind(fd))
-
-
-def is_in_line(fd: int) -> bool:
-    return bool(_unfinished) and _file_behind(fd) in _unfinished
 
 
 def _file_behind(fd: int) -> tuple[int, int]:
@@ -75,26 +63,22 @@ def write(stream: TextIO | None, text: str, *, may_drop: bool = True) -> None:
         _queue.put(stream, fd, text.encode(stream.encoding or "utf-8", "backslashreplace"), may_drop)
 
 
-def flush(patience_s: float = _PATIENCE_S) -> None:
-    """Wait until all text is written, or until nothing could be written for that long."""
-    _queue.flush(patience_s)
-
-
 class _Text:
     def __init__(self, fd: int, data: bytes) -> None:
         self.fd = fd
         self.size = len(data)
         self.left = data
-        self._is_begun = False
 
     def write(self, *, may_wait: bool) -> bool:
         """Write some of it; False if that would have to wait. Text that cannot be written counts as written."""
         try:
-            data = b"\n" + self.left if not self._is_begun and is_in_line(self.fd) else self.left
+            is_begun = len(self.left) < self.size
+            continues_line = not is_begun and _unfinished and _file_behind(self.fd) in _unfinished
+            data = b"\n" + self.left if continues_line else self.left
             written = write_some(self.fd, data[:_PIECE_BYTES]) if may_wait else _write_now(self.fd, data)
             if written:
                 note_written(self.fd, data[:written])
-                self.left, self._is_begun = data[written:], True
+                self.left = data[written:]
             return written > 0
         except OSError:
             self.left = b""
@@ -122,7 +106,10 @@ class _Queue:
             self._tell_dropped()
             text = _Text(fd, data)
             if not self._texts:
-                _flush_stream(stream, fd)
+                # The beginning of a line that the program has printed comes before our text.
+                if _poll_writable(fd, 0):
+                    with contextlib.suppress(OSError, ValueError):
+                        stream.flush()
                 while text.left and text.write(may_wait=False):
                     pass
             if text.left:
@@ -161,7 +148,8 @@ class _Queue:
             self._thread = None
             return None
 
-    def flush(self, patience_s: float) -> None:
+    def flush(self, patience_s: float = _PATIENCE_S) -> None:
+        """Wait until all text is written, or until nothing could be written for that long."""
         began = time.monotonic()
         while (thread := self._thread) is not None:
             wait_s = max(began, self._moved_at) + patience_s - time.monotonic()
@@ -172,17 +160,16 @@ class _Queue:
             self._write_texts()
 
 
-def _flush_stream(stream: TextIO, fd: int) -> None:
-    """The beginning of a line that the program has printed comes before our text."""
-    if _poll_writable(fd, 0):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-
-
 def _write_now(fd: int, data: bytes) -> int:
     """How much of it could be written without waiting for a reader."""
-    opened = _open_without_blocking(fd)
-    if opened is None:
+    mode = os.fstat(fd).st_mode
+    is_terminal = stat.S_ISCHR(mode) and os.isatty(fd)
+    never_waits = not os.get_blocking(fd) or stat.S_ISREG(mode) or (stat.S_ISCHR(mode) and not is_terminal)
+    if not never_waits and not is_terminal and not stat.S_ISFIFO(mode):
+        return 0  # A socket.
+    try:
+        opened = fd if never_waits else os.open(f"/proc/self/fd/{fd}", _AGAIN)
+    except OSError:  # Another user's, or without a reader.
         return 0
     try:
         return os.write(opened, data)
@@ -191,20 +178,6 @@ def _write_now(fd: int, data: bytes) -> int:
     finally:
         if opened != fd:
             os.close(opened)
-
-
-def _open_without_blocking(fd: int) -> int | None:
-    """A descriptor of the same file that does not block; None if there is none."""
-    mode = os.fstat(fd).st_mode
-    is_terminal = stat.S_ISCHR(mode) and os.isatty(fd)
-    if not os.get_blocking(fd) or stat.S_ISREG(mode) or (stat.S_ISCHR(mode) and not is_terminal):
-        return fd
-    if not is_terminal and not stat.S_ISFIFO(mode):
-        return None  # A socket.
-    try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError:  # Another user's, or without a reader.
-        return None
 
 
 def write_some(fd: int, data: bytes | memoryview) -> int:
@@ -223,5 +196,6 @@ def _poll_writable(fd: int, timeout_ms: float | None) -> bool:
 
 
 _queue = _Queue()
+flush = _queue.flush
 os.register_at_fork(after_in_child=_queue.reset)
 atexit.register(flush)

@@ -21,7 +21,9 @@ SPEAKER = logging.getLogger("holdfast.agent.local")
 
 
 @pytest.fixture(autouse=True)
-def _restored_logger() -> Iterator[None]:
+def _restored_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("LOGLEVEL", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
     level, handlers = LOGGER.level, list(LOGGER.handlers)
     yield
     LOGGER.setLevel(level)
@@ -51,16 +53,24 @@ ALL = [logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR]
     ],
 )
 def test_levels(
-    quiet: bool, verbose: bool, loglevel: str | None, heard: list[str], capsys: pytest.CaptureFixture[str]
+    quiet: bool,
+    verbose: bool,
+    loglevel: str | None,
+    heard: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    console.set_up(quiet=quiet, verbose=verbose, environ={} if loglevel is None else {"LOGLEVEL": loglevel})
+    if loglevel is not None:
+        monkeypatch.setenv("LOGLEVEL", loglevel)
+    console.set_up(quiet=quiet, verbose=verbose)
     for level in ALL:
         SPEAKER.log(level, "%s", logging.getLevelName(level).lower())
     assert [line.split()[-1] for line in said(capsys)] == heard
 
 
-def test_a_log_level_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    console.set_up(environ={"LOGLEVEL": "loud"})
+def test_a_log_level_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LOGLEVEL", "loud")
+    console.set_up()
     SPEAKER.info("hello")
     assert said(capsys) == [
         "holdfast: LOGLEVEL=loud is not a log level; it stays at info",
@@ -69,19 +79,19 @@ def test_a_log_level_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_line_has_the_prefix(capsys: pytest.CaptureFixture[str]) -> None:
-    console.set_up(environ={})
+    console.set_up()
     SPEAKER.warning("first\n\nsecond %d", 2)
     assert said(capsys) == ["holdfast: first", "holdfast:", "holdfast: second 2"]
 
 
 def test_a_report_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    console.set_up(environ={})
+    console.set_up()
     SPEAKER.error("=====\n  x.py FAILED", extra={"is_report": True})
     assert said(capsys) == ["=====", "  x.py FAILED"]
 
 
 def test_verbose_lines_say_when_and_where(capsys: pytest.CaptureFixture[str]) -> None:
-    console.set_up(verbose=True, environ={})
+    console.set_up(verbose=True)
     SPEAKER.debug("hello")
     prefix, clock, module, text = said(capsys)[0].split()
     assert (prefix, module, text) == ("holdfast:", "agent.local:", "hello")
@@ -89,20 +99,20 @@ def test_verbose_lines_say_when_and_where(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_tracebacks_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    console.set_up(environ={})
+    console.set_up()
     SPEAKER.error("failed", exc_info=KeyError("x"))
     assert said(capsys) == ["holdfast: failed", "holdfast: KeyError: 'x'"]
 
 
 def test_setting_up_twice_does_not_repeat_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    console.set_up(environ={})
-    console.set_up(environ={})
+    console.set_up()
+    console.set_up()
     SPEAKER.info("once")
     assert said(capsys) == ["holdfast: once"]
 
 
 def test_error_line(capsys: pytest.CaptureFixture[str]) -> None:
-    console.write_error("holdfast run", "no", environ={})
+    console.write_error("holdfast run", "no")
     assert said(capsys) == ["holdfast run: error: no"]
 
 

@@ -12,9 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
-from collections.abc import Mapping
-from typing import TextIO
 
 from holdfast import stdio
 
@@ -33,17 +30,17 @@ def print_out(text: str) -> None:
     stdio.write(sys.stdout, text, may_drop=False)
 
 
-def write_error(program: str, message: str, environ: Mapping[str, str] | None = None) -> None:
+def write_error(program: str, message: str) -> None:
     """The one line in which a command says why it did nothing."""
-    colour = _RED if wants_colour(sys.stderr, os.environ if environ is None else environ) else ""
+    colour = _RED if wants_colour() else ""
     write(f"{program}: {_paint('error:', colour)} {message}\n")
 
 
-def wants_colour(stream: TextIO | None, environ: Mapping[str, str]) -> bool:
-    if environ.get("NO_COLOR") or environ.get("TERM") == "dumb":
+def wants_colour() -> bool:
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     try:
-        return stream is not None and stream.isatty()
+        return sys.stderr is not None and sys.stderr.isatty()
     except ValueError:  # Closed.
         return False
 
@@ -59,17 +56,11 @@ def _paint(text: str, colour: str) -> str:
     return f"{colour}{text}{_PLAIN}" if colour and text else text
 
 
-def _colour_of(level: int) -> str:
-    if level >= logging.ERROR:
-        return _RED
-    return _YELLOW if level >= logging.WARNING else ""
-
-
 class LineFormatter(logging.Formatter):
     """Puts the prefix in front of every line of a record; with `detail` also the time and the module."""
 
     def __init__(self, *, detail: bool, colour: bool) -> None:
-        super().__init__("%(message)s")
+        super().__init__()
         self._detail = detail
         self._colour = colour
 
@@ -77,16 +68,15 @@ class LineFormatter(logging.Formatter):
         text = super().format(record)
         if getattr(record, "is_report", False):
             return text
-        lead = self._lead(record)
-        colour = _colour_of(record.levelno) if self._colour else ""
-        return "\n".join(f"{lead} {_paint(line, colour)}".rstrip() for line in text.splitlines() or [""])
-
-    def _lead(self, record: logging.LogRecord) -> str:
-        lead = PREFIX
+        lead, lead_colour, colour = PREFIX, "", ""
         if self._detail:
-            clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+            clock = self.formatTime(record, "%H:%M:%S")
             lead += f" {clock}.{int(record.msecs):03d} {record.name.removeprefix('holdfast.')}:"
-        return _paint(lead, _DIM if self._colour else "")
+        if self._colour:
+            lead_colour = _DIM
+            colour = _RED if record.levelno >= logging.ERROR else _YELLOW if record.levelno >= logging.WARNING else ""
+        lead = _paint(lead, lead_colour)
+        return "\n".join(f"{lead} {_paint(line, colour)}".rstrip() for line in text.splitlines() or [""])
 
 
 class StderrHandler(logging.Handler):
@@ -101,35 +91,20 @@ class StderrHandler(logging.Handler):
             stdio.write(sys.stderr, text + "\n")
 
 
-def set_up(*, quiet: bool = False, verbose: bool = False, environ: Mapping[str, str] | None = None) -> logging.Handler:
+def set_up(*, quiet: bool = False, verbose: bool = False) -> None:
     """Let the `holdfast` logger speak on stderr. A second call replaces the first."""
-    environ = os.environ if environ is None else environ
-    level, complaint = _chosen_level(quiet, verbose, environ.get("LOGLEVEL", ""))
-    handler = StderrHandler()
-    handler.setFormatter(LineFormatter(detail=verbose, colour=wants_colour(sys.stderr, environ)))
     logger = logging.getLogger("holdfast")
     for old in [known for known in logger.handlers if isinstance(known, StderrHandler)]:
         logger.removeHandler(old)
+    handler = StderrHandler()
+    handler.setFormatter(LineFormatter(detail=verbose, colour=wants_colour()))
     logger.addHandler(handler)
-    logger.setLevel(level)
-    if complaint:
-        logger.warning(complaint)
-    return handler
-
-
-def _chosen_level(quiet: bool, verbose: bool, wish: str) -> tuple[int, str]:
-    """The level, and what to say about a LOGLEVEL that names none.
-
-    Other programs read that variable too, so a word that means nothing here must not end the run.
-    """
-    if quiet:
-        return logging.ERROR, ""
-    if verbose:
-        return logging.DEBUG, ""
-    wish = wish.strip()
-    if not wish:
-        return logging.INFO, ""
-    level = int(wish) if wish.isdecimal() else logging.getLevelName(wish.upper())
+    wish = os.environ.get("LOGLEVEL", "").strip() or "info"
+    wished = int(wish) if wish.isdecimal() else logging.getLevelName(wish.upper())
+    level = logging.ERROR if quiet else logging.DEBUG if verbose else wished
     if isinstance(level, int):
-        return level, ""
-    return logging.INFO, f"LOGLEVEL={wish} is not a log level; it stays at info"
+        logger.setLevel(level)
+    else:
+        # Other programs read that variable too, so a word that means nothing here must not end the run.
+        logger.setLevel(logging.INFO)
+        logger.warning("LOGLEVEL=%s is not a log level; it stays at info", wish)

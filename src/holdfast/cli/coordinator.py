@@ -7,19 +7,19 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from holdfast import signals
 from holdfast.cli import console
 from holdfast.cli.options import check_brackets, duration_s
 from holdfast.cli.parser import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
-
-if TYPE_CHECKING:
-    from holdfast.rendezvous.coordinator.server import Coordinator, Keeper
+from holdfast.rendezvous import endpoints, options
+from holdfast.rendezvous.coordinator import launch, memory
+from holdfast.rendezvous.coordinator.server import Coordinator, Keeper
 
 PROGRAM = "holdfast coordinator"
 
@@ -70,31 +70,22 @@ def main(argv: list[str]) -> int:
 async def _serve_by_hand(args: argparse.Namespace) -> None:
     """Started by a user: it logs to the terminal, and ends on a signal. It accepts no connection before it can answer:
     agents that reconnect would wait while their leases expire."""
-    from holdfast.rendezvous import endpoints
-
     logging.basicConfig(level=logging.INFO, format="holdfast coordinator: %(message)s")
     sock = _bind(args.listen)
-    coordinator = _coordinator(args, sock, args.idle_timeout)
-    _stop_on_signals(coordinator)
+    coordinator = _coordinator(args, sock)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) != signal.SIG_IGN:  # As SIGHUP is under nohup.
+            asyncio.get_running_loop().add_signal_handler(number, coordinator.stop)
+    if signals.inbox().has_pending:  # It came during the start, when signals were only noted.
+        coordinator.stop()
     shown = endpoints.endpoint_text(*sock.getsockname()[:2])
     await coordinator.serve(lambda: logging.getLogger("holdfast").info("listening at %s", shown))
 
 
-def _stop_on_signals(coordinator: Coordinator) -> None:
-    """Until now signals were only noted; one that came during the start is acted on here. Under nohup SIGHUP stays
-    ignored."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            asyncio.get_running_loop().add_signal_handler(number, coordinator.stop)
-    if signals.inbox().has_pending:
-        coordinator.stop()
-
-
 async def _serve_for_a_run(args: argparse.Namespace) -> None:
     """Started by an agent: it ends with the run, or when no node is connected, and writes to its log only."""
-    from holdfast.rendezvous.coordinator import launch, memory
-
     sock = socket.socket(fileno=args.fd)
+    args.idle_timeout = _IDLE_TIMEOUT_S
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # Whatever the agent blocks or ignores, the coordinator can be stopped as any other can.
@@ -105,7 +96,7 @@ async def _serve_for_a_run(args: argparse.Namespace) -> None:
         await _serve_in_office(args, sock)
         return
     log = memory.log_path(memory.endpoint_name(*sock.getsockname()[:2]))
-    coordinator = _coordinator(args, sock, _IDLE_TIMEOUT_S)
+    coordinator = _coordinator(args, sock)
     try:
         await coordinator.serve(lambda: _withdraw(log))
     except launch.PortTaken:
@@ -119,13 +110,12 @@ async def _serve_in_office(args: argparse.Namespace, sock: socket.socket) -> Non
     successive coordinators of a host append to it, and the one that sees the end of the run removes it."""
     import msgspec
 
-    from holdfast.rendezvous.coordinator.memory import log_path
-    from holdfast.rendezvous.etcd import memory
+    from holdfast.rendezvous.etcd.memory import Appointment, EtcdKeeper
 
-    appointment = msgspec.json.decode(args.office, type=memory.Appointment)
-    log = log_path(appointment.run_id)
-    keeper = memory.EtcdKeeper(appointment)
-    coordinator = _coordinator(args, sock, _IDLE_TIMEOUT_S, keeper, appointment.run_id)
+    appointment = msgspec.json.decode(args.office, type=Appointment)
+    log = memory.log_path(appointment.run_id)
+    keeper = EtcdKeeper(appointment)
+    coordinator = _coordinator(args, sock, keeper, appointment.run_id)
     try:
         await keeper.begin()
         keeper.when_over = coordinator.resign
@@ -137,41 +127,24 @@ async def _serve_in_office(args: argparse.Namespace, sock: socket.socket) -> Non
 
 
 def _coordinator(
-    args: argparse.Namespace,
-    sock: socket.socket,
-    idle_timeout_s: float | None,
-    keeper: Keeper | None = None,
-    only_run: str | None = None,
+    args: argparse.Namespace, sock: socket.socket, keeper: Keeper | None = None, only_run: str | None = None
 ) -> Coordinator:
-    from holdfast.rendezvous import options
-    from holdfast.rendezvous.coordinator import memory
-    from holdfast.rendezvous.coordinator.server import Coordinator
-
-    _allow_many_connections()
+    # Each connection needs a descriptor. The usual soft limit is for programs that use select.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return Coordinator(
         sock,
         keeper or memory.StateFiles(memory.default_directory(), *sock.getsockname()[:2]),
         token=options.read_token(args.token_file),
         tls=options.TlsFiles(args.tls_cert, args.tls_key, args.tls_ca).load(is_server=True),
-        idle_timeout_s=idle_timeout_s,
+        idle_timeout_s=args.idle_timeout,
         only_run=only_run,
     )
 
 
-def _allow_many_connections() -> None:
-    """Each connection needs a descriptor. The usual soft limit is for programs that use select."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def _withdraw(log: Path, how: int = os.O_TRUNC) -> None:
     """Tell the agent that started this coordinator that it is ready, and let go of its terminal and directory."""
-    from holdfast.rendezvous.coordinator import launch, memory
-
     print(launch.READY, flush=True)
     output = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -186,9 +159,6 @@ def _withdraw(log: Path, how: int = os.O_TRUNC) -> None:
 
 
 def _bind(endpoint: str | None) -> socket.socket:
-    from holdfast.rendezvous import endpoints
-    from holdfast.rendezvous.coordinator import launch
-
     if not endpoint:
         raise UserError("--listen HOST:PORT is required")
     check_brackets("--listen", endpoint, 29400)

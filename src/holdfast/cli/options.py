@@ -20,20 +20,6 @@ _YES_OR_NO = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0",
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
-
-
 def duration_s(text: str) -> float:
     """`90`, `90s`, `1.5m`, `2h` as seconds."""
     word = text.strip().lower()
@@ -52,10 +38,7 @@ def names(text: str) -> frozenset[str]:
 
 
 def exit_codes(text: str) -> frozenset[int]:
-    try:
-        return frozenset(map(int, names(text)))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of exit codes such as 2,64") from None
+    return frozenset(map(int, names(text)))
 
 
 def filters(text: str) -> list[str] | None:
@@ -67,17 +50,22 @@ def filters(text: str) -> list[str] | None:
 def progress_signals(text: str) -> frozenset[Any]:
     from holdfast.hangs import policy
 
-    try:
-        return policy.parse_signals(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return policy.parse_signals(text)
 
 
 def yes_or_no(text: str) -> bool:
-    value = _YES_OR_NO.get(text.strip().lower())
-    if value is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither yes (1, true, yes) nor no (0, false, no)")
-    return value
+    word = text.strip().lower()
+    if word not in _YES_OR_NO:
+        raise ValueError(f"{text!r} is neither yes (1, true, yes) nor no (0, false, no)")
+    return _YES_OR_NO[word]
+
+
+# What the text must be, for functions that do not say it themselves when they refuse one.
+_EXPECTED: dict[Callable[[str], Any], str] = {
+    int: "a whole number",
+    float: "a number of seconds",
+    exit_codes: "a list of exit codes such as 2,64",
+}
 
 
 def check_brackets(option: str, place: str, port: int) -> None:
@@ -132,7 +120,12 @@ class Option:
 
     def read(self, text: str) -> Any:
         """The value of a text, whether it was typed or came from the environment."""
-        value = yes_or_no(text) if self.is_flag else self.parse(text)
+        parse = yes_or_no if self.is_flag else self.parse
+        try:
+            value = parse(text)
+        except ValueError as error:
+            expected = _EXPECTED.get(parse)
+            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}" if expected else str(error)) from None
         if self.choices and value not in self.choices:
             raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(self.choices)}")
         return value
@@ -198,12 +191,12 @@ OPTIONS: tuple[Option, ...] = (
                 "if left out), prefix (/holdfast if left out), protocol (http or https, for endpoints that say "
                 "neither), user, password_file (else HOLDFAST_ETCD_PASSWORD of the environment), cert, key, cacert "
                 "(TLS files for etcd alone), agent_tls."),
-    Option("--node-rank RANK", NODES, parse=whole_number,
+    Option("--node-rank RANK", NODES, parse=int,
            help="The rank to give this node, from 0. For static it is needed on every node but the first; "
                 "otherwise it is a request, honoured in every round that is large enough."),
     Option("--master-addr ADDRESS", NODES, default="127.0.0.1",
            help="The address of the node of rank 0, as the workers use it; only for static without an endpoint."),
-    Option("--master-port PORT", NODES, parse=whole_number,
+    Option("--master-port PORT", NODES, parse=int,
            help="The port on the master where the workers meet; only for static without an endpoint. Left out, it "
                 "is 29500 between machines, and a free port on a machine alone."),
     Option("--local-addr ADDRESS", NODES, field="local_addr",
@@ -234,7 +227,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("--tls-ca FILE", NODES, field="rdzv_configs.tls_ca",
            help="The authority that must have signed the other side's certificate."),
 
-    Option("--max-restarts N", FAILURES, parse=whole_number, default=0, field="max_restarts",
+    Option("--max-restarts N", FAILURES, parse=int, default=0, field="max_restarts",
            help="How often the workers may be restarted after failures, in the whole run, before it fails for "
                 "good."),
     Option("--restart-window TIME", FAILURES, parse=duration_s, field="restart_policy.window_s",
@@ -258,13 +251,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("--grace-period TIME", FAILURES, parse=duration_s, sets="shutdown_timeout",
            help="How long workers may take to exit after the first signal before they are killed; another name for "
                 "--shutdown-timeout."),
-    Option("--shutdown-timeout SECONDS", FAILURES, parse=whole_number, field="shutdown_timeout",
+    Option("--shutdown-timeout SECONDS", FAILURES, parse=int, field="shutdown_timeout",
            help="How long workers may take to exit after the first signal before they are killed; 0 kills at once. "
                 "Left out, it is TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30."),
     Option("--signals-to-handle NAMES", FAILURES, default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", field="signals_to_handle",
            help="The signals that stop the run in order: the workers get the same signal, and the grace period to "
                 "exit."),
-    Option("--monitor-interval SECONDS", FAILURES, parse=seconds, default=0.1, field="monitor_interval",
+    Option("--monitor-interval SECONDS", FAILURES, parse=float, default=0.1, field="monitor_interval",
            help="How often to look again where nothing reports by itself. Workers of this machine are watched by "
                 "events, so this matters to plug-in agents and rendezvous handlers only."),
 
@@ -312,7 +305,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("--event-log-handler NAME", OUTPUT, default="null", field="event_log_handler",
            help="Where events of the run are recorded: null, nowhere; console; file:PATH, one JSON line for each; "
                 "or a destination that other code has registered."),
-    Option("--health-port PORT", OUTPUT, parse=whole_number, field="health_port",
+    Option("--health-port PORT", OUTPUT, parse=int, field="health_port",
            help="Answer HTTP requests on this port: 200 while the agent is alive, whatever phase it is in, and 503 "
                 "with the reason when it is stuck. 0 is any free port. Left out, it is "
                 "TORCHELASTIC_HEALTH_CHECK_PORT, or none."),

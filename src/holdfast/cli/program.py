@@ -78,18 +78,13 @@ def check_program(args: argparse.Namespace, local_world_size: int) -> None:
         _check_command(os.environ["PYTHON_EXEC"], "PYTHON_EXEC: ")
     if args.module:
         return
-    if args.training_script == "-":
-        _check_stdin(args, local_world_size)
-    else:
+    if args.training_script != "-":
         for path in _names_of_script(args.training_script, local_world_size):
             _check_script(path)
-
-
-def _check_stdin(args: argparse.Namespace, local_world_size: int) -> None:
-    """`-` is what it is to Python: the program is read from stdin."""
-    if args.run_path:
+    # `-` is what it is to Python: the program is read from stdin.
+    elif args.run_path:
         raise UserError("--run-path needs a file, not '-': a function cannot run a program from stdin")
-    if local_world_size > 1:
+    elif local_world_size > 1:
         raise UserError(f"script '-' is read from stdin, which {local_world_size} workers cannot share; give a file")
 
 

@@ -1,12 +1,8 @@
 """`holdfast run`: from a command line to a launch, and from its end to an exit code.
 
 `config_from_args` says what to launch and starts nothing. `run` launches it and raises what went wrong.
-`main` does both for a command line; `command` turns what it raises into the last lines on stderr and the exit code:
-
-    0      all workers succeeded
-    1      the workers failed for good, or the run could not go on
-    2      wrong usage, or a node that does not fit into the run; nothing was started
-    128+n  stopped by signal n
+`main` does both for a command line; `command` turns what it raises into the last lines on stderr and the exit code
+(`EXIT_CODES` in parser.py).
 """
 
 from __future__ import annotations
@@ -22,37 +18,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import signals
 from holdfast.cli import console
-from holdfast.cli.options import OPTIONS, PROGRAM, Option, check_brackets
+from holdfast.cli.options import OPTIONS, PROGRAM, check_brackets
 from holdfast.cli.parser import RunParser
 from holdfast.cli.program import check_combination, check_program, entry, get_use_env, run_script_path
-from holdfast.errors import HoldfastError, InternalError, UserError, is_from_run
+from holdfast.errors import HoldfastError, HostError, InternalError, UserError, is_from_run
 from holdfast.failures import report
 from holdfast.process import devices, errors
 
 if TYPE_CHECKING:
-    from holdfast.hangs.policy import HangPolicy
     from holdfast.launcher import LaunchConfig
-    from holdfast.process.output.logs import LogsSpecs
-    from holdfast.process.workers.cpus import NumaOptions
-    from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
 __all__ = [
-    "config_from_args",
-    "determine_local_world_size",
-    "get_args_parser",
-    "get_rdzv_endpoint",
-    "get_use_env",
-    "main",
-    "parse_args",
-    "parse_min_max_nnodes",
-    "run",
-    "run_script_path",
-]
+    "config_from_args", "determine_local_world_size", "get_args_parser", "get_rdzv_endpoint", "get_use_env", "main",
+    "parse_args", "parse_min_max_nnodes", "run", "run_script_path",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
 DEFAULT_MASTER_PORT = 29500
-# The backends that are built in, whose endpoint is a host, and its default port.
+# The backends that are built in, and the default port of their endpoint. Plug-ins have endpoints of their own kinds.
 _DEFAULT_PORTS = {"static": DEFAULT_MASTER_PORT, "tcp": 29400, "c10d": 29400, "etcd": 2379, "etcd-v3": 2379}
 LOGS_SPECS_GROUPS = ("holdfast.logs_specs", "torchrun.logs_specs")
 
@@ -135,6 +119,8 @@ def _check_values(args: argparse.Namespace) -> None:
         raise UserError(f"--max-restarts {args.max_restarts} is negative")
     if not 0 < args.monitor_interval < float("inf"):
         raise UserError(f"--monitor-interval {args.monitor_interval:g} is not a time above 0")
+    if args.restart_window == 0:
+        raise UserError("--restart-window 0: no restart would count, and the workers be restarted for ever")
     if args.shutdown_timeout is not None and args.shutdown_timeout < 0:
         raise UserError(f"--shutdown-timeout {args.shutdown_timeout} is negative")
     if args.master_port is not None and not 0 < args.master_port < 65536:
@@ -149,51 +135,33 @@ def _check_values(args: argparse.Namespace) -> None:
 # --- rendezvous ---------------------------------------------------------------------------------------------
 
 
-def _is_standalone(args: argparse.Namespace, max_nodes: int) -> bool:
-    """One machine that was told of no place to meet needs none."""
-    if args.standalone:
-        if max_nodes > 1:
-            raise UserError(f"--standalone is for this machine alone, but --nnodes {args.nnodes} asks for more")
-        return True
-    has_place = args.rdzv_endpoint or args.master_port is not None
-    return args.rdzv_backend == "static" and not has_place and max_nodes == 1
-
-
-def _check_node_rank(args: argparse.Namespace, standalone: bool, max_nodes: int) -> None:
-    """A rank that would have no effect is refused: a node at the wrong place is hard to notice later."""
-    rank = args.node_rank
-    if rank is None:
-        return
-    if rank != 0 and standalone:
-        raise UserError(f"--node-rank {rank}: a run on one machine has node rank 0 only")
-    if rank != 0 and not standalone and args.rdzv_backend not in _DEFAULT_PORTS:
-        raise UserError(f"--node-rank {rank}: rendezvous backend {args.rdzv_backend!r} gives out the ranks itself")
-    if not 0 <= rank < max_nodes:
-        raise UserError(f"--node-rank {rank} is not between 0 and {max_nodes - 1} (--nnodes {args.nnodes})")
-
-
 def _rendezvous_fields(args: argparse.Namespace, max_nodes: int) -> dict[str, Any]:
     """The part of LaunchConfig that says who meets whom, and where."""
-    standalone = _is_standalone(args, max_nodes)
-    _check_node_rank(args, standalone, max_nodes)
+    backend, endpoint, run_id, rank = args.rdzv_backend, get_rdzv_endpoint(args), args.rdzv_id, args.node_rank
+    if args.standalone and max_nodes > 1:
+        raise UserError(f"--standalone is for this machine alone, but --nnodes {args.nnodes} asks for more")
+    # One machine that was told of no place to meet needs none.
+    has_place = backend != "static" or args.rdzv_endpoint or args.master_port is not None
+    is_standalone = args.standalone or (max_nodes == 1 and not has_place)
+    # A rank that would have no effect is refused: a node at the wrong place is hard to notice later.
+    if rank and is_standalone:
+        raise UserError(f"--node-rank {rank}: a run on one machine has node rank 0 only")
+    if rank and backend not in _DEFAULT_PORTS:
+        raise UserError(f"--node-rank {rank}: rendezvous backend {backend!r} gives out the ranks itself")
+    if rank is not None and not 0 <= rank < max_nodes:
+        raise UserError(f"--node-rank {rank} is not between 0 and {max_nodes - 1} (--nnodes {args.nnodes})")
     settings = _rendezvous_settings(args)
-    backend, endpoint, run_id = args.rdzv_backend, get_rdzv_endpoint(args), args.rdzv_id
-    if standalone:
+    if is_standalone:
         backend, endpoint, run_id = "standalone", "", run_id if run_id not in ("", "none") else _fresh_id()
-    elif backend == "static":
-        settings["rank"] = args.node_rank or 0
-    elif args.node_rank is not None and backend in _DEFAULT_PORTS:
-        settings["rank"] = args.node_rank
-    if not standalone:
+    elif backend in _DEFAULT_PORTS:
         _check_endpoint(args, endpoint, max_nodes)
+        if rank is not None or backend == "static":
+            settings["rank"] = rank or 0
     return {"rdzv_backend": backend, "rdzv_endpoint": endpoint, "rdzv_configs": settings, "run_id": run_id}
 
 
 def _check_endpoint(args: argparse.Namespace, endpoint: str, max_nodes: int) -> None:
-    """Plug-ins have endpoints of their own kinds."""
-    port = _DEFAULT_PORTS.get(args.rdzv_backend)
-    if port is None:
-        return
+    port = _DEFAULT_PORTS[args.rdzv_backend]
     if not endpoint.strip() and max_nodes > 1:
         raise UserError(
             f"--rdzv-backend {args.rdzv_backend} with --nnodes {args.nnodes} needs --rdzv-endpoint: "
@@ -222,23 +190,6 @@ def _given(args: argparse.Namespace, record: str = "") -> dict[str, Any]:
     return {field: value for owner, _, field, value in places if owner == record and value is not None}
 
 
-def _restart_policy(args: argparse.Namespace) -> RestartPolicy:
-    from holdfast.rendezvous.membership.restart_policy import RestartPolicy
-
-    if args.restart_window == 0:
-        raise UserError("--restart-window 0: no restart would count, and the workers be restarted for ever")
-    return RestartPolicy(args.max_restarts, **_given(args, "restart_policy"))
-
-
-def _hang_policy(args: argparse.Namespace) -> HangPolicy | None:
-    given = _given(args, "hang_policy")
-    if not given:
-        return None
-    from holdfast.hangs.policy import HangPolicy
-
-    return HangPolicy(**given)
-
-
 def _fresh_id() -> str:
     """A random UUID (version 4) as 32 hexadecimal digits; the module that makes them is slow to import."""
     octets = bytearray(os.urandom(16))
@@ -248,14 +199,6 @@ def _fresh_id() -> str:
 
 
 # --- logs ---------------------------------------------------------------------------------------------------
-
-
-def _logs_specs(args: argparse.Namespace, redirects: Any, tee: Any, ranks: set[int] | None) -> LogsSpecs:
-    """Made last of all: it may create directories."""
-    make = _logs_specs_class(args.logs_specs or "default")
-    redirects, tee = (_streams_for(make, each) for each in (redirects, tee))
-    specs: LogsSpecs = make(log_dir=args.log_dir, redirects=redirects, tee=tee, local_ranks_filter=ranks)
-    return specs
 
 
 def _streams_for(make: Any, chosen: Any) -> Any:
@@ -282,20 +225,17 @@ def _logs_specs_class(name: str) -> Callable[..., Any]:
     from importlib.metadata import entry_points
 
     points = [point for group in LOGS_SPECS_GROUPS for point in entry_points(group=group)]
-    for point in points:
-        if point.name == name:
-            try:
-                loaded = point.load()
-            except Exception as error:
-                raise UserError(f"--logs-specs {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
-            if not callable(loaded):
-                raise UserError(f"--logs-specs {name!r} is not a class but {loaded!r}")
-            return loaded  # type: ignore[no-any-return]  # a plug-in's class; what it makes is used as a LogsSpecs
-    known = ", ".join(sorted({"default", *(point.name for point in points)}))
-    raise UserError(f"--logs-specs {name!r} is not installed; there are: {known}")
-
-
-# --- options without an effect ------------------------------------------------------------------------------
+    found = next((point for point in points if point.name == name), None)
+    if found is None:
+        known = ", ".join(sorted({"default", *(point.name for point in points)}))
+        raise UserError(f"--logs-specs {name!r} is not installed; there are: {known}")
+    try:
+        loaded = found.load()
+    except Exception as error:
+        raise UserError(f"--logs-specs {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not callable(loaded):
+        raise UserError(f"--logs-specs {name!r} is not a class but {loaded!r}")
+    return loaded  # type: ignore[no-any-return]  # a plug-in's class; what it makes is used as a LogsSpecs
 
 
 def _unused(args: argparse.Namespace, fields: dict[str, Any], streams: dict[str, Any]) -> Iterator[str]:
@@ -304,27 +244,28 @@ def _unused(args: argparse.Namespace, fields: dict[str, Any], streams: dict[str,
     known = [option.variable for option in OPTIONS if option.variable]
     for name in sorted(os.environ):
         if name.startswith("PET_") and os.environ[name] and name not in known:
-            yield f"environment variable {name}{_nearest(name, known)}"
-    if args.start_method != "spawn" and not args.run_path:
-        yield f"--start-method {args.start_method}"
-    if args.restart_window and args.max_restarts == 0:
-        yield f"--restart-window {args.restart_window:g}"
+            from difflib import get_close_matches
+
+            close = get_close_matches(name, known, n=1, cutoff=0.8)
+            hint = f"did you mean {close[0]}?" if close else "no option has that variable"
+            yield f"environment variable {name} ({hint})"
     is_static, standalone = args.rdzv_backend == "static", fields["rdzv_backend"] != args.rdzv_backend
-    if standalone and not is_static:
-        yield f"--rdzv-backend {args.rdzv_backend}"
-    if standalone and args.rdzv_endpoint:
-        yield f"--rdzv-endpoint {args.rdzv_endpoint}"
     uses_master = is_static and not standalone and not args.rdzv_endpoint
-    if not uses_master and args.master_addr != "127.0.0.1":
-        yield f"--master-addr {args.master_addr}"
-    if not uses_master and args.master_port is not None:
-        yield f"--master-port {args.master_port}"
-    most = fields["max_nodes"]
-    if is_static and not standalone and fields["min_nodes"] < most:
-        yield f"the smaller number in --nnodes {args.nnodes} (static nodes are always {most}; tcp takes a range)"
-    for option, text in (("--redirects", args.redirects), ("--tee", args.tee)):
-        if args.log_dir == os.devnull and text != "0":
-            yield f"{option} {text}"
+    least, most = fields["min_nodes"], fields["max_nodes"]
+    makes_no_files = args.log_dir == os.devnull
+    cases = (
+        (args.start_method != "spawn" and not args.run_path, f"--start-method {args.start_method}"),
+        (args.restart_window and args.max_restarts == 0, f"--restart-window {args.restart_window or 0:g}"),
+        (standalone and not is_static, f"--rdzv-backend {args.rdzv_backend}"),
+        (standalone and args.rdzv_endpoint, f"--rdzv-endpoint {args.rdzv_endpoint}"),
+        (not uses_master and args.master_addr != "127.0.0.1", f"--master-addr {args.master_addr}"),
+        (not uses_master and args.master_port is not None, f"--master-port {args.master_port}"),
+        (is_static and not standalone and least < most,
+         f"the smaller number in --nnodes {args.nnodes} (static nodes are always {most}; tcp takes a range)"),
+        (makes_no_files and args.redirects != "0", f"--redirects {args.redirects}"),
+        (makes_no_files and args.tee != "0", f"--tee {args.tee}"),
+    )  # fmt: skip
+    yield from (text for is_unused, text in cases if is_unused)
     workers = fields["nproc_per_node"]
     for option, ranks in streams.items():
         for rank in sorted(ranks) if isinstance(ranks, dict | set) else ():
@@ -332,22 +273,7 @@ def _unused(args: argparse.Namespace, fields: dict[str, Any], streams: dict[str,
                 yield f"rank {rank} in {option} (the local ranks here are 0 to {workers - 1})"
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, known, n=1, cutoff=0.8)
-    return f" (did you mean {close[0]}?)" if close else " (no option has that variable)"
-
-
 # --- the whole ----------------------------------------------------------------------------------------------
-
-
-def _numa_options(args: argparse.Namespace) -> NumaOptions | None:
-    if args.numa_binding is None:
-        return None
-    from holdfast.process.workers.cpus import AffinityMode, NumaOptions
-
-    return NumaOptions(AffinityMode(args.numa_binding))
 
 
 def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
@@ -366,7 +292,11 @@ def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[.
     }
     for text in _unused(args, fields, streams):
         log.warning("%s has no effect in this run", text)
-    specs = _logs_specs(args, *streams.values())
+    make = _logs_specs_class(args.logs_specs or "default")
+    redirects, tee = (_streams_for(make, streams[option]) for option in ("--redirects", "--tee"))
+    ranks = streams["--local-ranks-filter"]
+    # Made last of all: it may create directories.
+    specs = make(log_dir=args.log_dir, redirects=redirects, tee=tee, local_ranks_filter=ranks)
     try:
         config = LaunchConfig(logs_specs=specs, **fields)
     except UserError:
@@ -376,26 +306,29 @@ def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[.
 
 
 def _fields(args: argparse.Namespace) -> dict[str, Any]:
-    """What LaunchConfig is made of, but for the logs."""
+    """What LaunchConfig is made of, but for the logs. What is not asked for is not imported."""
+    from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+
     min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
-    return {
+    fields = {
         **_given(args),
         "min_nodes": min_nodes,
         "max_nodes": max_nodes,
         "nproc_per_node": determine_local_world_size(args.nproc_per_node),
         "log_line_prefix_template": os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
-        "numa_options": _numa_options(args),
-        "restart_policy": _restart_policy(args),
-        "hang_policy": _hang_policy(args),
+        "restart_policy": RestartPolicy(args.max_restarts, **_given(args, "restart_policy")),
         **_rendezvous_fields(args, max_nodes),
     }
+    if args.numa_binding is not None:
+        from holdfast.process.workers.cpus import AffinityMode, NumaOptions
 
+        fields["numa_options"] = NumaOptions(AffinityMode(args.numa_binding))
+    hang_policy = _given(args, "hang_policy")
+    if hang_policy:
+        from holdfast.hangs.policy import HangPolicy
 
-def _limit_threads(nproc_per_node: int) -> None:
-    """Several workers that each start a thread for every CPU would be slower than one thread each."""
-    if nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        log.debug("OMP_NUM_THREADS is not set; the workers get 1")
+        fields["hang_policy"] = HangPolicy(**hang_policy)
+    return fields
 
 
 @errors.record
@@ -404,21 +337,21 @@ def run(args: argparse.Namespace) -> None:
     try:
         _launch(args)
     except UserError as error:
+        text = f"{error} ".replace(":", " ")
         for option in getattr(args, "from_environment", ()):
-            if _speaks_of(str(error), option):
+            # The error names the option, or its value as it stands in the environment.
+            if f"{option.flags[-1]} " in text or repr(os.environ.get(option.variable)) in str(error):
                 error.add_note(f"{option.variable} of the environment")
         raise
-
-
-def _speaks_of(text: str, option: Option) -> bool:
-    """Whether an error names an option, or its value as it stands in the environment."""
-    return f"{option.flags[-1]} " in f"{text} ".replace(":", " ") or repr(os.environ.get(option.variable or "")) in text
 
 
 def _launch(args: argparse.Namespace) -> None:
     check_program(args, determine_local_world_size(args.nproc_per_node))
     config, entrypoint, entry_args = config_from_args(args)
-    _limit_threads(int(config.nproc_per_node))
+    # Several workers that each start a thread for every CPU would be slower than one thread each.
+    if int(config.nproc_per_node) > 1 and "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        log.debug("OMP_NUM_THREADS is not set; the workers get 1")
 
     from holdfast import launcher
 
@@ -447,6 +380,12 @@ def command(args: Sequence[str] | None = None) -> int:
 # --- how it ended ---------------------------------------------------------------------------------------------
 
 
+_REMEDIES = {
+    errno.EMFILE: " (see ulimit -Hn)",
+    errno.EAGAIN: " (see ulimit -u, and the limit of processes of the container)",
+}
+
+
 def explain(error: BaseException) -> int:
     """Say why the run ended, and return the exit code that tells the same."""
     from holdfast.rendezvous.api import RendezvousError, is_kind
@@ -455,29 +394,27 @@ def explain(error: BaseException) -> int:
         console.write(error.format_msg().rstrip("\n") + "\n")
         return 1
     if isinstance(error, signals.SignalException | KeyboardInterrupt):
-        number = getattr(error, "sigval", 2)
-        console.write(f"{console.PREFIX} stopped by {signals.signal_name(number)}{_killed(error)}\n")
+        number, ranks = getattr(error, "sigval", 2), getattr(error, "killed_ranks", ())
+        killed = f"; {report.ranks_text(ranks)} had to be killed" if ranks else ""
+        console.write(f"{console.PREFIX} stopped by {signals.signal_name(number)}{killed}\n")
         return 128 + number
-    is_usage = isinstance(error, UserError) or _is_refused_value(error)
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        # The interpreter has no class of its own for it.
+        error = HostError(f"cannot start a thread{_REMEDIES[errno.EAGAIN]}").with_traceback(error.__traceback__)
+    # A value that was refused while the launch was being prepared, with a text that says so.
+    is_refused = isinstance(error, ValueError | AssertionError) and bool(str(error)) and not is_from_run(error)
+    is_usage = isinstance(error, UserError) or is_refused
     # What the system refuses (a program in a foreign format, one descriptor too many) is not for us to explain.
     is_named = isinstance(error, HoldfastError | OSError) and not isinstance(error, InternalError)
-    is_foreseen = is_named or is_kind(error, RendezvousError) or _is_refused_thread(error)
-    if not is_usage and not is_foreseen:
-        return _own_up(error)
-    log.debug("where this comes from:", exc_info=error)
-    console.write_error(PROGRAM, _words_of(error))
-    return 2 if is_usage else 1
+    if is_usage or is_named or is_kind(error, RendezvousError):
+        log.debug("where this comes from:", exc_info=error)
+        console.write_error(PROGRAM, _words_of(error))
+        return 2 if is_usage else 1
+    import traceback
 
-
-def _killed(error: BaseException) -> str:
-    ranks = getattr(error, "killed_ranks", ())
-    return f"; {report.ranks_text(ranks)} had to be killed" if ranks else ""
-
-
-_REMEDIES = {
-    errno.EMFILE: " (see ulimit -Hn)",
-    errno.EAGAIN: " (see ulimit -u, and the limit of processes of the container)",
-}
+    console.write("".join(traceback.format_exception(error)))
+    console.write(f"{console.PREFIX} internal error; please report it with the lines above\n")
+    return 1
 
 
 def _words_of(error: BaseException) -> str:
@@ -486,28 +423,8 @@ def _words_of(error: BaseException) -> str:
         remedy = _REMEDIES.get(error.errno or 0, "")
         about = f" {os.fsdecode(error.filename)!r}" if isinstance(error.filename, str | bytes) else ""
         return f"cannot start{about}: {error.strerror}{remedy}"
-    if _is_refused_thread(error):
-        return f"cannot start a thread{_REMEDIES[errno.EAGAIN]}"
     notes = ", ".join(getattr(error, "__notes__", ()))
     return (str(error) or type(error).__name__) + (f" ({notes})" if notes else "")
-
-
-def _is_refused_thread(error: BaseException) -> bool:
-    """The interpreter has no class of its own for it."""
-    return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
-
-
-def _is_refused_value(error: BaseException) -> bool:
-    """A value that was refused while the launch was being prepared, with a text that says so."""
-    return isinstance(error, ValueError | AssertionError) and bool(str(error)) and not is_from_run(error)
-
-
-def _own_up(error: BaseException) -> int:
-    import traceback
-
-    console.write("".join(traceback.format_exception(error)))
-    console.write(f"{console.PREFIX} internal error; please report it with the lines above\n")
-    return 1
 
 
 if __name__ == "__main__":

@@ -87,7 +87,10 @@ def _chosen(args: argparse.Namespace) -> list[Agent]:
     if args.pid is not None:
         agents = _at_pid(agents, args.pid)
     elif args.run_id is not None:
-        agents = _of_run(agents, args.run_id)
+        known = f"; there are {_listed(agents)}" if agents else ""
+        agents = [agent for agent in agents if agent.run_id == args.run_id]
+        if not agents:
+            raise UserError(f"--run-id {args.run_id!r} is not found on this host{_as_whom()}{known}")
     # One that has no workers yet is shown only if there is nothing else to show.
     agents = [agent for agent in agents if agent.workers] or agents
     if not agents:
@@ -131,14 +134,6 @@ def _parents_of(pid: int) -> set[int]:
     return found
 
 
-def _of_run(agents: list[Agent], run_id: str) -> list[Agent]:
-    found = [agent for agent in agents if agent.run_id == run_id]
-    if not found:
-        known = f"; there are {_listed(agents)}" if agents else ""
-        raise UserError(f"--run-id {run_id!r} is not found on this host{_as_whom()}{known}")
-    return found
-
-
 def _listed(agents: list[Agent]) -> str:
     return ", ".join(f"{agent.run_id} (--pid {agent.pid})" for agent in agents)
 
@@ -169,13 +164,8 @@ def _running(agents: list[Agent]) -> dict[int, tuple[int, int]]:
     found = []
     for agent in agents:
         below = set(procfs.descendants_of(agent.pid))
-        found += [worker for worker in agent.workers if worker[1] in below and _is_alive(worker[1])]
+        found += [worker for worker in agent.workers if worker[1] in below and procfs.state(worker[1]) not in ("", "Z")]
     return dict(enumerate(sorted(found)))
-
-
-def _is_alive(pid: int) -> bool:
-    status = procfs.process_status(pid)
-    return status is not None and status.state != "Z"
 
 
 def _heading(agent: Agent) -> str:

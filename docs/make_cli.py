@@ -1,0 +1,114 @@
+"""Prints docs/cli.md, which is made from the parsers of the commands.
+
+python docs/make_cli.py > docs/cli.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from holdfast.cli import coordinator, parser, stacks
+from holdfast.cli.options import GROUPS, OPTIONS, USAGE, Option
+
+_READING_RULES = (
+    "The first token that is neither an option nor an option's value is the script; all that follows is the "
+    "script's own. A value comes from the command line (the last one given wins), else from the environment "
+    "variable named below, else it is the default. An empty variable counts as unset.",
+    "Options are written with dashes or underscores, and may be shortened as long as they mean one option: "
+    "`--nproc 4` is `--nproc-per-node 4`. In the script's arguments, `${local_rank}` stands for the "
+    "worker's local rank, and `$$` for a dollar sign.",
+)
+
+_WORKER_VARIABLES: tuple[tuple[str, str], ...] = (
+    ("RANK", "its rank in the whole run, from 0"),
+    ("WORLD_SIZE", "how many workers the run has"),
+    ("LOCAL_RANK", "its rank on this node, from 0; always 0 with `--virtual-local-rank`"),
+    ("LOCAL_WORLD_SIZE", "how many workers this node has"),
+    ("GROUP_RANK", "the rank of this node"),
+    ("GROUP_WORLD_SIZE", "how many nodes there are"),
+    ("ROLE_NAME", "what `--role` says"),
+    ("ROLE_RANK", "its rank among the workers of that role"),
+    ("ROLE_WORLD_SIZE", "how many workers of that role there are"),
+    ("MASTER_ADDR", "where the node of rank 0 is"),
+    ("MASTER_PORT", "a port there that the worker of rank 0 may listen on"),
+    ("TORCHELASTIC_RUN_ID", "the name of the run"),
+    ("TORCHELASTIC_RESTART_COUNT", "how many restarts after failures there have been, the same on every node"),
+    ("TORCHELASTIC_MAX_RESTARTS", "what `--max-restarts` says"),
+    ("TORCHELASTIC_USE_AGENT_STORE", "`False`: the worker of rank 0 hosts the store itself; plug-ins may say `True`"),
+    ("TORCHELASTIC_ERROR_FILE", "where a worker may write why it failed; empty with `--log-dir /dev/null`"),
+    ("TORCHELASTIC_SIGNALS_TO_HANDLE", "what `--signals-to-handle` says"),
+    ("TORCHELASTIC_TIMER_FILE", "the pipe of the watchdog, if there is one"),
+    ("HOLDFAST_ROUND", "a number that grows with every new world, whatever the reason"),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1, unless the environment of holdfast says otherwise"),
+    ("OMP_NUM_THREADS", "that of holdfast's environment; 1 if it is unset and there are more workers than one"),
+    ("CUDA_VISIBLE_DEVICES", "that of holdfast's environment; the worker's one device with `--virtual-local-rank`"),
+)
+
+_OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
+    ("PYTHON_EXEC", "the Python that runs the workers, instead of holdfast's own"),
+    ("OMP_NUM_THREADS", "if unset and there is more than one local worker, the workers get 1"),
+    (
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+        "what stands in front of tee'd lines, with `${role_name}`, `${rank}` and `${local_rank}`",
+    ),
+    ("TORCHELASTIC_ERROR_FILE", "where the cause is written, as JSON, if the run fails"),
+    ("TORCHELASTIC_HEALTH_CHECK_PORT", "a port, if `--health-port` is not given"),
+    ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "seconds, if `--shutdown-timeout` is not given"),
+    ("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", "seconds, if `--exit-barrier-timeout` is not given"),
+    ("HOLDFAST_TOKEN", "the secret of the run, if `--token-file` is not given"),
+    ("HOLDFAST_ETCD_PASSWORD", "the password of etcd's user, if `password_file` is not in `--rdzv-conf`"),
+    (
+        "TORCHELASTIC_ENABLE_FILE_TIMER",
+        "1 starts a watchdog that kills workers whose timers expire; its pipe is at `TORCHELASTIC_TIMER_FILE`, or "
+        "else at a place that it chooses",
+    ),
+    (
+        "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT",
+        "seconds after which a worker in uninterruptible sleep counts as failed; unset, this is not checked",
+    ),
+    ("TORCH_ELASTIC_WORKER_IDENTICAL", "1 says that all nodes have the same role and size, to plug-in rendezvous only"),
+    ("LOGLEVEL", "how much holdfast logs if neither `-q` nor `-v` is given: `debug`, `info`, `warning` or `error`"),
+    ("NO_COLOR", "if set, holdfast's own lines are never coloured"),
+)
+
+
+def document() -> str:
+    """docs/cli.md."""
+    parts = ["# holdfast run", f"```\n{USAGE}\n```", *parser.INTRODUCTION, *_READING_RULES]
+    for group in GROUPS:
+        header = f"## {group}\n\n| option | default | environment | meaning |\n|---|---|---|---|"
+        parts.append("\n".join([header, *(_row(option) for option in OPTIONS if option.group == group)]))
+    for title, first, rows in (
+        ("Other environment variables", "variable", _OTHER_VARIABLES),
+        ("What a worker finds in its environment", "variable", _WORKER_VARIABLES),
+        ("Exit status", "status", parser.EXIT_CODES),
+    ):
+        parts.append(f"## {title}\n\n{_table(first, rows)}")
+    examples = "\n\n".join(parser.EXAMPLES)
+    parts += [f"## Examples\n\n```sh\n{examples}\n```", _page(coordinator.get_parser()), _page(stacks.get_parser())]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(first: str, rows: Sequence[tuple[str, str | None]]) -> str:
+    return "\n".join([f"| {first} | meaning |", "|---|---|", *(f"| `{name}` | {meaning} |" for name, meaning in rows)])
+
+
+def _row(option: Option) -> str:
+    default = f"`{option.default_text}`" if option.default_text else ""
+    variable = f"`{option.variable}`" if option.variable else ""
+    cells = (f"`{option.invocation}`", default, variable, option.help)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _page(command: argparse.ArgumentParser) -> str:
+    """A command whose options are declared with argparse."""
+    shown = [each for each in command._actions if each.help not in (None, argparse.SUPPRESS) and each.dest != "help"]
+    rows = [(f"{', '.join(each.option_strings)} {each.metavar or ''}".rstrip(), each.help) for each in shown]
+    epilog = (command.epilog or "").strip()
+    return f"# {command.prog}\n\n{command.description}\n\n{_table('option', rows)}\n\n```\n{epilog}\n```"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())
