@@ -184,9 +184,8 @@ def test_what_is_ours_or_has_no_name_is_left_out() -> None:
 
 def test_the_full_text_has_every_thread_of_every_process() -> None:
     child = Look(500, "S", (Thread("MainThread", OTHER, True),), how="py-spy", command="python loader.py")
-    text = full_text(
-        [WorkerLook(1, Look(101, "D", (), trouble="no luck", waits_in="nfs"), (child,), 3.2, 7), worker(0, LOCK)]
-    )
+    stuck = WorkerLook(1, Look(101, "D", (), trouble="no luck", waits_in="nfs"), (child,), 3.2, 7)
+    text = full_text(picture([stuck, worker(0, LOCK)]))
     for piece in (
         "rank 0",
         "thread loader (waiting)",

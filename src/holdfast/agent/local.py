@@ -303,7 +303,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         reason = policy.words(verdict, limits)
         logger.warning("the workers hang: %s (--%s %g s); taking their stacks", reason, verdict.bound, verdict.limit_s)
         finding = self._examine(context, reason)
-        if context.wait(0) is not None or watch.look_again(context.running()) is None:
+        if context.wait(0) is not None or watch.look(context.running(), is_again=True) is None:
             logger.warning("the workers have moved while their stacks were taken, and go on")
             return False
         self._blame(context, finding)
@@ -328,7 +328,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         seen = watch.examine(workers, reason, self._hangs)
         run_id, round = self._handler.get_run_id(), self._machine.round
         heading = f"run {run_id}, round {round}, host {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        finding = watch.tell(seen, watch.directory_of(context.destinations), heading)
+        finding = watch.tell(seen, context.destinations, heading)
         details = {"reason": reason, "odd_ranks": ",".join(map(str, finding.odd_ranks)), "stacks": finding.path}
         self._record(recording.status_event(group, "HUNG", self._restarts_used, 0, details=details))
         put_metric(f"workers.{group.spec.role}.hung", 1)
@@ -336,8 +336,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _blame(self, context: PContext, finding: Finding) -> None:
         note = f"every thread of every worker is in {finding.path}" if finding.path else ""
-        for rank, words in finding.blamed().items():
-            pid, stack = finding.pid_of(rank), finding.stack_of(rank)
+        for pid, words, stack in finding.blamed():
             context.blame_hang(pid, words, stack, note, is_waiting=not finding.is_cause_here)
 
     def _is_stuck(self, context: PContext) -> bool:
