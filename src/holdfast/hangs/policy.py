@@ -10,10 +10,9 @@ to the program, except the last:
     progress    a call of `holdfast.progress()`
 
 The signals of all running workers count together: once the other workers wait for a stuck one, or have ended, the
-whole group stands still. `cpu` is not a default: a collective that waits for a missing peer often spins, and a hung
-job would look busy. `io` is a default: collectives do not use the system calls that the kernel counts there, and a job
-that loads a checkpoint for an hour does. Background activity of a hung process (a metrics thread, a timer) stays below
-the floors `CPU_FLOOR_SHARE` and `IO_FLOOR_BYTES_A_S`, which hold for each worker.
+whole group stands still. `cpu` is not a default: a collective that waits for a missing peer often spins. `io` is:
+collectives do not use the system calls that the kernel counts there, and a job that loads a checkpoint for an hour
+does. Background activity of a hung process (a metrics thread, a timer) stays below the floors for each worker.
 
 There are three bounds. `started` is the start of the group, `moved` the last movement of any chosen signal, `matched`
 the last match. A *mark* is a match or a call of `holdfast.progress()`: it shows that the start phase is over.
@@ -35,16 +34,13 @@ The user gets one warning.
 Errors of observation must not end a healthy job:
 
 * Sampled signals (`io`, `cpu`, files that workers write themselves) are read `LOOKS_A_BOUND` times within the shortest
-  bound, and once more before a verdict.
+  bound, and once more before a verdict. A counter that cannot be read counts as moving.
 * A look that comes much later than it was due means that the agent was frozen (SIGSTOP, a suspended virtual machine),
   and with it the output of its workers: all bounds restart.
 * While the agent's own output is blocked (Ctrl-S, a pipe without a reader), workers that write must wait: the bounds
   count from the end of the blockage.
-* A counter that cannot be read counts as moving.
 * After a verdict the agent takes stacks and asks again; a group that has moved meanwhile continues. The cost of writing
   its own stacks does not count as movement of a worker: otherwise no hang would be acted on without py-spy.
-
-The shell (`hangs/watch.py`) looks at `next_deadline` and passes what it saw to `step`.
 """
 
 from __future__ import annotations
@@ -130,10 +126,16 @@ class HangPolicy:
         for bound, limit_s in self.limits.items():
             if not 0 < limit_s < float("inf"):
                 yield f"--{bound} {limit_s:g} is not a time above 0"
-        if self.pattern:
-            yield from self._pattern_problems()
-        elif self.progress_every_s is not None:
+        pattern = f"--progress-pattern {self.quoted_pattern}"
+        if not self.pattern and self.progress_every_s is not None:
             yield "--progress-every says how often --progress-pattern should match, and no pattern is given"
+        if self.pattern and not self.limits:
+            yield f"{pattern} has no effect without --progress-every or --hang-timeout"
+        try:
+            if self.pattern and re.compile(self.pattern).search("") is not None:
+                yield f"{pattern} matches every line, also an empty one"
+        except (re.error, RecursionError, OverflowError) as error:
+            yield f"{pattern} is not a regular expression: {error}"
         if self.signals is None:
             return
         names = ",".join(sorted(self.signals))
@@ -143,16 +145,6 @@ class HangPolicy:
             yield "--progress-signals names no signal"
         if Signal.PATTERN in self.signals and not self.pattern:
             yield f"--progress-signals {names} has pattern, and no --progress-pattern is given"
-
-    def _pattern_problems(self) -> Iterator[str]:
-        option = f"--progress-pattern {self.quoted_pattern}"
-        if not self.is_on:
-            yield f"{option} has no effect without --progress-every or --hang-timeout"
-        try:
-            if re.compile(self.pattern).search("") is not None:
-                yield f"{option} matches every line, also an empty one"
-        except (re.error, RecursionError, OverflowError) as error:
-            yield f"{option} is not a regular expression: {error}"
 
 
 def parse_signals(text: str) -> frozenset[Signal]:
@@ -213,7 +205,9 @@ class HangMachine:
         """
         is_late = not is_again and now - self.next_deadline() > max(_LATE_S, _LATE_SHARE * self._shortest_s)
         # Workers stand still while their stacks are taken, so a movement since the verdict counts as one of now.
-        if is_blind or is_late or (is_again and self._has_moved_since_verdict(moved_at)):
+        counted = {Signal.PATTERN} if self._broken is Bound.CADENCE else self.policy.chosen
+        has_moved = any(at > self._looked_at for signal, at in moved_at.items() if signal in counted)
+        if is_blind or is_late or (is_again and has_moved):
             self._counts_from = now
         self._looked_at = now
         for signal, at in moved_at.items():
@@ -225,12 +219,11 @@ class HangMachine:
         for at, bound, limit_s in self._bounds()[:1]:
             if at <= now:
                 self._broken = bound
-                found.append(self._verdict(bound, limit_s, now))
+                last = self._moved_at[Signal.PATTERN] if bound is Bound.CADENCE else self._last_movement()
+                silent_s = now - (self._started_at if last is None else last)
+                moved_ago_s = {signal: now - moved for signal, moved in self._moved_at.items()}
+                found.append(Verdict(bound, limit_s, silent_s, moved_ago_s))
         return found
-
-    def _has_moved_since_verdict(self, moved_at: Mapping[Signal, float]) -> bool:
-        counted = {Signal.PATTERN} if self._broken is Bound.CADENCE else self.policy.chosen
-        return any(at > self._looked_at for signal, at in moved_at.items() if signal in counted)
 
     def _bounds(self) -> list[tuple[float, Bound, float]]:
         """The time at which each bound that applies now breaks if nothing moves; the earliest comes first."""
@@ -256,11 +249,6 @@ class HangMachine:
 
     def _last_movement(self) -> float | None:
         return max((at for signal, at in self._moved_at.items() if signal in self.policy.chosen), default=None)
-
-    def _verdict(self, bound: Bound, limit_s: float, now: float) -> Verdict:
-        last = self._moved_at[Signal.PATTERN] if bound is Bound.CADENCE else self._last_movement()
-        silent_s = now - (self._started_at if last is None else last)
-        return Verdict(bound, limit_s, silent_s, {signal: now - at for signal, at in self._moved_at.items()})
 
     def _warnings(self, now: float) -> Iterator[str]:
         """Once, when the longest bound has passed without a match."""
@@ -290,20 +278,14 @@ def words(verdict: Verdict, policy: HangPolicy) -> str:
     if verdict.bound is Bound.CADENCE:
         expected = f"one was expected every {verdict.limit_s:g} s"
         return f"no line has matched {policy.quoted_pattern} for {silent}, and {expected}"
-    *most, last = (_NAMES[signal] for signal in _missed(verdict, policy))
+    chosen = [signal for signal in Signal if signal in policy.chosen]
+    # Some signals add nothing: lines are output, and not every job calls progress().
+    redundant = {Signal.PATTERN} if Signal.OUTPUT in chosen or not policy.pattern else set()
+    if Signal.PROGRESS not in verdict.moved_ago_s and len(chosen) > 1:
+        redundant.add(Signal.PROGRESS)
+    *most, last = (_NAMES[each] for each in [signal for signal in chosen if signal not in redundant] or chosen)
     missed = f"{', '.join(most)} or {last}" if most else last
     if verdict.bound is not Bound.START:
         return f"no {missed} for {silent}"
     has_moved = any(signal in policy.chosen for signal in verdict.moved_ago_s)
     return f"no {missed} for {silent}, in the start phase" if has_moved else f"no {missed} since the start {silent} ago"
-
-
-def _missed(verdict: Verdict, policy: HangPolicy) -> list[Signal]:
-    """The chosen signals, without those that add nothing: lines are output, and not every job calls progress()."""
-    chosen = [signal for signal in Signal if signal in policy.chosen]
-    redundant = set()
-    if Signal.OUTPUT in chosen or not policy.pattern:
-        redundant.add(Signal.PATTERN)
-    if Signal.PROGRESS not in verdict.moved_ago_s and len(chosen) > 1:
-        redundant.add(Signal.PROGRESS)
-    return [signal for signal in chosen if signal not in redundant] or chosen
