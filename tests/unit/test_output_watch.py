@@ -69,7 +69,7 @@ def test_a_pattern_that_takes_too_long_is_given_up(
 def test_a_mistake_in_the_search_does_not_reach_the_pump(caplog: pytest.LogCaptureFixture) -> None:
     watch = OutputWatch("step")
     stream = watch.stream(0)
-    stream._matcher = object()  # type: ignore[assignment]
+    stream._line = object()  # type: ignore[assignment]
     stream.saw(b"step 1\n", 0.0)
     assert "searching for it failed" in caplog.text
 
