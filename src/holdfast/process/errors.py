@@ -62,9 +62,9 @@ class ProcessFailure:
         hang = self.evidence.hang if self.evidence else ""
         self.timestamp = int(time.time())
         data = None if hang or self.node else self._read_error_file()
-        evidence = self.evidence or Evidence()
-        if data is None and not (self.node and self.error_file and not hang):
+        if data is None and (hang or not self.node or not self.error_file):
             self.error_file = NOT_AVAILABLE
+        evidence = self.evidence or Evidence()
         if hang:  # An error from the time when the worker was stopped is not the cause.
             data = {"message": {"message": f"hung: {hang}", "extraInfo": {"timestamp": str(self.timestamp)}}}
         elif data is None and evidence.error is not None and _has_message(evidence.error):
@@ -75,24 +75,21 @@ class ProcessFailure:
             self.timestamp = self.timestamp if timestamp is None else timestamp
             return
         self.error_file_data = {"message": _NO_MESSAGE}
-        if self.exitcode >= 0:
-            traits = {"category": "system_terminated_error", "retryability": "False"}
-            self.error_file_data["errorTraits"] = traits
-            silent = TRACEBACK_HINT if is_hint_due else f"exited with code {self.exitcode} and no error message"
-            self.message = evidence.memory or report.last_line(evidence.stderr_tail).strip() or silent
-        else:
+        if self.exitcode < 0:
             ended = f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"
             self.message = f"{ended}: {evidence.memory}" if evidence.memory else ended
+            return
+        self.error_file_data["errorTraits"] = {"category": "system_terminated_error", "retryability": "False"}
+        silent = TRACEBACK_HINT if is_hint_due else f"exited with code {self.exitcode} and no error message"
+        self.message = evidence.memory or report.last_line(evidence.stderr_tail).strip() or silent
 
     @classmethod
     def on_another_node(cls, node: str, exitcode: int, text: str, sent: str) -> ProcessFailure:
         """A failure that another node has sent; `text` is its cause line, for a node that sent no more than that."""
-        far = wire_evidence.decode(sent)
-        if far is None:
-            note = f"node {node} did not send its evidence of this failure"
-            error = {"message": {"message": text}}
-            return cls(-1, 0, exitcode, "", Evidence(error=error, note=note), node=node)
-        return cls(far.local_rank, far.pid, exitcode, far.error_file, far.evidence, node=node)
+        note = f"node {node} did not send its evidence of this failure"
+        known_by_text = (-1, 0, "", Evidence(error={"message": {"message": text}}, note=note))
+        local_rank, pid, error_file, evidence = wire_evidence.decode(sent) or known_by_text
+        return cls(local_rank, pid, exitcode, error_file, evidence, node=node)
 
     def encoded(self) -> str:
         """The failure with its evidence, for the other nodes of the run."""
