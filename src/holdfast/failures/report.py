@@ -204,37 +204,23 @@ def last_line(text: str) -> str:
     return next((line for line in reversed(_lines(text)) if line.strip()), "")
 
 
-def error_text(data: Mapping[str, Any]) -> str:
-    """`<type>: <message>` of an error file in either layout."""
-    message = data.get("message")
-    if isinstance(message, Mapping):
-        message = message.get("message")
-    return message if isinstance(message, str) else ""
+def read_error(data: Mapping[str, Any]) -> tuple[str, str, int | None]:
+    """`<type>: <message>`, the traceback and the time stamp in whole seconds, of an error file in either layout.
 
-
-def error_callstack(data: Mapping[str, Any]) -> str:
-    """The traceback of an error file; empty if it has none."""
-    callstack = _extra(data).get("py_callstack")
-    return callstack if isinstance(callstack, str) else ""
-
-
-def error_timestamp(data: Mapping[str, Any]) -> int | None:
-    """The time stamp of an error file in whole seconds; None if it has no valid one.
-
-    In the flat layout, `{"message": <text>, "timestamp": ...}`, a missing time stamp means 0.
+    Empty or None for what is missing or invalid. In the flat layout, `{"message": <text>, "timestamp": ...}`, a missing
+    time stamp means 0.
     """
-    is_flat = not isinstance(data.get("message"), Mapping)
-    value = data.get("timestamp", 0) if is_flat else _extra(data).get("timestamp")
+    message: Any = data.get("message")
+    text, callstack, stamp = message, None, data.get("timestamp", 0)
+    if isinstance(message, Mapping):
+        extra: Any = message.get("extraInfo")
+        extra = extra if isinstance(extra, Mapping) else {}
+        text, callstack, stamp = message.get("message"), extra.get("py_callstack"), extra.get("timestamp")
     try:
-        return int(value)  # type: ignore[arg-type]  # any JSON value; int() checks it
+        timestamp = int(stamp)
     except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _extra(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    message = data.get("message")
-    extra = message.get("extraInfo") if isinstance(message, Mapping) else None
-    return extra if isinstance(extra, Mapping) else {}
+        timestamp = None
+    return text if isinstance(text, str) else "", callstack if isinstance(callstack, str) else "", timestamp
 
 
 def failure_block(index: int, fields: Mapping[str, str], evidence: Evidence) -> str:

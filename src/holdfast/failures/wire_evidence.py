@@ -19,15 +19,16 @@ _TEXTS = ("stack", "stderr_tail", "memory", "note", "hang")
 
 
 def encode(local_rank: int, pid: int, error_file: str, error: Mapping[str, Any], evidence: Evidence) -> str:
+    message, callstack, timestamp = report.read_error(error)
     for limit in (1 << 15, 1 << 13, 1 << 11, 1 << 9, 0):
         text = json.dumps(
             {
                 "local_rank": local_rank,
                 "pid": pid,
                 "error_file": _cut(error_file, limit),
-                "message": _cut(report.error_text(error), limit),
-                "callstack": _cut(report.error_callstack(error), limit),
-                "timestamp": report.error_timestamp(error),
+                "message": _cut(message, limit),
+                "callstack": _cut(callstack, limit),
+                "timestamp": timestamp,
                 "is_waiting": evidence.is_waiting,
                 **{name: _cut(getattr(evidence, name), limit) for name in _TEXTS},
             }

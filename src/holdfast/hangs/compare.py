@@ -12,7 +12,7 @@ the lower step. Groups that tie are equally odd; if all groups tie, none is odd.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from holdfast.failures.report import ranks_text, shorten
 from holdfast.frozen import frozen
@@ -148,6 +148,17 @@ class Picture:
     def is_all_in_collective(self) -> bool:
         """Whether all workers of this node wait for peers on other nodes."""
         return bool(self.groups) and all(group.first.is_in_collective for group in self.groups)
+
+    @property
+    def is_cause_here(self) -> bool:
+        """Whether a worker of this node stands out, or at least one does not wait for a peer."""
+        return bool(self.odd) or not self.is_all_in_collective
+
+    def blamed(self, reason: str) -> Iterator[tuple[int, str, str]]:
+        """Pid, cause in words and stack: of every odd worker, or of one if none is odd."""
+        for look in [look for group in self.odd for look in group.looks] or [self.groups[0].first]:
+            stack = "\n".join(stack_lines(look.main, full_paths=True, is_short=True))
+            yield look.leader.pid, f"{reason}; {found(self, look.rank)}", stack
 
 
 def picture(looks: Iterable[WorkerLook]) -> Picture:

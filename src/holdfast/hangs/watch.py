@@ -2,8 +2,7 @@
 
 `HangWatch` collects the signals: output from the pump and the log files (`process/output/watch.py`), calls of
 `holdfast.progress()` from the board (`progress_board.py`), and the kernel's counters of the workers' process trees.
-`examine` takes the stacks of all workers. Its `Finding` says which ranks to blame and in which words; `tell` logs it
-and writes a file.
+`examine` takes the stacks of all workers and compares them; `tell` logs the result and writes a file.
 
 An error in this module disables the watch, or loses the stacks, but never ends the job.
 """
@@ -18,7 +17,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from holdfast import loop, procfs, progress_board, signals
-from holdfast.frozen import changed, frozen
 from holdfast.hangs import compare, policy, stacks
 from holdfast.hangs.compare import Look, Picture, WorkerLook
 from holdfast.hangs.policy import HangMachine, HangPolicy, Signal, Verdict
@@ -152,39 +150,7 @@ class HangWatch:
         return None if written_at is None else time.monotonic() - written_at
 
 
-@frozen
-class Finding:
-    """The result of an examination; `reason` is why it was made, `path` the file with all stacks."""
-
-    picture: Picture
-    reason: str
-    path: str = ""
-
-    @property
-    def is_cause_here(self) -> bool:
-        """Whether a worker of this node stands out, or at least one does not wait for a peer."""
-        return bool(self.picture.odd) or not self.picture.is_all_in_collective
-
-    @property
-    def odd_ranks(self) -> list[int]:
-        return [rank for group in self.picture.odd for rank in group.ranks]
-
-    def blamed(self) -> list[tuple[int, str, str]]:
-        """Pid, cause in words and stack: of every odd worker, or of one if none is odd."""
-        odd = [look for group in self.picture.odd for look in group.looks]
-        return [
-            (
-                look.leader.pid,
-                f"{self.reason}; {compare.found(self.picture, look.rank)}",
-                "\n".join(compare.stack_lines(look.main, full_paths=True, is_short=True)),
-            )
-            for look in odd or [self.picture.groups[0].first]
-        ]
-
-
-def examine(
-    workers: Mapping[int, tuple[int, int]], reason: str, watch: HangWatch | None = None, *, native: bool = True
-) -> Finding:
+def examine(workers: Mapping[int, tuple[int, int]], watch: HangWatch | None = None, *, native: bool = True) -> Picture:
     """Take the stacks of these workers: local rank -> global rank and pid. A signal to the agent cuts it short."""
     trees = {pid: procfs.descendants_of(pid)[:_CHILDREN_LIMIT] for _, pid in workers.values()}
     found = _look_at_all([*trees, *itertools.chain(*trees.values())], native)
@@ -194,7 +160,7 @@ def examine(
         others = tuple(found[each] for each in trees[pid] if found[each].threads)
         known = (watch.quiet_s(local_rank), watch.progress_of(local_rank)[1]) if watch is not None else (None, None)
         looks.append(WorkerLook(rank, found[pid], others, *known))
-    return Finding(compare.picture(looks), reason)
+    return compare.picture(looks)
 
 
 def _look_at_all(pids: Iterable[int], native: bool) -> dict[int, Look]:
@@ -208,28 +174,27 @@ def _look_at_all(pids: Iterable[int], native: bool) -> dict[int, Look]:
     return dumps.finish(stacks.late)
 
 
-def tell(finding: Finding, destinations: LogsDest, heading: str) -> Finding:
-    """Log the groups and write everything into a file beside the logs of this attempt."""
+def tell(picture: Picture, destinations: LogsDest, heading: str) -> str:
+    """Log the groups and write everything into a file beside the logs of this attempt. Returns its path, if any."""
     paths = (destinations.filtered_stdout, destinations.filtered_stderr, *destinations.error_files.values())
     kept = (os.path.dirname(path) for path in paths if path and path != os.devnull)
     directory = next(filter(os.path.isdir, kept), "")
     path, trouble = "", "nothing is kept under /dev/null"
     if directory:
         try:
-            path = write_file(finding, directory, heading)
+            path = write_file(picture, directory, heading)
         except OSError as error:
             trouble = f"{error.strerror} ({directory})"
     where = f"every thread of every worker: {path}" if path else f"the stacks are in no file: {trouble}"
     # Without a file, the log is the only place for the stacks.
-    shown = compare.summary(finding.picture) if path else compare.full_text(finding.picture)
+    shown = compare.summary(picture) if path else compare.full_text(picture)
     logger.warning("%s\n%s", shown, where)
-    return changed(finding, path=path)
+    return path
 
 
-def write_file(finding: Finding, directory: str, heading: str) -> str:
+def write_file(picture: Picture, directory: str, heading: str) -> str:
     """Write `stacks.txt` in that directory, or `stacks_1.txt` and so on if it exists."""
-    summary = compare.summary(finding.picture, is_short=False)
-    text = "\n\n".join([f"{heading}\n{finding.reason}", summary, compare.full_text(finding.picture)])
+    text = "\n\n".join([heading, compare.summary(picture, is_short=False), compare.full_text(picture)])
     path = os.path.join(directory, "stacks.txt")
     for number in itertools.count(1):
         try:

@@ -71,7 +71,7 @@ class ProcessFailure:
             data = dict(evidence.error)
         if data is not None:
             self.error_file_data, self.message = data, data["message"]
-            timestamp = report.error_timestamp(data)
+            _, _, timestamp = report.read_error(data)
             self.timestamp = self.timestamp if timestamp is None else timestamp
             return
         self.error_file_data = {"message": _NO_MESSAGE}
@@ -108,15 +108,15 @@ class ProcessFailure:
 
     def facts(self) -> FailureFacts:
         """For the ranking of failures and the cause line."""
-        text, evidence = report.error_text(self._error()), self.evidence or Evidence()
-        return FailureFacts(self.exitcode, text, self.order, self.timestamp, self.pid, evidence)
+        text, _, _ = report.read_error(self._error())
+        return FailureFacts(self.exitcode, text, self.order, self.timestamp, self.pid, self.evidence or Evidence())
 
     def traceback_text(self) -> str:
         """The traceback if the worker left one, else its message."""
         if isinstance(self.message, str):
             return self.message or NOT_AVAILABLE
-        data = self.error_file_data
-        return report.error_callstack(data) or report.error_text(data) or NOT_AVAILABLE
+        text, callstack, _ = report.read_error(self.error_file_data)
+        return callstack or text or NOT_AVAILABLE
 
     def _read_error_file(self) -> dict[str, Any] | None:
         # `/dev/null` and other devices mean that there is no file.

@@ -332,8 +332,8 @@ class Pump:
             left -= count
 
     def _pass_on(self, stream: Stream, data: bytes) -> None:
-        if stream.file_fd is not None:
-            self._write_file(stream, data)
+        if stream.file_fd is not None and self._ends(f"{stream.label}: the log file", stream.file_fd, data):
+            stream.close_file()
         if stream.tail is not None:
             stream.tail.feed(data)
         if stream.console_fd is not None and stream.prefixer is None:
@@ -345,8 +345,11 @@ class Pump:
                 self._bound_held()
 
     def _write_lines(self, stream: Stream, text: bytes, *, is_last: bool = False) -> None:
-        if stream.filter is not None:
-            self._write_filtered(stream, stream.filter.pick(text))
+        filtered_fd = stream.filtered_fd
+        if stream.filter is not None and filtered_fd is not None and filtered_fd not in self._dead_outlets:
+            lines = stream.filter.pick(text)
+            if lines and self._ends("the filtered log file", filtered_fd, lines):
+                self._dead_outlets.add(filtered_fd)  # For all streams.
         if stream.console_fd is not None and stream.prefixer is not None:
             self._write_console(stream.console_fd, stream.prefixer.end(text) if is_last else stream.prefixer.add(text))
 
@@ -377,24 +380,14 @@ class Pump:
         _close_quietly(stream.read_fd)
         stream.close_file()
 
-    def _write_file(self, stream: Stream, data: bytes) -> None:
-        assert stream.file_fd is not None
+    def _ends(self, what: str, fd: int, data: bytes) -> bool:
+        """Write to a file. True, after a warning, if it takes no more."""
         try:
-            _write_all(stream.file_fd, data)
+            _write_all(fd, data)
         except OSError as error:
-            path = _path_of(stream.file_fd)
-            stream.close_file()
-            self._warn_once(f"{stream.label}: the log file {path} ends here: {error.strerror}")
-
-    def _write_filtered(self, stream: Stream, lines: bytes) -> None:
-        if not lines or stream.filtered_fd is None or stream.filtered_fd in self._dead_outlets:
-            return
-        try:
-            _write_all(stream.filtered_fd, lines)
-        except OSError as error:
-            # One file takes lines of many streams; it ends for all of them.
-            self._dead_outlets.add(stream.filtered_fd)
-            self._warn_once(f"the filtered log file {_path_of(stream.filtered_fd)} ends here: {error.strerror}")
+            self._warn_once(f"{what} {_path_of(fd)} ends here: {error.strerror}")
+            return True
+        return False
 
     def _write_console(self, fd: int | TextIO, data: bytes) -> None:
         view, start = memoryview(data), 0
