@@ -28,6 +28,7 @@ __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_hand
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 TRACEBACK_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 _NO_MESSAGE = "<NONE>"
+_NOT_SOUGHT = Evidence()
 _ERROR_FILE_LIMIT_BYTES = 16 * 1024 * 1024
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class ProcessFailure:
     pid: int
     exitcode: int
     error_file: str
-    evidence: Evidence | None = None
+    evidence: Evidence = _NOT_SOUGHT
     order: int | None = None  # The position in which the spawner reaped this failure.
     node: str = ""  # The host, if that is another node. The error file is there, too.
     error_file_data: dict[str, Any] = field(init=False)
@@ -58,13 +59,12 @@ class ProcessFailure:
 
     def __post_init__(self) -> None:
         # The hint about decorators is for failures of which only the exit code is known.
-        is_hint_due = self.evidence is None
-        hang = self.evidence.hang if self.evidence else ""
+        is_hint_due, hang = self.evidence is _NOT_SOUGHT, self.evidence.hang
         self.timestamp = int(time.time())
         data = None if hang or self.node else self._read_error_file()
         if data is None and (hang or not self.node or not self.error_file):
             self.error_file = NOT_AVAILABLE
-        evidence = self.evidence or Evidence()
+        evidence = self.evidence
         if hang:  # An error from the time when the worker was stopped is not the cause.
             data = {"message": {"message": f"hung: {hang}", "extraInfo": {"timestamp": str(self.timestamp)}}}
         elif data is None and evidence.error is not None and _has_message(evidence.error):
@@ -93,8 +93,7 @@ class ProcessFailure:
 
     def encoded(self) -> str:
         """The failure with its evidence, for the other nodes of the run."""
-        evidence = self.evidence or Evidence()
-        return wire_evidence.encode(self.local_rank, self.pid, self.error_file, self._error(), evidence)
+        return wire_evidence.encode(self.local_rank, self.pid, self.error_file, self._error(), self.evidence)
 
     def signal_name(self) -> str:
         return report.signal_name(self.exitcode) or NOT_AVAILABLE
@@ -109,7 +108,7 @@ class ProcessFailure:
     def facts(self) -> FailureFacts:
         """For the ranking of failures and the cause line."""
         text, _, _ = report.read_error(self._error())
-        return FailureFacts(self.exitcode, text, self.order, self.timestamp, self.pid, self.evidence or Evidence())
+        return FailureFacts(self.exitcode, text, self.order, self.timestamp, self.pid, self.evidence)
 
     def traceback_text(self) -> str:
         """The traceback if the worker left one, else its message."""
@@ -126,10 +125,8 @@ class ProcessFailure:
             return _load_error_file(self.error_file)
         except (OSError, ValueError, RecursionError) as e:
             _warn_unreadable(self.error_file, self.pid, str(e))
-            evidence = self.evidence or Evidence()
-            notes = [evidence.note] if evidence.note else []
-            note = "; ".join([*notes, f"its error file {self.error_file} is unreadable: {e}"])
-            self.evidence = replace(evidence, note=note)
+            notes = [self.evidence.note, f"its error file {self.error_file} is unreadable: {e}"]
+            self.evidence = replace(self.evidence, note="; ".join(filter(None, notes)))
             return None
 
     def _error(self) -> dict[str, Any]:
@@ -187,9 +184,9 @@ class ChildFailedError(Exception):
 
     def _block(self, rank: int) -> str:
         failure, index = self.failures[rank], list(self.failures).index(rank)
-        evidence, name = failure.evidence or Evidence(), report.signal_name(failure.exitcode)
+        name = report.signal_name(failure.exitcode)
         # A hung worker did not end by itself, so 0 is not its exit code.
-        exitcode = "none, it hung" if evidence.hang and failure.exitcode == 0 else str(failure.exitcode)
+        exitcode = "none, it hung" if failure.evidence.hang and failure.exitcode == 0 else str(failure.exitcode)
         pid = [f"(pid: {failure.pid})"] if failure.pid > 0 or not failure.node else []
         fields = {
             "time": failure.timestamp_isoformat(),
@@ -200,7 +197,7 @@ class ChildFailedError(Exception):
             "error_file": failure.error_file,
             "traceback": failure.traceback_text(),
         }
-        return report.failure_block(index, fields, evidence)
+        return report.failure_block(index, fields, failure.evidence)
 
 
 class ErrorHandler:
@@ -320,8 +317,8 @@ def _write_root_cause(handler: ErrorHandler, error: ChildFailedError) -> None:
         return
     data = copy.deepcopy(failure.error_file_data)
     if not failure.facts().text:
-        stack = failure.evidence.stack if failure.evidence else ""
-        details = {"py_callstack": stack or failure.traceback_text(), "timestamp": str(failure.timestamp)}
+        callstack = failure.evidence.stack or failure.traceback_text()
+        details = {"py_callstack": callstack, "timestamp": str(failure.timestamp)}
         data = {"message": {"message": error.cause(), "extraInfo": details}}
     handler.dump_error_data(f"the evidence of rank {rank}", data, failure.exitcode)
 
