@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -134,7 +135,7 @@ def test_what_a_tree_uses_is_counted_also_below_the_leader(what: str) -> None:
         meter = UsageMeter([Signal(what)])
 
         def used() -> float:
-            return meter.read([shell.pid])[shell.pid][Signal(what)] or 0.0
+            return meter.read([shell.pid])[shell.pid][Signal(what)]
 
         used()
         wait_until(lambda: used() > 0, f"its {what} counts")
@@ -153,4 +154,4 @@ def test_a_process_that_is_gone_has_used_nothing_more() -> None:
 
 def test_counters_that_may_not_be_read_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(procfs, "_read", lambda path: None)
-    assert UsageMeter(Signal).read([os.getpid()]) == {os.getpid(): {Signal.CPU: None, Signal.IO: None}}
+    assert UsageMeter(Signal).read([os.getpid()]) == {os.getpid(): {Signal.CPU: math.inf, Signal.IO: math.inf}}

@@ -156,13 +156,13 @@ def parse_signals(text: str) -> frozenset[Signal]:
     return frozenset(map(Signal, names))
 
 
-def moved(used: Mapping[Signal, float | None], elapsed_s: float, *, has_dumped: bool = False) -> set[Signal]:
-    """The counters that show that one worker works. None is unknown; `has_dumped`: it may have written its stacks."""
+def moved(used: Mapping[Signal, float], elapsed_s: float, *, has_dumped: bool = False) -> set[Signal]:
+    """The counters that show that one worker works; `has_dumped`: it may have written its stacks."""
     floors = {
         Signal.CPU: CPU_FLOOR_SHARE * elapsed_s + DUMP_CPU_S * has_dumped,
         Signal.IO: IO_FLOOR_BYTES_A_S * elapsed_s + DUMP_BYTES * has_dumped,
     }
-    return {signal for signal, amount in used.items() if amount is None or amount > floors[signal]}
+    return {signal for signal, amount in used.items() if amount > floors[signal]}
 
 
 @frozen

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -41,19 +42,15 @@ class UsageMeter:
         self.counters = {signal: counters[signal] for signal in chosen if signal in counters}
         self._last: dict[tuple[int, Signal], float | None] = {}
 
-    def read(self, leaders: Iterable[int]) -> dict[int, dict[Signal, float | None]]:
-        """By the pid of the leader: the use since the last reading, None if a process of the tree cannot be read."""
+    def read(self, leaders: Iterable[int]) -> dict[int, dict[Signal, float]]:
+        """By the leader's pid: the use since the last reading, infinite if a process of the tree cannot be read."""
         before, self._last = self._last, {}
-        used: dict[int, dict[Signal, float | None]] = {leader: dict.fromkeys(self.counters, 0.0) for leader in leaders}
+        used = {leader: dict.fromkeys(self.counters, 0.0) for leader in leaders}
         for leader, sums in used.items():
             for pid in (leader, *procfs.descendants_of(leader)):
                 for signal, read in self.counters.items():
-                    now, total = read(pid), sums[signal]
-                    self._last[pid, signal] = now
-                    if now is None or total is None:
-                        sums[signal] = None
-                    else:
-                        sums[signal] = total + max(0.0, now - (before.get((pid, signal)) or 0.0))
+                    now = self._last[pid, signal] = read(pid)
+                    sums[signal] += math.inf if now is None else max(0.0, now - (before.get((pid, signal)) or 0.0))
         return used
 
 
@@ -131,7 +128,7 @@ class HangWatch:
         for leader, used in self._meter.read(leaders).items():
             moved = policy.moved(used, now - self._usage_at, has_dumped=has_dumped)
             self._counters_moved_at.update(dict.fromkeys(moved, now))
-            for signal in {signal for signal, amount in used.items() if amount is None} - self._unreadable:
+            for signal in {signal for signal, amount in used.items() if amount == math.inf} - self._unreadable:
                 self._unreadable.add(signal)
                 logger.warning("the %s counters of worker %d cannot be read, so they count as moving", signal, leader)
         self._usage_at = now
