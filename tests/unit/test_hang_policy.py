@@ -91,6 +91,11 @@ TABLE: dict[str, tuple[dict[str, Any], dict[Signal, float], tuple[float, Bound] 
         {OUTPUT: 7, PROGRESS: 40},
         (50, Bound.SILENCE),
     ),
+    "a call that was not chosen, and nothing that was": (
+        {**BOTH, "signals": frozenset({OUTPUT})},
+        {PROGRESS: 7},
+        (60, Bound.START),
+    ),
     "an eager bound for the beginning": (EAGER, {}, (10, Bound.START)),
     "which has been met": (EAGER, {OUTPUT: 7}, (67, Bound.SILENCE)),
     "only the beginning is bounded": ({"start_timeout_s": 10.0}, {OUTPUT: 7}, None),
@@ -338,7 +343,7 @@ def test_signals_by_name() -> None:
 )
 def test_words(settings: dict[str, Any], bound: Bound, moved_ago: dict[Signal, float], expected: str) -> None:
     policy = HangPolicy(**settings)
-    assert words(Verdict(bound, 60.0, 600.0, moved_ago), policy) == expected
+    assert words(Verdict(bound, 60.0, 600.0, frozenset(moved_ago)), policy) == expected
 
 
 def test_a_movement_while_stacks_are_taken_counts_however_long_that_takes() -> None:

@@ -167,12 +167,12 @@ def moved(used: Mapping[Signal, float], elapsed_s: float, *, has_dumped: bool = 
 
 @frozen
 class Verdict:
-    """The group is hung: which bound it broke, for how long it was silent, and how long ago each signal moved."""
+    """The group is hung: which bound it broke, for how long it was silent, and which signals have ever moved."""
 
     bound: Bound
     limit_s: float
     silent_s: float
-    moved_ago_s: Mapping[Signal, float]
+    moved: frozenset[Signal]
 
 
 class HangMachine:
@@ -221,8 +221,7 @@ class HangMachine:
                 self._broken = bound
                 last = self._moved_at[Signal.PATTERN] if bound is Bound.CADENCE else self._last_movement()
                 silent_s = now - (self._started_at if last is None else last)
-                moved_ago_s = {signal: now - moved for signal, moved in self._moved_at.items()}
-                found.append(Verdict(bound, limit_s, silent_s, moved_ago_s))
+                found.append(Verdict(bound, limit_s, silent_s, frozenset(self._moved_at)))
         return found
 
     def _bounds(self) -> list[tuple[float, Bound, float]]:
@@ -230,8 +229,9 @@ class HangMachine:
         start_s, hang_s, every_s = self.policy.start_timeout_s, self.policy.hang_timeout_s, self.policy.progress_every_s
         moved_at, matched_at = self._last_movement(), self._moved_at.get(Signal.PATTERN)
         counts_from = max(moved_at or 0.0, self._counts_from)
+        has_begun = self._marked_at is not None or Signal.OUTPUT in self.policy.chosen & self._moved_at.keys()
         found = []
-        if start_s is not None and (moved_at is None or self._is_starting(moved_at, start_s)):
+        if start_s is not None and (moved_at is None or (not has_begun and moved_at <= self._started_at + start_s)):
             found.append((counts_from + start_s, Bound.START, start_s))
         if hang_s is not None and (moved_at is not None or start_s is None):
             at = counts_from + hang_s
@@ -242,10 +242,6 @@ class HangMachine:
         if every_s is not None and matched_at is not None:
             found.append((max(matched_at, self._counts_from) + every_s, Bound.CADENCE, every_s))
         return sorted(found, key=lambda each: each[0])
-
-    def _is_starting(self, moved_at: float, start_s: float) -> bool:
-        has_written = Signal.OUTPUT in self._moved_at and Signal.OUTPUT in self.policy.chosen
-        return not has_written and self._marked_at is None and moved_at <= self._started_at + start_s
 
     def _last_movement(self) -> float | None:
         return max((at for signal, at in self._moved_at.items() if signal in self.policy.chosen), default=None)
@@ -281,11 +277,12 @@ def words(verdict: Verdict, policy: HangPolicy) -> str:
     chosen = [signal for signal in Signal if signal in policy.chosen]
     # Some signals add nothing: lines are output, and not every job calls progress().
     redundant = {Signal.PATTERN} if Signal.OUTPUT in chosen or not policy.pattern else set()
-    if Signal.PROGRESS not in verdict.moved_ago_s and len(chosen) > 1:
+    if Signal.PROGRESS not in verdict.moved and len(chosen) > 1:
         redundant.add(Signal.PROGRESS)
     *most, last = (_NAMES[each] for each in [signal for signal in chosen if signal not in redundant] or chosen)
     missed = f"{', '.join(most)} or {last}" if most else last
     if verdict.bound is not Bound.START:
         return f"no {missed} for {silent}"
-    has_moved = any(signal in policy.chosen for signal in verdict.moved_ago_s)
-    return f"no {missed} for {silent}, in the start phase" if has_moved else f"no {missed} since the start {silent} ago"
+    if verdict.moved & policy.chosen:
+        return f"no {missed} for {silent}, in the start phase"
+    return f"no {missed} since the start {silent} ago"
