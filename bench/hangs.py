@@ -101,7 +101,7 @@ sys.path.insert(0, {source!r})
 from holdfast.hangs import watch
 workers = {{index: (index, pid) for index, pid in enumerate(json.loads(sys.argv[1]))}}
 began = time.perf_counter()
-finding = watch.examine(workers, "measured", native={native})
+watch.examine(workers, native={native})
 print(time.perf_counter() - began)
 """
 

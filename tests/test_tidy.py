@@ -49,7 +49,7 @@ PURE = {
     "agent/ranks.py": {"holdfast.agent.model"},
     "agent/environment.py": {"holdfast.agent.model", "holdfast.errors", "holdfast.frozen"},
     "failures/report.py": set(),
-    "failures/wire_evidence.py": {"holdfast.failures.report", "holdfast.frozen"},
+    "failures/wire_evidence.py": {"holdfast.failures.report"},
     "hangs/policy.py": {"holdfast.errors", "holdfast.frozen"},
     "hangs/compare.py": {"holdfast.failures.report", "holdfast.frozen"},
     "process/output/lines.py": set(),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import HostError, UserError
-from holdfast.hangs import stacks, watch
+from holdfast.hangs import compare, stacks, watch
 from holdfast.hangs.policy import HangPolicy, Signal
 from holdfast.launcher import LaunchConfig, elastic_launch
 from holdfast.process import DefaultLogsSpecs
@@ -190,7 +190,7 @@ def test_a_group_that_moves_while_stacks_are_taken_goes_on(
     examine = watch.examine
     policy = HangPolicy(hang_timeout_s=1.0, signals=frozenset({Signal.OUTPUT}))
 
-    def slow(*args: Any, **options: Any) -> watch.Finding:
+    def slow(*args: Any, **options: Any) -> compare.Picture:
         (tmp_path / "go").touch()
         deadline = time.monotonic() + 30
         while not (tmp_path / "gone").exists() and time.monotonic() < deadline:

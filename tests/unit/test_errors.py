@@ -83,7 +83,7 @@ def test_an_unknown_signal_has_no_name() -> None:
 @pytest.mark.parametrize("evidence", [None, Evidence(), Evidence(stderr_tail=" \n"), Evidence(note="x")])
 def test_an_exit_code_without_a_file_or_words_gives_the_hint(evidence: Evidence | None) -> None:
     """Whoever has looked for evidence and found none says so; the hint would not help."""
-    failure = ProcessFailure(0, 997, 1, "", evidence)
+    failure = ProcessFailure(0, 997, 1, "") if evidence is None else ProcessFailure(0, 997, 1, "", evidence)
     assert failure.message == (HINT if evidence is None else "exited with code 1 and no error message")
     assert failure.signal_name() == "<N/A>"
     assert failure.error_file_data == {

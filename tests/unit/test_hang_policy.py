@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -89,6 +90,11 @@ TABLE: dict[str, tuple[dict[str, Any], dict[Signal, float], tuple[float, Bound] 
         {**BOTH, "signals": frozenset({OUTPUT})},
         {OUTPUT: 7, PROGRESS: 40},
         (50, Bound.SILENCE),
+    ),
+    "a call that was not chosen, and nothing that was": (
+        {**BOTH, "signals": frozenset({OUTPUT})},
+        {PROGRESS: 7},
+        (60, Bound.START),
     ),
     "an eager bound for the beginning": (EAGER, {}, (10, Bound.START)),
     "which has been met": (EAGER, {OUTPUT: 7}, (67, Bound.SILENCE)),
@@ -242,13 +248,11 @@ def test_a_pattern_that_matched_is_not_complained_about() -> None:
         ({CPU: CPU_FLOOR_SHARE * 10, IO: IO_FLOOR_BYTES_A_S * 10}, set()),
         ({CPU: CPU_FLOOR_SHARE * 10 + 0.01, IO: 0}, {CPU}),
         ({CPU: 0.0, IO: IO_FLOOR_BYTES_A_S * 10 + 1}, {IO}),
-        ({CPU: None, IO: 0}, {CPU}),
-        ({CPU: 0.0, IO: None}, {IO}),
+        ({CPU: inf, IO: 0}, {CPU}),
+        ({CPU: 0.0, IO: inf}, {IO}),
     ],
 )
-def test_counters_move_above_their_floor_or_if_nobody_knows(
-    used: dict[Signal, float | None], expected: set[Signal]
-) -> None:
+def test_counters_move_above_their_floor_or_if_nobody_knows(used: dict[Signal, float], expected: set[Signal]) -> None:
     assert moved(used, 10) == expected
 
 
@@ -258,10 +262,10 @@ def test_counters_move_above_their_floor_or_if_nobody_knows(
         ({CPU: DUMP_CPU_S, IO: DUMP_BYTES}, set()),
         ({CPU: CPU_FLOOR_SHARE + DUMP_CPU_S + 0.01, IO: 0}, {CPU}),
         ({CPU: 0.0, IO: IO_FLOOR_BYTES_A_S + DUMP_BYTES + 1}, {IO}),
-        ({CPU: None, IO: None}, {CPU, IO}),
+        ({CPU: inf, IO: inf}, {CPU, IO}),
     ],
 )
-def test_writing_the_own_stacks_is_no_movement(used: dict[Signal, float | None], expected: set[Signal]) -> None:
+def test_writing_the_own_stacks_is_no_movement(used: dict[Signal, float], expected: set[Signal]) -> None:
     assert moved(used, 1, has_dumped=True) == expected
 
 
@@ -339,7 +343,7 @@ def test_signals_by_name() -> None:
 )
 def test_words(settings: dict[str, Any], bound: Bound, moved_ago: dict[Signal, float], expected: str) -> None:
     policy = HangPolicy(**settings)
-    assert words(Verdict(bound, 60.0, 600.0, moved_ago), policy) == expected
+    assert words(Verdict(bound, 60.0, 600.0, frozenset(moved_ago)), policy) == expected
 
 
 def test_a_movement_while_stacks_are_taken_counts_however_long_that_takes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -185,19 +184,6 @@ def test_the_count_is_found(name: str, tmp_path: Path) -> None:
     assert memory_killer_counter(root=plant(tmp_path, files)) == expected
 
 
-def test_another_process_is_looked_up_by_its_pid(tmp_path: Path) -> None:
-    root = plant(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/mine\n",
-            "proc/42/cgroup": "0::/its\n",
-            "proc/42/mountinfo": V2_MOUNT.format(root="/"),
-            "sys/fs/cgroup/its/memory.events": EVENTS.format(kills=7),
-        },
-    )
-    assert memory_killer_counter(42, root) == MemoryKills("/its", 7)
-
-
 def test_a_directory_in_the_place_of_a_file_is_no_count(tmp_path: Path) -> None:
     root = plant(
         tmp_path,
@@ -210,9 +196,8 @@ def test_a_directory_in_the_place_of_a_file_is_no_count(tmp_path: Path) -> None:
     assert memory_killer_counter(root=root) is None
 
 
-@pytest.mark.parametrize("pid", ["self", "own", 2**30])
-def test_this_machine_answers_without_an_error(pid: int | str) -> None:
-    count = memory_killer_counter(os.getpid() if pid == "own" else pid)
+def test_this_machine_answers_without_an_error() -> None:
+    count = memory_killer_counter()
     assert count is None or count.kills >= 0
 
 

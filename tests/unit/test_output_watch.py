@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def test_a_pattern_that_takes_too_long_is_given_up(
 def test_a_mistake_in_the_search_does_not_reach_the_pump(caplog: pytest.LogCaptureFixture) -> None:
     watch = OutputWatch("step")
     stream = watch.stream(0)
-    stream._matcher = object()  # type: ignore[assignment]
+    stream._line = object()  # type: ignore[assignment]
     stream.saw(b"step 1\n", 0.0)
     assert "searching for it failed" in caplog.text
 
@@ -134,7 +135,7 @@ def test_what_a_tree_uses_is_counted_also_below_the_leader(what: str) -> None:
         meter = UsageMeter([Signal(what)])
 
         def used() -> float:
-            return meter.read([shell.pid])[shell.pid][Signal(what)] or 0.0
+            return meter.read([shell.pid])[shell.pid][Signal(what)]
 
         used()
         wait_until(lambda: used() > 0, f"its {what} counts")
@@ -153,4 +154,4 @@ def test_a_process_that_is_gone_has_used_nothing_more() -> None:
 
 def test_counters_that_may_not_be_read_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(procfs, "_read", lambda path: None)
-    assert UsageMeter(Signal).read([os.getpid()]) == {os.getpid(): {Signal.CPU: None, Signal.IO: None}}
+    assert UsageMeter(Signal).read([os.getpid()]) == {os.getpid(): {Signal.CPU: math.inf, Signal.IO: math.inf}}

@@ -12,14 +12,12 @@ from holdfast.failures.report import (
     Evidence,
     FailureFacts,
     cause_line,
-    error_callstack,
-    error_text,
-    error_timestamp,
     exception_name,
     failure_block,
     follows_from_another,
     is_consequence,
     ranks_text,
+    read_error,
     report,
     root_cause,
     signal_name,
@@ -301,7 +299,7 @@ NESTED = {"message": {"message": "E: x", "extraInfo": {"py_callstack": "Tracebac
 def test_both_layouts_of_an_error_file_are_read(
     data: dict[str, object], text: str, callstack: str, timestamp: int | None
 ) -> None:
-    assert (error_text(data), error_callstack(data), error_timestamp(data)) == (text, callstack, timestamp)
+    assert read_error(data) == (text, callstack, timestamp)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,22 @@ def test_whether_the_cause_may_be_elsewhere() -> None:
     assert not picture([worker(0, COLLECTIVE), worker(1, LOCK)]).is_all_in_collective
 
 
+def test_the_cause_is_here_unless_all_wait_and_none_stands_out() -> None:
+    assert not picture([worker(0, COLLECTIVE), worker(1, COLLECTIVE)]).is_cause_here
+    assert picture([worker(0, COLLECTIVE), worker(1, FALLEN_BEHIND, step=3)]).is_cause_here
+    assert picture([worker(0, LOCK), worker(1, LOCK)]).is_cause_here
+
+
+@pytest.mark.parametrize(("odd", "pids"), [((1, 3), [101, 103]), ((), [100])])
+def test_every_odd_worker_is_blamed_or_the_first_of_all(odd: tuple[int, ...], pids: list[int]) -> None:
+    looks = [worker(rank, LOCK if rank in odd or not odd else COLLECTIVE) for rank in range(5)]
+    blamed = list(picture(looks).blamed("no output for 9 s"))
+    assert [pid for pid, _, _ in blamed] == pids
+    for _, words, stack in blamed:
+        assert words.startswith("no output for 9 s; it was at train.py:31 in save")
+        assert stack.splitlines() == [f"save ({USER}:31)   lock.acquire()", f"<module> ({USER}:90)"]
+
+
 RECORD = Frame("wrapper", TORCH.replace("distributed_c10d", "elastic/multiprocessing/errors/__init__"), 356)
 FSDP = Frame("forward", TORCH.replace("distributed_c10d", "fsdp/fully_sharded_data_parallel"), 850)
 
@@ -184,9 +200,8 @@ def test_what_is_ours_or_has_no_name_is_left_out() -> None:
 
 def test_the_full_text_has_every_thread_of_every_process() -> None:
     child = Look(500, "S", (Thread("MainThread", OTHER, True),), how="py-spy", command="python loader.py")
-    text = full_text(
-        [WorkerLook(1, Look(101, "D", (), trouble="no luck", waits_in="nfs"), (child,), 3.2, 7), worker(0, LOCK)]
-    )
+    stuck = WorkerLook(1, Look(101, "D", (), trouble="no luck", waits_in="nfs"), (child,), 3.2, 7)
+    text = full_text(picture([stuck, worker(0, LOCK)]))
     for piece in (
         "rank 0",
         "thread loader (waiting)",

@@ -39,7 +39,8 @@ from holdfast.telemetry.metrics import failure_put, prof, put_call, put_metric
 
 if TYPE_CHECKING:
     from holdfast.agent.publisher import Processes
-    from holdfast.hangs.watch import Finding, HangWatch
+    from holdfast.hangs.compare import Picture
+    from holdfast.hangs.watch import HangWatch
     from holdfast.process.output.watch import OutputWatch
 
 __all__ = [
@@ -301,43 +302,45 @@ class LocalElasticAgent(SimpleElasticAgent):
 
         reason = policy.words(verdict, limits)
         logger.warning("the workers hang: %s (--%s %g s); taking their stacks", reason, verdict.bound, verdict.limit_s)
-        finding = self._examine(context, reason)
-        if context.wait(0) is not None or watch.look_again(context.running()) is None:
+        picture, path = self._examine(context, reason)
+        if context.wait(0) is not None or watch.look(context.running(), is_again=True) is None:
             logger.warning("the workers have moved while their stacks were taken, and go on")
             return False
-        self._blame(context, finding)
+        self._blame(context, picture, reason, path)
         return True
 
     def _examine_workers(self, worker_group: WorkerGroup) -> RunResult | None:
         context = self._context
         if context is None or not context.running():
             return None
-        finding = self._examine(context, "another node found the run hanging")
-        if not finding.is_cause_here:
+        reason = "another node found the run hanging"
+        picture, path = self._examine(context, reason)
+        if not picture.is_cause_here:
             return None
-        self._blame(context, finding)
+        self._blame(context, picture, reason, path)
         return self._failed_result(context)
 
-    def _examine(self, context: PContext, reason: str) -> Finding:
+    def _examine(self, context: PContext, reason: str) -> tuple[Picture, str]:
+        """Where the workers are, and the file that says it."""
         from holdfast.hangs import watch
 
         group = self._worker_group
         pids = context.running()
         workers = {w.local_rank: (w.global_rank, pids[w.local_rank]) for w in group.workers if w.local_rank in pids}
-        seen = watch.examine(workers, reason, self._hangs)
+        picture = watch.examine(workers, self._hangs)
         run_id, round = self._handler.get_run_id(), self._machine.round
         heading = f"run {run_id}, round {round}, host {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        finding = watch.tell(seen, watch.directory_of(context.destinations), heading)
-        details = {"reason": reason, "odd_ranks": ",".join(map(str, finding.odd_ranks)), "stacks": finding.path}
+        path = watch.tell(picture, context.destinations, f"{heading}\n{reason}")
+        odd_ranks = ",".join(str(rank) for group in picture.odd for rank in group.ranks)
+        details = {"reason": reason, "odd_ranks": odd_ranks, "stacks": path}
         self._record(recording.status_event(group, "HUNG", self._restarts_used, 0, details=details))
         put_metric(f"workers.{group.spec.role}.hung", 1)
-        return finding
+        return picture, path
 
-    def _blame(self, context: PContext, finding: Finding) -> None:
-        note = f"every thread of every worker is in {finding.path}" if finding.path else ""
-        for rank, words in finding.blamed().items():
-            pid, stack = finding.pid_of(rank), finding.stack_of(rank)
-            context.blame(pid, note, words, stack, is_waiting=not finding.is_cause_here)
+    def _blame(self, context: PContext, picture: Picture, reason: str, path: str) -> None:
+        note = f"every thread of every worker is in {path}" if path else ""
+        for pid, words, stack in picture.blamed(reason):
+            context.blame(pid, note, words, stack, is_waiting=not picture.is_cause_here)
 
     def _is_stuck(self, context: PContext) -> bool:
         pid = self._stuck.find(context.pids().values())

@@ -151,10 +151,10 @@ def _dump(agents: list[Agent], *, native: bool, with_all: bool) -> str:
     if not workers:
         raise HostError(f"no workers are running at the moment: {'; '.join(headings)}")
     heading = "\n".join(headings)
-    finding = watch.examine(workers, heading, native=native)
-    parts = [heading, compare.summary(finding.picture, frames_limit=None, groups_limit=len(workers))]
+    picture = watch.examine(workers, native=native)
+    parts = [heading, compare.summary(picture, is_short=False)]
     if with_all:
-        parts.append(compare.full_text(finding.looks))
+        parts.append(compare.full_text(picture))
     return "\n\n".join(parts) + "\n"
 
 

@@ -8,10 +8,10 @@ The place of the count depends on the host:
 
 * cgroup v2: `memory.events`, line `oom_kill`, of the process's group; it includes the groups below.
 * cgroup v1: `memory.oom_control`, line `oom_kill`, in the hierarchy of the memory controller. Hosts with both
-  versions mounted keep the controller in v1 and say so in /proc/<pid>/cgroup.
+  versions mounted keep the controller in v1 and say so in /proc/self/cgroup.
 * neither, or the root group, which has no such file: `oom_kill` in /proc/vmstat, for the host.
 
-/proc/<pid>/cgroup names the group within its hierarchy, and /proc/<pid>/mountinfo says where, and from which group
+/proc/self/cgroup names the group within its hierarchy, and /proc/self/mountinfo says where, and from which group
 downwards, that hierarchy is mounted. In a container the two often differ, so the part of the path above the mount's
 root is taken off.
 """
@@ -26,6 +26,11 @@ from holdfast.frozen import frozen
 
 # v1 writes "no limit" as the largest multiple of the page size; no real limit is a quarter of that.
 _UNLIMITED_BYTES = 1 << 61
+
+# The files of each version: the count, the limit and the peak.
+_Files = tuple[str, str, str]
+_V1 = ("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes")
+_V2 = ("memory.events", "memory.max", "memory.peak")
 
 
 @frozen
@@ -42,27 +47,13 @@ class MemoryKills:
     peak_bytes: int | None = None
 
 
-@frozen
-class _Files:
-    """The file names of one version of the interface."""
-
-    events: str
-    limit: str
-    peak: str
-
-
-_V2 = _Files("memory.events", "memory.max", "memory.peak")
-_V1 = _Files("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes")
-
-
-def memory_killer_counter(pid: int | str = "self", root: str = "/") -> MemoryKills | None:
-    """The count that holds for process `pid`, or None if it cannot be read. Never raises.
+def memory_killer_counter(root: str = "/") -> MemoryKills | None:
+    """The count that holds for this process, or None if it cannot be read. Never raises.
 
     `root` is the directory to use as `/`, for /proc and for the mount points.
     """
-    process = os.path.join(root, "proc", str(pid))
-    paths = dict(_cgroup_paths(_read(os.path.join(process, "cgroup"))))
-    mounts = list(_cgroup_mounts(_read(os.path.join(process, "mountinfo"))))
+    paths = _cgroup_paths(_read(root, "proc/self/cgroup"))
+    mounts = list(_cgroup_mounts(_read(root, "proc/self/mountinfo")))
     for files in (_V1, _V2):
         path = paths.get(files)
         if path is None:
@@ -74,7 +65,7 @@ def memory_killer_counter(pid: int | str = "self", root: str = "/") -> MemoryKil
             found = _read_group(path, os.path.join(root, point.lstrip("/")), relative or "", files)
             if found is not None:
                 return found
-    kills = _kills(_read(os.path.join(root, "proc/vmstat")))
+    kills = _kills(_read(root, "proc/vmstat"))
     return None if kills is None else MemoryKills("", kills)
 
 
@@ -99,50 +90,46 @@ def _size_text(size: float) -> str:
     return f"{size / 1024:.1f} TiB"
 
 
-def _cgroup_paths(text: str) -> Iterator[tuple[_Files, str]]:
+def _cgroup_paths(text: str) -> dict[_Files, str]:
     """`<id>:<controllers>:<path>` a line; v2 has id 0 and no controllers."""
-    for line in text.splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        path = path.removesuffix(" (deleted)")
+    found = {}
+    for number, controllers, path in re.findall(r"^(\d+):([^:\n]*):(.*?)(?: \(deleted\))?$", text, re.MULTILINE):
         if "memory" in controllers.split(","):
-            yield _V1, path
+            found[_V1] = path
         elif number == "0" and not controllers:
-            yield _V2, path
+            found[_V2] = path
+    return found
 
 
 def _cgroup_mounts(text: str) -> Iterator[tuple[str, str, _Files]]:
     """`<id> <parent> <dev> <root> <mount point> <options>... - <type> <source> <super options>` a line."""
-    for line in text.splitlines():
-        mount, _, filesystem = line.partition(" - ")
-        fields, kind = mount.split(), filesystem.split()
-        if len(fields) < 5 or len(kind) < 3:
-            continue
+    line = r"^\S+ \S+ \S+ (\S+) (\S+) .*? - (cgroup2?) \S+ (\S+)"
+    for *fields, kind, options in re.findall(line, text, re.MULTILINE):
         # The kernel writes blank, tab, newline and backslash in a path as three octal digits.
-        base, point = (re.sub(r"\\([01][0-7]{2})", lambda code: chr(int(code[1], 8)), field) for field in fields[3:5])
-        if kind[0] == "cgroup2":
+        base, point = (re.sub(r"\\([01][0-7]{2})", lambda code: chr(int(code[1], 8)), field) for field in fields)
+        if kind == "cgroup2":
             yield base, point, _V2
-        elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
+        elif "memory" in options.split(","):
             yield base, point, _V1
 
 
 def _read_group(path: str, top: str, relative: str, files: _Files) -> MemoryKills | None:
     """Read the nearest group that has the memory controller: the group at `relative` below the mount, or one above."""
+    events, limit, peak = files
     parts = relative.split("/") if relative else []
     directories = [os.path.join(top, *parts[:depth]) for depth in range(len(parts), -1, -1)]
     for position, directory in enumerate(directories):
-        kills = _kills(_read(os.path.join(directory, files.events)))
+        kills = _kills(_read(directory, events))
         if kills is not None:
-            limits = [_bytes(_read(os.path.join(above, files.limit))) for above in directories[position:]]
-            peak = _bytes(_read(os.path.join(directory, files.peak)))
-            return MemoryKills(path, kills, min(filter(None, limits), default=None), peak)
+            limits = [_bytes(_read(above, limit)) for above in directories[position:]]
+            return MemoryKills(path, kills, min(filter(None, limits), default=None), _bytes(_read(directory, peak)))
     return None
 
 
 def _below(path: str, mount_root: str) -> str | None:
     """`path` relative to `mount_root`, or None if it is not in there."""
-    base = mount_root.rstrip("/")
-    if path != base and not path.startswith(base + "/"):
+    base = mount_root.rstrip("/") + "/"
+    if not f"{path}/".startswith(base):
         return None
     relative = path[len(base) :].strip("/")
     # In a namespace, a group outside of it has a path with leading "..", which cannot be opened.
@@ -156,15 +143,14 @@ def _kills(text: str) -> int | None:
 
 def _bytes(text: str) -> int | None:
     """A size, or None for "max", for the number that means no limit and for a missing file."""
-    text = text.strip()
-    size = int(text) if text.isdecimal() else _UNLIMITED_BYTES
+    size = int(text) if text.strip().isdecimal() else _UNLIMITED_BYTES
     return size if size < _UNLIMITED_BYTES else None
 
 
-def _read(path: str) -> str:
+def _read(directory: str, name: str) -> str:
     """The text of a small file of the kernel; empty if it is missing or not readable."""
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        with open(os.path.join(directory, name), encoding="utf-8", errors="surrogateescape") as file:
             return file.read()
     except (OSError, ValueError):
         return ""

@@ -149,10 +149,10 @@ def signal_name(exitcode: int) -> str:
 
 def cause_line(rank: int, failure: FailureFacts) -> str:
     """One line of bounded length: which rank failed, and why."""
-    start, said, end = _cause_pieces(failure)
+    start, said, end, detail = _cause_pieces(failure)
     ends = [piece for piece in (end, "" if failure.pid is None else f"pid {failure.pid}") if piece]
     ending = f" ({', '.join(ends)})" if ends else ""
-    start, said, detail = f"rank {rank} {start}", _one_line(said), _one_line(_detail(failure))
+    start, said, detail = f"rank {rank} {start}", _one_line(said), _one_line(detail)
     separator = ": " if detail else ""
     # Both texts share the rest of the line; each may use what the other leaves.
     budget = CAUSE_LINE_LIMIT_CHARS - len(start) - len(ending) - len(separator)
@@ -160,37 +160,23 @@ def cause_line(rank: int, failure: FailureFacts) -> str:
     return f"{start}{shorten(said, budget - len(detail))}{ending}{separator}{detail}"
 
 
-def _cause_pieces(failure: FailureFacts) -> tuple[str, str, str]:
-    """What happened, the worker's own message, and the exit status if neither contains it."""
-    code = failure.exitcode
-    if failure.evidence.hang:
-        return "hung: ", failure.evidence.hang, ""
-    how = (signal_name(code) or f"signal {-code}") if code < 0 else f"exit code {code}"
-    if failure.text:
-        return "failed: ", failure.text, how
-    if code == -Signals.SIGKILL and failure.evidence.memory:
-        return "was killed by the kernel for using too much memory", "", how
-    if code < 0:
-        return f"was killed by {how}", "", ""
-    return f"exited with code {code}", "", ""
-
-
-def _detail(failure: FailureFacts) -> str:
-    evidence = failure.evidence
+def _cause_pieces(failure: FailureFacts) -> tuple[str, str, str, str]:
+    """What happened, the worker's own message, the exit status if neither contains it, and a detail."""
+    code, evidence = failure.exitcode, failure.evidence
     if evidence.hang:
-        return ""
-    noticed = evidence.memory or evidence.note
-    if noticed or failure.text:
-        return noticed
-    if failure.exitcode == -Signals.SIGABRT:
-        return _abort_message(evidence.stderr_tail) or _place(evidence.stack)
-    return _place(evidence.stack) if failure.exitcode < 0 else last_line(evidence.stderr_tail)
-
-
-def _abort_message(stderr_tail: str) -> str:
-    """The C++ exception if there is one, else the last line."""
-    exceptions = (line for line in _lines(stderr_tail) if line.lstrip().startswith("what():"))
-    return next(exceptions, "") or last_line(stderr_tail)
+        return "hung: ", evidence.hang, "", ""
+    how = (signal_name(code) or f"signal {-code}") if code < 0 else f"exit code {code}"
+    detail = evidence.memory or evidence.note
+    if failure.text:
+        return "failed: ", failure.text, how, detail
+    if code >= 0:
+        return f"exited with code {code}", "", "", detail or last_line(evidence.stderr_tail)
+    if code == -Signals.SIGKILL and evidence.memory:
+        return "was killed by the kernel for using too much memory", "", how, detail
+    if code == -Signals.SIGABRT:  # The C++ exception if there is one, else the last line.
+        exceptions = (line for line in _lines(evidence.stderr_tail) if line.lstrip().startswith("what():"))
+        detail = detail or next(exceptions, "") or last_line(evidence.stderr_tail)
+    return f"was killed by {how}", "", "", detail or _place(evidence.stack)
 
 
 def _place(stack: str) -> str:
@@ -218,67 +204,47 @@ def last_line(text: str) -> str:
     return next((line for line in reversed(_lines(text)) if line.strip()), "")
 
 
-def error_text(data: Mapping[str, Any]) -> str:
-    """`<type>: <message>` of an error file in either layout."""
-    message = data.get("message")
-    if isinstance(message, Mapping):
-        message = message.get("message")
-    return message if isinstance(message, str) else ""
+def read_error(data: Mapping[str, Any]) -> tuple[str, str, int | None]:
+    """`<type>: <message>`, the traceback and the time stamp in whole seconds, of an error file in either layout.
 
-
-def error_callstack(data: Mapping[str, Any]) -> str:
-    """The traceback of an error file; empty if it has none."""
-    callstack = _extra(data).get("py_callstack")
-    return callstack if isinstance(callstack, str) else ""
-
-
-def error_timestamp(data: Mapping[str, Any]) -> int | None:
-    """The time stamp of an error file in whole seconds; None if it has no valid one.
-
-    In the flat layout, `{"message": <text>, "timestamp": ...}`, a missing time stamp means 0.
+    Empty or None for what is missing or invalid. In the flat layout, `{"message": <text>, "timestamp": ...}`, a missing
+    time stamp means 0.
     """
-    is_flat = not isinstance(data.get("message"), Mapping)
-    value = data.get("timestamp", 0) if is_flat else _extra(data).get("timestamp")
+    message: Any = data.get("message")
+    text, callstack, stamp = message, None, data.get("timestamp", 0)
+    if isinstance(message, Mapping):
+        extra: Any = message.get("extraInfo")
+        extra = extra if isinstance(extra, Mapping) else {}
+        text, callstack, stamp = message.get("message"), extra.get("py_callstack"), extra.get("timestamp")
     try:
-        return int(value)  # type: ignore[arg-type]  # any JSON value; int() checks it
+        timestamp = int(stamp)
     except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _extra(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    message = data.get("message")
-    extra = message.get("extraInfo") if isinstance(message, Mapping) else None
-    return extra if isinstance(extra, Mapping) else {}
+        timestamp = None
+    return text if isinstance(text, str) else "", callstack if isinstance(callstack, str) else "", timestamp
 
 
 def failure_block(index: int, fields: Mapping[str, str], evidence: Evidence) -> str:
     """One failure of the report: its fields, one a line, then the evidence."""
-    lines = [f"[{index}]:"]
-    lines += [f"  {name:<10}: {_indent_rest(value)}" for name, value in fields.items()]
     stack = _lines(evidence.stack.strip("\n"))
     if (hidden := len(stack) - _STACK_LIMIT_LINES) > 0:  # The most recent call is first.
         stack[_STACK_LIMIT_LINES:] = [f"... ({hidden} more lines)"]
-    stderr = _lines(_without(evidence.stderr_tail.strip("\n"), fields.get("traceback", "").strip("\n")))
+    tail, traceback = evidence.stderr_tail.strip("\n"), fields.get("traceback", "").strip("\n")
+    if "\n" in traceback:  # It is shown already. A single line is not a traceback but a message.
+        tail = tail.removesuffix(traceback).rstrip("\n")
+    stderr = _lines(tail)
     if (hidden := len(stderr) - _STDERR_LIMIT_LINES) > 0:
         stderr[:hidden] = [f"... ({hidden} lines before)"]
-    lines += _section("stack", stack) + _section("stderr", stderr)
+    lines = [f"[{index}]:", *_field_lines(fields)]
+    for name, section in (("stack", stack), ("stderr", stderr)):
+        if any(map(str.strip, section)):
+            lines += [f"  {name:<10}:", *(f"    {line}".rstrip() for line in section)]
     sentences = {"memory": evidence.memory, "note": evidence.note}
-    lines += [f"  {name:<10}: {_indent_rest(text)}" for name, text in sentences.items() if text]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_field_lines({name: text for name, text in sentences.items() if text})])
 
 
-def _without(stderr_tail: str, traceback: str) -> str:
-    """The stderr of a worker without the traceback, which the report has shown already."""
-    # A single line is not a traceback but a message.
-    return stderr_tail.removesuffix(traceback).rstrip("\n") if "\n" in traceback else stderr_tail
-
-
-def _indent_rest(text: str) -> str:
-    return text.rstrip("\n").replace("\n", "\n  ")
-
-
-def _section(name: str, lines: Sequence[str]) -> list[str]:
-    return [f"  {name:<10}:", *(f"    {line}".rstrip() for line in lines)] if any(map(str.strip, lines)) else []
+def _field_lines(fields: Mapping[str, str]) -> list[str]:
+    indented = {name: text.rstrip("\n").replace("\n", "\n  ") for name, text in fields.items()}
+    return [f"  {name:<10}: {text}" for name, text in indented.items()]
 
 
 def report(

@@ -13,32 +13,22 @@ from typing import Any
 
 from holdfast.failures import report
 from holdfast.failures.report import Evidence
-from holdfast.frozen import frozen
 
 LIMIT_CHARS = 1 << 16
 _TEXTS = ("stack", "stderr_tail", "memory", "note", "hang")
 
 
-@frozen
-class FarFailure:
-    """A failed worker of another node."""
-
-    local_rank: int
-    pid: int
-    error_file: str
-    evidence: Evidence
-
-
 def encode(local_rank: int, pid: int, error_file: str, error: Mapping[str, Any], evidence: Evidence) -> str:
+    message, callstack, timestamp = report.read_error(error)
     for limit in (1 << 15, 1 << 13, 1 << 11, 1 << 9, 0):
         text = json.dumps(
             {
                 "local_rank": local_rank,
                 "pid": pid,
                 "error_file": _cut(error_file, limit),
-                "message": _cut(report.error_text(error), limit),
-                "callstack": _cut(report.error_callstack(error), limit),
-                "timestamp": report.error_timestamp(error),
+                "message": _cut(message, limit),
+                "callstack": _cut(callstack, limit),
+                "timestamp": timestamp,
                 "is_waiting": evidence.is_waiting,
                 **{name: _cut(getattr(evidence, name), limit) for name in _TEXTS},
             }
@@ -53,8 +43,8 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit // 4]}\n... (cut) ...\n{text[-(limit * 3 // 4) :]}"
 
 
-def decode(text: str) -> FarFailure | None:
-    """None if the text is empty or invalid."""
+def decode(text: str) -> tuple[int, int, str, Evidence] | None:
+    """Local rank, pid, error file and evidence of a failed worker. None if the text is empty or invalid."""
     try:
         said = json.loads(text) if len(text) <= LIMIT_CHARS else None
     except (ValueError, RecursionError):
@@ -66,7 +56,7 @@ def decode(text: str) -> FarFailure | None:
     extra = {"py_callstack": texts["callstack"], "timestamp": str(max(numbers["timestamp"], 0))}
     error = {"message": {"message": texts["message"], "extraInfo": extra}} if texts["message"] else None
     evidence = Evidence(error, **{name: texts[name] for name in _TEXTS}, is_waiting=said.get("is_waiting") is True)
-    return FarFailure(numbers["local_rank"], numbers["pid"], texts["error_file"], evidence)
+    return numbers["local_rank"], numbers["pid"], texts["error_file"], evidence
 
 
 def _plain(value: object) -> str:

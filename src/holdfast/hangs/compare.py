@@ -12,13 +12,13 @@ the lower step. Groups that tie are equally odd; if all groups tie, none is odd.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from holdfast.failures.report import ranks_text, shorten
 from holdfast.frozen import frozen
 
-SUMMARY_FRAMES = 10
-SUMMARY_GROUPS = 5
+_SUMMARY_FRAMES = 10
+_SUMMARY_GROUPS = 5
 _SUMMARY_NATIVE_FRAMES = 3
 _NAME_LIMIT_CHARS = 80
 _SOURCE_LIMIT_CHARS = 80
@@ -108,9 +108,12 @@ class WorkerLook:
     def is_in_collective(self) -> bool:
         """Judged by the user's innermost frame and those above it."""
         for frame in self.main:
-            if _is_collective(frame):
+            if frame.is_native:
+                if _COLLECTIVE_SYMBOL.search(frame.name):
+                    return True
+            elif _COLLECTIVE_NAME.fullmatch(frame.name) or _COLLECTIVE_FILE.search(frame.file):
                 return True
-            if not frame.is_native and not _LIBRARY.search(frame.file):
+            elif not _LIBRARY.search(frame.file):
                 break
         return False
 
@@ -138,9 +141,24 @@ class Picture:
     odd: tuple[Group, ...]
 
     @property
+    def looks(self) -> list[WorkerLook]:
+        return sorted((look for group in self.groups for look in group.looks), key=lambda each: each.rank)
+
+    @property
     def is_all_in_collective(self) -> bool:
         """Whether all workers of this node wait for peers on other nodes."""
         return bool(self.groups) and all(group.first.is_in_collective for group in self.groups)
+
+    @property
+    def is_cause_here(self) -> bool:
+        """Whether a worker of this node stands out, or at least one does not wait for a peer."""
+        return bool(self.odd) or not self.is_all_in_collective
+
+    def blamed(self, reason: str) -> Iterator[tuple[int, str, str]]:
+        """Pid, cause in words and stack: of every odd worker, or of one if none is odd."""
+        for look in [look for group in self.odd for look in group.looks] or [self.groups[0].first]:
+            stack = "\n".join(stack_lines(look.main, full_paths=True, is_short=True))
+            yield look.leader.pid, f"{reason}; {found(self, look.rank)}", stack
 
 
 def picture(looks: Iterable[WorkerLook]) -> Picture:
@@ -158,12 +176,6 @@ def _oddness(group: Group) -> tuple[bool, bool, int, float]:
     """The least is the oddest."""
     lowest_step = min((look.step for look in group.looks if look.step is not None), default=float("inf"))
     return group.first.frozen is None, group.first.is_in_collective, len(group.looks), lowest_step
-
-
-def _is_collective(frame: Frame) -> bool:
-    if frame.is_native:
-        return bool(_COLLECTIVE_SYMBOL.search(frame.name))
-    return bool(_COLLECTIVE_NAME.fullmatch(frame.name) or _COLLECTIVE_FILE.search(frame.file))
 
 
 def _python_frames(frames: Sequence[Frame]) -> list[Frame]:
@@ -186,15 +198,14 @@ def _kernel_place(look: Look) -> str:
 
 def found(looked: Picture, rank: int) -> str:
     """Where one worker was: `it was at ..., while ranks 0-6 were at ...`."""
-    group = next(group for group in looked.groups if rank in group.ranks)
-    look = next(each for each in group.looks if each.rank == rank)
+    group, look = next((group, look) for group in looked.groups for look in group.looks if look.rank == rank)
     state = f"{_FROZEN[look.frozen.state]}, " if look.frozen is not None else ""
     words = f"it was {state}{place(look)}"
     if group in looked.odd:
         crowd = looked.groups[-1]
         were = "was" if len(crowd.ranks) == 1 else "were"
         return f"{words}, while {ranks_text(crowd.ranks)} {were} {place(crowd.first)}"
-    count = sum(len(each.ranks) for each in looked.groups)
+    count = len(looked.looks)
     if looked.is_all_in_collective:
         return f"{words}; {f'all {count} workers' if count > 1 else 'the worker'} of this node waited for peers"
     if len(looked.groups) > 1:
@@ -202,21 +213,22 @@ def found(looked: Picture, rank: int) -> str:
     return f"{words}, like all {count} workers of this node" if count > 1 else words
 
 
-def summary(looked: Picture, *, frames_limit: int | None = SUMMARY_FRAMES, groups_limit: int = SUMMARY_GROUPS) -> str:
+def summary(looked: Picture, *, is_short: bool = True) -> str:
     """The groups, odd ones first, each with its ranks and its stack."""
-    hidden = len(looked.groups) - groups_limit
-    blocks = [_group_text(group, looked, frames_limit) for group in looked.groups]
-    if hidden > 0:  # The crowd, which is the last, is always shown.
-        blocks = [*blocks[: groups_limit - 1], f"... and {hidden} more places", blocks[-1]]
+    blocks = [_group_text(group, looked, is_short) for group in looked.groups]
+    hidden = len(blocks) - _SUMMARY_GROUPS
+    if is_short and hidden > 0:  # The crowd, which is the last, is always shown.
+        blocks[_SUMMARY_GROUPS - 1 : -1] = [f"... and {hidden} more places"]
     return "\n".join(blocks)
 
 
-def _group_text(group: Group, looked: Picture, frames_limit: int | None) -> str:
+def _group_text(group: Group, looked: Picture, is_short: bool) -> str:
     first = group.first
     lines = [f"({_FROZEN[first.frozen.state]})"] if first.frozen is not None else []
-    stack = stack_lines(first.main, is_short=frames_limit is not None)
-    if frames_limit is not None and len(stack) > frames_limit:
-        stack[frames_limit - 1 :] = [f"... ({len(stack) - frames_limit + 1} more)"]
+    stack = stack_lines(first.main, is_short=is_short)
+    hidden = len(stack) - _SUMMARY_FRAMES
+    if is_short and hidden > 0:
+        stack[_SUMMARY_FRAMES - 1 :] = [f"... ({hidden + 1} more)"]
     lines += stack
     if not first.main:
         where = _kernel_place(first.leader)
@@ -258,7 +270,11 @@ def stack_lines(frames: Sequence[Frame], *, full_paths: bool = False, is_short: 
 
 def _frame_text(frame: Frame, full_paths: bool) -> str:
     if frame.is_native:
-        return f"{_native_name(frame.name)} ({frame.file.rpartition('/')[2]})"
+        # A C++ name without its templates and arguments, which may be longer than a page.
+        name, brackets = frame.name, 1
+        while brackets:
+            name, brackets = re.subn(r"<[^<>()]*>|\([^<>()]*\)", "", name)
+        return f"{shorten(name.strip() or frame.name, _NAME_LIMIT_CHARS)} ({frame.file.rpartition('/')[2]})"
     # The path below site-packages or the standard library; of any other file its name.
     library = re.match(r".*/(?:site-packages|dist-packages|lib(?:64)?/python3[.\d]*t?)/(.+)$", frame.file)
     file = frame.file if full_paths else library[1] if library else frame.file.rpartition("/")[2]
@@ -266,21 +282,10 @@ def _frame_text(frame: Frame, full_paths: bool) -> str:
     return f"{frame.name} ({file}:{frame.line}){source}"
 
 
-def _native_name(name: str) -> str:
-    """A C++ name without its templates and arguments, which may be longer than a page."""
-    depth, kept = 0, []
-    for char in name:
-        depth += char in "<("
-        if depth == 0:
-            kept.append(char)
-        depth -= char in ">)" and depth > 0
-    return shorten("".join(kept).strip() or name, _NAME_LIMIT_CHARS)
-
-
-def full_text(looks: Iterable[WorkerLook]) -> str:
+def full_text(looked: Picture) -> str:
     """Every thread of every process of every worker."""
     blocks = []
-    for look in sorted(looks, key=lambda each: each.rank):
+    for look in looked.looks:
         processes = [line for process in (look.leader, *look.others) for line in _process_lines(process)]
         blocks.append("\n".join([f"rank {look.rank}{_knowledge([look])}", *processes]))
     return "\n\n".join(blocks)

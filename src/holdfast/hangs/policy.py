@@ -10,10 +10,9 @@ to the program, except the last:
     progress    a call of `holdfast.progress()`
 
 The signals of all running workers count together: once the other workers wait for a stuck one, or have ended, the
-whole group stands still. `cpu` is not a default: a collective that waits for a missing peer often spins, and a hung
-job would look busy. `io` is a default: collectives do not use the system calls that the kernel counts there, and a job
-that loads a checkpoint for an hour does. Background activity of a hung process (a metrics thread, a timer) stays below
-the floors `CPU_FLOOR_SHARE` and `IO_FLOOR_BYTES_A_S`, which hold for each worker.
+whole group stands still. `cpu` is not a default: a collective that waits for a missing peer often spins. `io` is:
+collectives do not use the system calls that the kernel counts there, and a job that loads a checkpoint for an hour
+does. Background activity of a hung process (a metrics thread, a timer) stays below the floors for each worker.
 
 There are three bounds. `started` is the start of the group, `moved` the last movement of any chosen signal, `matched`
 the last match. A *mark* is a match or a call of `holdfast.progress()`: it shows that the start phase is over.
@@ -35,16 +34,13 @@ The user gets one warning.
 Errors of observation must not end a healthy job:
 
 * Sampled signals (`io`, `cpu`, files that workers write themselves) are read `LOOKS_A_BOUND` times within the shortest
-  bound, and once more before a verdict.
+  bound, and once more before a verdict. A counter that cannot be read counts as moving.
 * A look that comes much later than it was due means that the agent was frozen (SIGSTOP, a suspended virtual machine),
   and with it the output of its workers: all bounds restart.
 * While the agent's own output is blocked (Ctrl-S, a pipe without a reader), workers that write must wait: the bounds
   count from the end of the blockage.
-* A counter that cannot be read counts as moving.
 * After a verdict the agent takes stacks and asks again; a group that has moved meanwhile continues. The cost of writing
   its own stacks does not count as movement of a worker: otherwise no hang would be acted on without py-spy.
-
-The shell (`hangs/watch.py`) looks at `next_deadline` and passes what it saw to `step`.
 """
 
 from __future__ import annotations
@@ -130,10 +126,16 @@ class HangPolicy:
         for bound, limit_s in self.limits.items():
             if not 0 < limit_s < float("inf"):
                 yield f"--{bound} {limit_s:g} is not a time above 0"
-        if self.pattern:
-            yield from self._pattern_problems()
-        elif self.progress_every_s is not None:
+        pattern = f"--progress-pattern {self.quoted_pattern}"
+        if not self.pattern and self.progress_every_s is not None:
             yield "--progress-every says how often --progress-pattern should match, and no pattern is given"
+        if self.pattern and not self.limits:
+            yield f"{pattern} has no effect without --progress-every or --hang-timeout"
+        try:
+            if self.pattern and re.compile(self.pattern).search("") is not None:
+                yield f"{pattern} matches every line, also an empty one"
+        except (re.error, RecursionError, OverflowError) as error:
+            yield f"{pattern} is not a regular expression: {error}"
         if self.signals is None:
             return
         names = ",".join(sorted(self.signals))
@@ -143,16 +145,6 @@ class HangPolicy:
             yield "--progress-signals names no signal"
         if Signal.PATTERN in self.signals and not self.pattern:
             yield f"--progress-signals {names} has pattern, and no --progress-pattern is given"
-
-    def _pattern_problems(self) -> Iterator[str]:
-        option = f"--progress-pattern {self.quoted_pattern}"
-        if not self.is_on:
-            yield f"{option} has no effect without --progress-every or --hang-timeout"
-        try:
-            if re.compile(self.pattern).search("") is not None:
-                yield f"{option} matches every line, also an empty one"
-        except (re.error, RecursionError, OverflowError) as error:
-            yield f"{option} is not a regular expression: {error}"
 
 
 def parse_signals(text: str) -> frozenset[Signal]:
@@ -164,23 +156,23 @@ def parse_signals(text: str) -> frozenset[Signal]:
     return frozenset(map(Signal, names))
 
 
-def moved(used: Mapping[Signal, float | None], elapsed_s: float, *, has_dumped: bool = False) -> set[Signal]:
-    """The counters that show that one worker works. None is unknown; `has_dumped`: it may have written its stacks."""
+def moved(used: Mapping[Signal, float], elapsed_s: float, *, has_dumped: bool = False) -> set[Signal]:
+    """The counters that show that one worker works; `has_dumped`: it may have written its stacks."""
     floors = {
         Signal.CPU: CPU_FLOOR_SHARE * elapsed_s + DUMP_CPU_S * has_dumped,
         Signal.IO: IO_FLOOR_BYTES_A_S * elapsed_s + DUMP_BYTES * has_dumped,
     }
-    return {signal for signal, amount in used.items() if amount is None or amount > floors[signal]}
+    return {signal for signal, amount in used.items() if amount > floors[signal]}
 
 
 @frozen
 class Verdict:
-    """The group is hung: which bound it broke, for how long it was silent, and how long ago each signal moved."""
+    """The group is hung: which bound it broke, for how long it was silent, and which signals have ever moved."""
 
     bound: Bound
     limit_s: float
     silent_s: float
-    moved_ago_s: Mapping[Signal, float]
+    moved: frozenset[Signal]
 
 
 class HangMachine:
@@ -213,7 +205,9 @@ class HangMachine:
         """
         is_late = not is_again and now - self.next_deadline() > max(_LATE_S, _LATE_SHARE * self._shortest_s)
         # Workers stand still while their stacks are taken, so a movement since the verdict counts as one of now.
-        if is_blind or is_late or (is_again and self._has_moved_since_verdict(moved_at)):
+        counted = {Signal.PATTERN} if self._broken is Bound.CADENCE else self.policy.chosen
+        has_moved = any(at > self._looked_at for signal, at in moved_at.items() if signal in counted)
+        if is_blind or is_late or (is_again and has_moved):
             self._counts_from = now
         self._looked_at = now
         for signal, at in moved_at.items():
@@ -225,20 +219,19 @@ class HangMachine:
         for at, bound, limit_s in self._bounds()[:1]:
             if at <= now:
                 self._broken = bound
-                found.append(self._verdict(bound, limit_s, now))
+                last = self._moved_at[Signal.PATTERN] if bound is Bound.CADENCE else self._last_movement()
+                silent_s = now - (self._started_at if last is None else last)
+                found.append(Verdict(bound, limit_s, silent_s, frozenset(self._moved_at)))
         return found
-
-    def _has_moved_since_verdict(self, moved_at: Mapping[Signal, float]) -> bool:
-        counted = {Signal.PATTERN} if self._broken is Bound.CADENCE else self.policy.chosen
-        return any(at > self._looked_at for signal, at in moved_at.items() if signal in counted)
 
     def _bounds(self) -> list[tuple[float, Bound, float]]:
         """The time at which each bound that applies now breaks if nothing moves; the earliest comes first."""
         start_s, hang_s, every_s = self.policy.start_timeout_s, self.policy.hang_timeout_s, self.policy.progress_every_s
         moved_at, matched_at = self._last_movement(), self._moved_at.get(Signal.PATTERN)
         counts_from = max(moved_at or 0.0, self._counts_from)
+        has_begun = self._marked_at is not None or Signal.OUTPUT in self.policy.chosen & self._moved_at.keys()
         found = []
-        if start_s is not None and (moved_at is None or self._is_starting(moved_at, start_s)):
+        if start_s is not None and (moved_at is None or (not has_begun and moved_at <= self._started_at + start_s)):
             found.append((counts_from + start_s, Bound.START, start_s))
         if hang_s is not None and (moved_at is not None or start_s is None):
             at = counts_from + hang_s
@@ -250,17 +243,8 @@ class HangMachine:
             found.append((max(matched_at, self._counts_from) + every_s, Bound.CADENCE, every_s))
         return sorted(found, key=lambda each: each[0])
 
-    def _is_starting(self, moved_at: float, start_s: float) -> bool:
-        has_written = Signal.OUTPUT in self._moved_at and Signal.OUTPUT in self.policy.chosen
-        return not has_written and self._marked_at is None and moved_at <= self._started_at + start_s
-
     def _last_movement(self) -> float | None:
         return max((at for signal, at in self._moved_at.items() if signal in self.policy.chosen), default=None)
-
-    def _verdict(self, bound: Bound, limit_s: float, now: float) -> Verdict:
-        last = self._moved_at[Signal.PATTERN] if bound is Bound.CADENCE else self._last_movement()
-        silent_s = now - (self._started_at if last is None else last)
-        return Verdict(bound, limit_s, silent_s, {signal: now - at for signal, at in self._moved_at.items()})
 
     def _warnings(self, now: float) -> Iterator[str]:
         """Once, when the longest bound has passed without a match."""
@@ -290,20 +274,15 @@ def words(verdict: Verdict, policy: HangPolicy) -> str:
     if verdict.bound is Bound.CADENCE:
         expected = f"one was expected every {verdict.limit_s:g} s"
         return f"no line has matched {policy.quoted_pattern} for {silent}, and {expected}"
-    *most, last = (_NAMES[signal] for signal in _missed(verdict, policy))
+    chosen = [signal for signal in Signal if signal in policy.chosen]
+    # Some signals add nothing: lines are output, and not every job calls progress().
+    redundant = {Signal.PATTERN} if Signal.OUTPUT in chosen or not policy.pattern else set()
+    if Signal.PROGRESS not in verdict.moved and len(chosen) > 1:
+        redundant.add(Signal.PROGRESS)
+    *most, last = (_NAMES[each] for each in [signal for signal in chosen if signal not in redundant] or chosen)
     missed = f"{', '.join(most)} or {last}" if most else last
     if verdict.bound is not Bound.START:
         return f"no {missed} for {silent}"
-    has_moved = any(signal in policy.chosen for signal in verdict.moved_ago_s)
-    return f"no {missed} for {silent}, in the start phase" if has_moved else f"no {missed} since the start {silent} ago"
-
-
-def _missed(verdict: Verdict, policy: HangPolicy) -> list[Signal]:
-    """The chosen signals, without those that add nothing: lines are output, and not every job calls progress()."""
-    chosen = [signal for signal in Signal if signal in policy.chosen]
-    redundant = set()
-    if Signal.OUTPUT in chosen or not policy.pattern:
-        redundant.add(Signal.PATTERN)
-    if Signal.PROGRESS not in verdict.moved_ago_s and len(chosen) > 1:
-        redundant.add(Signal.PROGRESS)
-    return [signal for signal in chosen if signal not in redundant] or chosen
+    if verdict.moved & policy.chosen:
+        return f"no {missed} for {silent}, in the start phase"
+    return f"no {missed} since the start {silent} ago"

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 from holdfast import procfs
 from holdfast.errors import HostError
@@ -46,7 +46,10 @@ _SOURCE_LIMIT_BYTES = 4 << 20
 
 def look_at(pid: int, *, native: bool = False, timeout_s: float = DUMP_TIMEOUT_S) -> Look:
     """Never raises: `trouble` says why there are no stacks."""
-    state = _lasting_state(pid)
+    # Any process is in uninterruptible sleep now and then, for a disk or a page; one that stays there is stuck.
+    stuck_at = time.monotonic() + _STUCK_AFTER_S
+    while (state := procfs.state(pid)) == "D" and time.monotonic() < stuck_at:
+        time.sleep(_LOOK_AGAIN_S)
     command = shorten(procfs.command_line(pid), 120)
     facts: dict[str, Any] = {"state": state, "waits_in": procfs.wait_channel(pid), "command": command}
     until_s = time.monotonic() + timeout_s
@@ -75,14 +78,6 @@ def look_at(pid: int, *, native: bool = False, timeout_s: float = DUMP_TIMEOUT_S
                 pass
         return Look(pid, threads=threads, how=how, **facts)
     return Look(pid, trouble="; ".join(troubles) if state else "the process has ended", **facts)
-
-
-def _lasting_state(pid: int) -> str:
-    """Any process is in uninterruptible sleep now and then, for a disk or a page; one that stays there is stuck."""
-    ends = time.monotonic() + _STUCK_AFTER_S
-    while (state := procfs.state(pid)) == "D" and time.monotonic() < ends:
-        time.sleep(_LOOK_AGAIN_S)
-    return state
 
 
 # py-spy.
@@ -154,18 +149,15 @@ def _py_spy_threads(pid: int, flags: list[str], timeout_s: float) -> tuple[Threa
 def _thread_of(said: dict[str, Any], pid: int) -> Thread:
     name = str(said["thread_name"] or "")
     is_main = said["os_thread_id"] == pid or name == "MainThread"
-    frames = tuple(_frame_of(each) for each in said["frames"])
+    frames = []
+    for each in said["frames"]:
+        file, line, is_native = str(each["filename"]), int(each["line"]), bool(each["module"])
+        frames.append(Frame(str(each["name"]), file, line, is_native, "" if is_native else _source_line(file, line)))
     name = name or ("MainThread" if is_main else str(said["os_thread_id"]))
-    return Thread(name, frames, is_main, bool(said["active"]))
+    return Thread(name, tuple(frames), is_main, bool(said["active"]))
 
 
-def _frame_of(said: dict[str, Any]) -> Frame:
-    name, file, line = str(said["name"]), str(said["filename"]), int(said["line"])
-    is_native = bool(said["module"])
-    return Frame(name, file, line, is_native, "" if is_native else source_line(file, line))
-
-
-def source_line(path: str, number: int) -> str:
+def _source_line(path: str, number: int) -> str:
     """A line of the program, if it can be read here; the worker may see another file system."""
     import linecache
 
@@ -184,10 +176,18 @@ _FRAME = re.compile(r'\s*File "(.*)", line (\d+) in (.*)')
 
 
 def _faulthandler_threads(pid: int, state: str, timeout_s: float) -> tuple[Thread, ...]:
+    """Send the signal, and read the answer from the black box."""
     if state in ("T", "t"):
         raise HostError("a stopped process does not answer signals")
     try:
-        text = _dump_by_signal(pid, min(timeout_s, _SIGNAL_PATIENCE_S))
+        pidfd = os.pidfd_open(pid)
+        try:
+            with _open_black_box(pid) as box:
+                before = os.fstat(box.fileno()).st_size
+                signal.pidfd_send_signal(pidfd, DUMP_SIGNAL)
+                text = _await_text(box.fileno(), before, time.monotonic() + min(timeout_s, _SIGNAL_PATIENCE_S))
+        finally:
+            os.close(pidfd)
     except OSError as error:
         raise HostError(f"no faulthandler: {error.strerror}") from None
     threads = parse_faulthandler(text)
@@ -204,27 +204,12 @@ def parse_faulthandler(text: str) -> tuple[Thread, ...]:
             blocks.append((line.partition(" (most")[0].rpartition(" ")[2], []))
         elif blocks and (found := _FRAME.fullmatch(line)):
             file, number = found[1], int(found[2])
-            blocks[-1][1].append(Frame(found[3], file, number, source=source_line(file, number)))
+            blocks[-1][1].append(Frame(found[3], file, number, source=_source_line(file, number)))
     threads = [Thread(name, tuple(frames)) for name, frames in blocks[:-1]]
     return (*threads, *(Thread("MainThread", tuple(frames), True) for _, frames in blocks[-1:]))
 
 
-def _dump_by_signal(pid: int, timeout_s: float) -> str:
-    """Send the signal, and read the answer from the black box."""
-    pidfd = os.pidfd_open(pid)
-    try:
-        box_fd = _open_black_box(pid)
-        try:
-            before = os.fstat(box_fd).st_size
-            signal.pidfd_send_signal(pidfd, DUMP_SIGNAL)
-            return _await_text(box_fd, before, time.monotonic() + timeout_s)
-        finally:
-            os.close(box_fd)
-    finally:
-        os.close(pidfd)
-
-
-def _open_black_box(pid: int) -> int:
+def _open_black_box(pid: int) -> IO[bytes]:
     """For reading. Only a process that has one, and handles the signal, may get the signal."""
     if not procfs.catches(pid, DUMP_SIGNAL):
         raise HostError("it has no faulthandler of holdfast")
@@ -232,7 +217,7 @@ def _open_black_box(pid: int) -> int:
         link = f"/proc/{pid}/fd/{name}"
         try:
             if _BLACKBOX_LINK.match(os.readlink(link)):
-                return os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+                return open(link, "rb", buffering=0)
         except FileNotFoundError:
             continue
     raise HostError("it has closed its black box, into which faulthandler would write")

@@ -2,8 +2,7 @@
 
 `HangWatch` collects the signals: output from the pump and the log files (`process/output/watch.py`), calls of
 `holdfast.progress()` from the board (`progress_board.py`), and the kernel's counters of the workers' process trees.
-`examine` takes the stacks of all workers. Its `Finding` says which ranks to blame and in which words; `tell` logs it
-and writes a file.
+`examine` takes the stacks of all workers and compares them; `tell` logs the result and writes a file.
 
 An error in this module disables the watch, or loses the stacks, but never ends the job.
 """
@@ -12,13 +11,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from holdfast import loop, procfs, progress_board, signals
-from holdfast.frozen import frozen
 from holdfast.hangs import compare, policy, stacks
 from holdfast.hangs.compare import Look, Picture, WorkerLook
 from holdfast.hangs.policy import HangMachine, HangPolicy, Signal, Verdict
@@ -43,19 +42,15 @@ class UsageMeter:
         self.counters = {signal: counters[signal] for signal in chosen if signal in counters}
         self._last: dict[tuple[int, Signal], float | None] = {}
 
-    def read(self, leaders: Iterable[int]) -> dict[int, dict[Signal, float | None]]:
-        """By the pid of the leader: the use since the last reading, None if a process of the tree cannot be read."""
+    def read(self, leaders: Iterable[int]) -> dict[int, dict[Signal, float]]:
+        """By the leader's pid: the use since the last reading, infinite if a process of the tree cannot be read."""
         before, self._last = self._last, {}
-        used: dict[int, dict[Signal, float | None]] = {leader: dict.fromkeys(self.counters, 0.0) for leader in leaders}
+        used = {leader: dict.fromkeys(self.counters, 0.0) for leader in leaders}
         for leader, sums in used.items():
             for pid in (leader, *procfs.descendants_of(leader)):
                 for signal, read in self.counters.items():
-                    now, total = read(pid), sums[signal]
-                    self._last[pid, signal] = now
-                    if now is None or total is None:
-                        sums[signal] = None
-                    else:
-                        sums[signal] = total + max(0.0, now - (before.get((pid, signal)) or 0.0))
+                    now = self._last[pid, signal] = read(pid)
+                    sums[signal] += math.inf if now is None else max(0.0, now - (before.get((pid, signal)) or 0.0))
         return used
 
 
@@ -77,11 +72,10 @@ class HangWatch:
         """Give each worker its place on the board; returns the observer of their output."""
         try:
             self._board = progress_board.Board(len(envs))
+            for rank, env in envs.items():
+                env[progress_board.VARIABLE] = self._board.address(rank)
         except OSError as error:
             logger.warning("calls of holdfast.progress() will not be seen: %s", error.strerror)
-            return self._output
-        for rank, env in envs.items():
-            env[progress_board.VARIABLE] = self._board.address(rank)
         return self._output
 
     def begin(self) -> None:
@@ -98,20 +92,13 @@ class HangWatch:
     def next_deadline(self) -> float | None:
         return self._machine.next_deadline() if self._machine is not None else None
 
-    def look(self, running: Mapping[int, int]) -> Verdict | None:
-        """Look at the running workers (local rank -> pid) if it is time to. Returns a verdict if they hang."""
-        due = self.next_deadline()
-        return self._look(running, is_again=False) if due is not None and time.monotonic() >= due else None
-
-    def look_again(self, running: Mapping[int, int]) -> Verdict | None:
-        """Whether a verdict still holds."""
-        return self._look(running, is_again=True)
-
-    def _look(self, running: Mapping[int, int], *, is_again: bool) -> Verdict | None:
-        if self._machine is None or not running:
+    def look(self, running: Mapping[int, int], *, is_again: bool = False) -> Verdict | None:
+        """Look at the running workers (local rank -> pid) if it is time to. Returns a verdict if they hang.
+        `is_again`: look now, whether the last verdict still holds."""
+        now = time.monotonic()
+        if self._machine is None or not running or (now < self._machine.next_deadline() and not is_again):
             return None
         try:
-            now = time.monotonic()
             movements = self._movements(running, now, has_dumped=is_again)
             found = self._machine.step(movements, now, is_again=is_again, is_blind=self._output.is_blind)
         except Exception as error:
@@ -125,14 +112,14 @@ class HangWatch:
     def _movements(self, running: Mapping[int, int], now: float, *, has_dumped: bool) -> dict[Signal, float]:
         self._output.look(now)
         self._read_usage(running.values(), now, has_dumped)
-        matched_at, board = self._output.matched_at(), self._board
+        matched_at = self._output.matched_at()
         if matched_at is not None and self._output.has_given_up:
             matched_at = now  # Lines are not searched any more, so their absence must not break a bound.
-        calls = [board.read(rank)[0] for rank in running] if board is not None else []
+        called_at = [at for rank in running if (at := self.progress_of(rank)[0]) is not None]
         found = {
             Signal.OUTPUT: self._output.moved_at(running),
             Signal.PATTERN: matched_at,
-            Signal.PROGRESS: max((at for at in calls if at is not None), default=None),
+            Signal.PROGRESS: max(called_at, default=None),
             **self._counters_moved_at,
         }
         return {signal: at for signal, at in found.items() if at is not None}
@@ -141,7 +128,7 @@ class HangWatch:
         for leader, used in self._meter.read(leaders).items():
             moved = policy.moved(used, now - self._usage_at, has_dumped=has_dumped)
             self._counters_moved_at.update(dict.fromkeys(moved, now))
-            for signal in {signal for signal, amount in used.items() if amount is None} - self._unreadable:
+            for signal in {signal for signal, amount in used.items() if amount == math.inf} - self._unreadable:
                 self._unreadable.add(signal)
                 logger.warning("the %s counters of worker %d cannot be read, so they count as moving", signal, leader)
         self._usage_at = now
@@ -154,57 +141,23 @@ class HangWatch:
         except ValueError:  # Closed at this moment.
             return None, None
 
-    def knowledge(self, local_rank: int) -> tuple[float | None, int | None]:
-        """For how long that worker has written nothing, and its last step."""
-        said_at = self._output.moved_at([local_rank])
-        step = self._board.read(local_rank)[1] if self._board is not None else None
-        return (None if said_at is None else time.monotonic() - said_at), step
+    def quiet_s(self, local_rank: int) -> float | None:
+        """For how long that worker has written nothing."""
+        written_at = self._output.moved_at([local_rank])
+        return None if written_at is None else time.monotonic() - written_at
 
 
-@frozen
-class Finding:
-    """The result of an examination; `reason` is why it was made, `path` the file with all stacks."""
-
-    looks: tuple[WorkerLook, ...]
-    picture: Picture
-    reason: str
-    path: str = ""
-
-    @property
-    def is_cause_here(self) -> bool:
-        """Whether a worker of this node stands out, or at least one does not wait for a peer."""
-        return bool(self.picture.odd) or not self.picture.is_all_in_collective
-
-    @property
-    def odd_ranks(self) -> list[int]:
-        return [rank for group in self.picture.odd for rank in group.ranks]
-
-    def blamed(self) -> dict[int, str]:
-        """The cause in words, by global rank: of every odd rank, or of one rank if none is odd."""
-        ranks = self.odd_ranks or [self.picture.groups[0].ranks[0]]
-        return {rank: f"{self.reason}; {compare.found(self.picture, rank)}" for rank in ranks}
-
-    def stack_of(self, rank: int) -> str:
-        look = next(each for each in self.looks if each.rank == rank)
-        return "\n".join(compare.stack_lines(look.main, full_paths=True, is_short=True))
-
-    def pid_of(self, rank: int) -> int:
-        return next(each.leader.pid for each in self.looks if each.rank == rank)
-
-
-def examine(
-    workers: Mapping[int, tuple[int, int]], reason: str, watch: HangWatch | None = None, *, native: bool = True
-) -> Finding:
+def examine(workers: Mapping[int, tuple[int, int]], watch: HangWatch | None = None, *, native: bool = True) -> Picture:
     """Take the stacks of these workers: local rank -> global rank and pid. A signal to the agent cuts it short."""
     trees = {pid: procfs.descendants_of(pid)[:_CHILDREN_LIMIT] for _, pid in workers.values()}
     found = _look_at_all([*trees, *itertools.chain(*trees.values())], native)
     looks = []
     for local_rank, (rank, pid) in workers.items():
-        quiet_s, step = watch.knowledge(local_rank) if watch is not None else (None, None)
         # Of the descendants, only Python processes have stacks to show.
         others = tuple(found[each] for each in trees[pid] if found[each].threads)
-        looks.append(WorkerLook(rank, found[pid], others, quiet_s, step))
-    return Finding(tuple(looks), compare.picture(looks), reason)
+        known = (watch.quiet_s(local_rank), watch.progress_of(local_rank)[1]) if watch is not None else (None, None)
+        looks.append(WorkerLook(rank, found[pid], others, *known))
+    return compare.picture(looks)
 
 
 def _look_at_all(pids: Iterable[int], native: bool) -> dict[int, Look]:
@@ -218,38 +171,33 @@ def _look_at_all(pids: Iterable[int], native: bool) -> dict[int, Look]:
     return dumps.finish(stacks.late)
 
 
-def tell(finding: Finding, directory: str, heading: str) -> Finding:
-    """Log the groups and write everything into a file."""
+def tell(picture: Picture, destinations: LogsDest, heading: str) -> str:
+    """Log the groups and write everything into a file beside the logs of this attempt. Returns its path, if any."""
+    paths = (destinations.filtered_stdout, destinations.filtered_stderr, *destinations.error_files.values())
+    kept = (os.path.dirname(path) for path in paths if path and path != os.devnull)
+    directory = next(filter(os.path.isdir, kept), "")
     path, trouble = "", "nothing is kept under /dev/null"
     if directory:
         try:
-            path = write_file(finding, directory, heading)
+            path = write_file(picture, directory, heading)
         except OSError as error:
             trouble = f"{error.strerror} ({directory})"
     where = f"every thread of every worker: {path}" if path else f"the stacks are in no file: {trouble}"
     # Without a file, the log is the only place for the stacks.
-    shown = compare.summary(finding.picture) if path else compare.full_text(finding.looks)
+    shown = compare.summary(picture) if path else compare.full_text(picture)
     logger.warning("%s\n%s", shown, where)
-    return Finding(finding.looks, finding.picture, finding.reason, path)
+    return path
 
 
-def write_file(finding: Finding, directory: str, heading: str) -> str:
+def write_file(picture: Picture, directory: str, heading: str) -> str:
     """Write `stacks.txt` in that directory, or `stacks_1.txt` and so on if it exists."""
-    summary = compare.summary(finding.picture, frames_limit=None, groups_limit=len(finding.looks))
-    text = "\n\n".join([f"{heading}\n{finding.reason}", summary, compare.full_text(finding.looks)])
-    for number in itertools.count():
-        path = os.path.join(directory, f"stacks_{number}.txt" if number else "stacks.txt")
+    text = "\n\n".join([heading, compare.summary(picture, is_short=False), compare.full_text(picture)])
+    path = os.path.join(directory, "stacks.txt")
+    for number in itertools.count(1):
         try:
             with open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text + "\n")
-            return path
+                break
         except FileExistsError:
-            continue
-    raise AssertionError("there is always another number")
-
-
-def directory_of(destinations: LogsDest) -> str:
-    """Where this attempt keeps its files; empty if it keeps none."""
-    paths = (destinations.filtered_stdout, destinations.filtered_stderr, *destinations.error_files.values())
-    kept = (os.path.dirname(path) for path in paths if path and path != os.devnull)
-    return next((directory for directory in kept if os.path.isdir(directory)), "")
+            path = os.path.join(directory, f"stacks_{number}.txt")
+    return path

@@ -47,31 +47,23 @@ def count(kind: str, *, root: str = "/", environ: Mapping[str, str] | None = Non
 
 def gpu_count(root: str, environ: Mapping[str, str]) -> int:
     """NVIDIA devices, else AMD devices. CUDA_VISIBLE_DEVICES hides both kinds."""
-    shown = environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is not None:
-        return len(listed(shown))
-    return _nvidia_count(root) or _amd_count(root, environ)
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        return len(listed(environ["CUDA_VISIBLE_DEVICES"]))
+    device_files = [name for name in names(root, "dev") if re.fullmatch(r"nvidia\d+", name)]
+    if nvidia := names(root, "proc/driver/nvidia/gpus") or device_files:
+        return len(nvidia)
+    for variable in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if variable in environ:
+            return len(listed(environ[variable]))
+    nodes = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
+    properties = [_read(os.path.join(nodes, node, "properties")) for node in names(nodes)]
+    # The kernel lists CPUs as compute nodes too; those have no SIMD units.
+    return sum(re.search(r"^simd_count [1-9]", text, re.MULTILINE) is not None for text in properties)
 
 
 def listed(shown: str) -> list[str]:
     """The entries of a list of indices or UUIDs. As in CUDA, the first invalid entry hides the rest."""
     return list(itertools.takewhile(lambda name: name and name[0] != "-", map(str.strip, shown.split(","))))
-
-
-def _nvidia_count(root: str) -> int:
-    device_files = [name for name in names(os.path.join(root, "dev")) if re.fullmatch(r"nvidia\d+", name)]
-    return len(names(os.path.join(root, "proc/driver/nvidia/gpus"))) or len(device_files)
-
-
-def _amd_count(root: str, environ: Mapping[str, str]) -> int:
-    for variable in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
-        shown = environ.get(variable)
-        if shown is not None:
-            return len(listed(shown))
-    nodes = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
-    properties = [_read(os.path.join(nodes, node, "properties")) for node in names(nodes)]
-    # The kernel lists CPUs as compute nodes too; those have no SIMD units.
-    return sum(re.search(r"^simd_count [1-9]", text, re.MULTILINE) is not None for text in properties)
 
 
 def xpu_count(root: str, environ: Mapping[str, str]) -> int:
@@ -85,14 +77,14 @@ def xpu_count(root: str, environ: Mapping[str, str]) -> int:
 
 def _intel_buses(root: str) -> list[str]:
     """The PCI addresses of the Intel GPUs with a driver."""
-    drm = os.path.join(root, "sys/class/drm")
-    devices = [os.path.join(drm, name, "device") for name in names(drm) if name.startswith("renderD")]
-    return [os.path.basename(os.path.realpath(device)) for device in devices if _is_intel_gpu(device)]
-
-
-def _is_intel_gpu(device: str) -> bool:
-    driver = os.path.basename(os.path.realpath(os.path.join(device, "driver")))
-    return _read(os.path.join(device, "vendor")).strip() == "0x8086" and driver in ("i915", "xe")
+    found = []
+    for name in names(root, "sys/class/drm"):
+        device = os.path.realpath(os.path.join(root, "sys/class/drm", name, "device"))
+        driver = os.path.basename(os.path.realpath(os.path.join(device, "driver")))
+        vendor = _read(os.path.join(device, "vendor")).strip()
+        if name.startswith("renderD") and vendor == "0x8086" and driver in ("i915", "xe"):
+            found.append(os.path.basename(device))
+    return found
 
 
 def _is_discrete(address: str) -> bool:
@@ -113,9 +105,9 @@ def _plugin_count(kind: str) -> int:
         raise UserError(f"device plug-in {kind!r} failed: {type(error).__name__}: {error}") from error
 
 
-def names(directory: str) -> list[str]:
+def names(*path: str) -> list[str]:
     try:
-        return sorted(os.listdir(directory))
+        return sorted(os.listdir(os.path.join(*path)))
     except OSError:
         return []
 

@@ -28,6 +28,7 @@ __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_hand
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 TRACEBACK_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 _NO_MESSAGE = "<NONE>"
+_NOT_SOUGHT = Evidence()
 _ERROR_FILE_LIMIT_BYTES = 16 * 1024 * 1024
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class ProcessFailure:
     pid: int
     exitcode: int
     error_file: str
-    evidence: Evidence | None = None
+    evidence: Evidence = _NOT_SOUGHT
     order: int | None = None  # The position in which the spawner reaped this failure.
     node: str = ""  # The host, if that is another node. The error file is there, too.
     error_file_data: dict[str, Any] = field(init=False)
@@ -58,46 +59,41 @@ class ProcessFailure:
 
     def __post_init__(self) -> None:
         # The hint about decorators is for failures of which only the exit code is known.
-        is_hint_due = self.evidence is None
-        hang = self.evidence.hang if self.evidence else ""
+        is_hint_due, hang = self.evidence is _NOT_SOUGHT, self.evidence.hang
         self.timestamp = int(time.time())
         data = None if hang or self.node else self._read_error_file()
-        evidence = self.evidence or Evidence()
-        if data is None and not (self.node and self.error_file and not hang):
+        if data is None and (hang or not self.node or not self.error_file):
             self.error_file = NOT_AVAILABLE
+        evidence = self.evidence
         if hang:  # An error from the time when the worker was stopped is not the cause.
             data = {"message": {"message": f"hung: {hang}", "extraInfo": {"timestamp": str(self.timestamp)}}}
         elif data is None and evidence.error is not None and _has_message(evidence.error):
             data = dict(evidence.error)
         if data is not None:
             self.error_file_data, self.message = data, data["message"]
-            timestamp = report.error_timestamp(data)
+            _, _, timestamp = report.read_error(data)
             self.timestamp = self.timestamp if timestamp is None else timestamp
             return
         self.error_file_data = {"message": _NO_MESSAGE}
-        if self.exitcode >= 0:
-            traits = {"category": "system_terminated_error", "retryability": "False"}
-            self.error_file_data["errorTraits"] = traits
-            silent = TRACEBACK_HINT if is_hint_due else f"exited with code {self.exitcode} and no error message"
-            self.message = evidence.memory or report.last_line(evidence.stderr_tail).strip() or silent
-        else:
+        if self.exitcode < 0:
             ended = f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"
             self.message = f"{ended}: {evidence.memory}" if evidence.memory else ended
+            return
+        self.error_file_data["errorTraits"] = {"category": "system_terminated_error", "retryability": "False"}
+        silent = TRACEBACK_HINT if is_hint_due else f"exited with code {self.exitcode} and no error message"
+        self.message = evidence.memory or report.last_line(evidence.stderr_tail).strip() or silent
 
     @classmethod
     def on_another_node(cls, node: str, exitcode: int, text: str, sent: str) -> ProcessFailure:
         """A failure that another node has sent; `text` is its cause line, for a node that sent no more than that."""
-        far = wire_evidence.decode(sent)
-        if far is None:
-            note = f"node {node} did not send its evidence of this failure"
-            error = {"message": {"message": text}}
-            return cls(-1, 0, exitcode, "", Evidence(error=error, note=note), node=node)
-        return cls(far.local_rank, far.pid, exitcode, far.error_file, far.evidence, node=node)
+        note = f"node {node} did not send its evidence of this failure"
+        known_by_text = (-1, 0, "", Evidence(error={"message": {"message": text}}, note=note))
+        local_rank, pid, error_file, evidence = wire_evidence.decode(sent) or known_by_text
+        return cls(local_rank, pid, exitcode, error_file, evidence, node=node)
 
     def encoded(self) -> str:
         """The failure with its evidence, for the other nodes of the run."""
-        evidence = self.evidence or Evidence()
-        return wire_evidence.encode(self.local_rank, self.pid, self.error_file, self._error(), evidence)
+        return wire_evidence.encode(self.local_rank, self.pid, self.error_file, self._error(), self.evidence)
 
     def signal_name(self) -> str:
         return report.signal_name(self.exitcode) or NOT_AVAILABLE
@@ -111,15 +107,15 @@ class ProcessFailure:
 
     def facts(self) -> FailureFacts:
         """For the ranking of failures and the cause line."""
-        text, evidence = report.error_text(self._error()), self.evidence or Evidence()
-        return FailureFacts(self.exitcode, text, self.order, self.timestamp, self.pid, evidence)
+        text, _, _ = report.read_error(self._error())
+        return FailureFacts(self.exitcode, text, self.order, self.timestamp, self.pid, self.evidence)
 
     def traceback_text(self) -> str:
         """The traceback if the worker left one, else its message."""
         if isinstance(self.message, str):
             return self.message or NOT_AVAILABLE
-        data = self.error_file_data
-        return report.error_callstack(data) or report.error_text(data) or NOT_AVAILABLE
+        text, callstack, _ = report.read_error(self.error_file_data)
+        return callstack or text or NOT_AVAILABLE
 
     def _read_error_file(self) -> dict[str, Any] | None:
         # `/dev/null` and other devices mean that there is no file.
@@ -129,10 +125,8 @@ class ProcessFailure:
             return _load_error_file(self.error_file)
         except (OSError, ValueError, RecursionError) as e:
             _warn_unreadable(self.error_file, self.pid, str(e))
-            evidence = self.evidence or Evidence()
-            notes = [evidence.note] if evidence.note else []
-            note = "; ".join([*notes, f"its error file {self.error_file} is unreadable: {e}"])
-            self.evidence = replace(evidence, note=note)
+            notes = [self.evidence.note, f"its error file {self.error_file} is unreadable: {e}"]
+            self.evidence = replace(self.evidence, note="; ".join(filter(None, notes)))
             return None
 
     def _error(self) -> dict[str, Any]:
@@ -190,9 +184,9 @@ class ChildFailedError(Exception):
 
     def _block(self, rank: int) -> str:
         failure, index = self.failures[rank], list(self.failures).index(rank)
-        evidence, name = failure.evidence or Evidence(), report.signal_name(failure.exitcode)
+        name = report.signal_name(failure.exitcode)
         # A hung worker did not end by itself, so 0 is not its exit code.
-        exitcode = "none, it hung" if evidence.hang and failure.exitcode == 0 else str(failure.exitcode)
+        exitcode = "none, it hung" if failure.evidence.hang and failure.exitcode == 0 else str(failure.exitcode)
         pid = [f"(pid: {failure.pid})"] if failure.pid > 0 or not failure.node else []
         fields = {
             "time": failure.timestamp_isoformat(),
@@ -203,7 +197,7 @@ class ChildFailedError(Exception):
             "error_file": failure.error_file,
             "traceback": failure.traceback_text(),
         }
-        return report.failure_block(index, fields, evidence)
+        return report.failure_block(index, fields, failure.evidence)
 
 
 class ErrorHandler:
@@ -323,8 +317,8 @@ def _write_root_cause(handler: ErrorHandler, error: ChildFailedError) -> None:
         return
     data = copy.deepcopy(failure.error_file_data)
     if not failure.facts().text:
-        stack = failure.evidence.stack if failure.evidence else ""
-        details = {"py_callstack": stack or failure.traceback_text(), "timestamp": str(failure.timestamp)}
+        callstack = failure.evidence.stack or failure.traceback_text()
+        details = {"py_callstack": callstack, "timestamp": str(failure.timestamp)}
         data = {"message": {"message": error.cause(), "extraInfo": details}}
     handler.dump_error_data(f"the evidence of rank {rank}", data, failure.exitcode)
 

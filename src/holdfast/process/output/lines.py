@@ -10,46 +10,31 @@ for it.
 
 from __future__ import annotations
 
-import re
-
-__all__ = ["HeldLine", "LineFilter", "LineMatcher", "LinePrefixer", "Tail"]
-
-_TAIL_BYTES = 16 * 1024
-_MATCH_HELD_MAX_BYTES = 64 * 1024
-
-_LINE_ENDS = (b"\n", b"\r")
+TAIL_BYTES = 16 * 1024
 
 
 class Tail:
     """The last bytes of a stream. The pump writes it, any thread may read it."""
 
-    def __init__(self, max_bytes: int = _TAIL_BYTES) -> None:
+    def __init__(self, max_bytes: int = TAIL_BYTES) -> None:
         self._max_bytes = max_bytes
         self._kept = b""
         self._is_cut = False
 
     def feed(self, data: bytes) -> None:
-        joined = data if len(data) >= self._max_bytes else self._kept + data
         self._is_cut = self._is_cut or len(self._kept) + len(data) > self._max_bytes
-        self._kept = joined[-self._max_bytes :]
+        self._kept = (self._kept + data[-self._max_bytes :])[-self._max_bytes :]
 
     def text(self, max_lines: int = 20) -> str:
         """The last whole lines, without blank ones at the end. A progress bar shows as its last state."""
-        lines = [_last_state(line) for line in self._whole_lines().decode("utf-8", "replace").split("\n")]
-        while lines and not lines[-1].strip():
+        # Without the line that was cut at its start, unless there is no other.
+        whole = self._kept.partition(b"\n")[2] if self._is_cut else b""
+        text = (whole if whole.strip() else self._kept).decode("utf-8", "replace")
+        states = ([state for state in line.split("\r") if state.strip()] for line in text.split("\n"))
+        lines = [line[-1] if line else "" for line in states]
+        while lines and not lines[-1]:
             lines.pop()
         return "\n".join(lines[-max_lines:]) if max_lines > 0 else ""
-
-    def _whole_lines(self) -> bytes:
-        """Without the line that was cut at its start, unless there is no other."""
-        whole = self._kept.partition(b"\n")[2] if self._is_cut else b""
-        return whole if whole.strip() else self._kept
-
-
-def _last_state(line: str) -> str:
-    """The part of a line that a terminal shows after progress bars have overwritten it."""
-    states = [state for state in line.split("\r") if state.strip()]
-    return states[-1] if states else ""
 
 
 class HeldLine:
@@ -97,11 +82,17 @@ class LinePrefixer:
         self._in_line = False
 
     def add(self, text: bytes) -> bytes:
+        """Both ways work in bulk; the second is faster but handles only `\\n`."""
         if not text:
             return b""
-        prefixed = _prefix_lines(text, self._prefix)
-        continued, self._in_line = self._in_line, not text.endswith(_LINE_ENDS)
-        return prefixed[len(self._prefix) :] if continued else prefixed
+        first = b"" if self._in_line else self._prefix
+        self._in_line = not text.endswith((b"\n", b"\r"))
+        if b"\r" in text:
+            return first + self._prefix.join(text.splitlines(keepends=True))
+        spread = text.replace(b"\n", b"\n" + self._prefix)
+        # No line begins after the last end. Removing that prefix again is cheaper than counting the lines first.
+        surplus = 0 if self._in_line else len(self._prefix)
+        return b"".join((first, memoryview(spread)[: len(spread) - surplus]))
 
     def end(self, rest: bytes) -> bytes:
         """The last line, with the newline that it lacks."""
@@ -109,32 +100,6 @@ class LinePrefixer:
         ended = last + b"\n" if last or self._in_line else b""
         self._in_line = False
         return ended
-
-
-def _prefix_lines(text: bytes, prefix: bytes) -> bytes:
-    """Put the prefix before every line. Both ways work in bulk; the second is faster but handles only `\\n`."""
-    if b"\r" in text:
-        return prefix + prefix.join(text.splitlines(keepends=True))
-    spread = text.replace(b"\n", b"\n" + prefix)
-    # No line begins after the last end. Removing that prefix again is cheaper than counting the lines first.
-    surplus = len(prefix) if text.endswith(b"\n") else 0
-    return b"".join((prefix, memoryview(spread)[: len(spread) - surplus]))
-
-
-class LineMatcher:
-    """Whether a line matches, in a stream that comes in pieces. Beyond `max_held_bytes` a line is searched in parts."""
-
-    def __init__(self, pattern: re.Pattern[str], max_held_bytes: int = _MATCH_HELD_MAX_BYTES) -> None:
-        self._search = pattern.search
-        self._max_held_bytes = max_held_bytes
-        self._line = HeldLine()
-
-    def feed(self, data: bytes) -> bool:
-        text = self._line.take(data)
-        if len(self._line) > self._max_held_bytes:
-            text += self._line.release()
-        # `$` in the pattern matches only before a newline.
-        return bool(text) and self._search(text.replace(b"\r", b"\n").decode("utf-8", "replace")) is not None
 
 
 class LineFilter:
@@ -145,13 +110,11 @@ class LineFilter:
         self._prefix = prefix
 
     def pick(self, text: bytes) -> bytes:
-        if not text or not self._matches(text):
+        if not self._matches(text):
             return b""
-        lines = text.splitlines(keepends=True)
-        found = (
-            line if line.endswith(b"\n") else line.removesuffix(b"\r") + b"\n" for line in lines if self._matches(line)
-        )
-        return b"".join(self._prefix + line for line in found)
+        found = filter(self._matches, text.splitlines(keepends=True))
+        ended = (line if line.endswith(b"\n") else line.removesuffix(b"\r") + b"\n" for line in found)
+        return b"".join(self._prefix + line for line in ended)
 
     def _matches(self, text: bytes) -> bool:
         return any(needle in text for needle in self._needles)

@@ -23,8 +23,8 @@ import os
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import Any
@@ -145,14 +145,12 @@ class DefaultLogsSpecs(LogsSpecs):
         root = os.fspath(log_dir) if log_dir else _new_directory(_temp_root(), _TEMP_PREFIX)
         super().__init__(root, redirects, tee, local_ranks_filter)
         # Workers may change their directory, so they get absolute paths even if the user gave a relative one.
-        try:
+        with _refused(root):  # The working directory may have been removed.
             self._root = os.path.abspath(root)
-        except OSError as error:  # The working directory was removed.
-            raise _log_dir_error(root, error) from None
         self._run_dir: str | None = None
         self._attempt = 0
         self._is_log_dir_lost = False
-        if not self._is_temporary and not self._keeps_nothing:
+        if log_dir and root != os.devnull:
             # Write to it once, so that it fails now and not after the rendezvous.
             _make_directory(self._root)
             os.rmdir(_new_directory(self._root, ".write_test_"))
@@ -165,7 +163,12 @@ class DefaultLogsSpecs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         if not envs:
             logger.warning("no worker environments were given, so no directories are made for logs")
-        dest = _nowhere(len(envs)) if self._keeps_nothing else self._lay_out(envs)
+        if self.root_log_dir == os.devnull:  # Streams stay on the console and no file is written.
+            outs, errs = (dict.fromkeys(envs, "") for _ in range(2))
+            tee_outs, tee_errs, error_files = (dict.fromkeys(envs, os.devnull) for _ in range(3))
+            dest = LogsDest(outs, errs, tee_outs, tee_errs, error_files, os.devnull, os.devnull)
+        else:
+            dest = self._lay_out(envs)
         for rank, path in dest.error_files.items():
             envs[rank][ERROR_FILE_ENV] = "" if path == os.devnull else path
         return dest
@@ -175,18 +178,12 @@ class DefaultLogsSpecs(LogsSpecs):
         if not self._is_temporary:
             return
         for directory, _, _ in os.walk(self._root, topdown=False):
-            try:
+            with suppress(OSError):  # It holds a file, or another program has removed it.
                 os.rmdir(directory)
-            except OSError:
-                pass  # It holds a file, or another program has removed it.
-
-    @property
-    def _keeps_nothing(self) -> bool:
-        return self._root_log_dir == os.devnull
 
     def _lay_out(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         run_id = envs.get(0, {}).get(RUN_ID_ENV, _FALLBACK_RUN_ID)
-        attempt_dir = self._make_directories(run_id, len(envs))
+        attempt_dir = self._new_attempt_dir(run_id, len(envs))
         dest = LogsDest(
             filtered_stdout=_path_in(attempt_dir, "filtered_stdout.log"),
             filtered_stderr=_path_in(attempt_dir, "filtered_stderr.log"),
@@ -207,33 +204,27 @@ class DefaultLogsSpecs(LogsSpecs):
                     tee_paths[rank] = path
         return dest
 
-    def _make_directories(self, run_id: str, nprocs: int) -> str | None:
-        """The directory of the next attempt. None if the log dir, which worked at the start of the run, cannot be used
-        now: the run goes on without logs."""
+    def _new_attempt_dir(self, run_id: str, nprocs: int) -> str | None:
+        """Make the directories of the next attempt, and the run's own if it is not there (any more). None if the log
+        dir, which worked at the start of the run, cannot be used now: the run goes on without logs."""
         try:
-            attempt_dir = self._new_attempt_dir(run_id)
+            if self._run_dir is None or not os.path.isdir(self._run_dir):
+                _make_directory(self._root, mode=0o700 if self._is_temporary else 0o777)
+                self._run_dir = _new_directory(self._root, _as_file_name(run_id) + "_")
+            while not _is_made(path := os.path.join(self._run_dir, f"attempt_{self._attempt}")):
+                self._attempt += 1
+            self._attempt += 1
             for rank in range(nprocs):
-                _make_directory(os.path.join(attempt_dir, str(rank)))
+                _make_directory(os.path.join(path, str(rank)))
         except UserError as error:
             if not self._is_log_dir_lost:
                 logger.warning("%s; the workers run without logs until it can be used again", error)
             self._is_log_dir_lost = True
             return None
         if self._is_log_dir_lost:
-            logger.warning("logs are written again, to %s", attempt_dir)
+            logger.warning("logs are written again, to %s", path)
         self._is_log_dir_lost = False
-        return attempt_dir
-
-    def _new_attempt_dir(self, run_id: str) -> str:
-        """Make the next attempt's directory, and the run's own if it is not there (any more)."""
-        if self._run_dir is None or not os.path.isdir(self._run_dir):
-            _make_directory(self._root, mode=0o700 if self._is_temporary else 0o777)
-            self._run_dir = _new_directory(self._root, _as_file_name(run_id) + "_")
-        while True:
-            path = os.path.join(self._run_dir, f"attempt_{self._attempt}")
-            self._attempt += 1
-            if _is_made(path):
-                return path
+        return path
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DefaultLogsSpecs):
@@ -241,9 +232,8 @@ class DefaultLogsSpecs(LogsSpecs):
         return self._identity() == other._identity()
 
     def __repr__(self) -> str:
-        names = ("root_log_dir", "redirects", "tee", "local_ranks_filter")
-        values = ", ".join(f"{name}={value!r}" for name, value in zip(names, self._identity(), strict=True))
-        return f"DefaultLogsSpecs({values})"
+        root, redirects, tee, ranks = self._identity()
+        return f"DefaultLogsSpecs(root_log_dir={root!r}, {redirects=!r}, {tee=!r}, local_ranks_filter={ranks!r})"
 
     def _identity(self) -> tuple[object, object, object, object]:
         return self._root_log_dir, self._redirects, self._tee, self._local_ranks_filter
@@ -251,16 +241,6 @@ class DefaultLogsSpecs(LogsSpecs):
 
 def _path_in(directory: str | None, name: str) -> str:
     return os.path.join(directory, name) if directory else os.devnull
-
-
-def _nowhere(nprocs: int) -> LogsDest:
-    """The destinations under `/dev/null`: streams stay on the console and no file is written."""
-
-    def everywhere(path: str) -> dict[int, str]:
-        return dict.fromkeys(range(nprocs), path)
-
-    null = os.devnull
-    return LogsDest(everywhere(""), everywhere(""), everywhere(null), everywhere(null), everywhere(null), null, null)
 
 
 def _as_file_name(run_id: str) -> str:
@@ -286,35 +266,35 @@ def _temp_root() -> str:
 
 def _new_directory(parent: str, prefix: str) -> str:
     """Make a directory with a new name, readable only by its owner."""
-    while True:
-        path = os.path.join(parent, prefix + os.urandom(4).hex())
-        if _is_made(path, mode=0o700):
-            return path
+    while not _is_made(path := os.path.join(parent, prefix + os.urandom(4).hex()), mode=0o700):
+        pass
+    return path
 
 
 def _is_made(path: str, mode: int = 0o777) -> bool:
     """Make a directory; False if something of that name is already there."""
-    try:
-        os.mkdir(path, mode)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise _log_dir_error(os.path.dirname(path), error) from error
+    with _refused(os.path.dirname(path)):
+        try:
+            os.mkdir(path, mode)
+        except FileExistsError:
+            return False
     return True
 
 
 def _make_directory(path: str, mode: int = 0o777) -> None:
-    try:
+    with _refused(path):
         os.makedirs(path, mode, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise _log_dir_error(path, error) from error
 
 
-def _log_dir_error(path: str, error: OSError | ValueError) -> UserError:
-    """The error to raise. Python raises ValueError for an impossible path."""
-    if isinstance(error, FileExistsError | NotADirectoryError):
+@contextmanager
+def _refused(path: str) -> Iterator[None]:
+    """Name the log directory in errors. Python raises ValueError for an impossible path."""
+    try:
+        yield
+    except (FileExistsError, NotADirectoryError) as error:
         refusal = LogDirNotADirectoryError(f"log directory {path!r} cannot be used: Not a directory")
         refusal.errno = errno.ENOTDIR
-        return refusal
-    reason = error.strerror if isinstance(error, OSError) else error
-    return UserError(f"log directory {path!r} cannot be created or written to: {reason}")
+        raise refusal from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"log directory {path!r} cannot be created or written to: {reason}") from error

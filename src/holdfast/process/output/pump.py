@@ -95,8 +95,7 @@ class Stream:
     # The pump's own.
     prefixer: LinePrefixer | None = field(default=None, init=False)
     filter: LineFilter | None = field(default=None, init=False)
-    held: HeldLine | None = field(default=None, init=False)
-    held_bytes: int = field(default=0, init=False)  # As the pump has counted it.
+    held: HeldLine = field(default_factory=HeldLine, init=False)
     is_split: bool = field(default=False, init=False)
     followed_fd: int | None = field(default=None, init=False)  # The terminal whose size the worker's terminal follows.
     error_count: int = field(default=0, init=False)
@@ -106,15 +105,14 @@ class Stream:
             self.prefixer = LinePrefixer(self.prefix)
         if self.filters and self.filtered_fd is not None:
             self.filter = LineFilter(self.filters, self.prefix or b"")
-        if self.prefixer or self.filter:
-            self.held = HeldLine()
         if isinstance(self.console_fd, int) and os.isatty(self.read_fd):
             self.followed_fd = self.console_fd
 
     def drop_outlets(self) -> bool:
         """After an unexpected error: drop all but the file, then the file too. False if nothing is left."""
         self.error_count += 1
-        self.console_fd = self.filtered_fd = self.prefixer = self.filter = self.held = self.tail = None
+        self.console_fd = self.filtered_fd = self.prefixer = self.filter = self.tail = None
+        self.held = HeldLine()
         if self.error_count > 1:
             self.close_file()
         return self.error_count <= 2
@@ -144,7 +142,7 @@ class Pump:
         self._turn = threading.Lock()
         self._streams: dict[int, Stream] = {}
         self._dead_outlets: set[int | TextIO] = set()
-        self._held_bytes = 0
+        self._held_at_most = 0  # All that was taken since the held lines were counted.
         self._busy_with: int | TextIO | None = None
         self._last_warning = ""
 
@@ -276,7 +274,7 @@ class Pump:
                 self._serve_ready()
             except Exception as error:
                 # No single stream is the cause, so no outlet is dropped; perhaps memory was short.
-                self._warn_once(f"copying the workers' output failed and is tried again: {_describe(error)}")
+                self._warn_once(f"copying the workers' output failed and is retried: {type(error).__name__}: {error}")
                 if is_closing:
                     return
                 time.sleep(0.1)
@@ -291,9 +289,7 @@ class Pump:
     def _finish(self) -> None:
         for stream in list(self._streams.values()):
             self._guarded(stream, self._read_rest)
-            if stream.read_fd in self._streams:
-                self._guarded(stream, self._write_held)
-                self._release(stream)
+            self._end(stream)
 
     def _guarded(self, stream: Stream, action: Callable[[Stream], object]) -> None:
         """Do something for one stream. An unexpected error costs that stream outlets and leaves the others alone."""
@@ -301,7 +297,7 @@ class Pump:
             action(stream)
         except Exception as error:
             goes_on = stream.drop_outlets()
-            self._warn_once(f"{stream.label}: output is no longer complete: {_describe(error)}")
+            self._warn_once(f"{stream.label}: output is no longer complete: {type(error).__name__}: {error}")
             if not goes_on:
                 self._release(stream)
 
@@ -324,8 +320,7 @@ class Pump:
                 stream.followed_fd = None
             self._pass_on(stream, data)
         else:
-            self._guarded(stream, self._write_held)
-            self._release(stream)
+            self._end(stream)
             with self._changed:
                 self._unended.discard(stream)
                 self._changed.notify_all()
@@ -337,80 +332,73 @@ class Pump:
             left -= count
 
     def _pass_on(self, stream: Stream, data: bytes) -> None:
-        if stream.file_fd is not None:
-            self._write_file(stream, data)
+        if stream.file_fd is not None and self._ends(f"{stream.label}: the log file", stream.file_fd, data):
+            stream.close_file()
         if stream.tail is not None:
             stream.tail.feed(data)
         if stream.console_fd is not None and stream.prefixer is None:
             self._write_console(stream.console_fd, data)
-        if stream.held is not None:
+        if stream.prefixer or stream.filter:
             self._write_lines(stream, stream.held.take(data))
-            self._count_held(stream)
-            self._bound_held()
+            self._held_at_most += len(data)
+            if self._held_at_most > _HELD_MAX_BYTES:
+                self._bound_held()
 
     def _write_lines(self, stream: Stream, text: bytes, *, is_last: bool = False) -> None:
-        if stream.filter is not None:
-            self._write_filtered(stream, stream.filter.pick(text))
+        filtered_fd = stream.filtered_fd
+        if stream.filter is not None and filtered_fd is not None and filtered_fd not in self._dead_outlets:
+            lines = stream.filter.pick(text)
+            if lines and self._ends("the filtered log file", filtered_fd, lines):
+                self._dead_outlets.add(filtered_fd)  # For all streams.
         if stream.console_fd is not None and stream.prefixer is not None:
             self._write_console(stream.console_fd, stream.prefixer.end(text) if is_last else stream.prefixer.add(text))
 
-    def _count_held(self, stream: Stream) -> None:
-        now_held = len(stream.held) if stream.held is not None else 0
-        self._held_bytes += now_held - stream.held_bytes
-        stream.held_bytes = now_held
-
     def _bound_held(self) -> None:
         """Above the limit, pass on the longest unfinished line though its end has not come."""
-        while self._held_bytes > _HELD_MAX_BYTES:
-            stream = max(self._streams.values(), key=lambda each: each.held_bytes)
-            size = stream.held_bytes
-            if stream.held is not None:
-                self._write_lines(stream, stream.held.release())
-            self._count_held(stream)
+        while (held_bytes := sum(len(each.held) for each in self._streams.values())) > _HELD_MAX_BYTES:
+            stream = max(self._streams.values(), key=lambda each: len(each.held))
+            line = stream.held.release()
+            self._write_lines(stream, line)
             if not stream.is_split:
                 stream.is_split = True
                 limit = f"unfinished lines of all workers may take {_HELD_MAX_BYTES >> 20} MiB"
-                self._warn_once(f"{stream.label}: a line is split on the console after {size} bytes; {limit}")
+                self._warn_once(f"{stream.label}: a line is split on the console after {len(line)} bytes; {limit}")
+        self._held_at_most = held_bytes
 
     def _write_held(self, stream: Stream) -> None:
-        if stream.held is not None:
-            self._write_lines(stream, stream.held.flush(), is_last=True)
+        self._write_lines(stream, stream.held.flush(), is_last=True)
+
+    def _end(self, stream: Stream) -> None:
+        if stream.read_fd in self._streams:
+            self._guarded(stream, self._write_held)
+            self._release(stream)
 
     def _release(self, stream: Stream) -> None:
         if self._streams.pop(stream.read_fd, None) is None:
             return
-        self._held_bytes -= stream.held_bytes
         self._poller.unregister(stream.read_fd)
         _close_quietly(stream.read_fd)
         stream.close_file()
 
-    def _write_file(self, stream: Stream, data: bytes) -> None:
-        assert stream.file_fd is not None
+    def _ends(self, what: str, fd: int, data: bytes) -> bool:
+        """Write to a file. True, after a warning, if it takes no more."""
         try:
-            _write_all(stream.file_fd, data)
+            _write_all(fd, data)
         except OSError as error:
-            path = _path_of(stream.file_fd)
-            stream.close_file()
-            self._warn_once(f"{stream.label}: the log file {path} ends here: {error.strerror}")
-
-    def _write_filtered(self, stream: Stream, lines: bytes) -> None:
-        if not lines or stream.filtered_fd is None or stream.filtered_fd in self._dead_outlets:
-            return
-        try:
-            _write_all(stream.filtered_fd, lines)
-        except OSError as error:
-            # One file takes lines of many streams; it ends for all of them.
-            self._dead_outlets.add(stream.filtered_fd)
-            self._warn_once(f"the filtered log file {_path_of(stream.filtered_fd)} ends here: {error.strerror}")
+            self._warn_once(f"{what} {_path_of(fd)} ends here: {error.strerror}")
+            return True
+        return False
 
     def _write_console(self, fd: int | TextIO, data: bytes) -> None:
         view, start = memoryview(data), 0
         try:
             while start < len(data) and fd not in self._dead_outlets:
-                piece = view[start : _end_of_piece(data, start)]
-                written = self._without_turn(fd, partial(_write_some, fd, piece))
+                end = start + _CONSOLE_WRITE_BYTES
+                if end < len(data):
+                    end = data.rfind(b"\n", start, end) + 1 or end
+                written = self._without_turn(fd, partial(_write_some, fd, view[start:end]))
                 if isinstance(fd, int):
-                    stdio.note_written(fd, piece[:written])
+                    stdio.note_written(fd, view[start : start + written])
                 start += written
                 self._moved_at = time.monotonic()
         except OSError as error:
@@ -443,13 +431,6 @@ class Pump:
             self._busy_with = None
 
 
-def _end_of_piece(data: bytes, start: int) -> int:
-    limit = start + _CONSOLE_WRITE_BYTES
-    if limit >= len(data):
-        return len(data)
-    return data.rfind(b"\n", start, limit) + 1 or limit
-
-
 def _write_some(fd: int | TextIO, data: memoryview) -> int:
     if isinstance(fd, int):
         return stdio.write_some(fd, data)
@@ -478,7 +459,3 @@ def _close_quietly(fd: int) -> None:
         os.close(fd)
     except OSError:
         pass  # A late error of a network file system, or a program has closed it: there is nothing to do.
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -8,6 +8,7 @@ a redirected stream is then watched by the growth of its file.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from holdfast.process.output import pump, terminal
+from holdfast.process.output.lines import TAIL_BYTES, Tail
 from holdfast.process.output.logs import LogsDest
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DRAIN_PATIENCE_S = 5.0
-_TAIL_BYTES = 16 * 1024
 
 
 class Outlets:
@@ -51,14 +52,19 @@ class Outlets:
         }
         self._filtered_fds: dict[str, int | None] = {}
         self._watch = watch
-        self._tails: dict[int, pump.Tail] = {}
+        self._tails: dict[int, Tail] = {}
         self._pump = pump.Pump(logger.warning)
         if watch is not None:
             watch.pump = self._pump
 
     def start(self) -> None:
-        for stream, (paths, tees, _) in self._places.items():
-            if self._filters.get(stream) and not any(paths.get(rank) for rank in tees):
+        for stream, (paths, tees, filtered) in self._places.items():
+            if not self._filters[stream]:
+                continue
+            if any(paths.get(rank) for rank in tees):
+                # One file takes the matching lines of every rank.
+                self._filtered_fds[stream] = self._open_log(filtered)
+            else:
                 _warn_once(self._run_dir, f"duplicate_{stream}_filters has no effect: {stream} of no worker is tee'd")
         self._pump.start()
 
@@ -80,16 +86,13 @@ class Outlets:
 
     def _open_through_pump(self, stream: str, rank: int, path: str, is_teed: bool) -> int:
         fd = 1 if stream == "stdout" else 2
-        tail = None
-        if stream == "stderr":
-            tail = self._tails[rank] = pump.Tail()
-        label = f"rank {rank} {stream}"
+        tail = self._tails.setdefault(rank, Tail()) if stream == "stderr" else None
         watch = None if self._watch is None else self._watch.stream(rank)
         read_fd, write_fd = terminal.open_channel(None if path else fd)
+        label = f"rank {rank} {stream}"
         if is_teed:
-            filters = self._filters[stream]
-            filtered_fd = self._filtered_fd(stream) if filters else None
             prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:").encode(errors="surrogateescape")
+            filters, filtered_fd = self._filters[stream], self._filtered_fds.get(stream)
             outlets = (self._open_log(path), _console(fd), prefix, tail, filters, filtered_fd)
             self._pump.add(pump.Stream(read_fd, label, *outlets, watch=watch))
         else:
@@ -106,18 +109,14 @@ class Outlets:
             _warn_once(directory, text)
             return None
 
-    def _filtered_fd(self, stream: str) -> int | None:
-        """One file takes the matching lines of every rank."""
-        if stream not in self._filtered_fds:
-            self._filtered_fds[stream] = self._open_log(self._places[stream][2])
-        return self._filtered_fds[stream]
-
     def stderr_tail(self, rank: int) -> str:
-        """The last lines that the worker wrote to stderr."""
+        """The last lines that the worker wrote to stderr, or to the file that is its stderr."""
         tail = self._tails.get(rank)
         if tail is None:
-            tail = pump.Tail()
-            tail.feed(_last_bytes(self._places["stderr"][0].get(rank, "")))
+            tail = Tail()
+            with contextlib.suppress(OSError), open(self._places["stderr"][0].get(rank, ""), "rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
+                tail.feed(log.read())
         return tail.text()
 
     def close(self, *, will_end: bool = True) -> None:
@@ -150,12 +149,3 @@ def dup_or_null(fd: int) -> int:
 def _warn_once(directory: str, text: str) -> None:
     """Once for all ranks and lives of a group: they share a directory."""
     logger.warning("%s", text)
-
-
-def _last_bytes(path: str) -> bytes:
-    try:
-        with open(path, "rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
-            return log.read()
-    except OSError:
-        return b""

@@ -11,10 +11,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING
 
-from holdfast.process.output.lines import LineMatcher
+from holdfast.process.output.lines import HeldLine
 
 if TYPE_CHECKING:
     from holdfast.process.output.pump import Pump
@@ -25,32 +25,36 @@ logger = logging.getLogger(__name__)
 _SLOW_SEARCH_S = 1.0
 # If a file grew by more than this between two looks, only the last part is searched.
 _SEARCHED_MAX_BYTES = 4 << 20
+# A longer line is searched in parts.
+_LINE_MAX_BYTES = 64 * 1024
 
 
 class StreamWatch:
     """One stream of one worker: when something came, and when a line last matched. With a path, it is a file that the
     worker writes itself."""
 
-    __slots__ = ("_matcher", "_owner", "_path", "_size", "at", "matched_at")
-
-    def __init__(self, owner: OutputWatch, path: str = "") -> None:
+    def __init__(self, owner: OutputWatch, rank: int, path: str) -> None:
+        self.rank = rank
+        self.path = path
         self.at: float | None = None
         self.matched_at: float | None = None
         self._owner = owner
-        self._path = path
         self._size = 0
-        self._matcher = LineMatcher(owner.pattern) if owner.pattern else None
+        self._line = HeldLine()
 
     def saw(self, data: bytes, now: float) -> None:
         """Never raises."""
         self.at = now
-        if self._matcher is None:
+        pattern = self._owner.pattern
+        if pattern is None:
             return
         began = time.monotonic()
         try:
-            if self._owner.has_given_up:
-                self._matcher = None
-            elif self._matcher.feed(data):
+            text = self._line.take(data)
+            if len(self._line) > _LINE_MAX_BYTES:
+                text += self._line.release()
+            # `$` in the pattern matches only before a newline.
+            if text and pattern.search(text.replace(b"\r", b"\n").decode("utf-8", "replace")):
                 self.matched_at = now
             if time.monotonic() - began > _SLOW_SEARCH_S:
                 self._owner.give_up("it takes too long to search for; lines are not searched any more")
@@ -59,20 +63,18 @@ class StreamWatch:
 
     def look(self, now: float) -> None:
         """Check the file."""
+        data = b""
         try:
-            size = os.stat(self._path).st_size
-            if size == self._size:
-                return
-            data = self._new_part(size) if self._matcher is not None and size > self._size else b""
+            size = os.stat(self.path).st_size
+            if size > self._size and self._owner.pattern is not None:
+                with open(self.path, "rb") as file:
+                    file.seek(max(self._size, size - _SEARCHED_MAX_BYTES))
+                    data = file.read(_SEARCHED_MAX_BYTES)
         except OSError:
             return  # Removed, or out of reach; other signs of its worker still count.
-        self._size = size
-        self.saw(data, now)
-
-    def _new_part(self, size: int) -> bytes:
-        with open(self._path, "rb") as file:
-            file.seek(max(self._size, size - _SEARCHED_MAX_BYTES))
-            return file.read(_SEARCHED_MAX_BYTES)
+        if size != self._size:
+            self._size = size
+            self.saw(data, now)
 
 
 class OutputWatch:
@@ -82,8 +84,7 @@ class OutputWatch:
         self.pattern = re.compile(pattern, re.MULTILINE) if pattern else None
         self.has_given_up = False
         self.pump: Pump | None = None
-        self._streams: dict[int, list[StreamWatch]] = {}
-        self._files: list[StreamWatch] = []
+        self._streams: list[StreamWatch] = []
 
     @property
     def is_blind(self) -> bool:
@@ -91,33 +92,32 @@ class OutputWatch:
         return self.pump is not None and self.pump.is_blocked
 
     def stream(self, rank: int, path: str = "") -> StreamWatch:
-        watch = StreamWatch(self, path)
-        self._streams.setdefault(rank, []).append(watch)
-        self._files += [watch] if path else []
-        return watch
+        self._streams.append(StreamWatch(self, rank, path))
+        return self._streams[-1]
 
     @property
     def is_sampled(self) -> bool:
-        return bool(self._files)
+        return any(stream.path for stream in self._streams)
 
     def look(self, now: float) -> None:
         """Check the files."""
-        for file in self._files:
-            file.look(now)
+        for stream in self._streams:
+            if stream.path:
+                stream.look(now)
 
-    def moved_at(self, ranks: Iterable[int]) -> float | None:
+    def moved_at(self, ranks: Container[int]) -> float | None:
         """When any of these workers wrote something."""
-        return _latest(watch.at for rank in ranks for watch in self._streams.get(rank, ()))
+        return _latest(stream.at for stream in self._streams if stream.rank in ranks)
 
     def matched_at(self) -> float | None:
-        return _latest(watch.matched_at for watches in self._streams.values() for watch in watches)
+        return _latest(stream.matched_at for stream in self._streams)
 
     def give_up(self, why: str) -> None:
         """Stop using the pattern."""
-        if not self.has_given_up:
+        pattern, self.pattern = self.pattern, None
+        if pattern is not None:
             self.has_given_up = True
-            assert self.pattern is not None
-            logger.warning("--progress-pattern %r: %s", self.pattern.pattern, why)
+            logger.warning("--progress-pattern %r: %s", pattern.pattern, why)
 
 
 def _latest(times: Iterable[float | None]) -> float | None:
