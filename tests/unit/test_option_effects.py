@@ -99,7 +99,7 @@ EFFECTS = {
     "lease": Effect("70", lambda a: agreed(a).lease_s, 70.0, TCP),
     "admit": Effect("on-restart", lambda a: agreed(a).admit, Admit.ON_RESTART, TCP),
     "on_isolation": Effect("continue", lambda a: meeting(a).continue_when_isolated, True, TCP),
-    "token_file": Effect("secret", lambda a: meeting(a).token, b"word", TCP),
+    "token_file": Effect("secret", lambda a: meeting(a).token, b"the word of the day", TCP),
     "tls_cert": Effect("c.pem", lambda a: meeting(a).tls_cert, "c.pem", TCP),
     "tls_key": Effect("k.pem", lambda a: meeting(a).tls_key, "k.pem", f"{TCP} --tls-cert=c.pem"),
     "tls_ca": Effect("ca.pem", lambda a: meeting(a).tls_ca, "ca.pem", TCP),
@@ -148,7 +148,7 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # The launcher sets it; this takes it back.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").touch(mode=0o755)
-    (tmp_path / "secret").write_text("word")
+    support.write_secret(tmp_path / "secret", "the word of the day")
     install_logs_specs(tmp_path, monkeypatch, "holdfast.logs_specs", RECORDER)
     logger = logging.getLogger("holdfast")
     level, handlers = logger.level, list(logger.handlers)

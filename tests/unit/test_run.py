@@ -131,8 +131,8 @@ def heard(name: str) -> From:
     return From(key(name), Heartbeat(1))
 
 
-def closes(reason: str = "enough") -> From:
-    return From("a/0", Close(reason))
+def closes(reason: str = "enough", by: str = "a") -> From:
+    return From(f"{by}/0", Close(reason))
 
 
 def closed(name: str) -> ConnectionClosed:
@@ -571,7 +571,13 @@ UNAWARE: dict[str, Script] = {
 }
 
 ENDING: dict[str, Script] = {
-    "closed before anybody came": [(0.0, closes(), [*ended("", CLOSED, 0), ForgetRun()])],
+    "only a node of the run closes it": [
+        (0.0, closes(by="stranger"), []),
+        (0.0, joined("a", PAIR), []),
+        (0.0, closes(by="stranger"), []),
+        (0.0, joined("b", ONE), refused("b", "--nnodes 1, this run has --nnodes 2", "a")),
+        (0.0, closes(by="b"), []),
+    ],
     "closed while forming": [(0.0, joined("a", PAIR), []), (1.0, closes(), ended("a", CLOSED, 0))],
     "closed while running: its door stays closed for a while": [
         *formed(ONE, "a"),
@@ -959,7 +965,7 @@ def test_what_was_charged_before_the_restart_of_the_coordinator_counts(every_s: 
 
 def test_no_number_that_a_node_sends_sizes_anything() -> None:
     of = settings(1, 2, policy=RestartPolicy(10**9, window_s=600.0))
-    most = Place(1, 2**53 - 1, 2**17 - 2, 2**17 - 1, (("default", 1),), restarts_used=50_000_000)
+    most = Place(1, 2**52, 2**17 - 2, 2**17 - 1, (("default", 1),), restarts_used=50_000_000)
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     run, began = Membership(0.0), time.thread_time()
@@ -969,9 +975,27 @@ def test_no_number_that_a_node_sends_sizes_anything() -> None:
     run.step(TIME, 51.0)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert (run.restarts_used, run.round) == (50_000_000, 2**53 - 1)
+    assert (run.restarts_used, run.round) == (50_000_000, 2**52)
     assert peak - before < 200_000
     assert time.thread_time() - began < 0.5
+
+
+def test_no_node_can_make_a_run_use_up_the_numbers_of_its_rounds() -> None:
+    too_much = "it claims to know of round {}, this run is at {}"
+    run = Membership(0.0)
+    commands = run.step(From("x/0", Join(facts("x"), PAIR, heard_round=2**52 + 1)), 0.0)
+    assert commands == refused("x", too_much.format(2**52 + 1, 0))
+    for event in (joined("a", PAIR), joined("b", PAIR)):
+        run.step(event, 0.0)
+    assert run.round == 1
+    high = Place(1, 2**20 + 2, 0, 2, (("default", 1),))
+    for message in (
+        Join(facts("x"), PAIR, heard_round=2**20 + 2),
+        Join(facts("x"), PAIR, high),
+        Return(facts("x"), PAIR, high, Stage.RUNNING),
+    ):
+        assert run.step(From("x/0", message), 1.0) == refused("x", too_much.format(2**20 + 2, 1))
+    assert run.round == 1
 
 
 # Stopping is bounded.

@@ -81,6 +81,9 @@ class NodeTable(dict[str, Node]):
         newest = max(self._incarnations.get(facts.node_id, 0), self._gone.get(facts.node_id, 0))
         return facts.incarnation < newest
 
+    def has_seen(self, node_id: str) -> bool:
+        return node_id in self._incarnations or node_id in self._gone
+
     def add(self, facts: NodeFacts, stage: Stage, now: float) -> Node:
         """A node that is known keeps its place in the order of arrival."""
         known = self.get(facts.key)

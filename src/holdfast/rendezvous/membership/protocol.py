@@ -22,12 +22,14 @@ from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership.model import MAX_NODES, Memory, NodeFacts, Place, Push, Settings, Stage, Stop
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 
-MAJOR, MINOR = 2, 0
+MAJOR, MINOR = 3, 0
 MAX_TEXT = 1 << 14
 MAX_NAME = 1024
 MAX_EVIDENCE = 1 << 16
 NONCE_BYTES = 32
 _MAX_COUNT = 1 << 53  # What every peer can count to, whatever it is written in.
+# What a peer may claim that rounds and terms have reached. A coordinator that believes it still has as many to go.
+HIGHEST_CLAIM = 1 << 52
 
 Count = Annotated[int, Meta(ge=0, le=_MAX_COUNT)]
 AnyInt = Annotated[int, Meta(ge=-_MAX_COUNT, le=_MAX_COUNT)]
@@ -58,7 +60,8 @@ for _kind in (NodeFacts, Settings, RestartPolicy, Failure, model.Outcome, Place,
     _kind.__annotations__ = get_type_hints(_kind, localns={"wire": SimpleNamespace(**globals())}, include_extras=True)
 
 
-# The handshake.
+# The handshake: `Challenge`, `Hello`, with a token `Ready`, `Introduction`, `Welcome`. With a token, every frame after
+# `Hello` is sealed (`keys`), and the agent says nothing of itself before it has found the coordinator's seal right.
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
@@ -71,29 +74,42 @@ class Challenge(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The agent's answer. `term` is the highest that it knows of."""
+    """The agent's answer. `endpoint` is the address that it has connected to."""
 
     version: int
     run_id: str
     nonce: Bytes
-    proof: Bytes = b""
     minor: int = 0
-    term: Annotated[int, Meta(ge=0, le=_MAX_COUNT // 2)] = 0
+    has_token: bool = False
+    endpoint: Name = ""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Its seal proves that the coordinator knows the token."""
+
+
+class Introduction(msgspec.Struct, frozen=True, tag=True):
+    """Which node speaks on this connection, and its ticket if it has one; no node id means that none does. `term` is
+    the highest that it knows of."""
+
+    node_id: Name = ""
+    ticket: Bytes = b""
+    term: Count = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """Both know each other now. `last_round` is the last one that the coordinator knows of."""
+    """`last_round` is the last one that the coordinator knows of. `ticket` is the node's, to be shown from now on."""
 
-    proof: Bytes = b""
     term: Count = 0
     last_round: Count = 0
+    ticket: Bytes = b""
 
 
 class Denied(msgspec.Struct, frozen=True, tag=True):
     reason: Text
 
 
-Handshake = Challenge | Hello | Welcome | Denied
+Handshake = Challenge | Hello | Ready | Introduction | Welcome | Denied
 
 
 # The key-value store.

@@ -110,6 +110,9 @@ class Membership:
         self.term = heard + 1
         return True
 
+    def knows(self, node_id: str) -> bool:
+        return self._nodes.has_seen(node_id) or node_id in self._past.awaited
+
     def story(self) -> str:
         return "\n".join(f"{at:.3f} {event} -> {list(commands)}" for at, event, commands in self._story)
 
@@ -144,6 +147,8 @@ class Membership:
         match message:
             case Join(facts) | Return(facts) if self._nodes.is_outdated(facts):
                 return [Expel(facts.key, "a newer incarnation of this node has joined")]
+            case Join(facts) | Return(facts) if problem := self._past.doubts(message, self.round):
+                return self._refuse(facts, problem, now)
             case Join():
                 return self._joined(message, now)
             case Return():
@@ -159,7 +164,7 @@ class Membership:
             case protocol.Left():
                 return self._left(key)
             case protocol.Close(reason):
-                return self._end(Outcome(End.CLOSED, reason))
+                return self._end(Outcome(End.CLOSED, reason)) if key in self._nodes else []
             case protocol.Heartbeat():
                 self._nodes.hear(key, now)
                 return []
@@ -234,7 +239,7 @@ class Membership:
         knows_more = self._past.learn(last, heard_round > self.round)
         self.round = max(self.round, heard_round, last.round if last is not None else 0)
         commands: list[Command] = []
-        if last is not None and self._past.may_adopt(last, self.round):
+        if last is not None and self._past.may_adopt(last, self.round, self._agreed.max_nodes):
             commands = self._adopt(last, now)
         return [*commands, Remember(self._memory(now))] if knows_more else commands
 
