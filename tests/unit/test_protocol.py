@@ -174,12 +174,14 @@ COUNTS = st.integers(0, 2**53)
 def some_facts(draw: st.DrawFn) -> NodeFacts:
     rank = draw(st.none() | st.integers(-5, 5000))
     port, workers = draw(st.integers(0, 65535)), draw(st.integers(1, 1000))
-    return NodeFacts(draw(NAMES), draw(COUNTS), draw(NAMES), port, draw(NAMES), workers, rank, draw(TIMES))
+    return NodeFacts(
+        draw(NAMES), draw(COUNTS), draw(NAMES), port, draw(NAMES), workers, rank, draw(st.floats(0, 86400))
+    )
 
 
 @st.composite
 def some_settings(draw: st.DrawFn) -> Settings:
-    low = draw(st.integers(1, 5000))
+    low = draw(st.integers(4, 5000))  # No place is among more nodes.
     heartbeat_s = draw(st.floats(0.1, 10.0))
     times = [draw(TIMES), draw(TIMES), heartbeat_s, heartbeat_s * draw(st.floats(2.0, 10.0)), draw(st.floats(0.1, 9.0))]
     codes, words = st.frozensets(st.integers(-64, 255), max_size=4), st.frozensets(NAMES, max_size=4)
@@ -372,7 +374,10 @@ SENSELESS: list[tuple[Any, str]] = [
     (wrong_policy(uncounted_exceptions=frozenset({"x" * 1025})), "$.settings.policy.uncounted_exceptions"),
     (wrong_policy(fatal_exit_codes=frozenset(range(2000))), "$.settings.policy.fatal_exit_codes"),
     (wrong_facts(node_id=""), "length >= 1 - at `$.facts.node_id`"),
-    (wrong_facts(node_id="x" * 1025), "length <= 1024 - at `$.facts.node_id`"),
+    (wrong_facts(node_id="x" * 257), "length <= 256 - at `$.facts.node_id`"),
+    (wrong_facts(role="x" * 129), "length <= 128 - at `$.facts.role`"),
+    (wrong_facts(grace_s=86401.0), "<= 86400.0 - at `$.facts.grace_s`"),
+    (wrong_place(node_count=6), "a place among 6 nodes in a run of at most 4"),
     (wrong_facts(role="x" * 1025), "$.facts.role"),
     (wrong_facts(incarnation=-1), "$.facts.incarnation"),
     (wrong_facts(port=65536), "$.facts.port"),
@@ -477,7 +482,7 @@ def test_strangers_may_send_less() -> None:
 
 
 def test_the_longest_run_id_fits_into_a_handshake() -> None:
-    hello = protocol.Hello(3, "\U0001f600" * 1024, NONCE, 0, True, "x" * 1024)
+    hello = protocol.Hello(3, "\U0001f600" * 1024, NONCE, 0, True, "x" * 256)
     stream = Frames(MAX_HANDSHAKE_BYTES)
     stream.feed(encode(hello))
     assert stream.next() == hello

@@ -94,7 +94,7 @@ def place(round: int, rank: int = 0, count: int = 2, used: int = 0, term: int = 
 def joined(name: str, of: Settings, last: int | Place = 0, **fields: Any) -> From:
     """`last` is the place that the node had, or the round of it."""
     had = place(last) if isinstance(last, int) and last else last or None
-    own = {each: fields.pop(each) for each in ("address", "requested_rank", "grace_s") if each in fields}
+    own = {each: fields.pop(each) for each in NodeFacts.__match_args__ if each in fields}
     return From(key(name), Join(facts(name, **own), of, had, had.round if had else 0, **fields))
 
 
@@ -980,6 +980,32 @@ def test_no_number_that_a_node_sends_sizes_anything() -> None:
     assert time.thread_time() - began < 0.5
 
 
+def test_nothing_large_that_a_node_says_is_kept_for_the_story_or_the_outcome() -> None:
+    """A run of 1,000 nodes that all fail, with all the evidence that may be sent."""
+    of = settings(1000, 1000, policy=RestartPolicy(9))
+    run = Membership(0.0)
+    for number in range(1000):
+        run.step(joined(f"n{number}", of), 0.0)
+    tracemalloc.start()
+    for number in range(1000):
+        told = replace(failure(f"n{number}", is_consequence=number < 900), text="x" * 16000, evidence="e" * 60000)
+        run.step(From(f"n{number}/0", Failed(1, told)), 1.0)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 2_000_000
+    assert [each.node for each in run._present.failures.values()] == [*(f"n{number}" for number in range(8)), "n900"]
+
+
+def test_a_run_has_a_bounded_number_of_kinds_of_nodes() -> None:
+    of = settings(1, 5000)
+    run = Membership(0.0)
+    for number in range(1024):
+        run.step(joined(f"n{number}", of, local_world_size=number + 1), 0.0)
+    problem = "the nodes of this run have 1024 different roles and numbers of processes already"
+    assert run.step(joined("one more", of, local_world_size=2000), 0.0)[0] == refused("one more", problem)[0]
+    assert run.step(joined("alike", of, local_world_size=7), 0.0) == []
+
+
 def test_no_node_can_make_a_run_use_up_the_numbers_of_its_rounds() -> None:
     too_much = "it claims to know of round {}, this run is at {}"
     run = Membership(0.0)
@@ -1185,7 +1211,9 @@ def test_deadlines(name: str) -> None:
 
 def test_phases_change_only_as_the_picture_says() -> None:
     run = after([*formed(ONE, "a"), (1.0, succeeded("a"), ended("a", SUCCESS))])
-    with pytest.raises(InternalError, match=r"a run cannot go from ENDED to RUNNING; before:\n0\.000 From"):
+    with pytest.raises(
+        InternalError, match=r"a run cannot go from ENDED to RUNNING; before:\n0\.000 Join from a/0 -> "
+    ):
         run._enter(Phase.RUNNING)
     assert {after for _, _, after in PHASE_CHANGES} == set(Phase)
     assert Phase.ENDED not in {before for before, _, _ in PHASE_CHANGES}

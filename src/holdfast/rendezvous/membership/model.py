@@ -144,10 +144,10 @@ class NodeFacts:
     incarnation: wire.Count = 0
     address: wire.Name = ""
     port: wire.Port = 0
-    role: wire.Name = "default"
+    role: wire.Role = "default"
     local_world_size: wire.LocalSize = 1
     requested_rank: wire.AnyInt | None = None
-    grace_s: wire.Seconds = 30.0
+    grace_s: wire.UpToADay = 30.0
 
     @property
     def key(self) -> str:
@@ -267,7 +267,7 @@ class Memory:
     last_round: wire.Count = 0
     members: tuple[wire.Key, ...] = ()
     restarts_used: wire.Count = 0
-    restart_ages_s: tuple[wire.Seconds, ...] = ()
+    restart_ages_s: wire.Ages = ()
     settings: Settings | None = None
     outcome: Outcome | None = None
     is_round_over: bool = False

@@ -24,9 +24,11 @@ from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 
 MAJOR, MINOR = 3, 0
 MAX_TEXT = 1 << 14
-MAX_NAME = 1024
+MAX_NAME = 256
+MAX_ROLE = 128
 MAX_EVIDENCE = 1 << 16
 NONCE_BYTES = 32
+_TOLD_AT_MOST = 8
 _MAX_COUNT = 1 << 53  # What every peer can count to, whatever it is written in.
 # What a peer may claim that rounds and terms have reached. A coordinator that believes it still has as many to go.
 HIGHEST_CLAIM = 1 << 52
@@ -35,6 +37,7 @@ Count = Annotated[int, Meta(ge=0, le=_MAX_COUNT)]
 AnyInt = Annotated[int, Meta(ge=-_MAX_COUNT, le=_MAX_COUNT)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e10)]
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
+Role = Annotated[str, Meta(max_length=MAX_ROLE)]
 NonEmptyName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Evidence = Annotated[str, Meta(max_length=MAX_EVIDENCE)]
@@ -52,8 +55,9 @@ Lease = Annotated[float, Meta(ge=0.1, le=3600.0)]
 UpToAnHour = Annotated[float, Meta(ge=0.0, le=3600.0)]
 UpToADay = Annotated[float, Meta(ge=0.0, le=86400.0)]
 RoundNumber = Annotated[int, Meta(ge=1, le=_MAX_COUNT)]
-Shapes = Annotated[tuple[tuple[Name, LocalSize], ...], Meta(max_length=model.MAX_SHAPES)]
-Pattern = Annotated[bytes, Meta(max_length=4 * MAX_NODES)]
+Shapes = Annotated[tuple[tuple[Role, LocalSize], ...], Meta(max_length=model.MAX_SHAPES)]
+Pattern = Annotated[bytes, Meta(max_length=2 * MAX_NODES + 1024)]  # Two bytes a node that could not be compressed.
+Ages = Annotated[tuple[Seconds, ...], Meta(max_length=1 << 16)]
 
 # The records that are on the wire were defined before these types.
 for _kind in (NodeFacts, Settings, RestartPolicy, Failure, model.Outcome, Place, Memory, *get_args(Push)):
@@ -217,11 +221,11 @@ def problem_of(message: object) -> str:
         case Hello(version, nonce=nonce) | Challenge(version, nonce) if version == MAJOR and len(nonce) != NONCE_BYTES:
             return f"a nonce of {len(nonce)} bytes"
         case Join(_, settings, place):
-            return _settings_problem(settings) or (_place_problem(place) if place is not None else "")
+            return _settings_problem(settings) or (_place_problem(place, settings) if place is not None else "")
         case Return(_, settings, place):
-            return _settings_problem(settings) or _place_problem(place)
+            return _settings_problem(settings) or _place_problem(place, settings)
         case model.Sealed(_, place):
-            return _place_problem(place) or _pattern_problem(place)
+            return _rank_problem(place) or _pattern_problem(place)
     return ""
 
 
@@ -233,7 +237,13 @@ def _settings_problem(settings: Settings) -> str:
     return ""
 
 
-def _place_problem(place: Place) -> str:
+def _place_problem(place: Place, settings: Settings) -> str:
+    if place.node_count > settings.max_nodes:
+        return f"a place among {place.node_count} nodes in a run of at most {settings.max_nodes}"
+    return _rank_problem(place)
+
+
+def _rank_problem(place: Place) -> str:
     return "" if place.rank < place.node_count else f"rank {place.rank} of {place.node_count} nodes"
 
 
@@ -309,3 +319,20 @@ class ForgetRun:
 
 
 Command = Tell | Remember | Expel | ForgetRun
+
+
+def told(event: Event, commands: list[Command], now: float) -> str:
+    """A step of the machine in one short line."""
+    more = [f"{len(commands) - _TOLD_AT_MOST} more"] if len(commands) > _TOLD_AT_MOST else []
+    return f"{now:.3f} {_brief(event)} -> {', '.join([*map(_brief, commands[:_TOLD_AT_MOST]), *more]) or 'nothing'}"
+
+
+def _brief(step: Event | Command) -> str:
+    match step:
+        case From(key, message):
+            return f"{type(message).__name__} from {key}"
+        case Tell(keys, message):
+            return f"{type(message).__name__} to {keys[0] if len(keys) == 1 else f'{len(keys)} nodes'}"
+        case ConnectionClosed(key) | Expel(key):
+            return f"{type(step).__name__} {key}"
+    return type(step).__name__

@@ -56,6 +56,13 @@ class Round:
             self.returns_until = None
         return True
 
+    def report(self, key: str, failure: Failure) -> None:
+        """A second time with the evidence; the order of arrival stays. Of many, the first are kept, and the first that
+        is not the consequence of another one: it is the cause, however late it comes."""
+        speaks_for_itself = not failure.is_consequence and all(each.is_consequence for each in self.failures.values())
+        if key in self.failures or len(self.failures) <= MAX_OTHER_FAILURES or speaks_for_itself:
+            self.failures[key] = failure
+
     def failures_besides(self, cause: Failure) -> tuple[Failure, ...]:
         """The first of the others. They go to every node, so their evidence is bounded together."""
         others, left_chars = [], MAX_OTHER_EVIDENCE

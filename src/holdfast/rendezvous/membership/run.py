@@ -76,7 +76,7 @@ class Membership:
         self._may_more_come = True  # After the end. A coordinator that finds the end in the memory does not know.
         self._forget_at: float | None = None
         self._is_forgotten = False
-        self._story: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
+        self._story: deque[str] = deque(maxlen=_STORY_LENGTH)  # In brief: messages may be large.
 
     # What the shell calls.
 
@@ -87,7 +87,7 @@ class Membership:
                 return []
         self._now = now
         commands = self._react(event, now) + self._advance(now)
-        self._story.append((now, event, tuple(commands)))
+        self._story.append(protocol.told(event, commands, now))
         return commands
 
     def next_deadline(self) -> float | None:
@@ -114,7 +114,7 @@ class Membership:
         return self._nodes.has_seen(node_id) or node_id in self._past.awaited
 
     def story(self) -> str:
-        return "\n".join(f"{at:.3f} {event} -> {list(commands)}" for at, event, commands in self._story)
+        return "\n".join(self._story)
 
     @property
     def world(self) -> World | None:
@@ -291,7 +291,7 @@ class Membership:
         is_of_stop = self.phase is Phase.STOPPING and not self._present.is_stopped_for_failure
         if is_of_stop or not self._is_current(key, round):
             return []
-        self._present.failures[key] = failure  # A second time with the evidence; the order of arrival stays.
+        self._present.report(key, failure)
         return self._stop(failure.text, is_failure=True, is_hang=failure.exception == restart_policy.HANG)
 
     def _finish(self, node: Node) -> None:
