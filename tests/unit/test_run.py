@@ -1002,7 +1002,7 @@ def test_a_run_has_a_bounded_number_of_kinds_of_nodes() -> None:
     for number in range(1024):
         run.step(joined(f"n{number}", of, local_world_size=number + 1), 0.0)
     problem = "the nodes of this run have 1024 different roles and numbers of processes already"
-    assert run.step(joined("one more", of, local_world_size=2000), 0.0)[0] == refused("one more", problem)[0]
+    assert run.step(joined("newcomer", of, local_world_size=2000), 0.0)[0] == refused("newcomer", problem)[0]
     assert run.step(joined("alike", of, local_world_size=7), 0.0) == []
 
 

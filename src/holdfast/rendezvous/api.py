@@ -46,14 +46,12 @@ class RendezvousGracefulExitError(RendezvousError):
 
 
 def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
-    """Whether it is that error, or the one of the same name that a handler written for torch raises. torch is not
-    imported to find out."""
+    """Whether it is that error, or torch's of the same name. torch is not imported to find out."""
     return any(each.__name__ == kind.__name__ for each in type(error).__mro__)
 
 
 class DefaultTimeout(int):
-    """The `timeout` that `LaunchConfig` adds if the user gave none. It says so itself: the user may give the same
-    number, and mean it."""
+    """The `timeout` that `LaunchConfig` adds if the user gave none; the user may give the same number, and mean it."""
 
 
 _TRUTH = dict.fromkeys(("1", "true", "t", "yes", "y"), True) | dict.fromkeys(("0", "false", "f", "no", "n"), False)

@@ -106,8 +106,7 @@ class Coordination(abc.ABC):
         """`sink` is told until when this node's workers may live; called at once with what holds now."""
 
     def watch_loop(self, stuck_for_s: Callable[[], float]) -> None:  # noqa: B027
-        """Before the first round: whom to ask for how long the agent's loop has not turned. A node whose loop does not
-        must not seem alive to the others."""
+        """Before the first round: `stuck_for_s` says for how long the agent's loop has not turned."""
 
     def leaving(self) -> None:  # noqa: B027  # most have no one to tell
         """This node goes away and is stopping its workers."""

@@ -201,8 +201,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._stuck_for_s = stuck_for_s
 
     def _find_address(self) -> str:
-        """The address at which others reach this node: the one that reaches the endpoint. A name that does not resolve
-        is given some seconds, not minutes."""
+        """The address that reaches the endpoint: others reach this node there. A name has seconds to resolve."""
         deadline = time.monotonic() + _RESOLVE_PATIENCE_S
         while True:
             problems = []

@@ -120,8 +120,7 @@ def create_rdzv_handler(params: RendezvousParameters) -> api.RendezvousHandler:
 
 
 def _check_settings(params: RendezvousParameters) -> None:
-    """People keep settings in scripts and environments that serve several backends, so those of others are no mistake
-    here, but they have nothing to act on."""
+    """Settings of other backends are no mistake: people keep them in scripts. But they have no effect here."""
     others = sorted(params.config.keys() - _SETTINGS)
     if not others:
         return

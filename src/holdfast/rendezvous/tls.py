@@ -8,6 +8,7 @@ done, what was read before stays in force until all files can be used again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import ssl
 import threading
@@ -33,11 +34,9 @@ class ReloadingTls:
         with self._lock:
             stamps = [_stamp(path) for path in self._files]
             if stamps != self._stamps:
-                try:
+                with contextlib.suppress(UserError):
                     self._made = self._make(*self._files)
                     self._stamps = stamps
-                except UserError:
-                    pass
             return self._made
 
     def _make(self, cert: str, key: str, ca: str) -> ssl.SSLContext:

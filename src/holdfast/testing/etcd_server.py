@@ -60,8 +60,7 @@ def find_etcd_binary() -> str:
 
 
 def stop_etcd(process: subprocess.Popen[Any], data_dir: str | None = None) -> None:
-    """End an etcd that the caller has started itself, and remove its data if a directory is given. One that does not
-    end when asked to is killed."""
+    """End an etcd that the caller started, with SIGKILL if need be, and remove its data if a directory is given."""
     process.terminate()
     try:
         process.wait(_STOP_S)
@@ -73,8 +72,7 @@ def stop_etcd(process: subprocess.Popen[Any], data_dir: str | None = None) -> No
 
 
 class EtcdServer:
-    """One etcd. Without `data_dir` its data is removed when it is stopped. `options` are more of etcd's own flags; with
-    `--cert-file` it speaks TLS."""
+    """One etcd. Without `data_dir` its data is removed when it is stopped. `options` are more flags of etcd."""
 
     def __init__(self, data_dir: str | None = None, *, options: Sequence[str] = (), size: int = 1) -> None:
         self._data_dir, self._size = data_dir, size

@@ -44,14 +44,12 @@ class Reachability:
         self.since: float | None = now
         self.last_problem = ""
         self.who = who
-        self._patience_s = join_timeout_s
-        self._outage_timeout_s = outage_timeout_s
-        self._has_been_welcome = False
+        self._patience_s, self._outage_timeout_s = join_timeout_s, outage_timeout_s
+        self._has_been_welcome = self._has_spoken = False
         self._attempts = 0
         self._obstacle: Obstacle | None = None
         self._obstacle_since = now
         self._speak_at = now + _FIRST_WORD_AFTER_S
-        self._has_spoken = False
 
     def gives_up_at(self) -> float | None:
         """When a node that waits for a place gives up unless there is a connection before."""

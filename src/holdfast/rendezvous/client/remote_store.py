@@ -27,8 +27,7 @@ _LOST = "store: the coordinator was replaced, and what this round had stored was
 
 
 class RemoteStore(Store):
-    """Every call is a request and its answer, or several if there are many keys. Those that wait do so in the
-    coordinator."""
+    """Every call is a request and its answer, or several. Those that wait do so in the coordinator."""
 
     def __init__(self, client: Client, timeout: timedelta, prefix: str = "") -> None:
         """All keys are in the namespace `prefix`."""

@@ -62,7 +62,8 @@ class Locator(ABC):
 
 
 class Client:
-    """The thread. `deliver` and `set_lease` are called in it; `fail` too, when it cannot go on."""
+    """The thread. `deliver` and `set_lease` are called in it; `fail` too, when it cannot go on. `stuck_for_s` says for
+    how long the agent's loop has not turned."""
 
     def __init__(
         self,
@@ -74,7 +75,6 @@ class Client:
         reach: Reachability,
         stuck_for_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`stuck_for_s` says for how long the agent's loop has not turned."""
         self.reach, self._locator, self._node = reach, locator, participant
         self._deliver, self._set_lease, self._fail = deliver, set_lease, fail
         self._stuck_for_s = stuck_for_s

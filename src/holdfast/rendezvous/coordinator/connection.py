@@ -52,9 +52,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._frames = frames.Frames(frames.MAX_HANDSHAKE_BYTES)
         self._nonce = os.urandom(protocol.NONCE_BYTES)
-        self._is_closing = False
-        self._is_congested = False
-        self._has_spoken = False
+        self._is_closing = self._is_congested = self._has_spoken = False
         self._hello: protocol.Hello | None = None
         self._task: asyncio.Task[None] | None = None
 

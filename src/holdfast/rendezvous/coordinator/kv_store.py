@@ -87,7 +87,10 @@ class KeyValues:
         except _Impossible as error:
             answer = self._answer(request, problem=str(error))
         if request.operation != "check":
-            self._remember(name, answer)
+            self._remembered[name] = answer
+            self._remembered_bytes += _answer_bytes(answer)
+            while self._remembered_bytes > MAX_REMEMBERED_BYTES:
+                self._remembered_bytes -= _answer_bytes(self._remembered.popitem(last=False)[1])
         # Those that miss no key any more are answered, too, the longest waiting first.
         ready, self._ready = sorted(self._ready), []
         woken = [self._forget(number) for number in ready]
@@ -113,12 +116,6 @@ class KeyValues:
 
     def _answer(self, request: StoreRequest, **fields: Any) -> StoreAnswer:
         return StoreAnswer(request.number, generation=self._generation, **fields)
-
-    def _remember(self, name: tuple[bytes, int], answer: StoreAnswer) -> None:
-        self._remembered[name] = answer
-        self._remembered_bytes += _answer_bytes(answer)
-        while self._remembered_bytes > MAX_REMEMBERED_BYTES:
-            self._remembered_bytes -= _answer_bytes(self._remembered.popitem(last=False)[1])
 
     def _put(self, entries: dict[str, bytes]) -> None:
         """All of them or none."""

@@ -86,8 +86,6 @@ class Run:
         settings = self.machine.settings
         return max(_SILENCE_S, 3 * settings.lease_s if settings else 0.0)
 
-    # Connections.
-
     def rejection_of(self, node: protocol.Introduction) -> str:
         """Why a client cannot speak for this node, or nothing. A node id belongs to the node that had it first: who has
         its ticket. A coordinator that has lost its memory knows no node, and hands out new tickets."""
@@ -278,8 +276,7 @@ class Coordinator:
         idle_timeout_s: float | None = 60.0,
         only_run: str | None = None,
     ) -> None:
-        """The socket need not listen yet. With no `idle_timeout_s` it serves until it is stopped. With `only_run` it
-        turns away nodes of other runs."""
+        """The socket need not listen yet. Without `idle_timeout_s` it serves until it is stopped."""
         self.keeper, self.token, self.tls = keeper, token, tls
         self.idle_timeout_s, self.only_run = idle_timeout_s, only_run
         self.connections: set[Connection] = set()

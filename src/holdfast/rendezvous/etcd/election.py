@@ -94,8 +94,7 @@ class Renew:
 
 @frozen
 class Write:
-    """If the leader key is `before`, make it `after`, under the lease, and put the memory if there is one. Answer with
-    the leader key as it is then."""
+    """If the leader key is `before`, make it `after`, and put the memory, if any. Answer with the key as it is then."""
 
     before: Leader
     after: Leader
@@ -118,8 +117,7 @@ Command = Renew | Write | Acknowledge | Resign
 
 
 class Office:
-    """One coordinator's time in office. `leader` is the key as this coordinator's agent created it; `renewed_at` is the
-    time before the lease was asked for."""
+    """One coordinator's time in office. `leader` is the key as it was created, `renewed_at` the time before that."""
 
     def __init__(self, leader: Leader, lease_s: float, renewed_at: float) -> None:
         self.leader = leader

@@ -61,8 +61,7 @@ class EtcdLocator(Locator):
         self._problem = ""  # Why the last look at etcd did not tell who coordinates.
         self._lives: list[socket.socket] = []  # Of coordinator processes that this node has started.
         self._unrevoked: deque[int] = deque()  # Leases of coordinators that ended while etcd was out of reach.
-        self._is_version_checked = False
-        self._is_stopped = False
+        self._is_version_checked = self._is_stopped = False
 
     def target(self) -> Target:
         """The coordinator that is known. If none is, look for one."""

@@ -102,8 +102,7 @@ class EtcdKeeper:
         self._timer: asyncio.TimerHandle | None = None
 
     async def begin(self) -> None:
-        """Read the memory, be of a higher term than it, and write it down again under a lease of this coordinator's.
-        Raises HostError if the office ends before that."""
+        """Read the memory, take a higher term, write both down. Raises HostError if the office ends before that."""
         self._arm()
         try:
             value = await self._loop.run_in_executor(self._writes, self._gateway.get, self._memory_key)

@@ -60,9 +60,8 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class EtcdOptions(options.Options):
-    """`tls` is for agent traffic alone. `is_host`: whether this node may start a coordinator; None means that it may.
-    `coordinator_port` 0 is any free port. Another host may start the next coordinator, so a refused connection proves
-    less than on tcp."""
+    """`tls` is for agent traffic alone. `is_host` None: this node may start a coordinator. `coordinator_port` 0 is any
+    free port. Another host may start the next coordinator, so a refused connection proves less than on tcp."""
 
     does_refusal_renew: bool = False
     locate_after_s: float | None = 2.0

@@ -30,8 +30,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended, the same on every node. `cause` is the failure that ended it, if one did; `others` are the first
-    failures of other nodes in that round."""
+    """How a run ended, the same on every node. `cause` is the failure that ended it, `others` are of other nodes."""
 
     end: End
     reason: wire.Text
@@ -137,8 +136,7 @@ PHASE_CHANGES: tuple[tuple[Phase, str, Phase], ...] = (
 class NodeFacts:
     """What a node brings when it joins. `node_id` stays the same while the agent lives, `incarnation` rises each time
     the node lost its place and comes back as a stranger. The agent holds `port` at `address`, bound: the master port of
-    the round if the node gets rank 0. It is a new one for every join. `grace_s` is how long the node may take to stop
-    its workers."""
+    the round if the node gets rank 0, a new one for each join. `grace_s` is how long its workers may take to stop."""
 
     node_id: wire.NonEmptyName
     incarnation: wire.Count = 0

@@ -58,9 +58,6 @@ STANDING_CHANGES: tuple[tuple[Standing, str, Standing], ...] = (
 _ALLOWED = frozenset((before, after) for before, _, after in STANDING_CHANGES)
 
 
-# Events: what the agent does, and what comes on the connection.
-
-
 @frozen
 class JoinRequested:
     """The node has no workers and wants a place in the next round. The agent holds `port`, a new one each time.
@@ -103,13 +100,12 @@ class Participant:
         self._lease = lease
         self._last_place: Place | None = None
         self._heard_round = 0
-        self._has_lost_place = False
+        self._has_lost_place = self._has_left = False
         self._asked_at = 0.0
         self._stage = Stage.RUNNING
         self._failure: Failed | None = None
         self._stop: model.Stop | None = None
         self._close_reason = ""
-        self._has_left = False
         self._end: Ended | Refused | None = None
 
     @property
@@ -154,9 +150,10 @@ class Participant:
         commands: list[Command] = []
         for command in self._lease.step(event, now):
             match command:
+                case node_lease.LosePlace() if self._lease.is_agent_stuck:
+                    commands += self._lose_place("the agent's loop did not turn for too long", now)
                 case node_lease.LosePlace():
-                    stuck, away = "the agent's loop did not turn", "the coordinator was out of reach"
-                    commands += self._lose_place(f"{stuck if self._lease.is_agent_stuck else away} for too long", now)
+                    commands += self._lose_place("the coordinator was out of reach for too long", now)
                 case node_lease.Locate() if self.standing is Standing.DONE or self._has_left:
                     pass
                 case _:

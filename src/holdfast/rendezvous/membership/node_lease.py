@@ -56,17 +56,13 @@ class Line(StrEnum):
     OPEN = "OPEN"
 
 
-# Events.
-
-
 @frozen
 class Connected: ...
 
 
 @frozen
 class ConnectFailed:
-    """`was_refused`: the host of the coordinator that the node was connected to answered that nothing listens there.
-    `jitter` is a random number from 0 to 1."""
+    """`was_refused`: nothing listens where the coordinator was. `jitter` is a random number from 0 to 1."""
 
     was_refused: bool
     jitter: float = 0.0
@@ -79,8 +75,7 @@ class Disconnected:
 
 @frozen
 class PlaceTaken:
-    """The node is a member of a round now. `asked_at` is when the join was sent to which this is the answer: the
-    coordinator has heard of the node since."""
+    """The node is a member of a round, for a join that was sent at `asked_at`: it has been heard of since."""
 
     asked_at: float
 
@@ -110,9 +105,6 @@ class LoopSeen:
 _PlaceEvent = PlaceTaken | PlaceRevoked | PlaceGivenUp
 _LineEvent = Connected | ConnectFailed | Disconnected | LeaderMoved | HeartbeatAnswer | Resigned
 Event = _LineEvent | _PlaceEvent | LoopSeen | TimePassed
-
-
-# Commands.
 
 
 @frozen
@@ -145,8 +137,7 @@ Command = Connect | Heartbeat | Notice | SetLease | HangUp | LosePlace | Locate
 
 
 class NodeLease:
-    """One node and its coordinator. `now` is the node's own clock throughout. `may_outlive_lease` is for users who
-    prefer running on to being safe."""
+    """One node and its coordinator. `may_outlive_lease` is for users who prefer running on to being safe."""
 
     def __init__(self, settings: LeaseSettings, *, may_outlive_lease: bool = False) -> None:
         self.settings = settings
@@ -204,7 +195,9 @@ class NodeLease:
             case TimePassed():
                 return self._due(now)
             case LoopSeen(stuck_for_s):
-                return self._judge_loop(stuck_for_s)
+                was_stuck, self.is_agent_stuck = self.is_agent_stuck, stuck_for_s >= self.settings.lease_s
+                text = f"the agent's loop has not turned for {stuck_for_s:.1f} s, so its heartbeats stop"
+                return [Notice(text)] if self.is_agent_stuck and not was_stuck else []
             case HeartbeatAnswer(number):
                 self._answered(number)
             case Resigned():
@@ -221,11 +214,6 @@ class NodeLease:
             case _:
                 assert_never(event)
         return []
-
-    def _judge_loop(self, stuck_for_s: float) -> list[Command]:
-        was_stuck, self.is_agent_stuck = self.is_agent_stuck, stuck_for_s >= self.settings.lease_s
-        text = f"the agent's loop has not turned for {stuck_for_s:.1f} s, so its heartbeats stop"
-        return [Notice(text)] if self.is_agent_stuck and not was_stuck else []
 
     def _heartbeat(self, now: float) -> list[Command]:
         self._next_heartbeat_at = now + self.settings.heartbeat_s
@@ -256,8 +244,7 @@ class NodeLease:
         return self._retreat(jitter, now)
 
     def _move(self, now: float) -> list[Command]:
-        """The connection is silent, or none is there: go to the present coordinator at once. Nothing can be given away
-        any more by the one before it."""
+        """Go to the present coordinator at once. The one before it can give nothing away any more."""
         commands = self._hang_up(now) if self.line is Line.OPEN else []
         self.line, self._connect_at, self._closed_at = Line.CLOSED, now, None
         return commands

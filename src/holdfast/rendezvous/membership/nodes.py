@@ -23,8 +23,7 @@ class Node:
     stage: Stage
     arrival: int
     heard_at: float
-    drop_at: float | None = None
-    """Its connection is closed, and it is lost at this time unless it returns."""
+    drop_at: float | None = None  # Its connection is closed, and it is lost at this time unless it returns.
 
     @property
     def key(self) -> str:
@@ -194,11 +193,8 @@ def _unreachable_between_hosts(newcomer: NodeFacts, member: NodeFacts) -> str:
     """What is wrong if one of the two has an address that only its own host can reach, and the other has not."""
     if not newcomer.address or not member.address or is_loopback(newcomer.address) == is_loopback(member.address):
         return ""
-    here, there, alone = (
-        newcomer.address,
-        f"{member.node_id} is at {member.address}",
-        "where no other host can reach it",
-    )
-    if is_loopback(here):
-        return f"its address is {here}, {alone}, and {there}; give this node an address with --local-addr"
-    return f"its address is {here}, but {there}, {alone}; give {member.node_id} an address with --local-addr"
+    here, there = f"its address is {newcomer.address}", f"{member.node_id} is at {member.address}"
+    alone, hint = "where no other host can reach it", "an address with --local-addr"
+    if is_loopback(newcomer.address):
+        return f"{here}, {alone}, and {there}; give this node {hint}"
+    return f"{here}, but {there}, {alone}; give {member.node_id} {hint}"

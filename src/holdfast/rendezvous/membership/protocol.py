@@ -116,14 +116,10 @@ class Denied(msgspec.Struct, frozen=True, tag=True):
 Handshake = Challenge | Hello | Ready | Introduction | Welcome | Denied
 
 
-# The key-value store.
-
-
 class StoreRequest(msgspec.Struct, frozen=True, tag=True):
     """`operation` is one of set, get, add, compare_set, wait, check, delete. `timeout_s` is for those that wait.
-    `sender` and `number` together name the request: one that comes a second time, because the connection was lost
-    before the answer came, is answered again and not carried out again. `generation` is that of the store which the
-    client knows, empty if it knows none yet."""
+    `sender` and `number` together name the request: one that comes again, because the connection was lost before the
+    answer came, is not carried out again. `generation` is that of the store which the client knows, if any."""
 
     sender: Annotated[bytes, Meta(max_length=NONCE_BYTES)]
     number: Count
@@ -145,9 +141,6 @@ class StoreAnswer(msgspec.Struct, frozen=True, tag=True):
     amount: int = 0
     problem: str = ""
     generation: bytes = b""
-
-
-# From a node.
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
@@ -205,9 +198,6 @@ FromNode = Join | Return | Heartbeat | Failed | Succeeded | Leaving | Left | Clo
 ToCoordinator = FromNode | StoreRequest
 
 
-# From the coordinator: the pushes of `model`, and answers.
-
-
 class HeartbeatAnswer(msgspec.Struct, frozen=True, tag=True):
     number: Count
 
@@ -225,7 +215,11 @@ def problem_of(message: object) -> str:
         case Return(_, settings, place):
             return _settings_problem(settings) or _place_problem(place, settings)
         case model.Sealed(_, place):
-            return _rank_problem(place) or _pattern_problem(place)
+            try:
+                place.shape_of_each()  # Not of places that nodes send: the coordinator only passes their patterns on.
+            except ValueError as error:
+                return str(error)
+            return _rank_problem(place)
     return ""
 
 
@@ -247,15 +241,6 @@ def _rank_problem(place: Place) -> str:
     return "" if place.rank < place.node_count else f"rank {place.rank} of {place.node_count} nodes"
 
 
-def _pattern_problem(place: Place) -> str:
-    """Not of the places that nodes send: the coordinator only passes their patterns on."""
-    try:
-        place.shape_of_each()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def clipped_text(text: str) -> str:
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 4] + " ..."
 
@@ -264,9 +249,6 @@ def clipped(failure: Failure) -> Failure:
     """As much of a failure as may be sent."""
     text = clipped_text(failure.text)
     return replace(failure, node=failure.node[:MAX_NAME], exception=failure.exception[:MAX_NAME], text=text)
-
-
-# What the machine of a run takes and gives.
 
 
 @frozen

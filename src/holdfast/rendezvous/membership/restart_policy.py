@@ -22,8 +22,7 @@ from holdfast.frozen import frozen
 if TYPE_CHECKING:
     from holdfast.rendezvous.membership import protocol as wire
 
-# Stands for the exception of workers that did not end but hung.
-HANG = "hang"
+HANG = "hang"  # Stands for the exception of workers that did not end but hung.
 
 # Errors in the program itself, which no restart cures. `--fatal-exceptions` names others.
 FATAL_EXCEPTIONS = frozenset({"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"})
