@@ -61,6 +61,7 @@ class LightClient(asyncio.Protocol):
             match message:
                 case protocol.Challenge():
                     self._send(protocol.Hello(protocol.MAJOR, self._run_id, os.urandom(protocol.NONCE_BYTES)))
+                    self._send(protocol.Introduction(self._facts.node_id))
                 case protocol.Welcome():
                     self._frames.expect(frames.DOWNWARD)
                     self._send(protocol.Join(self._facts, self._settings))
@@ -80,7 +81,7 @@ class LightClient(asyncio.Protocol):
         self._send(protocol.Heartbeat(self._heartbeats))
         self._timer = self._loop.call_later(self._settings.heartbeat_s, self._heartbeat)
 
-    def _send(self, message: protocol.ToCoordinator | protocol.Hello) -> None:
+    def _send(self, message: protocol.ToCoordinator | protocol.Hello | protocol.Introduction) -> None:
         self._transport.write(encode(message))
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from holdfast.rendezvous.api import RendezvousInfo, RendezvousParameters
+from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.coordination import JoinFailed
 from holdfast.rendezvous.coordinator import launch, memory
 from holdfast.rendezvous.coordinator.server import Coordinator
@@ -156,7 +157,7 @@ class Peer:
         self.sock.close()
 
     def send(self, *sent: Any) -> None:
-        self.sock.sendall(b"".join(map(encode, sent)))
+        self.sock.sendall(b"".join(self._frames.sealed(encode(each)) for each in sent))
 
     def receive(self, deadline_s: float = DEADLINE_S) -> Any:
         """The next message, or None if the other side has hung up."""
@@ -183,14 +184,10 @@ class Peer:
             pass
         return True
 
-    def enter(self, run_id: str = "", token: bytes | None = None) -> Peer:
-        """The handshake."""
-        run_id = run_id or default_run_id()
-        challenge = self.await_kind(protocol.Challenge)
-        nonce = os.urandom(protocol.NONCE_BYTES)
-        proof = b"" if token is None else frames.prove(token, b"agent", run_id, challenge.nonce, nonce)
-        self.send(protocol.Hello(protocol.MAJOR, run_id, nonce, proof))
-        self.await_kind(protocol.Welcome)
+    def enter(self, run_id: str = "", token: bytes | None = None, name: str = "a", ticket: bytes = b"") -> Peer:
+        """The handshake, as the node of that name."""
+        target = Target("127.0.0.1", self.sock.getpeername()[1], run_id or default_run_id(), token)
+        self.welcome = target.greet(self.sock, self._frames, protocol.Introduction(name, ticket))
         self.expect_pushes()
         return self
 

@@ -236,6 +236,13 @@ class Mailbox:
         os.close(self._fd)
 
 
+def write_secret(path: Path, secret: bytes | str) -> str:
+    """In a file that only its owner can read."""
+    path.touch(mode=0o600)
+    path.write_bytes(secret if isinstance(secret, bytes) else secret.encode())
+    return str(path)
+
+
 def write_script(path: Path, source: str, *, executable: bool = False) -> str:
     path.write_text(textwrap.dedent(source).lstrip("\n"))
     path.chmod(0o755 if executable else 0o644)

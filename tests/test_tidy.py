@@ -41,7 +41,8 @@ PURE = {
         for name in ("model", "run", "nodes", "formation", "restart_policy", "node", "node_lease")
     },
     "rendezvous/membership/protocol.py": {"msgspec", "holdfast.frozen", "holdfast.rendezvous.membership"},
-    "rendezvous/membership/frames.py": {"hashlib", "hmac", "struct", "msgspec", "holdfast.rendezvous.membership"},
+    "rendezvous/membership/keys.py": {"hashlib", "hmac"},
+    "rendezvous/membership/frames.py": {"struct", "msgspec", "holdfast.rendezvous.membership"},
     "rendezvous/etcd/election.py": {"holdfast.frozen", "holdfast.rendezvous.membership"},
     "rendezvous/coordinator/kv_store.py": {"holdfast.rendezvous.membership"},
     "rendezvous/client/reachability.py": {"holdfast.frozen"},

@@ -53,15 +53,26 @@ def test_something_else_listens(tmp_path: Path) -> None:
     assert lines == [f"holdfast run: error: 127.0.0.1:{port} answers, but it is not a holdfast coordinator"]
 
 
+SECRET = "a secret of many bytes"
+
+
+def test_another_token(tmp_path: Path) -> None:
+    with coordinator(tmp_path, env={"HOLDFAST_TOKEN": SECRET}) as server:
+        code, lines = run(tmp_path, "--rdzv-endpoint", f"127.0.0.1:{server.port}", HOLDFAST_TOKEN="only a guess of it")
+        server.await_line("is turned away: its token is not the one of this coordinator")
+    assert code == 1
+    said = f"the coordinator at 127.0.0.1:{server.port} does not know this agent's token"
+    assert lines == [f"holdfast run: error: {said}"]
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "words"),
     [
-        ("secret", "guess", "its token is not the one of this coordinator"),
-        ("secret", "", "this coordinator wants a token, and it brings none"),
-        ("", "secret", "it brings a token, but this coordinator was started without one"),
+        (SECRET, "", "this coordinator wants a token, and it brings none"),
+        ("", SECRET, "it brings a token, but this coordinator was started without one"),
     ],
 )
-def test_wrong_tokens(tmp_path: Path, theirs: str, ours: str, words: str) -> None:
+def test_a_token_on_one_side_only(tmp_path: Path, theirs: str, ours: str, words: str) -> None:
     with coordinator(tmp_path, env={"HOLDFAST_TOKEN": theirs}) as server:
         code, lines = run(tmp_path, "--rdzv-endpoint", f"127.0.0.1:{server.port}", HOLDFAST_TOKEN=ours)
         server.await_line(f"is turned away: {words}")

@@ -78,9 +78,9 @@ def test_nodes_form_a_world(server: CoordinatorProcess) -> None:
 def test_it_tells_who_stands_by_and_how_a_run_ended(server: CoordinatorProcess) -> None:
     settings = Settings(1, 1, close_linger_s=0.3)
     with Peer(server.port) as first, Peer(server.port) as second:
-        first.enter().join("first", settings)
+        first.enter(name="first").join("first", settings)
         first.await_kind(model.Sealed)
-        second.enter().join("second", settings)
+        second.enter(name="second").join("second", settings)
         server.await_line("to second/0: round 1 runs with 1 node, this node stands by")
         first.send(protocol.Succeeded(1))
         second.await_kind(model.Ended)
@@ -110,7 +110,7 @@ def test_two_runs_on_one_coordinator_do_not_meet(server: CoordinatorProcess) -> 
 
 def first_node(server: CoordinatorProcess, settings: Settings, **facts: Any) -> Peer:
     """A node that has joined when this returns."""
-    peer = Peer(server.port).enter().join("first", settings, **facts)
+    peer = Peer(server.port).enter(name="first").join("first", settings, **facts)
     peer.ask("check", "anything")
     return peer
 
@@ -315,7 +315,7 @@ def test_any_free_port_does_for_one_node() -> None:
 @pytest.mark.usefixtures("own_home")
 def test_a_coordinator_that_cannot_start_says_why(tmp_path: Path) -> None:
     token = tmp_path / "token"
-    token.write_text("secret")
+    support.write_secret(token, "a secret of many bytes")
     port = support.free_port()
     with node(port, is_host=None, token_file=str(token)) as a:
         token.unlink()
@@ -542,7 +542,7 @@ def test_it_ends_when_it_is_told_to_while_it_starts(tmp_path: Path, number: sign
         token = support.wait_until(lambda: writer_of(gate), "it waits for the token")
         process.send_signal(number)
         support.await_delivery(process.pid)
-        os.write(token, b"secret")
+        os.write(token, b"a secret of many bytes")
         os.close(token)
         assert process.wait(30) == 0
 

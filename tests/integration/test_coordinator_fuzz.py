@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.rendezvous.client.handshake import TurnedAway
 from holdfast.rendezvous.membership import model, protocol
 from holdfast.rendezvous.membership.frames import encode
 from holdfast.rendezvous.membership.model import NodeFacts, Place, Settings, Stage
@@ -24,7 +25,7 @@ from tests.coordinators import Peer, coordinator, form, node
 
 SECONDS = float(os.environ.get("HOLDFAST_FUZZ_SECONDS", "10"))
 SEED = int(os.environ.get("HOLDFAST_FUZZ_SEED", "17"))
-TOKEN = b"open sesame"
+TOKEN = b"open sesame, says the test"
 MIB = 1 << 20
 
 FACTS = NodeFacts("intruder", 0, "127.0.0.1", 5)
@@ -32,7 +33,8 @@ PLACE = Place(1, 1, 0, 1, (("default", 1),), b"", "127.0.0.1", 5)
 WORDS = [
     encode(message)
     for message in (
-        protocol.Hello(protocol.MAJOR, "honest", bytes(32), bytes(32)),
+        protocol.Hello(protocol.MAJOR, "honest", bytes(32), has_token=True),
+        protocol.Introduction("intruder"),
         protocol.Join(FACTS, Settings(1, 4)),
         protocol.Return(FACTS, Settings(1, 4), PLACE, Stage.RUNNING),
         protocol.Heartbeat(1),
@@ -75,10 +77,12 @@ class Intruder(threading.Thread):
 
     def _as_guest(self) -> None:
         """It knows the token, but takes part in a run of its own."""
-        with Peer(self._port) as peer:
-            peer.enter(f"run {self._random.randrange(50)}", TOKEN)
+        # An earlier guest may have joined under the same name.
+        with contextlib.suppress(TurnedAway), Peer(self._port) as peer:
+            peer.enter(f"run {self._random.randrange(50)}", TOKEN, name="intruder")
             for _ in range(self._random.randrange(1, 20)):
-                peer.sock.sendall(self._bytes())
+                data = self._bytes()
+                peer.sock.sendall(data if self._random.randrange(8) == 0 else peer._frames.sealed(data))
             self._leave(peer)
 
     def _slowly(self) -> None:
@@ -120,7 +124,7 @@ class Intruder(threading.Thread):
 @pytest.mark.timeout(SECONDS + 120)
 def test_honest_nodes_are_served_throughout(tmp_path: Path) -> None:
     file = tmp_path / "token"
-    file.write_bytes(TOKEN)
+    support.write_secret(file, TOKEN)
     settings = {"token_file": str(file), "run_id": "honest"}
     with (
         coordinator(tmp_path, "--token-file", str(file)) as server,

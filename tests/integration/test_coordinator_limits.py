@@ -101,7 +101,7 @@ def test_what_one_node_says_is_not_too_long_for_the_others(server: CoordinatorPr
         waiting.enter().join("a", Settings(2, 2))
         waiting.ask("check", "anything")
         policy = RestartPolicy(fatal_exceptions=frozenset(f"E{number:03}" + "x" * 250 for number in range(200)))
-        intruder.enter().join("b", Settings(2, 2, policy=policy))
+        intruder.enter(name="b").join("b", Settings(2, 2, policy=policy))
         assert intruder.await_kind(model.Refused).reason.endswith(" ...")
         assert waiting.await_kind(model.Notice).text.startswith("node b was turned away: --fatal-exceptions E000")
         waiting.send(protocol.Heartbeat(1))
@@ -131,7 +131,7 @@ def test_one_byte_at_a_time_and_then_silence(tmp_path: Path, monkeypatch: pytest
 
 def test_a_hello_that_comes_slowly_but_in_time(server: CoordinatorProcess) -> None:
     with Peer(server.port) as peer:
-        for each in encode(protocol.Hello(protocol.MAJOR, "run", bytes(32))):
+        for each in encode(protocol.Hello(protocol.MAJOR, "run", bytes(32))) + encode(protocol.Introduction("a")):
             peer.sock.sendall(bytes([each]))
         peer.await_kind(protocol.Welcome)
 
@@ -165,7 +165,7 @@ def test_a_run_that_everybody_has_left_is_forgotten(tmp_path: Path, monkeypatch:
             assert list((tmp_path / "state").iterdir())
         support.wait_until(lambda: not list((tmp_path / "state").iterdir()), "its memory is gone")
         with Peer(port) as peer:
-            peer.enter("deserted").join("b", settings)
+            peer.enter("deserted", name="b").join("b", settings)
             assert peer.await_kind(model.Sealed).place.round == 1
 
 
@@ -264,7 +264,7 @@ def test_a_node_that_connects_twice_is_served_on_the_newer_connection(server: Co
     with Peer(server.port) as old, Peer(server.port) as new:
         old.enter().join("a", settings)
         place = old.await_kind(model.Sealed).place
-        new.enter()
+        new.enter(ticket=old.welcome.ticket)
         new.send(protocol.Return(coordinators.NodeFacts("a"), settings, place, model.Stage.RUNNING))
         assert old.is_hung_up()
         new.send(protocol.Heartbeat(1))

@@ -141,7 +141,7 @@ def test_a_node_that_never_comes_back_from_a_stop_is_lost(
     monkeypatch.setattr(rounds, "STOP_MARGIN_S", 0.3)
     with coordinator_thread(tmp_path) as port, Peer(port) as peer, node(port, "1:2", lease=2, last_call=5) as a:
         a.introduce("default", 1, RestartPolicy(), grace_s=0.2)
-        peer.enter().join("stuck", agreed(a), grace_s=0.2)
+        peer.enter(name="stuck").join("stuck", agreed(a), grace_s=0.2)
         stuck = Stuck(peer)
         assert form(a)[0].found.world_size == 2
         a.report_failure(1, Failure(text="no reason"))
@@ -188,7 +188,7 @@ def test_the_name_of_a_run_that_was_complete_is_free_at_once(server: Coordinator
 
 def speak_on(peer: Peer, name: str) -> None:
     """The node says its join there, and it has been taken."""
-    peer.enter().join(name, Settings(99, 99))
+    peer.enter(name=name).join(name, Settings(99, 99))
     peer.ask("check", "anything")
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +16,11 @@ from holdfast.errors import UserError
 from holdfast.rendezvous import options
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from holdfast.rendezvous.client import handshake, reachability
+from holdfast.rendezvous.client.handshake import TurnedAway
 from holdfast.rendezvous.coordinator import connection
 from holdfast.rendezvous.handler import CoordinatorHandler
-from holdfast.rendezvous.membership import protocol
-from holdfast.rendezvous.membership.frames import encode, prove
+from holdfast.rendezvous.membership import keys, protocol
+from holdfast.rendezvous.membership.frames import Malformed, encode
 from holdfast.rendezvous.membership.protocol import MAJOR
 from tests import support
 from tests.certificates import Certificates, make_certificates
@@ -33,7 +36,21 @@ from tests.coordinators import (
     node,
 )
 
-TOKEN = b"open sesame"
+TOKEN = b"open sesame, says the test"
+
+
+class Recorder:
+    """A socket that notes what is sent."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self.sent = sock, b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+    def sendall(self, data: bytes) -> None:
+        self.sent += data
+        self._sock.sendall(data)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +79,7 @@ def only_complaint(server: CoordinatorProcess) -> str:
 @pytest.fixture(scope="module")
 def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("token") / "token"
-    file.write_bytes(TOKEN + b"\n")
+    support.write_secret(file, TOKEN + b"\n")
     return file
 
 
@@ -92,12 +109,11 @@ def test_the_right_token(with_token: CoordinatorProcess, token_file: Path, monke
 
 
 def test_the_wrong_token(with_token: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_TOKEN", "open barley")
+    monkeypatch.setenv("HOLDFAST_TOKEN", "open barley, says the thief")
     with node(with_token.port) as a:
         where = f"127.0.0.1:{with_token.port}"
-        words = "its token is not the one of this coordinator"
-        assert refusal(a) == f"the coordinator at {where} turned this agent away: {words}"
-    assert only_complaint(with_token).endswith(f"is turned away: {words}")
+        assert refusal(a) == f"the coordinator at {where} does not know this agent's token"
+    assert only_complaint(with_token).endswith("is turned away: its token is not the one of this coordinator")
 
 
 def test_a_token_on_the_coordinators_side_only(with_token: CoordinatorProcess) -> None:
@@ -114,32 +130,49 @@ def test_a_token_on_the_agents_side_only(without_token: CoordinatorProcess, monk
     assert only_complaint(without_token).endswith(f"is turned away: {words}")
 
 
-def test_somebody_who_only_pretends_to_know_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("answer", [protocol.Ready(), protocol.Welcome()])
+def test_a_coordinator_that_only_pretends_to_know_the_token(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     monkeypatch.setenv("HOLDFAST_TOKEN", TOKEN.decode())
-    said = encode(protocol.Challenge(MAJOR, bytes(32), True)) + encode(protocol.Welcome(bytes(32)))
+    said = encode(protocol.Challenge(MAJOR, bytes(32), True)) + encode(answer)
     with listener(said) as port, node(port) as a:
         assert refusal(a) == f"the coordinator at 127.0.0.1:{port} does not know this agent's token"
 
 
-def test_a_proof_cannot_be_used_again(with_token: CoordinatorProcess) -> None:
-    """What was heard on one connection opens no other."""
+def test_a_coordinator_that_wants_no_token_hears_nothing_of_an_agent_that_has_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOLDFAST_TOKEN", TOKEN.decode())
+    said = encode(protocol.Challenge(MAJOR, bytes(32), False)) + encode(protocol.Welcome())
+    with listener(said) as port, node(port) as a:
+        assert refusal(a) == f"the coordinator at 127.0.0.1:{port} does not know this agent's token"
+
+
+def test_what_was_heard_on_one_connection_opens_no_other(with_token: CoordinatorProcess) -> None:
     with Peer(with_token.port) as honest, Peer(with_token.port) as thief:
-        challenge = honest.await_kind(protocol.Challenge)
-        nonce = bytes(32)
-        hello = protocol.Hello(protocol.MAJOR, "run", nonce, prove(TOKEN, b"agent", "run", challenge.nonce, nonce))
-        honest.send(hello)
-        honest.await_kind(protocol.Welcome)
-        thief.send(hello)
-        assert thief.await_kind(protocol.Denied).reason == "its token is not the one of this coordinator"
+        honest.sock = recorder = Recorder(honest.sock)
+        honest.enter("run", TOKEN)
+        thief.await_kind(protocol.Challenge)
+        thief.sock.sendall(recorder.sent)
+        with pytest.raises(Malformed):  # What it is sent is sealed.
+            thief.is_hung_up()
 
 
-def test_a_proof_is_for_one_run(with_token: CoordinatorProcess) -> None:
+def test_a_token_of_a_run_opens_that_run_only(with_token: CoordinatorProcess) -> None:
+    own = keys.run_token(TOKEN, "run")
     with Peer(with_token.port) as peer:
-        challenge = peer.await_kind(protocol.Challenge)
-        nonce = bytes(32)
-        proof = prove(TOKEN, b"agent", "run", challenge.nonce, nonce)
-        peer.send(protocol.Hello(MAJOR, "another run", nonce, proof))
-        peer.await_kind(protocol.Denied)
+        peer.enter("run", own)
+        assert peer.ask("set", "k", values=(b"v",)).problem == ""
+    with Peer(with_token.port) as peer, pytest.raises(TurnedAway, match="does not know this agent's token"):
+        peer.enter("another run", own)
+
+
+def test_a_frame_that_was_changed_or_sent_twice_ends_the_connection(with_token: CoordinatorProcess) -> None:
+    for spoil in (lambda frame: frame[:-1] + b"!", lambda frame: frame + frame):
+        with Peer(with_token.port) as peer:
+            peer.enter("run", TOKEN)
+            peer.sock.sendall(spoil(peer._frames.sealed(encode(protocol.Heartbeat(1)))))
+            assert peer.is_hung_up()
+    assert only_complaint(with_token).endswith("a frame whose seal is wrong")
 
 
 def test_nothing_is_served_before_the_token_is_proved(with_token: CoordinatorProcess) -> None:

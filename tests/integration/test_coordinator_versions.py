@@ -89,7 +89,7 @@ def test_an_agent_of_another_minor_takes_part(server: CoordinatorProcess, is_new
     with Peer(server.port) as peer:
         challenge = peer.await_kind(protocol.Challenge)
         assert (challenge.version, challenge.minor) == (MAJOR, MINOR)
-        peer.sock.sendall(frame(hello))
+        peer.sock.sendall(frame(hello) + frame({"type": "Introduction", "node_id": "a"}))
         peer.await_kind(protocol.Welcome)
         peer.expect_pushes()
         peer.sock.sendall(frame(join))
@@ -140,7 +140,7 @@ def test_a_coordinator_of_another_minor_serves_an_agent(is_newer: bool) -> None:
         fake.send(as_it_sends(protocol.Challenge(MAJOR, bytes(32), False, MINOR + 7), "minor"))
         hello = fake.read("Hello")
         assert (hello["version"], hello["minor"]) == (MAJOR, MINOR)
-        fake.send(as_it_sends(protocol.Welcome(), "proof", "term", "last_round"))
+        fake.send(as_it_sends(protocol.Welcome(), "term", "last_round", "ticket"))
         key = NodeFacts(**fake.read("Join")["facts"]).key
         fake.send(as_it_sends(Sealed(key, Place(1, 1, 0, 1, (("default", 1),)))))
         (found,) = joining.result()

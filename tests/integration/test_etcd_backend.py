@@ -464,7 +464,7 @@ def test_a_password_from_a_file_or_the_environment(
     guarded: EtcdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     password = tmp_path / "password"
-    password.write_text("secret\n")
+    support.write_secret(password, "secret\n")
     monkeypatch.setenv("HOLDFAST_ETCD_PASSWORD", "secret")
     with guarded.get_client(**ROOT) as gateway:
         place = Place(guarded.get_endpoint(), gateway)
@@ -548,14 +548,13 @@ def test_wrong_certificates(hidden: Place, certificates: Certificates, files: di
 
 def test_a_token_between_agents(place: Place, tmp_path: Path) -> None:
     for name in ("right", "wrong"):
-        (tmp_path / name).write_text(name)
-        (tmp_path / name).chmod(0o600)
+        support.write_secret(tmp_path / name, f"the {name} token of this run")
     right, wrong = ({"token_file": str(tmp_path / name)} for name in ("right", "wrong"))
     with place.node("2", **right) as a, place.node("2", **right) as b, ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(a.next_rendezvous)
         support.wait_until(place.leader, "a leader")
         with place.node("2", **wrong) as c:
-            assert "its token is not the one of this coordinator" in refusal(c)
+            assert "does not know this agent's token" in refusal(c)
         with place.node("2") as d:
             assert "this coordinator wants a token, and it brings none" in refusal(d)
         form(b)

@@ -225,7 +225,7 @@ class Coordinator:
                 self.checks.world_sealed(item)
             case Greet(link):
                 machine = self._machine()
-                self._send(link, protocol.Welcome(b"", machine.term, machine.round))
+                self._send(link, protocol.Welcome(machine.term, machine.round))
             case Tell((key,), model.Refused() as message):
                 self._dismiss(key, message)
             case Tell(keys, message):

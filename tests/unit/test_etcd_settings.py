@@ -15,6 +15,7 @@ from holdfast.rendezvous.membership.model import Admit, Settings
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.options import TlsFiles
+from tests import support
 
 
 @pytest.fixture(autouse=True)
@@ -116,13 +117,17 @@ def test_endpoints(endpoint: str, config: dict[str, Any], expected: tuple[str, .
 
 def test_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "secret"
-    path.write_text("of the file\n")
+    support.write_secret(path, "a secret of the file\n")
     monkeypatch.setenv("HOLDFAST_ETCD_PASSWORD", "password of the environment")
     monkeypatch.setenv("HOLDFAST_TOKEN", "token of the environment")
     assert (read().access.password(), read().token) == (None, b"token of the environment")
     assert read(user="me").access.password() == "password of the environment"
     chosen = read(user="me", password_file=str(path), token_file=str(path))
-    assert (chosen.access.user, chosen.access.password(), chosen.token) == ("me", "of the file", b"of the file")
+    assert (chosen.access.user, chosen.access.password(), chosen.token) == (
+        "me",
+        "a secret of the file",
+        b"a secret of the file",
+    )
 
 
 ALL = {"tls_cert": "c", "tls_key": "k", "tls_ca": "a"}

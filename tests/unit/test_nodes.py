@@ -152,7 +152,7 @@ def test_nothing_grows_with_the_nodes_that_have_been_there() -> None:
     tracemalloc.stop()
     # What is kept of those that are gone was allocated anew, for others.
     assert size < 1_000_000
-    assert len(nodes._gone) == 4096
+    assert len(nodes._gone) == 1024
     assert len(nodes._claims) <= 1
     assert len(nodes._drop_times) < 10
 

@@ -99,10 +99,10 @@ EFFECTS = {
     "lease": Effect("70", lambda a: agreed(a).lease_s, 70.0, TCP),
     "admit": Effect("on-restart", lambda a: agreed(a).admit, Admit.ON_RESTART, TCP),
     "on_isolation": Effect("continue", lambda a: meeting(a).continue_when_isolated, True, TCP),
-    "token_file": Effect("secret", lambda a: meeting(a).token, b"word", TCP),
-    "tls_cert": Effect("c.pem", lambda a: meeting(a).tls_cert, "c.pem", TCP),
-    "tls_key": Effect("k.pem", lambda a: meeting(a).tls_key, "k.pem", f"{TCP} --tls-cert=c.pem"),
-    "tls_ca": Effect("ca.pem", lambda a: meeting(a).tls_ca, "ca.pem", TCP),
+    "token_file": Effect("secret", lambda a: meeting(a).token, b"the word of the day", TCP),
+    "tls_cert": Effect("c.pem", lambda a: meeting(a).tls.cert, "c.pem", TCP),
+    "tls_key": Effect("k.pem", lambda a: meeting(a).tls.key, "k.pem", f"{TCP} --tls-cert=c.pem"),
+    "tls_ca": Effect("ca.pem", lambda a: meeting(a).tls.ca, "ca.pem", TCP),
     "max_restarts": Effect("7", lambda a: (spec(a).max_restarts, policy(a).max_restarts), (7, 7)),
     "restart_window": Effect("7m", lambda a: policy(a).window_s, 420.0, "--max-restarts=1"),
     "restart_backoff": Effect("7s", lambda a: policy(a).backoff_s, 7.0),
@@ -148,7 +148,7 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # The launcher sets it; this takes it back.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").touch(mode=0o755)
-    (tmp_path / "secret").write_text("word")
+    support.write_secret(tmp_path / "secret", "the word of the day")
     install_logs_specs(tmp_path, monkeypatch, "holdfast.logs_specs", RECORDER)
     logger = logging.getLogger("holdfast")
     level, handlers = logger.level, list(logger.handlers)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.rendezvous.membership import frames, model, protocol
+from holdfast.rendezvous.membership import frames, keys, model, protocol
 from holdfast.rendezvous.membership.frames import (
     DOWNWARD,
     HANDSHAKE,
@@ -48,9 +48,11 @@ FAILURE = Failure("node-a", 5, -9, "RuntimeError", "rank 5 died of SIGKILL", Tru
 NONCE = bytes(range(32))
 
 FROM_STRANGERS: list[Any] = [
-    protocol.Challenge(2, NONCE, True, 1),
-    protocol.Hello(2, "run/1", NONCE, b"proof", 1, 5),
-    protocol.Welcome(b"proof", 5, 7),
+    protocol.Challenge(3, NONCE, True, 1),
+    protocol.Hello(3, "run/1", NONCE, 1, True, "10.0.0.1:29400"),
+    protocol.Ready(),
+    protocol.Introduction("node-a", b"ticket", 5),
+    protocol.Welcome(5, 7, b"ticket"),
     protocol.Denied("no"),
 ]
 FROM_NODES: list[Any] = [
@@ -151,11 +153,11 @@ def test_other_kinds_are_expected_after_the_handshake() -> None:
 def test_fields_that_a_newer_peer_adds_do_no_harm() -> None:
     assert received(raw("Heartbeat", number=3, mood="fine"), UPWARD) == [protocol.Heartbeat(3)]
     assert received(raw("Notice", text="x", mood="fine"), DOWNWARD) == [model.Notice("x")]
-    hello = raw("Hello", version=2, minor=9, run_id="r", nonce=NONCE, compress="zstd")
-    assert received(hello, HANDSHAKE) == [protocol.Hello(2, "r", NONCE, minor=9)]
+    hello = raw("Hello", version=3, minor=9, run_id="r", nonce=NONCE, compress="zstd")
+    assert received(hello, HANDSHAKE) == [protocol.Hello(3, "r", NONCE, minor=9)]
 
 
-@pytest.mark.parametrize("version", [1, 3, 99])
+@pytest.mark.parametrize("version", [1, 2, 99])
 def test_what_another_major_version_sends_can_be_told_from_junk(version: int) -> None:
     """So that it can be refused by name: its nonces and what else it says are its own business."""
     for message in (protocol.Hello(version, "run", b"short"), protocol.Challenge(version, b"", True)):
@@ -172,12 +174,14 @@ COUNTS = st.integers(0, 2**53)
 def some_facts(draw: st.DrawFn) -> NodeFacts:
     rank = draw(st.none() | st.integers(-5, 5000))
     port, workers = draw(st.integers(0, 65535)), draw(st.integers(1, 1000))
-    return NodeFacts(draw(NAMES), draw(COUNTS), draw(NAMES), port, draw(NAMES), workers, rank, draw(TIMES))
+    return NodeFacts(
+        draw(NAMES), draw(COUNTS), draw(NAMES), port, draw(NAMES), workers, rank, draw(st.floats(0, 86400))
+    )
 
 
 @st.composite
 def some_settings(draw: st.DrawFn) -> Settings:
-    low = draw(st.integers(1, 5000))
+    low = draw(st.integers(4, 5000))  # No place is among more nodes.
     heartbeat_s = draw(st.floats(0.1, 10.0))
     times = [draw(TIMES), draw(TIMES), heartbeat_s, heartbeat_s * draw(st.floats(2.0, 10.0)), draw(st.floats(0.1, 9.0))]
     codes, words = st.frozensets(st.integers(-64, 255), max_size=4), st.frozensets(NAMES, max_size=4)
@@ -322,7 +326,7 @@ def test_wrong_types(kind: str, fields: dict[str, object], words: str) -> None:
     ("decoder", "message"),
     [
         (HANDSHAKE, Join(FACTS, SETTINGS)),
-        (UPWARD, protocol.Hello(2, "run", NONCE)),
+        (UPWARD, protocol.Hello(3, "run", NONCE)),
         (UPWARD, Stop(1, "x")),
         (DOWNWARD, protocol.Close("x")),
     ],
@@ -370,7 +374,10 @@ SENSELESS: list[tuple[Any, str]] = [
     (wrong_policy(uncounted_exceptions=frozenset({"x" * 1025})), "$.settings.policy.uncounted_exceptions"),
     (wrong_policy(fatal_exit_codes=frozenset(range(2000))), "$.settings.policy.fatal_exit_codes"),
     (wrong_facts(node_id=""), "length >= 1 - at `$.facts.node_id`"),
-    (wrong_facts(node_id="x" * 1025), "length <= 1024 - at `$.facts.node_id`"),
+    (wrong_facts(node_id="x" * 257), "length <= 256 - at `$.facts.node_id`"),
+    (wrong_facts(role="x" * 129), "length <= 128 - at `$.facts.role`"),
+    (wrong_facts(grace_s=86401.0), "<= 86400.0 - at `$.facts.grace_s`"),
+    (wrong_place(node_count=6), "a place among 6 nodes in a run of at most 4"),
     (wrong_facts(role="x" * 1025), "$.facts.role"),
     (wrong_facts(incarnation=-1), "$.facts.incarnation"),
     (wrong_facts(port=65536), "$.facts.port"),
@@ -403,10 +410,11 @@ SENSELESS: list[tuple[Any, str]] = [
     (model.Sealed("a/0", replace(PLACE, pattern=b"junk")), "Sealed makes no sense: a world whose pattern"),
     (model.Ended(Outcome(End.FAILED, TOO_LONG)), "$.outcome.reason"),
     (model.Progress(1, 1, 1, NAN), "$.seconds_left"),
-    (protocol.Hello(2, "run", b"short"), "Hello makes no sense: a nonce of 5 bytes"),
-    (protocol.Challenge(2, b"", True), "Challenge makes no sense: a nonce of 0 bytes"),
-    (protocol.Hello(2, "run", NONCE, bytes(2000)), "$.proof"),
-    (protocol.Hello(2, "run", NONCE, term=-1), "$.term"),
+    (protocol.Hello(3, "run", b"short"), "Hello makes no sense: a nonce of 5 bytes"),
+    (protocol.Challenge(3, b"", True), "Challenge makes no sense: a nonce of 0 bytes"),
+    (protocol.Hello(3, "run", NONCE, endpoint=TOO_LONG), "$.endpoint"),
+    (protocol.Introduction("a", bytes(2000)), "$.ticket"),
+    (protocol.Introduction("a", term=-1), "$.term"),
 ]
 
 
@@ -474,27 +482,81 @@ def test_strangers_may_send_less() -> None:
 
 
 def test_the_longest_run_id_fits_into_a_handshake() -> None:
-    hello = protocol.Hello(2, "\U0001f600" * 1024, NONCE, bytes(32))
+    hello = protocol.Hello(3, "\U0001f600" * 1024, NONCE, 0, True, "x" * 256)
     stream = Frames(MAX_HANDSHAKE_BYTES)
     stream.feed(encode(hello))
     assert stream.next() == hello
 
 
-# Proofs.
+# Seals.
 
 
-def test_a_proof_is_for_one_token_side_run_and_pair_of_nonces() -> None:
-    args = (b"token", b"agent", "run", b"challenge", b"nonce")
-    others = [
-        (b"Token", *args[1:]),
-        (args[0], b"coordinator", *args[2:]),
-        (*args[:2], "other", *args[3:]),
-        (*args[:3], b"another", args[4]),
-        (*args[:4], b"another"),
+def test_keys_are_for_one_token_run_pair_of_nonces_and_endpoint() -> None:
+    args = (b"key", (b"coordinator's", b"agent's"), "run", "10.0.0.1:1")
+    others: list[Any] = [
+        (b"Key", *args[1:]),
+        (args[0], (b"agent's", b"coordinator's"), *args[2:]),
+        (*args[:2], "other", args[3]),
+        (*args[:3], "10.0.0.2:1"),
         # The same bytes, cut elsewhere.
-        (*args[:2], "runc", b"hallenge", args[4]),
+        (args[0], (b"coordinator'", b"sagent's"), *args[2:]),
     ]
-    proof = frames.prove(*args)
-    assert frames.is_proof(frames.prove(*args), proof)
-    assert not any(frames.is_proof(frames.prove(*other), proof) for other in others)
-    assert not frames.is_proof(b"", proof)
+    up, down = keys.connection_keys(*args)
+    assert (up, down) == keys.connection_keys(*args)
+    assert up != down
+    assert not {up, down} & {key for other in others for key in keys.connection_keys(*other)}
+
+
+def two_sides() -> tuple[Frames, Frames]:
+    agent, coordinator = Frames(), Frames()
+    agent.seal(b"down", b"up")
+    coordinator.seal(b"up", b"down")
+    agent.expect(DOWNWARD)
+    coordinator.expect(UPWARD)
+    return agent, coordinator
+
+
+def test_sealed_frames_arrive_in_both_directions() -> None:
+    agent, coordinator = two_sides()
+    for number in range(3):
+        coordinator.feed(agent.sealed(encode(protocol.Heartbeat(number))))
+        agent.feed(coordinator.sealed(encode(protocol.HeartbeatAnswer(number))))
+        assert coordinator.next() == protocol.Heartbeat(number)
+        assert agent.next() == protocol.HeartbeatAnswer(number)
+
+
+def test_the_largest_message_fits_into_a_sealed_frame() -> None:
+    agent, coordinator = two_sides()
+    frame = struct.pack("!I", frames.MAX_MESSAGE_BYTES) + bytes(frames.MAX_MESSAGE_BYTES)
+    coordinator.feed(agent.sealed(frame))
+    with pytest.raises(Malformed, match="not a message"):  # But it was read.
+        coordinator.next()
+
+
+def test_what_a_relay_can_do_to_sealed_frames_is_noticed() -> None:
+    sent = [encode(protocol.Heartbeat(number)) for number in range(3)]
+    for change in (
+        lambda first, second, third: second,  # dropped
+        lambda first, second, third: first + first,  # repeated
+        lambda first, second, third: first + third,  # reordered
+        lambda first, second, third: sent[0],  # made up, not sealed at all
+        lambda first, second, third: first[:-1] + b"!",  # changed
+    ):
+        agent, coordinator = two_sides()
+        coordinator.feed(change(*(agent.sealed(frame) for frame in sent)))
+        with pytest.raises(frames.SealBroken):
+            _ = [coordinator.next(), coordinator.next()]
+    agent, coordinator = two_sides()
+    agent.feed(agent.sealed(sent[0]))  # sent back to where it came from
+    with pytest.raises(frames.SealBroken):
+        agent.next()
+
+
+def test_a_token_of_a_run_is_its_own_token_of_that_run() -> None:
+    own = keys.run_token(b"the token of all runs", "a")
+    assert own == keys.run_token(own, "a") != keys.run_token(b"the token of all runs", "b")
+
+
+def test_a_ticket_is_for_one_node() -> None:
+    assert keys.ticket(b"key", "a") != keys.ticket(b"key", "b")
+    assert keys.ticket(b"key", "a") != keys.ticket(b"other", "a")

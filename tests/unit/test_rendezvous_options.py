@@ -17,6 +17,7 @@ from holdfast.rendezvous.membership.model import Admit, Settings
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.options import KEYS, Options, TlsFiles
+from tests import support
 
 
 @pytest.fixture(autouse=True)
@@ -185,9 +186,9 @@ def test_the_token_of_a_file_wins_over_the_environment(monkeypatch: pytest.Monke
     monkeypatch.setenv("HOLDFAST_TOKEN", " from the environment\n")
     assert read().token == b"from the environment"
     file = tmp_path / "token"
-    file.write_bytes(b"from a file\xff\n")
+    support.write_secret(file, b"it is from a file\xff\n")
     chosen = read(token_file=str(file))
-    assert chosen.token == b"from a file\xff"
+    assert chosen.token == b"it is from a file\xff"
     assert chosen.coordinator_options() == ["--token-file", str(file)]
 
 
@@ -197,9 +198,33 @@ def test_an_empty_token_is_none_in_the_environment_and_a_mistake_in_a_file(
     monkeypatch.setenv("HOLDFAST_TOKEN", "  ")
     assert read().token is None
     file = tmp_path / "token"
-    file.write_text("\n")
+    support.write_secret(file, "\n")
     with pytest.raises(UserError, match=r"the token file .* is empty"):
         read(token_file=str(file))
+
+
+def test_a_token_that_can_be_guessed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = support.write_secret(tmp_path / "token", b"x" * 15)
+    with pytest.raises(UserError, match=r"the token in the token file .* has 15 bytes, at least 16 are needed; make "):
+        read(token_file=file)
+    monkeypatch.setenv("HOLDFAST_TOKEN", "x" * 15)
+    with pytest.raises(UserError, match=r"the token in HOLDFAST_TOKEN has 15 bytes, at least 16 are needed"):
+        read()
+    monkeypatch.setenv("HOLDFAST_TOKEN", "x" * 16)
+    assert read().token == b"x" * 16
+
+
+@pytest.mark.parametrize(("mode", "is_private"), [(0o600, True), (0o640, True), (0o604, False), (0o666, False)])
+def test_a_token_file_that_every_user_can_open(tmp_path: Path, mode: int, is_private: bool) -> None:
+    """Kubernetes lets the group of a pod read its secrets."""
+    file = tmp_path / "token"
+    support.write_secret(file, b"x" * 16)
+    file.chmod(mode)
+    if is_private:
+        assert read(token_file=str(file)).token == b"x" * 16
+    else:
+        with pytest.raises(UserError, match=f"every user of this host can open the token file .*chmod 600 {file}"):
+            read(token_file=str(file))
 
 
 # TLS.

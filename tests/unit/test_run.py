@@ -94,7 +94,7 @@ def place(round: int, rank: int = 0, count: int = 2, used: int = 0, term: int = 
 def joined(name: str, of: Settings, last: int | Place = 0, **fields: Any) -> From:
     """`last` is the place that the node had, or the round of it."""
     had = place(last) if isinstance(last, int) and last else last or None
-    own = {each: fields.pop(each) for each in ("address", "requested_rank", "grace_s") if each in fields}
+    own = {each: fields.pop(each) for each in NodeFacts.__match_args__ if each in fields}
     return From(key(name), Join(facts(name, **own), of, had, had.round if had else 0, **fields))
 
 
@@ -131,8 +131,8 @@ def heard(name: str) -> From:
     return From(key(name), Heartbeat(1))
 
 
-def closes(reason: str = "enough") -> From:
-    return From("a/0", Close(reason))
+def closes(reason: str = "enough", by: str = "a") -> From:
+    return From(f"{by}/0", Close(reason))
 
 
 def closed(name: str) -> ConnectionClosed:
@@ -571,7 +571,13 @@ UNAWARE: dict[str, Script] = {
 }
 
 ENDING: dict[str, Script] = {
-    "closed before anybody came": [(0.0, closes(), [*ended("", CLOSED, 0), ForgetRun()])],
+    "only a node of the run closes it": [
+        (0.0, closes(by="stranger"), []),
+        (0.0, joined("a", PAIR), []),
+        (0.0, closes(by="stranger"), []),
+        (0.0, joined("b", ONE), refused("b", "--nnodes 1, this run has --nnodes 2", "a")),
+        (0.0, closes(by="b"), []),
+    ],
     "closed while forming": [(0.0, joined("a", PAIR), []), (1.0, closes(), ended("a", CLOSED, 0))],
     "closed while running: its door stays closed for a while": [
         *formed(ONE, "a"),
@@ -959,7 +965,7 @@ def test_what_was_charged_before_the_restart_of_the_coordinator_counts(every_s: 
 
 def test_no_number_that_a_node_sends_sizes_anything() -> None:
     of = settings(1, 2, policy=RestartPolicy(10**9, window_s=600.0))
-    most = Place(1, 2**53 - 1, 2**17 - 2, 2**17 - 1, (("default", 1),), restarts_used=50_000_000)
+    most = Place(1, 2**52, 2**17 - 2, 2**17 - 1, (("default", 1),), restarts_used=50_000_000)
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     run, began = Membership(0.0), time.thread_time()
@@ -969,9 +975,53 @@ def test_no_number_that_a_node_sends_sizes_anything() -> None:
     run.step(TIME, 51.0)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert (run.restarts_used, run.round) == (50_000_000, 2**53 - 1)
+    assert (run.restarts_used, run.round) == (50_000_000, 2**52)
     assert peak - before < 200_000
     assert time.thread_time() - began < 0.5
+
+
+def test_nothing_large_that_a_node_says_is_kept_for_the_story_or_the_outcome() -> None:
+    """A run of 1,000 nodes that all fail, with all the evidence that may be sent."""
+    of = settings(1000, 1000, policy=RestartPolicy(9))
+    run = Membership(0.0)
+    for number in range(1000):
+        run.step(joined(f"n{number}", of), 0.0)
+    tracemalloc.start()
+    for number in range(1000):
+        told = replace(failure(f"n{number}", is_consequence=number < 900), text="x" * 16000, evidence="e" * 60000)
+        run.step(From(f"n{number}/0", Failed(1, told)), 1.0)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 2_000_000
+    assert [each.node for each in run._present.failures.values()] == [*(f"n{number}" for number in range(8)), "n900"]
+
+
+def test_a_run_has_a_bounded_number_of_kinds_of_nodes() -> None:
+    of = settings(1, 5000)
+    run = Membership(0.0)
+    for number in range(1024):
+        run.step(joined(f"n{number}", of, local_world_size=number + 1), 0.0)
+    problem = "the nodes of this run have 1024 different roles and numbers of processes already"
+    assert run.step(joined("newcomer", of, local_world_size=2000), 0.0)[0] == refused("newcomer", problem)[0]
+    assert run.step(joined("alike", of, local_world_size=7), 0.0) == []
+
+
+def test_no_node_can_make_a_run_use_up_the_numbers_of_its_rounds() -> None:
+    too_much = "it claims to know of round {}, this run is at {}"
+    run = Membership(0.0)
+    commands = run.step(From("x/0", Join(facts("x"), PAIR, heard_round=2**52 + 1)), 0.0)
+    assert commands == refused("x", too_much.format(2**52 + 1, 0))
+    for event in (joined("a", PAIR), joined("b", PAIR)):
+        run.step(event, 0.0)
+    assert run.round == 1
+    high = Place(1, 2**20 + 2, 0, 2, (("default", 1),))
+    for message in (
+        Join(facts("x"), PAIR, heard_round=2**20 + 2),
+        Join(facts("x"), PAIR, high),
+        Return(facts("x"), PAIR, high, Stage.RUNNING),
+    ):
+        assert run.step(From("x/0", message), 1.0) == refused("x", too_much.format(2**20 + 2, 1))
+    assert run.round == 1
 
 
 # Stopping is bounded.
@@ -1161,7 +1211,9 @@ def test_deadlines(name: str) -> None:
 
 def test_phases_change_only_as_the_picture_says() -> None:
     run = after([*formed(ONE, "a"), (1.0, succeeded("a"), ended("a", SUCCESS))])
-    with pytest.raises(InternalError, match=r"a run cannot go from ENDED to RUNNING; before:\n0\.000 From"):
+    with pytest.raises(
+        InternalError, match=r"a run cannot go from ENDED to RUNNING; before:\n0\.000 Join from a/0 -> "
+    ):
         run._enter(Phase.RUNNING)
     assert {after for _, _, after in PHASE_CHANGES} == set(Phase)
     assert Phase.ENDED not in {before for before, _, _ in PHASE_CHANGES}

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 29400
 _RESOLVE_PATIENCE_S = 5.0
+_LONGEST_GRACE_S = 86400.0  # That the coordinator is told of; the agent itself takes what the user gave.
 
 
 class CoordinatorHandler(api.RendezvousHandler, Coordination):
@@ -116,8 +117,12 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     # What the agent needs.
 
     def introduce(self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0) -> None:
+        if len(role) > protocol.MAX_ROLE:
+            raise UserError(f"a role has at most {protocol.MAX_ROLE} characters, not {len(role)}")
         self._policy = policy
-        self._facts = replace(self._facts, role=role, local_world_size=local_world_size, grace_s=grace_s)
+        self._facts = replace(
+            self._facts, role=role, local_world_size=local_world_size, grace_s=min(grace_s, _LONGEST_GRACE_S)
+        )
 
     def join(self, failure: Failure | None = None) -> None:
         """The first time in a thread: names are looked up, and a coordinator may have to be started."""

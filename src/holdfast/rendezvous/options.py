@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import stat
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from holdfast.rendezvous.tls import ReloadingTls
 
 logger = logging.getLogger(__name__)
+
+MIN_TOKEN_BYTES = 16
+_MAX_SECRET_BYTES = 1 << 16
 
 Keys = dict[str, tuple[str, ...]]  # From each key of --rdzv-conf to its older spellings, which mean the same.
 
@@ -185,17 +189,25 @@ def tls_files(config: dict[str, Any], keys: Keys, cert: str, key: str, ca: str) 
 
 def read_token(path: str) -> bytes | None:
     """The token from a file, else from the environment, else none."""
-    if not path:
-        return os.environb.get(b"HOLDFAST_TOKEN", b"").strip() or None
-    return read_secret("token", path).encode(errors="surrogateescape")
+    if path:
+        token, where = read_secret("token", path).encode(errors="surrogateescape"), f"the token file {path!r}"
+    else:
+        token, where = os.environb.get(b"HOLDFAST_TOKEN", b"").strip(), "HOLDFAST_TOKEN"
+    if 0 < len(token) < MIN_TOKEN_BYTES:
+        raise UserError(f"the token in {where} has {len(token)} bytes, at least {MIN_TOKEN_BYTES} are needed; make one "
+                        "with: holdfast token > FILE")  # fmt: skip
+    return token or None
 
 
 def read_secret(what: str, path: str) -> str:
     try:
         with open(path, "rb") as file:
-            secret = file.read().strip().decode(errors="surrogateescape")
+            secret = file.read(_MAX_SECRET_BYTES).strip().decode(errors="surrogateescape")
+            mode = os.fstat(file.fileno()).st_mode
     except OSError as error:
         raise UserError(f"the {what} file {path!r} cannot be read: {error.strerror}") from None
+    if stat.S_ISREG(mode) and mode & stat.S_IRWXO:  # Its group may read it: Kubernetes mounts secrets so.
+        raise UserError(f"every user of this host can open the {what} file {path!r}; make it private: chmod 600 {path}")
     if not secret:
         raise UserError(f"the {what} file {path!r} is empty")
     return secret

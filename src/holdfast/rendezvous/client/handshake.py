@@ -1,10 +1,11 @@
-"""How an agent gets a connection to its coordinator: dial, TLS if it is wanted, and the handshake.
+"""How an agent gets a connection to its coordinator: dial, TLS if it is wanted, and the handshake (`protocol`).
 
 Errors name the endpoint. What trying again may cure is an `OSError`; what a person has to put right is `TurnedAway`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.errors import HoldfastError
 from holdfast.rendezvous.client.reachability import Obstacle
 from holdfast.rendezvous.endpoints import endpoint_text
-from holdfast.rendezvous.membership import frames, protocol
+from holdfast.rendezvous.membership import frames, keys, protocol
 
 if TYPE_CHECKING:
     import ssl
@@ -51,11 +52,15 @@ class Target:
         return endpoint_text(self.host, self.port)
 
     @property
+    def _who(self) -> str:
+        return f"the coordinator at {self.endpoint}"
+
+    @property
     def address(self) -> tuple[str, int]:
         return (self.host, self.port)
 
-    def connect(self, term: int) -> tuple[socket.socket, frames.Frames, protocol.Welcome]:
-        """Both sides have proved themselves. `term` is the node's highest. Raises OSError or `TurnedAway`."""
+    def connect(self, node: protocol.Introduction) -> tuple[socket.socket, frames.Frames, protocol.Welcome]:
+        """A connection on which both sides have proved themselves. Raises OSError or `TurnedAway`."""
         sock = self._reach()
         try:
             if sock.getsockname() == sock.getpeername():  # On one host the kernel may connect a socket to itself.
@@ -65,7 +70,7 @@ class Target:
             if self.tls is not None:
                 sock = self._secure(sock, self.tls.context())
             stream = frames.Frames()
-            welcome = self._shake_hands(sock, stream, term)
+            welcome = self.greet(sock, stream, node)
             stream.expect(frames.DOWNWARD)
             sock.setblocking(False)
             return sock, stream, welcome
@@ -96,27 +101,40 @@ class Target:
         except TimeoutError:
             raise self._silent("does it speak TLS?") from None
 
-    def _shake_hands(self, sock: socket.socket, stream: frames.Frames, term: int) -> protocol.Welcome:
-        coordinator = f"the coordinator at {self.endpoint}"
+    def greet(self, sock: socket.socket, stream: frames.Frames, node: protocol.Introduction) -> protocol.Welcome:
+        """The handshake, on a connection that blocks."""
         challenge = self._read(sock, stream, protocol.Challenge)
         ours, theirs = protocol.MAJOR, challenge.version
         if theirs != ours:
-            raise TurnedAway(f"{coordinator} speaks version {theirs} of the protocol, this agent speaks {ours}")
-        token, nonces = self.token, (challenge.nonce, os.urandom(protocol.NONCE_BYTES))
-        proof = b"" if token is None else frames.prove(token, b"agent", self.run_id, *nonces)
-        hello = protocol.Hello(ours, self.run_id, nonces[1], proof, protocol.MINOR, term)
-        sock.sendall(frames.encode(hello))
-        answer: protocol.Welcome | protocol.Denied = self._read(sock, stream, protocol.Welcome | protocol.Denied)
-        if isinstance(answer, protocol.Denied):
-            raise TurnedAway(f"{coordinator} turned this agent away: {answer.reason}")
-        if token is not None:
-            expected = frames.prove(token, b"coordinator", self.run_id, *reversed(nonces))
-            if not frames.is_proof(answer.proof, expected):
-                raise TurnedAway(f"{coordinator} does not know this agent's token")
-        return answer
+            raise TurnedAway(f"{self._who} speaks version {theirs} of the protocol, this agent speaks {ours}")
+        nonce, dialled = os.urandom(protocol.NONCE_BYTES), endpoint_text(*sock.getpeername()[:2])
+        has_token = self.token is not None
+        sock.sendall(frames.encode(protocol.Hello(ours, self.run_id, nonce, protocol.MINOR, has_token, dialled)))
+        if self.token is not None:
+            key = keys.run_token(self.token, self.run_id)
+            upward, downward = keys.connection_keys(key, (challenge.nonce, nonce), self.run_id, dialled)
+            stream.seal(downward, upward)
+            self._read(sock, stream, protocol.Ready)  # Until then the agent tells nothing of itself.
+        sock.sendall(stream.sealed(frames.encode(node)))
+        welcome: protocol.Welcome = self._read(sock, stream, protocol.Welcome)
+        return welcome
 
-    def _read(self, sock: socket.socket, stream: frames.Frames, kind: Any) -> Any:
-        """The next message. A client's certificate is looked at after its side of the TLS handshake is over."""
+    def _not_sealed(self, sock: socket.socket, stream: frames.Frames, body: bytes) -> TurnedAway:
+        """The coordinator has another token; or it has none, and turned the agent away in a frame without a seal."""
+        with contextlib.suppress(frames.Malformed):
+            answer = frames.decode(frames.HANDSHAKE, body)
+            if isinstance(answer, protocol.Denied):
+                return self._denied(answer)
+        with contextlib.suppress(OSError):  # So that the coordinator can say what was wrong, too.
+            sock.sendall(stream.sealed(frames.encode(protocol.Denied("the token is another one"))))
+        return TurnedAway(f"{self._who} does not know this agent's token")
+
+    def _denied(self, denied: protocol.Denied) -> TurnedAway:
+        return TurnedAway(f"{self._who} turned this agent away: {denied.reason}")
+
+    def _read(self, sock: socket.socket, stream: frames.Frames, kind: type) -> Any:
+        """The next message, which is of that kind. Certificates of clients are looked at after the client's side of
+        the TLS handshake is over."""
         ends = time.monotonic() + HANDSHAKE_TIMEOUT_S
         try:
             while (message := stream.next()) is None:
@@ -128,6 +146,8 @@ class Target:
                 if not data:
                     raise ConnectionResetError(*_HUNG_UP)
                 stream.feed(data)
+        except frames.SealBroken as error:
+            raise self._not_sealed(sock, stream, error.body) from None
         except frames.Malformed:
             message = None
         except TimeoutError:
@@ -139,6 +159,8 @@ class Target:
             reason = getattr(error, "reason", "") or error.strerror
             problem = f"{self.endpoint} does not accept this agent's certificate: {reason}"
             raise TurnedAway(problem, Obstacle.TLS_REFUSED) from None
+        if isinstance(message, protocol.Denied):
+            raise self._denied(message)
         if not isinstance(message, kind):
             raise TurnedAway(f"{self.endpoint} answers, but it is not a holdfast coordinator")
         return message

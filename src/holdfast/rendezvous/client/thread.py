@@ -81,6 +81,7 @@ class Client:
         self._sock: socket.socket | None = None
         self._frames: Frames | None = None
         self._target: Target | None = None  # Of the last connection.
+        self._ticket = b""
         self._heard = 0  # Words of coordinators.
         self._outgoing = bytearray()
         self._inbox: Mailbox[node.AgentEvent | node_lease.LeaderMoved | StoreRequest | None] = Mailbox()
@@ -207,11 +208,12 @@ class Client:
         target = None
         try:
             target = self._locator.target()
-            self._sock, self._frames, welcome = target.connect(self._node.term)
+            who = protocol.Introduction(self._node.facts.node_id, self._ticket, self._node.term)
+            self._sock, self._frames, welcome = target.connect(who)
         except (OSError, HoldfastError) as error:
             self._cannot_connect(target, error)
             return
-        self._target = target
+        self._target, self._ticket = target, welcome.ticket
         self._heard += 1
         self._say(self.reach.reached())
         self._step(node.Welcomed(welcome.term, welcome.last_round))
@@ -241,8 +243,8 @@ class Client:
             logger.warning("%s", word.text)
 
     def _send(self, message: protocol.ToCoordinator) -> None:
-        if self._sock is not None:
-            self._outgoing += encode(message)
+        if self._sock is not None and self._frames is not None:
+            self._outgoing += self._frames.sealed(encode(message))
             self._flush()
 
     def _flush(self) -> None:

@@ -19,7 +19,7 @@ import ssl
 from typing import TYPE_CHECKING, Any
 
 from holdfast.rendezvous.endpoints import endpoint_text
-from holdfast.rendezvous.membership import frames, protocol
+from holdfast.rendezvous.membership import frames, keys, protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,8 @@ _TLS_HELLO = b"\x16\x03"
 
 
 class Connection(asyncio.Protocol):
-    """`number` counts accepted connections. `run` and `key` are set once the client has proved itself and joined."""
+    """`number` counts connections as they were accepted. `run` is that of a client that has proved itself. `node_id` is
+    the node that it speaks for, `key` that node's incarnation once it has joined or returned."""
 
     _transport: asyncio.Transport
     _timer: asyncio.TimerHandle
@@ -44,7 +45,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: Coordinator, number: int) -> None:
         self.number = number
         self.run: Run | None = None
-        self.key = ""
+        self.key = self.node_id = ""
         self.heard_at = 0.0
         self.peer = "a client"
         self._server = server
@@ -52,6 +53,7 @@ class Connection(asyncio.Protocol):
         self._frames = frames.Frames(frames.MAX_HANDSHAKE_BYTES)
         self._nonce = os.urandom(protocol.NONCE_BYTES)
         self._is_closing = self._is_congested = self._has_spoken = False
+        self._hello: protocol.Hello | None = None
         self._task: asyncio.Task[None] | None = None
 
     # What the transport calls.
@@ -90,10 +92,15 @@ class Connection(asyncio.Protocol):
                 self.heard_at = self._loop.time()
                 if self.run is not None:
                     self.run.take(self, message)  # type: ignore[arg-type]  # the decoder lets nothing else through
-                elif isinstance(message, protocol.Hello):
+                elif isinstance(message, protocol.Hello) and self._hello is None:
                     self._meet(message)
+                elif isinstance(message, protocol.Introduction) and self._hello is not None:
+                    self._admit(message, self._hello.run_id)
                 else:
                     self._refuse(f"sent {type(message).__name__} where a hello was expected")
+        except frames.SealBroken as error:
+            is_stranger = self.run is None
+            self._refuse("is turned away: its token is not the one of this coordinator" if is_stranger else str(error))
         except frames.Malformed as error:
             self._refuse(f"sent junk: {error}")
         except Exception:
@@ -141,16 +148,28 @@ class Connection(asyncio.Protocol):
 
     def _meet(self, hello: protocol.Hello) -> None:
         token = self._server.token
-        problem = rejection_of(hello, token, self._nonce, self._server.only_run)
-        if problem:
-            self.send(protocol.Denied(problem))
-            self._refuse(f"is turned away: {problem}")
+        if problem := rejection_of(hello, token is not None, self._server.only_run):
+            self._deny(problem)
+            return
+        self._hello = hello
+        if token is not None:
+            nonces, key = (self._nonce, hello.nonce), keys.run_token(token, hello.run_id)
+            self._frames.seal(*keys.connection_keys(key, nonces, hello.run_id, hello.endpoint))
+            self.send(protocol.Ready())
+
+    def _admit(self, node: protocol.Introduction, run_id: str) -> None:
+        run = self._server.run_of(run_id)
+        if problem := run.rejection_of(node):
+            self._deny(problem)
             return
         self._timer.cancel()
-        proof = b"" if token is None else frames.prove(token, b"coordinator", hello.run_id, hello.nonce, self._nonce)
         self._frames.expect(frames.UPWARD)
-        self.run = self._server.run_of(hello.run_id)
-        self.run.attach(self, hello.term, proof)
+        self.run, self.node_id = run, node.node_id
+        run.attach(self, node)
+
+    def _deny(self, problem: str) -> None:
+        self.send(protocol.Denied(problem))
+        self._refuse(f"is turned away: {problem}")
 
     def _too_slow(self) -> None:
         wants = " (this coordinator speaks TLS)" if self._server.tls is not None else ""
@@ -165,7 +184,7 @@ class Connection(asyncio.Protocol):
     def send_frame(self, frame: bytes) -> None:
         if self._transport.is_closing():
             return
-        self._transport.write(frame)
+        self._transport.write(self._frames.sealed(frame))
         if self._transport.get_write_buffer_size() > _UNREAD_LIMIT_BYTES:
             self.cut_off("does not read what it is sent")
 
@@ -192,20 +211,16 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
 
-def rejection_of(hello: protocol.Hello, token: bytes | None, nonce: bytes, only_run: str | None = None) -> str:
-    """Why a client that says this hello, after it was sent this nonce, is not let in; or nothing."""
+def rejection_of(hello: protocol.Hello, wants_token: bool, only_run: str | None = None) -> str:
+    """Why a client that says this hello is not let in; or nothing."""
     if hello.version != protocol.MAJOR:
         return f"it speaks version {hello.version} of the protocol, this coordinator speaks {protocol.MAJOR}"
     if not hello.run_id or len(hello.run_id) > _RUN_ID_LIMIT:
         return f"a run id has 1 to {_RUN_ID_LIMIT} characters, not {len(hello.run_id)}"
-    if token is None and hello.proof:
+    if hello.has_token and not wants_token:
         return "it brings a token, but this coordinator was started without one"
-    if token is not None and not hello.proof:
+    if wants_token and not hello.has_token:
         return "this coordinator wants a token, and it brings none"
-    if token is not None:
-        expected = frames.prove(token, b"agent", hello.run_id, nonce, hello.nonce)
-        if not frames.is_proof(hello.proof, expected):
-            return "its token is not the one of this coordinator"
     return "" if only_run in (None, hello.run_id) else f"this coordinator is for the run {only_run!r} alone"
 
 

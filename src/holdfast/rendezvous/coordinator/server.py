@@ -19,12 +19,13 @@ import os
 import socket
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, assert_never
 
 from holdfast.rendezvous.coordinator.connection import Complaints, Connection
 from holdfast.rendezvous.coordinator.kv_store import Answers, KeyValues
 from holdfast.rendezvous.coordinator.launch import PortTaken
-from holdfast.rendezvous.membership import frames, model, protocol
+from holdfast.rendezvous.membership import frames, keys, model, protocol
 from holdfast.rendezvous.membership.protocol import From
 from holdfast.rendezvous.membership.run import Membership
 from holdfast.rendezvous.tls import ReloadingTls
@@ -65,6 +66,9 @@ class Run:
         self._keeper = owner.keeper
         self._loop = asyncio.get_running_loop()
         memory, term = self._keeper.recall(run_id)
+        # Without a token tickets are made with a key of the run's own, which is written down.
+        self._secret = (memory.ticket_key if memory else b"") or os.urandom(protocol.NONCE_BYTES)
+        self._ticket_key = keys.ticket_key(keys.run_token(owner.token, run_id)) if owner.token else self._secret
         self.machine = Membership(self._loop.time(), memory, term=term)
         self._store = KeyValues(os.urandom(8))
         self._clients: set[Connection] = set()
@@ -82,7 +86,17 @@ class Run:
         settings = self.machine.settings
         return max(_SILENCE_S, 3 * settings.lease_s if settings else 0.0)
 
-    def attach(self, connection: Connection, heard_term: int, proof: bytes) -> None:
+    def rejection_of(self, node: protocol.Introduction) -> str:
+        """Why a client cannot speak for this node, or nothing. A node id belongs to the node that had it first: who has
+        its ticket. A coordinator that has lost its memory knows no node, and hands out new tickets."""
+        is_owner = keys.is_same(node.ticket, keys.ticket(self._ticket_key, node.node_id))
+        if node.node_id and not is_owner and self.machine.knows(node.node_id):
+            return f"the node id {node.node_id!r} is another node's"
+        if node.term > max(self.machine.term, protocol.HIGHEST_CLAIM):
+            return f"it claims to know of term {node.term}, which no coordinator can have reached"
+        return ""
+
+    def attach(self, connection: Connection, node: protocol.Introduction) -> None:
         """The client has proved itself. It is welcome when this coordinator's term is higher than any it has heard."""
         self._clients.add(connection)
         if self._deserted_timer is not None:
@@ -90,10 +104,11 @@ class Run:
 
         def welcome(term: int) -> None:
             self.machine.raise_term(term - 1)
-            connection.send(protocol.Welcome(proof, self.machine.term, self.machine.round))
+            ticket = keys.ticket(self._ticket_key, node.node_id) if node.node_id else b""
+            connection.send(protocol.Welcome(self.machine.term, self.machine.round, ticket))
 
-        if self.machine.raise_term(heard_term):  # At once: rounds that are sealed meanwhile must be later, too.
-            self._keeper.raise_term(heard_term, welcome)
+        if self.machine.raise_term(node.term):  # At once: rounds that are sealed meanwhile must be later, too.
+            self._keeper.raise_term(node.term, welcome)
         else:
             welcome(self.machine.term)
 
@@ -115,7 +130,7 @@ class Run:
             self._deserted_timer = self._loop.call_later(after_s, self._owner.forget, self)
 
     def take(self, connection: Connection, message: protocol.ToCoordinator) -> None:
-        """A message from a client. One that has not joined or returned may use the store and close the run."""
+        """A message from a client. One that has not joined or returned may only use the store."""
         match message:
             case protocol.StoreRequest():
                 self._answer(self._store.handle(connection, message, self._loop.time()))
@@ -127,7 +142,7 @@ class Run:
             case protocol.Join(facts) | protocol.Return(facts):
                 if self._identify(connection, facts):
                     self.feed(From(facts.key, message))
-            case _:
+            case _ if connection.key:
                 self.feed(From(connection.key, message))
 
     def _identify(self, connection: Connection, facts: model.NodeFacts) -> bool:
@@ -137,6 +152,9 @@ class Run:
         2. it is sealed into a world and starts its workers,
         3. the join of step 1 arrives. It says that the node has no workers, which was true then.
         """
+        if facts.node_id != connection.node_id:
+            connection.cut_off(f"speaks for {facts.node_id!r}, which is another node")
+            return False
         if connection.number < self._newest.get(facts.node_id, ("", 0))[1]:
             connection.close()
             return False
@@ -180,7 +198,7 @@ class Run:
                 self._send(keys, message)
             case protocol.Remember(memory):
                 self._is_writing = True
-                self._keeper.remember(self.run_id, memory, self._written)
+                self._keeper.remember(self.run_id, replace(memory, ticket_key=self._secret), self._written)
             case protocol.Expel(key, reason):
                 logger.info("run %r: %s is out: %s", self.run_id, key, reason)
                 self._send((key,), model.Expelled(reason))

@@ -2,20 +2,18 @@
 
 Anything longer than `MAX_MESSAGE_BYTES`, and anything that is not exactly one of the expected messages, is `Malformed`.
 Before both sides know each other the limit is `MAX_HANDSHAKE_BYTES`, so that strangers cannot make a coordinator keep
-much. Nothing that is read is executed.
+much. Nothing that is read is executed. Where a token is used each frame has a seal between length and message (`keys`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import struct
 from typing import Any, Union, cast, get_args, get_type_hints
 
 import msgspec
 from msgspec.msgpack import Decoder, Encoder
 
-from holdfast.rendezvous.membership import protocol
+from holdfast.rendezvous.membership import keys, protocol
 from holdfast.rendezvous.membership.model import Push
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -25,6 +23,14 @@ _LENGTH = struct.Struct("!I")
 
 class Malformed(ValueError):  # noqa: N818
     """A peer sent something that is no message."""
+
+
+class SealBroken(Malformed):
+    """A frame was not sealed by the peer, or it is not the next one. `body` is what it carries."""
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__("a frame whose seal is wrong")
+        self.body = body
 
 
 def _wire_form(kind: Any) -> type[msgspec.Struct]:
@@ -44,11 +50,24 @@ DOWNWARD: Decoder[Any] = Decoder(Union[(*_READ_AS, protocol.HeartbeatAnswer, pro
 
 
 class Frames:
-    """Cuts a stream of bytes into messages: those of `HANDSHAKE`, then what `expect` says."""
+    """One side of a connection. Cuts a stream of bytes into messages: those of `HANDSHAKE`, then what `expect` says."""
 
     def __init__(self, limit_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._buffer = bytearray()
         self._decoder, self._limit_bytes = HANDSHAKE, limit_bytes
+        self._reading: keys.Seal | None = None
+        self._writing: keys.Seal | None = None
+
+    def seal(self, reading: bytes, writing: bytes) -> None:
+        """From the next frame of each direction on, with these keys."""
+        self._reading, self._writing = keys.Seal(reading), keys.Seal(writing)
+
+    def sealed(self, frame: bytes) -> bytes:
+        """The frame as this connection carries it."""
+        if self._writing is None:
+            return frame
+        body = frame[_LENGTH.size :]
+        return _LENGTH.pack(len(body) + keys.SEAL_BYTES) + self._writing.of(body) + body
 
     def expect(self, decoder: Decoder[Any]) -> None:
         """From the next message on."""
@@ -62,13 +81,18 @@ class Frames:
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
-        if length > self._limit_bytes:
+        if length > self._limit_bytes + (keys.SEAL_BYTES if self._reading else 0):
             raise Malformed(f"a message of {length} bytes is longer than the {self._limit_bytes} that are allowed")
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
         body = bytes(self._buffer[_LENGTH.size : end])
         del self._buffer[:end]
+        if self._reading is not None:
+            seal, message = body[: keys.SEAL_BYTES], body[keys.SEAL_BYTES :]
+            if not keys.is_same(seal, self._reading.of(message)):
+                raise SealBroken(body)
+            body = message
         return decode(self._decoder, body)
 
 
@@ -94,14 +118,3 @@ def encode(message: Any) -> bytes:
     if len(body) > MAX_MESSAGE_BYTES:
         raise ValueError(f"{type(message).__name__} has {len(body)} bytes, at most {MAX_MESSAGE_BYTES} can be sent")
     return _LENGTH.pack(len(body)) + body
-
-
-def prove(token: bytes, side: bytes, run_id: str, challenge: bytes, own_nonce: bytes) -> bytes:
-    """That this side knows the token, for these two nonces, this run and this direction."""
-    parts = (b"holdfast", side, run_id.encode(), challenge, own_nonce)
-    # With their lengths, so that no two lists of parts give the same text.
-    text = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
-    return hmac.new(token, text, hashlib.sha256).digest()
-
-
-is_proof = hmac.compare_digest

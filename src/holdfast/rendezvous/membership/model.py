@@ -142,10 +142,10 @@ class NodeFacts:
     incarnation: wire.Count = 0
     address: wire.Name = ""
     port: wire.Port = 0
-    role: wire.Name = "default"
+    role: wire.Role = "default"
     local_world_size: wire.LocalSize = 1
     requested_rank: wire.AnyInt | None = None
-    grace_s: wire.Seconds = 30.0
+    grace_s: wire.UpToADay = 30.0
 
     @property
     def key(self) -> str:
@@ -251,21 +251,25 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What must survive the coordinator process: written down before anything that it backs is told. `term` is that of
-    the coordinator that wrote it, `round_term` of the one that sealed the last round. `last_round` is 0 if no round was
-    ever sealed; `members` are the keys of its members, or empty if they are too many to write down. `is_round_over`:
-    all of them had stopped, and the round was judged; `members` are those that were still there. `restart_ages_s` says
-    how long ago the charged restarts happened that the policy's window may still count, as no clock crosses hosts."""
+    """What must survive the coordinator process: written down before anything that it backs is told.
+
+    `term` is that of the coordinator that wrote it, `round_term` of the one that sealed the last round. `last_round` is
+    0 if no round was ever sealed; `members` are the keys of its members, or empty if they are too many to write down.
+    `is_round_over`: all of them had stopped, and the round was judged; `members` are those that were still there.
+    `restart_ages_s` says how long ago the charged restarts happened that the policy's window may still count, as no
+    clock crosses hosts. `settings` are those that the first node fixed. `ticket_key`: see `keys`; none with a token.
+    """
 
     term: wire.Count = 0
     round_term: wire.Count = 0
     last_round: wire.Count = 0
     members: tuple[wire.Key, ...] = ()
     restarts_used: wire.Count = 0
-    restart_ages_s: tuple[wire.Seconds, ...] = ()
+    restart_ages_s: wire.Ages = ()
     settings: Settings | None = None
     outcome: Outcome | None = None
     is_round_over: bool = False
+    ticket_key: wire.Bytes = b""
 
 
 # What an agent is told. The machine of the run gives these, the wire carries them, the agent's lifecycle takes them.

@@ -8,13 +8,13 @@ their own, kept in a heap.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.rendezvous.membership.model import NodeFacts, Settings, Stage, is_loopback
+from holdfast.rendezvous.membership.model import MAX_SHAPES, NodeFacts, Settings, Stage, is_loopback
 
-_FORGOTTEN_AFTER = 4096  # So many nodes that are gone are remembered, to know their late messages.
+_FORGOTTEN_AFTER = 1024  # So many nodes that are gone are remembered, to know their late messages.
 
 
 @dataclass(slots=True)
@@ -43,6 +43,7 @@ class NodeTable(dict[str, Node]):
         self._by_silence: OrderedDict[str, None] = OrderedDict()  # Open ones; the one that is silent longest is first.
         self._drop_times: list[tuple[float, str]] = []  # A heap, with some that are not true any more.
         self._claims: dict[int, set[str]] = {}  # Which keys requested which rank.
+        self.shapes: Counter[tuple[str, int]] = Counter()
         self._incarnations: dict[str, int] = {}  # The newest of each node that is here.
         self._gone: OrderedDict[str, int] = OrderedDict()  # The same of nodes that are gone, the newest last.
         self._arrivals = 0
@@ -80,6 +81,9 @@ class NodeTable(dict[str, Node]):
         newest = max(self._incarnations.get(facts.node_id, 0), self._gone.get(facts.node_id, 0))
         return facts.incarnation < newest
 
+    def has_seen(self, node_id: str) -> bool:
+        return node_id in self._incarnations or node_id in self._gone
+
     def add(self, facts: NodeFacts, stage: Stage, now: float) -> Node:
         """A node that is known keeps its place in the order of arrival."""
         known = self.get(facts.key)
@@ -88,6 +92,7 @@ class NodeTable(dict[str, Node]):
         node = self[facts.key] = Node(facts, stage, known.arrival if known else self._arrivals, now)
         self._by_silence[facts.key] = None
         self._incarnations[facts.node_id] = facts.incarnation
+        self.shapes[facts.shape] += 1
         if facts.requested_rank is not None:
             self._claims.setdefault(facts.requested_rank, set()).add(facts.key)
         if stage is Stage.WAITING:
@@ -103,6 +108,7 @@ class NodeTable(dict[str, Node]):
             claims.discard(key)
             if not claims:
                 del self._claims[node.facts.requested_rank]
+        self.shapes -= Counter((node.facts.shape,))
         self.waiting.discard(key)
         self._by_silence.pop(key, None)
         node_id, incarnation = node.facts.node_id, node.facts.incarnation
@@ -160,6 +166,8 @@ def rejection_of(
     if difference:
         empty = "none of its nodes is here now; the run is forgotten when no node has come for a minute"
         return difference if nodes else f"{difference} ({empty})"
+    if facts.shape not in nodes.shapes and len(nodes.shapes) >= MAX_SHAPES:
+        return f"the nodes of this run have {MAX_SHAPES} different roles and numbers of processes already"
     other = next(iter(nodes.values()), None)
     unreachable = _unreachable_between_hosts(facts, other.facts) if other else ""
     return unreachable or _rejection_of_rank(facts, ours.max_nodes, nodes, is_silent)

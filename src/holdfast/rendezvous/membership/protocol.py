@@ -22,17 +22,22 @@ from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership.model import MAX_NODES, Memory, NodeFacts, Place, Push, Settings, Stage, Stop
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 
-MAJOR, MINOR = 2, 0
+MAJOR, MINOR = 3, 0
 MAX_TEXT = 1 << 14
-MAX_NAME = 1024
+MAX_NAME = 256
+MAX_ROLE = 128
 MAX_EVIDENCE = 1 << 16
 NONCE_BYTES = 32
+_TOLD_AT_MOST = 8
 _MAX_COUNT = 1 << 53  # What every peer can count to, whatever it is written in.
+# What a peer may claim that rounds and terms have reached. A coordinator that believes it still has as many to go.
+HIGHEST_CLAIM = 1 << 52
 
 Count = Annotated[int, Meta(ge=0, le=_MAX_COUNT)]
 AnyInt = Annotated[int, Meta(ge=-_MAX_COUNT, le=_MAX_COUNT)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e10)]
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
+Role = Annotated[str, Meta(max_length=MAX_ROLE)]
 NonEmptyName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Evidence = Annotated[str, Meta(max_length=MAX_EVIDENCE)]
@@ -50,12 +55,17 @@ Lease = Annotated[float, Meta(ge=0.1, le=3600.0)]
 UpToAnHour = Annotated[float, Meta(ge=0.0, le=3600.0)]
 UpToADay = Annotated[float, Meta(ge=0.0, le=86400.0)]
 RoundNumber = Annotated[int, Meta(ge=1, le=_MAX_COUNT)]
-Shapes = Annotated[tuple[tuple[Name, LocalSize], ...], Meta(max_length=model.MAX_SHAPES)]
-Pattern = Annotated[bytes, Meta(max_length=4 * MAX_NODES)]
+Shapes = Annotated[tuple[tuple[Role, LocalSize], ...], Meta(max_length=model.MAX_SHAPES)]
+Pattern = Annotated[bytes, Meta(max_length=2 * MAX_NODES + 1024)]  # Two bytes a node that could not be compressed.
+Ages = Annotated[tuple[Seconds, ...], Meta(max_length=1 << 16)]
 
 # The records that are on the wire were defined before these types.
 for _kind in (NodeFacts, Settings, RestartPolicy, Failure, model.Outcome, Place, Memory, *get_args(Push)):
     _kind.__annotations__ = get_type_hints(_kind, localns={"wire": SimpleNamespace(**globals())}, include_extras=True)
+
+
+# The handshake: `Challenge`, `Hello`, with a token `Ready`, `Introduction`, `Welcome`. With a token, every frame after
+# `Hello` is sealed (`keys`), and the agent says nothing of itself before it has found the coordinator's seal right.
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
@@ -68,29 +78,42 @@ class Challenge(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The agent's answer. `term` is the highest that it knows of."""
+    """The agent's answer. `endpoint` is the address that it has connected to."""
 
     version: int
     run_id: str
     nonce: Bytes
-    proof: Bytes = b""
     minor: int = 0
-    term: Annotated[int, Meta(ge=0, le=_MAX_COUNT // 2)] = 0
+    has_token: bool = False
+    endpoint: Name = ""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Its seal proves that the coordinator knows the token."""
+
+
+class Introduction(msgspec.Struct, frozen=True, tag=True):
+    """Which node speaks on this connection, and its ticket if it has one; no node id means that none does. `term` is
+    the highest that it knows of."""
+
+    node_id: Name = ""
+    ticket: Bytes = b""
+    term: Count = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """Both know each other now. `last_round` is the last one that the coordinator knows of."""
+    """`last_round` is the last one that the coordinator knows of. `ticket` is the node's, to be shown from now on."""
 
-    proof: Bytes = b""
     term: Count = 0
     last_round: Count = 0
+    ticket: Bytes = b""
 
 
 class Denied(msgspec.Struct, frozen=True, tag=True):
     reason: Text
 
 
-Handshake = Challenge | Hello | Welcome | Denied
+Handshake = Challenge | Hello | Ready | Introduction | Welcome | Denied
 
 
 class StoreRequest(msgspec.Struct, frozen=True, tag=True):
@@ -188,15 +211,15 @@ def problem_of(message: object) -> str:
         case Hello(version, nonce=nonce) | Challenge(version, nonce) if version == MAJOR and len(nonce) != NONCE_BYTES:
             return f"a nonce of {len(nonce)} bytes"
         case Join(_, settings, place):
-            return _settings_problem(settings) or (_place_problem(place) if place is not None else "")
+            return _settings_problem(settings) or (_place_problem(place, settings) if place is not None else "")
         case Return(_, settings, place):
-            return _settings_problem(settings) or _place_problem(place)
+            return _settings_problem(settings) or _place_problem(place, settings)
         case model.Sealed(_, place):
             try:
                 place.shape_of_each()  # Not of places that nodes send: the coordinator only passes their patterns on.
             except ValueError as error:
                 return str(error)
-            return _place_problem(place)
+            return _rank_problem(place)
     return ""
 
 
@@ -208,7 +231,13 @@ def _settings_problem(settings: Settings) -> str:
     return ""
 
 
-def _place_problem(place: Place) -> str:
+def _place_problem(place: Place, settings: Settings) -> str:
+    if place.node_count > settings.max_nodes:
+        return f"a place among {place.node_count} nodes in a run of at most {settings.max_nodes}"
+    return _rank_problem(place)
+
+
+def _rank_problem(place: Place) -> str:
     return "" if place.rank < place.node_count else f"rank {place.rank} of {place.node_count} nodes"
 
 
@@ -272,3 +301,20 @@ class ForgetRun:
 
 
 Command = Tell | Remember | Expel | ForgetRun
+
+
+def told(event: Event, commands: list[Command], now: float) -> str:
+    """A step of the machine in one short line."""
+    more = [f"{len(commands) - _TOLD_AT_MOST} more"] if len(commands) > _TOLD_AT_MOST else []
+    return f"{now:.3f} {_brief(event)} -> {', '.join([*map(_brief, commands[:_TOLD_AT_MOST]), *more]) or 'nothing'}"
+
+
+def _brief(step: Event | Command) -> str:
+    match step:
+        case From(key, message):
+            return f"{type(message).__name__} from {key}"
+        case Tell(keys, message):
+            return f"{type(message).__name__} to {keys[0] if len(keys) == 1 else f'{len(keys)} nodes'}"
+        case ConnectionClosed(key) | Expel(key):
+            return f"{type(step).__name__} {key}"
+    return type(step).__name__

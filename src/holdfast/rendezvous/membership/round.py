@@ -6,10 +6,12 @@ import itertools
 from dataclasses import replace
 
 from holdfast.rendezvous.membership.model import MAX_OTHER_FAILURES, Memory, NodeFacts, Place, Settings, World
+from holdfast.rendezvous.membership.protocol import HIGHEST_CLAIM, Join, Return
 from holdfast.rendezvous.membership.restart_policy import Failure
 
 STOP_MARGIN_S = 15.0  # What a node may need to stop beyond its grace: stacks, the sweep, a busy machine.
 MAX_OTHER_EVIDENCE = 1 << 16
+_ROUNDS_MISSED = 1 << 20
 _MEMBERS_WRITTEN_DOWN = 4096
 _MEMBERS_WRITTEN_DOWN_BYTES = 1 << 19  # So that the memory fits into a value of etcd, whatever the nodes are called.
 
@@ -53,6 +55,13 @@ class Round:
         if not world.missing:
             self.returns_until = None
         return True
+
+    def report(self, key: str, failure: Failure) -> None:
+        """A second time with the evidence; the order of arrival stays. Of many, the first are kept, and the first that
+        is not the consequence of another one: it is the cause, however late it comes."""
+        speaks_for_itself = not failure.is_consequence and all(each.is_consequence for each in self.failures.values())
+        if key in self.failures or len(self.failures) <= MAX_OTHER_FAILURES or speaks_for_itself:
+            self.failures[key] = failure
 
     def failures_besides(self, cause: Failure) -> tuple[Failure, ...]:
         """The first of the others. They go to every node, so their evidence is bounded together."""
@@ -103,10 +112,18 @@ class Past:
         self.members, self.ranks = (), {}
         return True
 
-    def may_adopt(self, place: Place, newest_round: int) -> bool:
+    def doubts(self, message: Join | Return, round: int) -> str:
+        """Why what a node says of rounds cannot be true, or nothing. A coordinator that has seen a round itself may
+        have missed some, if the memory was lost. It never believes so much that it runs out of numbers."""
+        heard = message.heard_round if isinstance(message, Join) else 0
+        claimed = max(heard, message.place.round if message.place is not None else 0)
+        possible = max(HIGHEST_CLAIM if self.has_seen_no_round else 0, round + _ROUNDS_MISSED)
+        return "" if claimed <= possible else f"it claims to know of round {claimed}, this run is at {round}"
+
+    def may_adopt(self, place: Place, newest_round: int, max_nodes: int) -> bool:
         """Whether the node's round is the newest that is known, and not over."""
         is_newest = place.round == newest_round and place.order >= self.order
-        return self.has_seen_no_round and is_newest and not self.is_over
+        return self.has_seen_no_round and is_newest and not self.is_over and place.node_count <= max_nodes
 
     def begin(self, world: World, *, is_ours: bool) -> None:
         """A round runs. If this coordinator has sealed it, nothing of an earlier one is alive."""

@@ -76,7 +76,7 @@ class Membership:
         self._may_more_come = True  # After the end. A coordinator that finds the end in the memory does not know.
         self._forget_at: float | None = None
         self._is_forgotten = False
-        self._story: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=_STORY_LENGTH)
+        self._story: deque[str] = deque(maxlen=_STORY_LENGTH)  # In brief: messages may be large.
 
     # What the shell calls.
 
@@ -87,7 +87,7 @@ class Membership:
                 return []
         self._now = now
         commands = self._react(event, now) + self._advance(now)
-        self._story.append((now, event, tuple(commands)))
+        self._story.append(protocol.told(event, commands, now))
         return commands
 
     def next_deadline(self) -> float | None:
@@ -110,8 +110,11 @@ class Membership:
         self.term = heard + 1
         return True
 
+    def knows(self, node_id: str) -> bool:
+        return self._nodes.has_seen(node_id) or node_id in self._past.awaited
+
     def story(self) -> str:
-        return "\n".join(f"{at:.3f} {event} -> {list(commands)}" for at, event, commands in self._story)
+        return "\n".join(self._story)
 
     @property
     def world(self) -> World | None:
@@ -144,6 +147,8 @@ class Membership:
         match message:
             case Join(facts) | Return(facts) if self._nodes.is_outdated(facts):
                 return [Expel(facts.key, "a newer incarnation of this node has joined")]
+            case Join(facts) | Return(facts) if problem := self._past.doubts(message, self.round):
+                return self._refuse(facts, problem, now)
             case Join():
                 return self._joined(message, now)
             case Return():
@@ -159,7 +164,7 @@ class Membership:
             case protocol.Left():
                 return self._left(key)
             case protocol.Close(reason):
-                return self._end(Outcome(End.CLOSED, reason))
+                return self._end(Outcome(End.CLOSED, reason)) if key in self._nodes else []
             case protocol.Heartbeat():
                 self._nodes.hear(key, now)
                 return []
@@ -234,7 +239,7 @@ class Membership:
         knows_more = self._past.learn(last, heard_round > self.round)
         self.round = max(self.round, heard_round, last.round if last is not None else 0)
         commands: list[Command] = []
-        if last is not None and self._past.may_adopt(last, self.round):
+        if last is not None and self._past.may_adopt(last, self.round, self._agreed.max_nodes):
             commands = self._adopt(last, now)
         return [*commands, Remember(self._memory(now))] if knows_more else commands
 
@@ -286,7 +291,7 @@ class Membership:
         is_of_stop = self.phase is Phase.STOPPING and not self._present.is_stopped_for_failure
         if is_of_stop or not self._is_current(key, round):
             return []
-        self._present.failures[key] = failure  # A second time with the evidence; the order of arrival stays.
+        self._present.report(key, failure)
         return self._stop(failure.text, is_failure=True, is_hang=failure.exception == restart_policy.HANG)
 
     def _finish(self, node: Node) -> None:

@@ -1,0 +1,63 @@
+"""What is derived from secrets: the key of a run, the seals on frames, the tickets of nodes. Pure.
+
+    token     what the user gives to every node, at least 16 bytes
+    run key   HMAC(token, run id). `holdfast token --run ID` prints it; it opens that run and no other
+    keys of a connection, one for each direction: HMAC(run key, both nonces, run id, endpoint as the agent dialled it)
+    seal      the beginning of HMAC(key of the direction, number of the frame, body), in front of each body
+
+The first sealed frame of each side proves that it knows the token; the coordinator sends its own first. A relay can
+pass sealed frames on, but it can neither make one nor change, repeat, drop or reorder one without being noticed.
+
+A ticket is HMAC(ticket key of the run, node id). A node gets it when it connects for the first time and shows it on
+every later connection, so no other node can speak for it. The ticket key follows from the run key. Without a token it
+is a random number, which the coordinator writes into its memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+SEAL_BYTES = 16
+_RUN_TOKEN = b"holdfast-run-"
+
+
+def run_token(token: bytes, run_id: str) -> bytes:
+    """What opens this run only. A token that is one already is returned as it is."""
+    is_of_run = token.startswith(_RUN_TOKEN)
+    return token if is_of_run else _RUN_TOKEN + _derive(token, b"run", run_id.encode()).hex().encode()
+
+
+def connection_keys(run_key: bytes, nonces: tuple[bytes, bytes], run_id: str, endpoint: str) -> tuple[bytes, bytes]:
+    """Of the way to the coordinator and of the way back. `nonces` are the coordinator's and the agent's."""
+    key = _derive(run_key, b"connection", *nonces, run_id.encode(), endpoint.encode())
+    return _derive(key, b"to the coordinator"), _derive(key, b"to the agent")
+
+
+class Seal:
+    """One direction of a connection. Both sides count the frames."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._number = key, 0
+
+    def of(self, body: bytes) -> bytes:
+        """The seal of the next frame."""
+        number = self._number.to_bytes(8, "big")
+        self._number += 1
+        return hmac.digest(self._key, number + body, "sha256")[:SEAL_BYTES]
+
+
+def ticket_key(run_key: bytes) -> bytes:
+    return _derive(run_key, b"tickets")
+
+
+def ticket(key: bytes, node_id: str) -> bytes:
+    return _derive(key, b"ticket", node_id.encode())
+
+
+is_same = hmac.compare_digest
+
+
+def _derive(key: bytes, *parts: bytes) -> bytes:
+    # With their lengths, so that no two lists of parts give the same text.
+    return hmac.digest(key, b"".join(len(part).to_bytes(4, "big") + part for part in parts), hashlib.sha256)
