@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from holdfast.cli import coordinator, parser, stacks
+from holdfast.cli import coordinator, parser, stacks, token
 from holdfast.cli.options import GROUPS, OPTIONS, USAGE, Option
 
 _READING_RULES = (
@@ -87,7 +87,8 @@ def document() -> str:
     ):
         parts.append(f"## {title}\n\n{_table(first, rows)}")
     examples = "\n\n".join(parser.EXAMPLES)
-    parts += [f"## Examples\n\n```sh\n{examples}\n```", _page(coordinator.get_parser()), _page(stacks.get_parser())]
+    pages = [_page(command.get_parser()) for command in (coordinator, token, stacks)]
+    parts += [f"## Examples\n\n```sh\n{examples}\n```", *pages]
     return "\n\n".join(parts) + "\n"
 
 

@@ -814,7 +814,7 @@ def test_the_command_itself() -> None:
         (["rum", "x.py"], "holdfast: error: unknown command 'rum'; did you mean `holdfast run`?"),
         (["x.py"], "holdfast: error: unknown command 'x.py'; did you mean `holdfast run x.py`?"),
         (["--nnodes", "2"], "holdfast: error: unknown option '--nnodes'; did you mean `holdfast run --nnodes`?"),
-        (["zzzz"], "holdfast: error: unknown command 'zzzz'; the commands are: run, coordinator, stacks"),
+        (["zzzz"], "holdfast: error: unknown command 'zzzz'; the commands are: run, coordinator, token, stacks"),
     ],
 )
 def test_unknown_commands(tokens: list[str], line: str) -> None:

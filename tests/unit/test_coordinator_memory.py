@@ -135,6 +135,30 @@ def test_a_place_that_cannot_be_written_to_costs_a_warning(tmp_path: Path, caplo
     assert "cannot be removed" in caplog.text
 
 
+@pytest.mark.parametrize("how", ["a file", "open to all", "a link"])
+def test_a_name_that_another_user_has_taken_is_said_once_and_not_used(
+    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken, home = tmp_path / f"holdfast-{os.getuid()}", tmp_path / "home"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("HOME", str(home))
+    match how:
+        case "a file":
+            taken.touch()
+        case "open to all":
+            taken.mkdir()
+            taken.chmod(0o777)
+        case "a link":
+            taken.symlink_to(tmp_path)
+    place = home / ".cache" / taken.name
+    assert memories.default_directory() == memories.default_directory() == place
+    (said,) = caplog.messages
+    assert said.startswith(f"{taken} cannot be used (")
+    assert said.endswith(f"; the coordinator's state and log are in {place}")
+    StateFiles(place, "10.0.0.1", 1).remember("run", at_round(5))
+    assert StateFiles(place, "10.0.0.1", 1).recall("run")[0] == at_round(5)
+
+
 def test_the_default_place_is_private_to_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert memories.default_directory() == tmp_path / f"holdfast-{os.getuid()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import HostError
-from holdfast.rendezvous.coordinator import launch
+from holdfast.rendezvous.coordinator import launch, memory
 from holdfast.rendezvous.coordinator.launch import NotThisHost, PortTaken
 
 # Addresses that are set apart for documentation: no host has them.
@@ -115,6 +116,20 @@ def test_only_one_is_about_to_start_a_coordinator(monkeypatch: pytest.MonkeyPatc
         assert launch.host_at(sock, ["first"]) is True
         assert launch.host_at(sock, ["third"]) is True
     assert seen == [["first"], ["third"]]
+
+
+def test_another_user_cannot_keep_a_coordinator_from_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By taking what can be taken: names of abstract sockets, and locks on files that every user can open."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch, "start_coordinator", lambda sock, guard, options: started.append(options))
+    with launch.bind("127.0.0.1", 0) as sock, socket.socket(socket.AF_UNIX) as squatter, open(os.devnull, "ab") as null:
+        address, port = sock.getsockname()
+        squatter.bind(f"\0holdfast-coordinator-{address}-{port}")
+        fcntl.flock(null, fcntl.LOCK_EX)
+        assert launch.host_at(sock, ["first"]) is True
+        monkeypatch.setattr(memory, "log_path", lambda name: Path("/proc/nowhere/log"))
+        assert launch.host_at(sock, ["second"]) is True
+    assert started == [["first"], ["second"]]
 
 
 def start_instead(script: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

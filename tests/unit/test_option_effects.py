@@ -100,6 +100,7 @@ EFFECTS = {
     "admit": Effect("on-restart", lambda a: agreed(a).admit, Admit.ON_RESTART, TCP),
     "on_isolation": Effect("continue", lambda a: meeting(a).continue_when_isolated, True, TCP),
     "token_file": Effect("secret", lambda a: meeting(a).token, b"the word of the day", TCP),
+    "require_token": Effect(None, lambda a: meeting(a).require_token, True, f"{TCP} --token-file=secret"),
     "tls_cert": Effect("c.pem", lambda a: meeting(a).tls.cert, "c.pem", TCP),
     "tls_key": Effect("k.pem", lambda a: meeting(a).tls.key, "k.pem", f"{TCP} --tls-cert=c.pem"),
     "tls_ca": Effect("ca.pem", lambda a: meeting(a).tls.ca, "ca.pem", TCP),

@@ -69,6 +69,7 @@ DEFAULTS = {
     "lease": None,
     "admit": None,
     "on_isolation": None,
+    "require_token": False,
     "token_file": None,
     "tls_cert": None,
     "tls_key": None,

@@ -76,7 +76,7 @@ def test_one_thing_said(key: str, value: Any, changes: dict[str, Any]) -> None:
 
 
 def test_every_key_has_a_row() -> None:
-    elsewhere = {"token_file", "tls_key", "coordinator_port", "heartbeat_timeout"}
+    elsewhere = {"token_file", "require_token", "tls_key", "coordinator_port", "heartbeat_timeout"}
     names = set(KEYS) | {alias for aliases in KEYS.values() for alias in aliases}
     assert {key for key, _, _ in VALUES} == names - elsewhere
 
@@ -201,6 +201,27 @@ def test_an_empty_token_is_none_in_the_environment_and_a_mistake_in_a_file(
     support.write_secret(file, "\n")
     with pytest.raises(UserError, match=r"the token file .* is empty"):
         read(token_file=str(file))
+
+
+def test_a_token_that_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        UserError, match=r"--require-token, but there is no token: make one with `holdfast token > FILE`"
+    ):
+        read(require_token="true")
+    monkeypatch.setenv("HOLDFAST_TOKEN", "x" * 16)
+    assert read(require_token="true").coordinator_options() == ["--require-token"]
+
+
+@pytest.mark.parametrize(("address", "token", "is_warned"), [
+    ("10.0.0.1", None, True), ("node1", None, True), ("::", None, True),
+    ("127.0.0.1", None, False), ("::1", None, False), ("10.0.0.1", b"x" * 16, False),
+])  # fmt: skip
+def test_an_address_that_others_reach_without_a_token(
+    address: str, token: bytes | None, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    options.warn_without_token(token, address)
+    words = f"no token: every host that can reach {address} can join or disturb this run; make one with `holdfast token"
+    assert [message.startswith(words) for message in caplog.messages] == [True] * is_warned
 
 
 def test_a_token_that_can_be_guessed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

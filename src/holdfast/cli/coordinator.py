@@ -41,6 +41,7 @@ def get_parser() -> PlainParser:
     parser.add_argument("--office", help=argparse.SUPPRESS)
     parser.add_argument("--token-file", default="", metavar="FILE", help="agents must know the token in this file "
                         "(or the environment variable HOLDFAST_TOKEN)")  # fmt: skip
+    parser.add_argument("--require-token", action="store_true", help="do not start without a token")
     parser.add_argument("--tls-cert", default="", metavar="FILE", help="speak TLS with this certificate")
     parser.add_argument("--tls-key", default="", metavar="FILE", help="the certificate's key, if it is not in it")
     parser.add_argument("--tls-ca", default="", metavar="FILE", help="agents must show a certificate of this authority")
@@ -73,6 +74,7 @@ async def _serve_by_hand(args: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO, format="holdfast coordinator: %(message)s")
     sock = _bind(args.listen)
     coordinator = _coordinator(args, sock)
+    options.warn_without_token(coordinator.token, sock.getsockname()[0])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) != signal.SIG_IGN:  # As SIGHUP is under nohup.
             asyncio.get_running_loop().add_signal_handler(number, coordinator.stop)
@@ -136,7 +138,7 @@ def _coordinator(
     return Coordinator(
         sock,
         keeper or memory.StateFiles(memory.default_directory(), *sock.getsockname()[:2]),
-        token=options.read_token(args.token_file),
+        token=options.read_token(args.token_file, is_required=args.require_token),
         tls=options.TlsFiles(args.tls_cert, args.tls_key, args.tls_ca).load(is_server=True),
         idle_timeout_s=args.idle_timeout,
         only_run=only_run,

@@ -15,6 +15,7 @@ PROGRAM = "holdfast"
 COMMANDS = {
     "run": ("holdfast.cli.run:command", "start workers on this machine and keep them together"),
     "coordinator": ("holdfast.cli.coordinator:main", "serve the membership of any number of runs"),
+    "token": ("holdfast.cli.token:main", "make the secret that keeps others out of a run"),
     "stacks": ("holdfast.cli.stacks:main", "show where the workers of a run are right now"),
 }
 

@@ -221,6 +221,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("--token-file FILE", NODES, field="rdzv_configs.token_file",
            help="A file with a secret that every node of the run must know. Left out, it is HOLDFAST_TOKEN of the "
                 "environment, or none."),
+    Option("--require-token", NODES, field="rdzv_configs.require_token",
+           help="Do not start without a token. Left out, a run without one starts, with a warning if its nodes meet at "
+                "an address that other hosts can reach."),
     Option("--tls-cert FILE", NODES, "Speak TLS, with this certificate.", field="rdzv_configs.tls_cert"),
     Option("--tls-key FILE", NODES, field="rdzv_configs.tls_key",
            help="The certificate's key, if it is not in the same file."),

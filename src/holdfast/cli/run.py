@@ -187,7 +187,8 @@ def _rendezvous_settings(args: argparse.Namespace) -> dict[str, Any]:
 def _given(args: argparse.Namespace, record: str = "") -> dict[str, Any]:
     """The fields that options set, of LaunchConfig or of one of the records in it. Without those left out."""
     places = [(*option.field.rpartition("."), getattr(args, option.dest)) for option in OPTIONS if option.field]
-    return {field: value for owner, _, field, value in places if owner == record and value is not None}
+    given = [each for each in places if each[-1] is not None and each[-1] is not False]
+    return {field: value for owner, _, field, value in given if owner == record}
 
 
 def _fresh_id() -> str:

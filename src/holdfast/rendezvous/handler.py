@@ -28,7 +28,7 @@ from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.membership import model, node, protocol
 from holdfast.rendezvous.membership.node_lease import NodeLease
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
-from holdfast.rendezvous.options import Options
+from holdfast.rendezvous.options import Options, warn_without_token
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         try:
             self._facts = replace(self._facts, address=options.local_addr or self._find_address())
             self._held_at = _numeric(self._facts.address)
+            warn_without_token(options.token, self._facts.address)
             locator = self._make_locator(self._facts)
             lease = NodeLease(options.lease, may_outlive_lease=options.continue_when_isolated)
             participant = node.Participant(self._facts, options.settings(self._policy), lease)

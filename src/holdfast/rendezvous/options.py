@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import DefaultTimeout, RendezvousParameters
-from holdfast.rendezvous.membership.model import Admit, Settings
+from holdfast.rendezvous.membership.model import Admit, Settings, is_loopback
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 MIN_TOKEN_BYTES = 16
 _MAX_SECRET_BYTES = 1 << 16
+_MAKE_TOKEN = "make one with `holdfast token > FILE` and give every node --token-file FILE"
 
 Keys = dict[str, tuple[str, ...]]  # From each key of --rdzv-conf to its older spellings, which mean the same.
 
@@ -61,6 +62,7 @@ class Options(Settings):
     is_host: bool | None = None
     token: bytes | None = None
     token_file: str = ""
+    require_token: bool = False
     tls: TlsFiles = TlsFiles()  # noqa: RUF009
 
     @classmethod
@@ -87,7 +89,8 @@ class Options(Settings):
         """For a coordinator that this node starts: it speaks as this node does."""
         names = ("--token-file", "--tls-cert", "--tls-key", "--tls-ca")
         given = zip(names, (self.token_file, *self.tls), strict=True)
-        return [part for name, file in given if file for part in (name, file)]
+        files = [part for name, file in given if file for part in (name, file)]
+        return [*files, "--require-token"] if self.require_token else files
 
 
 KEYS: Keys = {
@@ -97,7 +100,7 @@ KEYS: Keys = {
     "heartbeat": ("keep_alive_interval",),
     **dict.fromkeys(("lease", "drop_timeout", "reconnect_grace", "outage_timeout", "read_timeout"), ()),
     **dict.fromkeys(("admit", "on_isolation", "rank", "is_host", "coordinator_port"), ()),
-    **dict.fromkeys(("token_file", "tls_cert", "tls_key", "tls_ca"), ()),
+    **dict.fromkeys(("token_file", "require_token", "tls_cert", "tls_key", "tls_ca"), ()),
     # Accepted because torchrun command lines have them.
     **dict.fromkeys(("keep_alive_max_attempt", "heartbeat_timeout", "store_type"), ()),
 }
@@ -116,7 +119,7 @@ def fields_of(params: RendezvousParameters, usual_lease_s: float = 5.0, usual_ou
         longer = f"longer than heartbeat + reconnect_grace and a tenth more ({own_side_s:g} s)"
         raise UserError(f"drop_timeout={drop_timeout_s:g} is too short: it must be {longer}")
     join_timeout_s = seconds(config, "join_timeout", 600.0)
-    token_file = text(config, KEYS, "token_file")
+    token_file, require_token = text(config, KEYS, "token_file"), bool(params.get_as_bool("require_token"))
     return {
         "min_nodes": params.min_nodes,
         "max_nodes": params.max_nodes,
@@ -135,7 +138,8 @@ def fields_of(params: RendezvousParameters, usual_lease_s: float = 5.0, usual_ou
         "requested_rank": params.get_as_int("rank"),
         "is_host": params.get_as_bool("is_host"),
         "token_file": token_file,
-        "token": read_token(token_file),
+        "token": read_token(token_file, is_required=require_token),
+        "require_token": require_token,
         "tls": tls_files(config, KEYS, "tls_cert", "tls_key", "tls_ca"),
     }
 
@@ -187,7 +191,7 @@ def tls_files(config: dict[str, Any], keys: Keys, cert: str, key: str, ca: str) 
     return files
 
 
-def read_token(path: str) -> bytes | None:
+def read_token(path: str, *, is_required: bool = False) -> bytes | None:
     """The token from a file, else from the environment, else none."""
     if path:
         token, where = read_secret("token", path).encode(errors="surrogateescape"), f"the token file {path!r}"
@@ -196,7 +200,15 @@ def read_token(path: str) -> bytes | None:
     if 0 < len(token) < MIN_TOKEN_BYTES:
         raise UserError(f"the token in {where} has {len(token)} bytes, at least {MIN_TOKEN_BYTES} are needed; make one "
                         "with: holdfast token > FILE")  # fmt: skip
+    if is_required and not token:
+        raise UserError(f"--require-token, but there is no token: {_MAKE_TOKEN}")
     return token or None
+
+
+def warn_without_token(token: bytes | None, address: str) -> None:
+    """`address` is where a coordinator listens, or a node is reached."""
+    if token is None and not is_loopback(address):
+        logger.warning("no token: every host that can reach %s can join or disturb this run; %s", address, _MAKE_TOKEN)
 
 
 def read_secret(what: str, path: str) -> str:

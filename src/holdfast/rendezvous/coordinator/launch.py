@@ -6,8 +6,8 @@ run. The socket does not listen before the coordinator process is ready to answe
 of a running round that no place can have been given away; else they would wait while their leases run out.
 
 Two sockets that do not listen can be bound to the same port. So that not every agent of a host starts a coordinator
-when one is missing, the one that does holds a guard, a name that the kernel gives to one process of the host at a
-time, and hands it over. Where that fails to keep two apart, the second finds that it cannot listen, and ends.
+when one is missing, the one that does holds a guard and hands it over: a lock on the coordinator's log, which no other
+user can open. Where that fails to keep two apart, the second finds that it cannot listen, and ends.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import logging
 import os
 import socket
 import sys
+from typing import BinaryIO
 
 from holdfast.errors import HostError
 from holdfast.rendezvous import endpoints
@@ -57,17 +58,23 @@ def bind(host: str, port: int) -> socket.socket:
 
 def host_at(sock: socket.socket, options: list[str]) -> bool:
     """Start a coordinator on a bound socket, unless another agent is about to."""
-    with socket.socket(socket.AF_UNIX) as guard:
-        address, port = sock.getsockname()[:2]
+    from holdfast.rendezvous.coordinator import memory
+
+    log = memory.log_path(memory.endpoint_name(*sock.getsockname()[:2]))
+    try:
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        fd = os.memfd_create("no guard")  # There is no place for the log.
+    with open(fd, "ab") as guard:
         try:
-            guard.bind(f"\0holdfast-coordinator-{address}-{port}")
-        except OSError:
+            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             return False
         start_coordinator(sock, guard, options)
     return True
 
 
-def start_coordinator(sock: socket.socket, guard: socket.socket, options: list[str]) -> None:
+def start_coordinator(sock: socket.socket, guard: socket.socket | BinaryIO, options: list[str]) -> None:
     """Returns when it serves. What it says until then is the error if it does not come to that; later it has a log of
     its own. It keeps the guard for as long as it lives. Both sockets are closed here as soon as it exists: if it died
     while this process, frozen perhaps, still held them, no other could take its place."""

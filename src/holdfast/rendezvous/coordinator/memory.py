@@ -8,6 +8,7 @@ takes longer than any lease), and if it tells how the run ended, that was a mome
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -110,6 +111,23 @@ def boot_id() -> str:
 
 
 def default_directory() -> Path:
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    """In $XDG_RUNTIME_DIR, else among the temporary files. Another user may have taken the name there, to read what is
+    written or to stop it from being written; then it is in the home directory."""
+    runtime, name = os.environ.get("XDG_RUNTIME_DIR"), f"holdfast-{os.getuid()}"
     base = runtime if runtime and os.access(runtime, os.W_OK) else tempfile.gettempdir()
-    return Path(base) / f"holdfast-{os.getuid()}"
+    return _first_private(Path(base) / name, Path.home() / ".cache" / name)
+
+
+@functools.cache  # So that it is said once.
+def _first_private(usual: Path, other: Path) -> Path:
+    try:
+        make_private(usual)
+        return usual
+    except OSError as error:
+        try:
+            make_private(other)
+        except OSError:
+            other = usual
+        why = error.strerror or error
+        logger.warning("%s cannot be used (%s); the coordinator's state and log are in %s", usual, why, other)
+        return other

@@ -1,0 +1,69 @@
+"""`holdfast token`: make the secret of a run, or derive one that opens a single run."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Sequence
+
+from holdfast.cli import console
+from holdfast.cli.parser import PlainParser
+from holdfast.errors import UserError
+
+PROGRAM = "holdfast token"
+
+_EPILOG = """\
+Give the file to every node of a run (--token-file FILE); without the token no node gets in. With --run, a node that has
+only the printed token can take part in that run and in no other of the same coordinator.
+
+examples:
+  holdfast token > token
+  holdfast token --run job7 --token-file token > token-of-job7
+"""
+
+
+def get_parser() -> PlainParser:
+    parser = PlainParser(PROGRAM, "Print a new token, or the token of one run.", _EPILOG)
+    parser.add_argument("--run", metavar="ID", help="the token of this run alone, derived from --token-file")
+    parser.add_argument("--token-file", default="", metavar="FILE", help="the coordinator's token (or the environment "
+                        "variable HOLDFAST_TOKEN); only with --run")  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    args = get_parser().parse_args(argv)
+    try:
+        text = _token(args.run, args.token_file)
+    except UserError as error:
+        console.write_error(PROGRAM, str(error))
+        return 2
+    _make_private(1)
+    console.print_out(f"{text}\n")
+    sys.stdout.flush()
+    return 0
+
+
+def _token(run_id: str | None, token_file: str) -> str:
+    if run_id is None:
+        if token_file:
+            raise UserError("--token-file is for --run: a new token is derived from nothing")
+        import secrets
+
+        return secrets.token_hex(32)
+    from holdfast.rendezvous import options
+    from holdfast.rendezvous.membership import keys
+
+    if not run_id:
+        raise UserError("--run needs the id of a run")
+    token = options.read_token(token_file)
+    if token is None:
+        raise UserError("--run needs the coordinator's token: give --token-file, or set HOLDFAST_TOKEN")
+    return keys.run_token(token, run_id).decode(errors="surrogateescape")
+
+
+def _make_private(fd: int) -> None:
+    """A file that the shell made for us is open to all users as a rule, and a token in it would be refused."""
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        os.fchmod(fd, 0o600)

@@ -1,0 +1,54 @@
+"""`holdfast token`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import token
+from holdfast.rendezvous.membership import keys
+from holdfast.rendezvous.options import read_token
+from tests import support
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOLDFAST_TOKEN", raising=False)
+
+
+def test_a_token_in_a_file_that_the_shell_has_made_is_private_and_can_be_used(tmp_path: Path) -> None:
+    made = []
+    for name in ("a", "b"):
+        path = tmp_path / name
+        with path.open("wb") as file:
+            os.fchmod(file.fileno(), 0o644)
+            subprocess.run([sys.executable, "-m", "holdfast", "token"], stdout=file, check=True)
+        assert path.stat().st_mode & 0o777 == 0o600
+        made.append(read_token(str(path)))
+    assert len(set(made)) == 2
+    assert all(each is not None and len(each) == 64 for each in made)
+
+
+def test_the_token_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = support.write_secret(tmp_path / "token", b"the token of all runs")
+    assert token.main(["--run", "job7", "--token-file", file]) == 0
+    assert capsys.readouterr().out.strip().encode() == keys.run_token(b"the token of all runs", "job7")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--run", "job7"], "--run needs the coordinator's token: give --token-file, or set HOLDFAST_TOKEN"),
+        (["--run", ""], "--run needs the id of a run"),
+        (["--token-file", "x"], "--token-file is for --run: a new token is derived from nothing"),
+        (["--run", "job7", "--token-file", "/no/such"], "the token file '/no/such' cannot be read: No such file or"),
+    ],
+)
+def test_mistakes(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert token.main(args) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.startswith(f"holdfast token: error: {words}")) == ("", True), said.err
