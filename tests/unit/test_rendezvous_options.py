@@ -16,7 +16,7 @@ from holdfast.rendezvous.api import DefaultTimeout, RendezvousParameters
 from holdfast.rendezvous.membership.model import Admit, Settings
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
-from holdfast.rendezvous.options import KEYS, Options, TlsFiles
+from holdfast.rendezvous.options import KEYS, Options, TlsFiles, warn_without_token
 from tests import support
 
 
@@ -219,7 +219,7 @@ def test_a_token_that_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_address_that_others_reach_without_a_token(
     address: str, token: bytes | None, is_warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options.warn_without_token(token, address)
+    warn_without_token(token, address)
     words = f"no token: every host that can reach {address} can join or disturb this run; make one with `holdfast token"
     assert [message.startswith(words) for message in caplog.messages] == [True] * is_warned
 
