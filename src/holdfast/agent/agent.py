@@ -31,18 +31,14 @@ from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, Wor
 from holdfast.agent.publisher import Publisher
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.loop import BusyTime, call_interruptibly
-from holdfast.rendezvous.api import (
-    RendezvousGracefulExitError,
-    RendezvousHandler,
-    is_kind,
-)
+from holdfast.rendezvous.api import RendezvousGracefulExitError, RendezvousHandler, is_kind
 from holdfast.rendezvous.coordination import Coordination, JoinFailed, Push
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import HANG, RestartPolicy
 from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.signals import SignalException
 from holdfast.telemetry.events import Event, record
-from holdfast.telemetry.metrics import failure_put, prof, put_call, put_metric
+from holdfast.telemetry.metrics import prof, put_call, put_metric
 
 if TYPE_CHECKING:
     from holdfast.agent.publisher import Processes
@@ -51,7 +47,6 @@ __all__ = ["DEFAULT_ROLE", "ElasticAgent", "SimpleElasticAgent"]
 
 logger = logging.getLogger(__name__)
 
-_START = "SimpleElasticAgent._initialize_workers"  # The metric's key; a start spans several turns of the loop.
 _WITH_WORKERS = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.STOPPING)
 _IN_ROUND = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.WAITING)
 
@@ -68,12 +63,11 @@ class SimpleElasticAgent(WorkerHooks):
         self._shutdown_timeout = shutdown_timeout
         self._coordination: Coordination | None = None
         self._place: Place | None = None
-        self._join_began = 0.0
         self._failed_round = 0
         self._run_outcome: Outcome | None = None
         self._result = RunResult(WorkerState.INIT)
         self._total_execution_time = 0
-        self._start_began = 0.0
+        self._join_began = self._start_began = 0.0
         self._restart_began: float | None = None
         self._health_check_server: Any = None
         self._busy_time = BusyTime()
@@ -132,6 +126,8 @@ class SimpleElasticAgent(WorkerHooks):
                 is_shut_down = True
                 raise
             except Exception as error:
+                if self._machine.phase is lifecycle.Phase.STARTING:
+                    self._put_start(has_failed=True)
                 if not is_kind(error, RendezvousGracefulExitError):
                     raise
                 logger.info("this node is not needed any more and leaves: %s", error)
@@ -168,30 +164,27 @@ class SimpleElasticAgent(WorkerHooks):
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         spec = self._worker_group.spec
         self._machine = Lifecycle(self._machine.peers_timeout_s)
-        self._coordination = self._coordinate()
-        self._coordination.introduce(spec.role, spec.local_world_size, self._policy, self._shutdown_timeout)
-        self._coordination.watch_loop(self._busy_time.stuck_for_s)
+        handler = self._handler
+        run = handler if isinstance(handler, Coordination) else SoloCoordination(handler, spec.monitor_interval)
+        self._coordination = run
+        run.introduce(spec.role, spec.local_world_size, self._policy, self._shutdown_timeout)
+        run.watch_loop(self._busy_time.stuck_for_s)
         pending: deque[lifecycle.Event | Push] = deque([lifecycle.RunRequested()])
         while self._machine.end is None:
             if not pending:
-                pending.extend(self._next_events(self._coordination))
+                pending.extend(self._next_events(run))
                 continue
-            event = self._taken(pending.popleft())
+            event = self._taken(pending.popleft(), run)
             commands = self._machine.step(event, time.monotonic())
             self._publisher.publish()
-            results = [result for command in commands for result in self._execute(command, self._coordination)]
+            results = [result for command in commands for result in self._execute(command, run)]
             # Its results go before what was pushed meanwhile: a round that is stopped is not stopped twice.
             pending.extendleft(reversed(results))
         return self._final_result(self._machine.end)
 
-    def _coordinate(self) -> Coordination:
-        handler = self._handler
-        if isinstance(handler, Coordination):
-            return handler
-        return SoloCoordination(handler, self._worker_group.spec.monitor_interval)
-
     def _execute(self, command: lifecycle.Command, run: Coordination) -> list[lifecycle.Event]:
         group = self._worker_group
+        is_one_of_several = (group.group_world_size or 1) > 1
         match command:
             case lifecycle.Join():
                 signals.inbox().raise_pending()  # One that came while the workers were being stopped.
@@ -199,8 +192,7 @@ class SimpleElasticAgent(WorkerHooks):
             case lifecycle.StartWorkers(round):
                 self._was_told_of_hang = False
                 self._start_began = time.monotonic()
-                with failure_put(_START, self._start_began):
-                    self._begin_start(group)
+                self._begin_start(group)
                 return self._look_at_start(group)
             case lifecycle.StopWorkers(round, at_once):
                 self._restart_began = self._restart_began or time.monotonic()
@@ -210,11 +202,16 @@ class SimpleElasticAgent(WorkerHooks):
                 failure = causes.failure_of(self._result, os.uname().nodename)
                 self._failed_round = round
                 run.report_failure(round, failure)
-                self._tell_failure(run)
-                if failure.exception == HANG and run.has_leases and not self._was_told_of_hang:
-                    self._let_others_look(group)
+                cause = causes.cause_of(self._result)
+                if run.verdict is None:
+                    logger.warning("%s", cause)
+                elif run.outcome is None or self._policy.max_restarts:  # Else the final report follows at once.
+                    logger.warning("%s; %s", cause, run.verdict)
+                if failure.exception == HANG and run.has_leases and not self._was_told_of_hang and is_one_of_several:
+                    # Once these workers are gone, those of the other nodes get an error and hang no more.
+                    loop.wait_readable([], _OTHERS_LOOK_S)
             case lifecycle.ReportSuccess(round):
-                if (group.group_world_size or 1) > 1:
+                if is_one_of_several:
                     logger.info("the workers of this node have finished, waiting for the other nodes")
                 run.report_success(round, self._machine.peers_timeout_s)
             case lifecycle.EndRun():
@@ -223,22 +220,16 @@ class SimpleElasticAgent(WorkerHooks):
                 assert_never(command)
         return []
 
-    def _let_others_look(self, group: WorkerGroup) -> None:
-        """Once these workers are gone, those of the other nodes get an error and are not where they hung any more."""
-        if (group.group_world_size or 1) > 1:
-            loop.wait_readable([], _OTHERS_LOOK_S)
-
     def _next_events(self, run: Coordination) -> list[lifecycle.Event | Push]:
         """Wait until something happens; then say what."""
         group = self._worker_group
         signals.inbox().raise_pending()
         deadline = self._machine.next_deadline()
-        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         if self._is_watching(run):
             is_running = self._machine.phase is lifecycle.Phase.RUNNING
             hooks.call(self._wait_for_change, group, run.fileno(), run.ask_every_s if is_running else None)
         else:
-            loop.wait_readable([run.fileno()], left_s)
+            loop.wait_readable([run.fileno()], None if deadline is None else deadline - time.monotonic())
         signals.inbox().raise_pending()
         if deadline is not None and time.monotonic() >= deadline:
             logger.warning("timed out after %g s waiting for other nodes to finish", self._machine.peers_timeout_s)
@@ -264,12 +255,26 @@ class SimpleElasticAgent(WorkerHooks):
         return self._look_at_workers(group)
 
     def _look_at_start(self, group: WorkerGroup) -> list[lifecycle.Event]:
-        with failure_put(_START, self._start_began):
-            ids = self._poll_start(group)
+        ids = self._poll_start(group)
         if ids is None:
             return []
-        self._note_start(group, ids)
+        for local_rank, id_ in ids.items():
+            group.workers[local_rank].id = id_
+            self._record("START", group.workers[local_rank])
+        group.state = WorkerState.HEALTHY
+        self._put_state(group)
+        logger.info("%s", recording.start_line(group))
+        where = f"master {group.master_addr}:{group.master_port}"
+        logger.debug("round %d: %s, first worker %s", self._machine.round, where, group.workers[0])
+        self._put_start()
+        if self._restart_began is not None:
+            put_call("SimpleElasticAgent._restart_workers", self._restart_began)
+            self._restart_began = None
         return [lifecycle.WorkersStarted(self._machine.round)]
+
+    def _put_start(self, *, has_failed: bool = False) -> None:
+        """A start spans several turns of the loop, so its metrics are put together here."""
+        put_call("SimpleElasticAgent._initialize_workers", self._start_began, has_failed=has_failed)
 
     def _look_at_stop(self, group: WorkerGroup) -> list[lifecycle.Event]:
         if not self._poll_stop(group):
@@ -294,15 +299,13 @@ class SimpleElasticAgent(WorkerHooks):
                 return [lifecycle.WorkersFailed(round)]
             case WorkerState.HEALTHY:
                 return []
-        raise HoldfastError(
-            f"[{group.spec.role}] the worker group is in state {result.state.name}, which should not be"
-        )
+        raise HoldfastError(f"[{group.spec.role}] the worker group is in the unexpected state {result.state.name}")
 
-    def _taken(self, event: lifecycle.Event | Push) -> lifecycle.Event:
+    def _taken(self, event: lifecycle.Event | Push, run: Coordination) -> lifecycle.Event:
         """What an event means for this node, now that it is its turn."""
         match event:
             case Sealed() if event.place.round > self._machine.round:
-                self._enter_round(event)
+                self._enter_round(event, run)
             case Stop(round, reason) if round == self._machine.round and self._machine.phase in _IN_ROUND:
                 logger.warning("the round is stopped: %s", reason)
                 if event.is_hang and self._machine.phase is lifecycle.Phase.RUNNING and self._is_cause_of_hang():
@@ -310,7 +313,9 @@ class SimpleElasticAgent(WorkerHooks):
             case PlaceLost(round, reason) if round == self._machine.round and self._machine.phase in _IN_ROUND:
                 logger.warning("this node has lost its place, its workers are killed: %s", reason)
             case Ended(outcome):
-                self._learn_outcome(outcome)
+                self._run_outcome = outcome
+                if outcome.cause is not None and self._policy.max_restarts and run.verdict is None:
+                    logger.warning("no restart: %s", outcome.reason)
             case JoinFailed(error):
                 self._record_join(f"{type(error).__name__}: {error}")
                 raise error
@@ -327,12 +332,6 @@ class SimpleElasticAgent(WorkerHooks):
         self._result = result
         return True
 
-    def _learn_outcome(self, outcome: Outcome) -> None:
-        self._run_outcome = outcome
-        is_told = self._coordination is not None and self._coordination.verdict is not None
-        if outcome.cause is not None and self._policy.max_restarts and not is_told:
-            logger.warning("no restart: %s", outcome.reason)
-
     @property
     def _handler(self) -> RendezvousHandler:
         handler = self._worker_group.spec.rdzv_handler
@@ -341,43 +340,25 @@ class SimpleElasticAgent(WorkerHooks):
         return handler
 
     def _final_result(self, end: End) -> RunResult:
+        group, settled = self._worker_group, self._result
         if end is End.SUCCEEDED:
-            self._tell_success()
-            return self._result if self._has_finished else RunResult(WorkerState.SUCCEEDED)
-        self._worker_group.state = WorkerState.FAILED
+            # A node that stood by at the end has not finished, whatever became of the workers that it had before.
+            if group.state is not WorkerState.SUCCEEDED:
+                logger.info("the run has succeeded; this node was not needed")
+                return RunResult(WorkerState.SUCCEEDED)
+            logger.info("%s", recording.finish_line(group, self._restarts_used))
+            return settled
+        group.state = WorkerState.FAILED
         if self._machine.unkillable:
-            self._tell_unkillable(self._result)
-        result = RunResult(WorkerState.FAILED, failures=dict(self._result.failures), stopped=self._result.stopped)
+            pids = ", ".join(map(str, self._machine.unkillable))
+            trouble = f"processes that cannot be killed are left on this node: {pids}"
+            if not settled.failures:
+                raise HostError(trouble)
+            logger.error(trouble)
+        result = RunResult(WorkerState.FAILED, failures=dict(settled.failures), stopped=settled.stopped)
         if self._run_outcome is not None:
-            causes.add_agreed_cause(result, self._run_outcome, self._worker_group.group_world_size or 1)
+            causes.add_agreed_cause(result, self._run_outcome, group.group_world_size or 1)
         return result
-
-    def _tell_unkillable(self, settled: RunResult) -> None:
-        trouble = (
-            f"processes that cannot be killed are left on this node: {', '.join(map(str, self._machine.unkillable))}"
-        )
-        if not settled.failures:
-            raise HostError(trouble)
-        logger.error(trouble)
-
-    def _tell_failure(self, run: Coordination) -> None:
-        """Without restarts the final report follows at once and says it all."""
-        if run.verdict is None:
-            logger.warning("%s", causes.cause_of(self._result))
-        elif run.outcome is None or self._policy.max_restarts:
-            logger.warning("%s; %s", causes.cause_of(self._result), run.verdict)
-
-    @property
-    def _has_finished(self) -> bool:
-        """Whether this node's workers are among those that brought the run to its end. A node that stood by then is
-        not, whatever became of the workers that it had before."""
-        return self._worker_group.state is WorkerState.SUCCEEDED
-
-    def _tell_success(self) -> None:
-        if not self._has_finished:
-            logger.info("the run has succeeded; this node was not needed")
-            return
-        logger.info("%s", recording.finish_line(self._worker_group, self._restarts_used))
 
     # Start of a round.
 
@@ -388,13 +369,12 @@ class SimpleElasticAgent(WorkerHooks):
         node = os.uname().nodename
         run.join(causes.failure_of(self._result, node, with_evidence=True) if has_failed else None)
 
-    def _enter_round(self, sealed: Sealed) -> None:
-        assert self._coordination is not None
+    def _enter_round(self, sealed: Sealed, run: Coordination) -> None:
         before, self._place = self._place, sealed.place
-        if before is not None and self._restarts_used > before.restarts_used and self._coordination.verdict is None:
+        if before is not None and self._restarts_used > before.restarts_used and run.verdict is None:
             logger.warning("restart %d of %d", self._restarts_used, self._policy.max_restarts)
         self._record_join()
-        found = self._coordination.found(sealed)
+        found = run.found(sealed)
         group, spec = self._worker_group, self._worker_group.spec
         group.store = found.store
         group.group_rank = found.rank
@@ -406,8 +386,7 @@ class SimpleElasticAgent(WorkerHooks):
 
     def _record_join(self, raw_error: str | None = None) -> None:
         """A rendezvous spans several turns of the loop, so its time is put together here."""
-        duration_ms = _elapsed_ms(self._join_began)
-        self._record(self._event("RENDEZVOUS", raw_error=raw_error, duration_ms=duration_ms))
+        self._record("RENDEZVOUS", raw_error=raw_error, duration_ms=_elapsed_ms(self._join_began))
         put_call("SimpleElasticAgent._rendezvous", self._join_began, has_failed=raw_error is not None)
 
     @prof
@@ -417,50 +396,18 @@ class SimpleElasticAgent(WorkerHooks):
         if self._place is not None and self._place.shapes:
             members = [ranks.Member(role, size) for role, size in self._place.shape_of_each()]
             return ranks.assign_ranks(members, group_rank)
-        if group_world_size == 1 or self._are_nodes_alike():
+        is_said = os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1"
+        if group_world_size == 1 or is_said or getattr(self._handler, "has_fixed_world", False):
             return ranks.assign_ranks([ranks.Member(spec.role, spec.local_world_size)] * group_world_size, group_rank)
         from holdfast.agent import exchange
 
         return call_interruptibly(exchange.exchange_ranks, store, group_rank, group_world_size, spec)
-
-    def _are_nodes_alike(self) -> bool:
-        is_said = os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1"
-        return is_said or getattr(self._handler, "has_fixed_world", False)
-
-    def _note_start(self, worker_group: WorkerGroup, ids: dict[int, Any]) -> None:
-        for local_rank, id_ in ids.items():
-            worker = worker_group.workers[local_rank]
-            worker.id = id_
-            self._record(self._event("START", worker))
-        worker_group.state = WorkerState.HEALTHY
-        self._put_state(worker_group)
-        self._tell_start(worker_group)
-        put_call(_START, self._start_began)
-        if self._restart_began is not None:
-            put_call("SimpleElasticAgent._restart_workers", self._restart_began)
-            self._restart_began = None
-
-    def _tell_start(self, group: WorkerGroup) -> None:
-        logger.info("%s", recording.start_line(group))
-        first = group.workers[0]
-        logger.debug(
-            "round %d: global ranks %d..%d of %d, master %s:%s, restarts used %d",
-            self._machine.round,
-            first.global_rank,
-            group.workers[-1].global_rank,
-            first.world_size,
-            group.master_addr,
-            group.master_port,
-            self._restarts_used,
-        )
 
     # What is told to others.
 
     def _put_state(self, group: WorkerGroup) -> None:
         put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
         put_metric(f"workers.{group.spec.role}.{group.state.name.lower()}", 1)
-
-    # Events.
 
     def get_event_succeeded(self) -> Event:
         return self._event("SUCCEEDED")
@@ -474,8 +421,8 @@ class SimpleElasticAgent(WorkerHooks):
         restarts, run_time_s = self._restarts_used, self._total_execution_time
         return recording.status_event(self._worker_group, state, restarts, run_time_s, worker, **facts)
 
-    def _record(self, event: Event) -> None:
-        record(event, self._worker_group.spec.event_log_handler)
+    def _record(self, state: str, worker: Worker | None = None, **facts: Any) -> None:
+        record(self._event(state, worker, **facts), self._worker_group.spec.event_log_handler)
 
     def _record_worker_events(self, result: RunResult) -> None:
         for worker in self._worker_group.workers:
@@ -483,7 +430,7 @@ class SimpleElasticAgent(WorkerHooks):
             facts: dict[str, Any] = {}
             if failure is not None:
                 facts = {"raw_error": json.dumps(failure.error_file_data), "exit_code": failure.exitcode}
-            self._record(self._event(recording.final_state(worker, result), worker, **facts))
+            self._record(recording.final_state(worker, result), worker, **facts)
 
     @contextmanager
     def record_duration(self, state: str) -> Iterator[None]:
@@ -496,7 +443,7 @@ class SimpleElasticAgent(WorkerHooks):
             raw_error = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self._record(self._event(state, raw_error=raw_error, duration_ms=_elapsed_ms(began)))
+            self._record(state, raw_error=raw_error, duration_ms=_elapsed_ms(began))
 
 
 def _elapsed_ms(began: float) -> int:
