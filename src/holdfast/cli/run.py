@@ -387,6 +387,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "numa_options": _numa_options(args),
         "restart_policy": _restart_policy(args),
         "hang_policy": _hang_policy(args),
+        "settings": _given(args, "settings"),
         **_rendezvous_fields(args, max_nodes),
     }
 
