@@ -1,10 +1,16 @@
 """Agents: the contract, and the one that drives `lifecycle` through four hooks.
 
-`SimpleElasticAgent` turns commands of the machine into calls of its hooks (`hooks`), and what they return into events.
-The other source of events is the run's `Coordination`, which says which round comes next and pushes what the run has
-decided. A subclass that implements `_start_workers`, `_stop_workers`, `_monitor_workers` and `_shutdown` is a whole
-agent: it is asked for the state of its workers every `monitor_interval`. One that can do better overrides
-`_wait_for_change` to return the moment something happened, and starts and stops its workers without blocking.
+`SimpleElasticAgent` turns commands of the machine into calls of its hooks, and what they return into events. The other
+source of events is the run's `Coordination`, which says which round comes next and pushes what the run has decided.
+
+A subclass that implements `_start_workers`, `_stop_workers`, `_monitor_workers` and `_shutdown` is a whole agent: it is
+asked for the state of its workers every `monitor_interval`. One that can do better overrides `_wait_for_change` to
+return the moment something happened. Its `_begin_start` and `_begin_stop` return at once, and the loop, which acts on
+signals and pushes meanwhile, asks `_poll_start` and `_poll_stop` after each `_wait_for_change`.
+
+Agents of users were written against more than one contract: `_stop_workers` and `_shutdown` have had an argument
+`is_restart`, and `_shutdown` has not always had `timeout`. A hook is given what it takes. A hook may block: meanwhile
+the agent is not stuck, it does what its author wants, and the node keeps its place.
 
 Signals are noted from the beginning of `run` to its end and surface where nothing is half done: while waiting
 for the rendezvous, for the workers to start, to end or to stop, or for the other nodes. The workers then get the same
@@ -13,19 +19,20 @@ signal and the grace period, and the exception goes on to the caller.
 
 from __future__ import annotations
 
+import abc
+import inspect
 import json
 import logging
 import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any, TypeVar, assert_never
 
 from holdfast import loop, signals
-from holdfast.agent import causes, hooks, lifecycle, ranks, recording
-from holdfast.agent.hooks import DEFAULT_ROLE, ElasticAgent, WorkerHooks
+from holdfast.agent import causes, lifecycle, ranks, recording
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.agent.publisher import Publisher
@@ -47,6 +54,9 @@ __all__ = ["DEFAULT_ROLE", "ElasticAgent", "SimpleElasticAgent"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+DEFAULT_ROLE = "default"
 _WITH_WORKERS = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.STOPPING)
 _IN_ROUND = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.WAITING)
 
@@ -54,7 +64,19 @@ _IN_ROUND = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.
 _OTHERS_LOOK_S = 2.0
 
 
-class SimpleElasticAgent(WorkerHooks):
+class ElasticAgent(abc.ABC):
+    """Owns the workers of one node."""
+
+    @abc.abstractmethod
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the workers to the end, through restarts and changes of membership."""
+
+    @abc.abstractmethod
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        """The group of workers as it stands."""
+
+
+class SimpleElasticAgent(ElasticAgent):
     """An agent for workers of one role."""
 
     def __init__(self, spec: WorkerSpec, exit_barrier_timeout: float = 300, shutdown_timeout: float = 30) -> None:
@@ -67,13 +89,72 @@ class SimpleElasticAgent(WorkerHooks):
         self._run_outcome: Outcome | None = None
         self._result = RunResult(WorkerState.INIT)
         self._total_execution_time = 0
-        self._join_began = self._start_began = 0.0
+        self._join_began = self._start_began = self._stop_began = 0.0
         self._restart_began: float | None = None
         self._health_check_server: Any = None
         self._busy_time = BusyTime()
         self._is_stopping = False
         self._publisher = Publisher(self)
         self._was_told_of_hang = False
+
+    # The hooks. The four abstract ones make a whole agent.
+
+    @abc.abstractmethod
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start one worker for each local rank; returns their ids."""
+
+    @abc.abstractmethod
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop every worker of the group and everything they started."""
+
+    @abc.abstractmethod
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """How the workers stand at this moment. Only looks."""
+
+    @abc.abstractmethod
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+        """Stop the workers with that signal and release everything. Called once at the end, may find nothing."""
+
+    def _wait_for_change(self, worker_group: WorkerGroup, pushes_fd: int, timeout_s: float | None) -> None:
+        """Return when it may be worth asking for the state of the workers, when the descriptor of the pushes can
+        be read, or when the time is up. A signal must cut it short."""
+        interval_s = worker_group.spec.monitor_interval
+        loop.wait_readable([pushes_fd], interval_s if timeout_s is None else min(interval_s, timeout_s))
+
+    def _examine_workers(self, worker_group: WorkerGroup) -> RunResult | None:
+        """The run hangs: see where these workers are. The result if the cause is among them."""
+        return None
+
+    def _unkillable(self) -> tuple[int, ...]:
+        """After a stop: the pids that even SIGKILL did not end."""
+        return ()
+
+    def _killed_ranks(self) -> tuple[int, ...]:
+        """After a stop: the global ranks that did not end by themselves within the grace period."""
+        return ()
+
+    def _settle(self, result: RunResult) -> RunResult:
+        """The result with what is known only after the workers were stopped."""
+        return result
+
+    def _begin_start(self, group: WorkerGroup) -> None:
+        """Begin to start the workers. The hook does it all."""
+
+    def _poll_start(self, group: WorkerGroup) -> dict[int, Any] | None:
+        """The ids of the workers once all are started; None before."""
+        return _call(self._start_workers, group)
+
+    def _begin_stop(self, group: WorkerGroup, at_once: bool) -> None:
+        """Begin to stop the workers, or end the grace of a stop that has begun.
+
+        A hook cannot hurry; if this node has lost its place, the spawner kills the workers. Whether a restart follows
+        is not known yet. Hooks with an argument `is_restart` get True, so that they keep what the next round may need;
+        the agent calls `_shutdown` at the end in any case."""
+        _call(self._stop_workers, group, is_restart=True)
+
+    def _poll_stop(self, group: WorkerGroup) -> bool:
+        """Whether the workers are stopped."""
+        return True
 
     @property
     def _processes(self) -> Processes:
@@ -114,15 +195,14 @@ class SimpleElasticAgent(WorkerHooks):
             try:
                 result = self._invoke_run(role)
                 self._total_execution_time = int(time.monotonic() - began)
-                recording.put_run_metrics(
-                    self._worker_group.spec.role, result, self._restarts_used, self._policy.max_restarts
-                )
+                role = self._worker_group.spec.role
+                recording.put_run_metrics(role, result, self._restarts_used, self._policy.max_restarts)
                 self._record_worker_events(result)
                 return result
             except SignalException as received:
                 logger.warning("got %s%s", received.sigval.name, self._what_is_stopped(received.sigval))
                 self._leave(received.sigval)
-                received.killed_ranks = hooks.call(self._killed_ranks)
+                received.killed_ranks = _call(self._killed_ranks)
                 is_shut_down = True
                 raise
             except Exception as error:
@@ -137,17 +217,17 @@ class SimpleElasticAgent(WorkerHooks):
                 self._is_stopping = True
                 self._publisher.publish()
                 if not is_shut_down:
-                    hooks.call(self._shutdown, timeout=self._shutdown_timeout)
+                    _call(self._shutdown, timeout=self._shutdown_timeout)
 
     def _what_is_stopped(self, number: signal.Signals) -> str:
         if self._machine.phase not in _WITH_WORKERS:
             return ""
-        hurry = "Ctrl-C again kills them" if number == signal.SIGINT else ""
+        hurry = "; Ctrl-C again kills them" if number == signal.SIGINT else ""
         if self._machine.phase is lifecycle.Phase.STOPPING:
-            return f", the workers are being stopped{hurry and f'; {hurry}'}"
+            return f", the workers are being stopped{hurry}"
         if not self._shutdown_timeout:
             return ", killing the workers"
-        return f", stopping the workers (up to {self._shutdown_timeout:g} s{hurry and f'; {hurry}'})"
+        return f", stopping the workers (up to {self._shutdown_timeout:g} s{hurry})"
 
     def _leave(self, death_sig: signal.Signals) -> None:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
@@ -155,8 +235,8 @@ class SimpleElasticAgent(WorkerHooks):
         self._publisher.publish()
         if self._coordination is not None:
             self._coordination.leaving()
-        hooks.call(self._shutdown, death_sig, timeout=self._shutdown_timeout)
-        if self._coordination is not None and not hooks.call(self._unkillable):
+        _call(self._shutdown, death_sig, timeout=self._shutdown_timeout)
+        if self._coordination is not None and not _call(self._unkillable):
             self._coordination.left()
 
     # The shell around the machine.
@@ -187,7 +267,6 @@ class SimpleElasticAgent(WorkerHooks):
         is_one_of_several = (group.group_world_size or 1) > 1
         match command:
             case lifecycle.Join():
-                signals.inbox().raise_pending()  # One that came while the workers were being stopped.
                 self._join(group, run)
             case lifecycle.StartWorkers(round):
                 self._was_told_of_hang = False
@@ -195,11 +274,12 @@ class SimpleElasticAgent(WorkerHooks):
                 self._begin_start(group)
                 return self._look_at_start(group)
             case lifecycle.StopWorkers(round, at_once):
-                self._restart_began = self._restart_began or time.monotonic()
+                self._stop_began = time.monotonic()
+                self._restart_began = self._restart_began or self._stop_began
                 self._begin_stop(group, at_once)
                 return self._look_at_stop(group)
             case lifecycle.ReportFailure(round):
-                failure = causes.failure_of(self._result, os.uname().nodename)
+                failure = causes.failure_of(self._result)
                 self._failed_round = round
                 run.report_failure(round, failure)
                 cause = causes.cause_of(self._result)
@@ -227,7 +307,7 @@ class SimpleElasticAgent(WorkerHooks):
         deadline = self._machine.next_deadline()
         if self._is_watching(run):
             is_running = self._machine.phase is lifecycle.Phase.RUNNING
-            hooks.call(self._wait_for_change, group, run.fileno(), run.ask_every_s if is_running else None)
+            _call(self._wait_for_change, group, run.fileno(), run.ask_every_s if is_running else None)
         else:
             loop.wait_readable([run.fileno()], None if deadline is None else deadline - time.monotonic())
         signals.inbox().raise_pending()
@@ -280,25 +360,22 @@ class SimpleElasticAgent(WorkerHooks):
         if not self._poll_stop(group):
             return []
         group.state = WorkerState.STOPPED
-        self._result = hooks.call(self._settle, self._result)
-        return [lifecycle.WorkersStopped(self._machine.round, hooks.call(self._unkillable))]
+        self._result = _call(self._settle, self._result)
+        return [lifecycle.WorkersStopped(self._machine.round, _call(self._unkillable))]
 
     def _look_at_workers(self, group: WorkerGroup) -> list[lifecycle.Event]:
-        result = hooks.call(self._monitor_workers, group)
+        result = _call(self._monitor_workers, group)
         if group.state is not result.state:
             group.state = result.state
             self._put_state(group)
         self._publisher.publish()
-        round = self._machine.round
-        match result.state:
-            case WorkerState.SUCCEEDED:
-                self._result = result
-                return [lifecycle.WorkersSucceeded(round)]
-            case WorkerState.FAILED | WorkerState.UNHEALTHY:
-                self._result = result
-                return [lifecycle.WorkersFailed(round)]
-            case WorkerState.HEALTHY:
-                return []
+        if result.state is WorkerState.HEALTHY:
+            return []
+        self._result = result
+        if result.state is WorkerState.SUCCEEDED:
+            return [lifecycle.WorkersSucceeded(self._machine.round)]
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            return [lifecycle.WorkersFailed(self._machine.round)]
         raise HoldfastError(f"[{group.spec.role}] the worker group is in the unexpected state {result.state.name}")
 
     def _taken(self, event: lifecycle.Event | Push, run: Coordination) -> lifecycle.Event:
@@ -308,8 +385,13 @@ class SimpleElasticAgent(WorkerHooks):
                 self._enter_round(event, run)
             case Stop(round, reason) if round == self._machine.round and self._machine.phase in _IN_ROUND:
                 logger.warning("the round is stopped: %s", reason)
-                if event.is_hang and self._machine.phase is lifecycle.Phase.RUNNING and self._is_cause_of_hang():
-                    return lifecycle.WorkersFailed(round)
+                if event.is_hang and self._machine.phase is lifecycle.Phase.RUNNING:
+                    # Before its workers are stopped this node looks where they are. If one of them is where no peer
+                    # could help it, that is this node's failure.
+                    self._was_told_of_hang = True
+                    if (result := _call(self._examine_workers, self._worker_group)) is not None:
+                        self._result = result
+                        return lifecycle.WorkersFailed(round)
             case PlaceLost(round, reason) if round == self._machine.round and self._machine.phase in _IN_ROUND:
                 logger.warning("this node has lost its place, its workers are killed: %s", reason)
             case Ended(outcome):
@@ -321,16 +403,6 @@ class SimpleElasticAgent(WorkerHooks):
                 raise error
         assert not isinstance(event, JoinFailed)
         return event
-
-    def _is_cause_of_hang(self) -> bool:
-        """Another node has found the run hanging. Before its own workers are stopped this one looks where they are;
-        if one of them is where no peer could help it, that is this node's failure."""
-        self._was_told_of_hang = True
-        result = hooks.call(self._examine_workers, self._worker_group)
-        if result is None:
-            return False
-        self._result = result
-        return True
 
     @property
     def _handler(self) -> RendezvousHandler:
@@ -363,11 +435,11 @@ class SimpleElasticAgent(WorkerHooks):
     # Start of a round.
 
     def _join(self, group: WorkerGroup, run: Coordination) -> None:
+        signals.inbox().raise_pending()  # One that came while the workers were being stopped.
         group.state = WorkerState.INIT if self._place is None else WorkerState.STOPPED
         self._join_began = time.monotonic()
         has_failed = self._failed_round == self._machine.round > 0 and bool(self._result.failures)
-        node = os.uname().nodename
-        run.join(causes.failure_of(self._result, node, with_evidence=True) if has_failed else None)
+        run.join(causes.failure_of(self._result, with_evidence=True) if has_failed else None)
 
     def _enter_round(self, sealed: Sealed, run: Coordination) -> None:
         before, self._place = self._place, sealed.place
@@ -418,8 +490,8 @@ class SimpleElasticAgent(WorkerHooks):
         return self._event("FAILED", raw_error=traceback.format_exc())
 
     def _event(self, state: str, worker: Worker | None = None, **facts: Any) -> Event:
-        restarts, run_time_s = self._restarts_used, self._total_execution_time
-        return recording.status_event(self._worker_group, state, restarts, run_time_s, worker, **facts)
+        so_far = (self._restarts_used, self._total_execution_time)
+        return recording.status_event(self._worker_group, state, *so_far, worker, **facts)
 
     def _record(self, state: str, worker: Worker | None = None, **facts: Any) -> None:
         record(self._event(state, worker, **facts), self._worker_group.spec.event_log_handler)
@@ -448,3 +520,11 @@ class SimpleElasticAgent(WorkerHooks):
 
 def _elapsed_ms(began: float) -> int:
     return int((time.monotonic() - began) * 1000)
+
+
+def _call(hook: Callable[..., T], *args: Any, **offered: Any) -> T:
+    """Call with `args`, and with those of the named arguments that the hook knows."""
+    known = inspect.signature(hook).parameters if offered else {}
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+    with loop.in_hook():
+        return hook(*args, **{name: value for name, value in offered.items() if takes_any or name in known})

@@ -88,7 +88,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._health_check_server = health_check_server
         self._stuck = _StuckWatch(uninterruptible_state_timeout)
         self._context: PContext | None = None
-        self._stop_began: float | None = None
         self._link: SpawnerLink | None = None
         self._held_lease: Lease | None = None
         self._watchdog = Watchdog(self._record_watchdog)
@@ -139,6 +138,7 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _begin_own_start(self, worker_group: WorkerGroup) -> PContext:
         spec, handler = worker_group.spec, self._handler
         args = {w.local_rank: tuple(macros.substitute(spec.args, w.local_rank)) for w in worker_group.workers}
+        self._stop_watching()
         self._stuck.forget()
         envs = worker_environments(
             worker_group,
@@ -168,7 +168,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         if self._context is not None and at_once:
             self._context.begin_stop(signal.SIGKILL, 0)
         elif self._context is not None and not self._has_own("_stop_workers"):
-            self._stop_began = time.monotonic()
             self._context.begin_stop(signal.SIGTERM, self._shutdown_timeout)
         else:
             super()._begin_stop(group, at_once)
@@ -176,9 +175,8 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _poll_stop(self, group: WorkerGroup) -> bool:
         if self._context is not None and self._context.next_deadline() is not None and not self._context.poll_stop():
             return False
-        if self._stop_began is not None:
+        if not self._has_own("_stop_workers"):
             put_call("LocalElasticAgent._stop_workers", self._stop_began)
-            self._stop_began = None
         return True
 
     @property
@@ -239,12 +237,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         expected = {worker.id for worker in worker_group.workers}
         actual = set(context.pids().values())
         if expected != actual:
-            logger.error(
-                "the workers of role %s should have the pids %s, but have %s",
-                worker_group.spec.role,
-                sorted(expected, key=str),
-                sorted(actual),
-            )
+            pids = (sorted(expected, key=str), sorted(actual))
+            logger.error("the workers of role %s should have the pids %s, but have %s", worker_group.spec.role, *pids)
             return RunResult(WorkerState.UNKNOWN)
         ended = context.wait(0)
         if ended is None:
@@ -271,7 +265,6 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _prepare_hang_watch(self, envs: dict[int, dict[str, str]]) -> OutputWatch | None:
         """For each life of the group a watch of its own, if the user wants one."""
-        self._end_hang_watch()
         policy = self._worker_group.spec.hang_policy
         if policy is None or not policy.is_on:
             return None
@@ -279,11 +272,6 @@ class LocalElasticAgent(SimpleElasticAgent):
 
         self._hangs = HangWatch(policy)
         return self._hangs.prepare(envs)
-
-    def _end_hang_watch(self) -> None:
-        if self._hangs is not None:
-            self._hangs.end()
-            self._hangs = None
 
     def _result_of_hang(self, context: PContext) -> RunResult | None:
         """If the workers hang: where they are, and what becomes of it."""
@@ -338,7 +326,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         return pid is not None
 
     def _stop_watching(self) -> None:
-        self._end_hang_watch()
+        if self._hangs is not None:
+            self._hangs.end()
+            self._hangs = None
         self._watchdog.stop()
 
     def _unkillable(self) -> tuple[int, ...]:

@@ -34,7 +34,6 @@ class Watchdog:
 
     def start(self, run_id: str) -> str | None:
         """Watch a new life of the group; returns the path that its workers are told, if there is one."""
-        self.stop()
         path = os.environ.get(TORCHELASTIC_TIMER_FILE) or None
         wish = os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER, "")
         if wish != "1":
