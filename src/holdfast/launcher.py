@@ -227,15 +227,10 @@ def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None,
         raise
     finally:
         if not is_leaving and handler is not None:
-            _shut_down(handler)
-
-
-def _shut_down(handler: RendezvousHandler) -> None:
-    """A rendezvous that does not end well must not hide how the run ended."""
-    try:
-        handler.shutdown()
-    except Exception as error:
-        logger.warning("the rendezvous could not be shut down: %s: %s", type(error).__name__, error)
+            try:
+                handler.shutdown()
+            except Exception as error:  # It must not hide how the run ended.
+                logger.warning("the rendezvous could not be shut down: %s: %s", type(error).__name__, error)
 
 
 def _get_entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]) -> str:

@@ -48,7 +48,8 @@ from holdfast.telemetry.events import Event, record
 from holdfast.telemetry.metrics import prof, put_call, put_metric
 
 if TYPE_CHECKING:
-    from holdfast.agent.publisher import Processes
+    from holdfast.hangs.watch import HangWatch
+    from holdfast.process.workers.group import PContext
 
 __all__ = ["DEFAULT_ROLE", "ElasticAgent", "SimpleElasticAgent"]
 
@@ -96,6 +97,9 @@ class SimpleElasticAgent(ElasticAgent):
         self._is_stopping = False
         self._publisher = Publisher(self)
         self._was_told_of_hang = False
+        # The workers as processes of this host, and what watches their progress; as far as an agent has them.
+        self._context: PContext | None = None
+        self._hangs: HangWatch | None = None
 
     # The hooks. The four abstract ones make a whole agent.
 
@@ -145,27 +149,19 @@ class SimpleElasticAgent(ElasticAgent):
         return _call(self._start_workers, group)
 
     def _begin_stop(self, group: WorkerGroup, at_once: bool) -> None:
-        """Begin to stop the workers, or end the grace of a stop that has begun.
+        """Begin to stop the workers, or end the grace of a stop that has begun. Hooks cannot do the latter.
 
-        A hook cannot hurry; if this node has lost its place, the spawner kills the workers. Whether a restart follows
-        is not known yet. Hooks with an argument `is_restart` get True, so that they keep what the next round may need;
-        the agent calls `_shutdown` at the end in any case."""
+        Whether a restart follows is not known yet. Hooks with an argument `is_restart` get True, so that they keep what
+        the next round may need; the agent calls `_shutdown` at the end in any case."""
         _call(self._stop_workers, group, is_restart=True)
 
     def _poll_stop(self, group: WorkerGroup) -> bool:
         """Whether the workers are stopped."""
         return True
 
-    @property
-    def _processes(self) -> Processes:
-        """What the status shows of the workers comes from here."""
-        return None, None
-
     def _get_alive_time(self) -> float:
-        """When this agent was last known to be alive, in seconds since the epoch; the health check asks for it.
-
-        A loop that waits is alive now, whatever it waits for. Another meaning is a matter of overriding this.
-        """
+        """For the health check: when this agent was last known to be alive, in seconds since the epoch. A loop that
+        waits is alive now, whatever it waits for. A subclass may give it another meaning."""
         return time.time() - self._busy_time.busy_for_s()
 
     # What others see.
@@ -195,8 +191,8 @@ class SimpleElasticAgent(ElasticAgent):
             try:
                 result = self._invoke_run(role)
                 self._total_execution_time = int(time.monotonic() - began)
-                role = self._worker_group.spec.role
-                recording.put_run_metrics(role, result, self._restarts_used, self._policy.max_restarts)
+                group = self._worker_group
+                recording.put_run_metrics(group.spec.role, result, self._restarts_used, self._policy.max_restarts)
                 self._record_worker_events(result)
                 return result
             except SignalException as received:

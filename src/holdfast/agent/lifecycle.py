@@ -88,18 +88,8 @@ class TimePassed:
     round: int
 
 
-Event = (
-    RunRequested
-    | WorkersStarted
-    | WorkersSucceeded
-    | WorkersFailed
-    | WorkersStopped
-    | TimePassed
-    | Sealed
-    | Stop
-    | PlaceLost
-    | Ended
-)
+_FromRun = Sealed | Stop | PlaceLost | Ended
+Event = RunRequested | WorkersStarted | WorkersSucceeded | WorkersFailed | WorkersStopped | TimePassed | _FromRun
 
 
 # Commands: what is to be done.

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import loop, procfs, signals
@@ -39,8 +39,7 @@ from holdfast.telemetry import fallback_log
 from holdfast.telemetry.metrics import prof, put_call, put_metric
 
 if TYPE_CHECKING:
-    from holdfast.agent.publisher import Processes
-    from holdfast.hangs.watch import Finding, HangWatch
+    from holdfast.hangs.watch import Finding
     from holdfast.process.output.watch import OutputWatch
     from holdfast.timer import FileTimerRequest
 
@@ -86,12 +85,11 @@ class LocalElasticAgent(SimpleElasticAgent):
         fallback_log.install()
         self._group = group or _group_spec(spec, logs_specs, start_method, log_line_prefix_template)
         self._health_check_server = health_check_server
-        self._stuck = _StuckWatch(uninterruptible_state_timeout)
-        self._context: PContext | None = None
+        self._stuck_timeout_s = _stuck_timeout_s(uninterruptible_state_timeout)
+        self._stuck_since: dict[int, float] = {}
         self._link: SpawnerLink | None = None
         self._held_lease: Lease | None = None
         self._watchdog = Watchdog(self._record_watchdog)
-        self._hangs: HangWatch | None = None
 
     # Starting and stopping are events, unless a subclass has hooks of its own: those block.
 
@@ -109,6 +107,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._context.close(signal.SIGTERM, self._shutdown_timeout)
 
     def _has_own(self, name: str) -> bool:
+        """Whether a subclass has replaced that hook."""
         return getattr(getattr(self, name), "__func__", None) is not getattr(LocalElasticAgent, name)
 
     def _begin_start(self, group: WorkerGroup) -> None:
@@ -139,7 +138,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         spec, handler = worker_group.spec, self._handler
         args = {w.local_rank: tuple(macros.substitute(spec.args, w.local_rank)) for w in worker_group.workers}
         self._stop_watching()
-        self._stuck.forget()
         envs = worker_environments(
             worker_group,
             os.environ,
@@ -179,10 +177,6 @@ class LocalElasticAgent(SimpleElasticAgent):
             put_call("LocalElasticAgent._stop_workers", self._stop_began)
         return True
 
-    @property
-    def _processes(self) -> Processes:
-        return self._context, self._hangs
-
     def _spawner(self) -> SpawnerLink | None:
         """The one spawner of this agent, or another one if that was killed. Forked functions bring their own."""
         if callable(self._group.entrypoint) and self._group.start_method != "spawn":
@@ -202,11 +196,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         return self._held_lease
 
     def _get_watchdog_progress_time(self) -> float:
-        """When the watchdog last completed a turn, in seconds since the epoch; now, if there is none.
-
-        For subclasses whose `_get_alive_time` is to mean this. By default it does not: a watchdog that hangs does no
-        harm, and must not make a scheduler end a healthy job.
-        """
+        """For subclasses whose `_get_alive_time` is to mean this: when the watchdog last completed a turn; now, if
+        there is none. By default a watchdog that hangs must not make a scheduler end a healthy job."""
         return self._watchdog.last_progress_time()
 
     def _record_watchdog(self, name: str, request: FileTimerRequest | None) -> None:
@@ -224,7 +215,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             return  # While the last workers were being started; nothing will come to wake us.
         if self._machine.phase is lifecycle.Phase.STARTING and context.has_ended():
             deadlines.append(self._start_began + _START_PATIENCE_S)
-        if timeout_s is None and self._stuck.is_on:
+        if timeout_s is None and self._stuck_timeout_s:
             timeout_s = worker_group.spec.monitor_interval
         waits_s = [max(0.0, each - time.monotonic()) for each in deadlines if each is not None]
         timeout_s = min([*waits_s, *([] if timeout_s is None else [timeout_s])], default=None)
@@ -319,11 +310,21 @@ class LocalElasticAgent(SimpleElasticAgent):
         return self._failed_result(context)
 
     def _is_stuck(self, context: PContext) -> bool:
-        pid = self._stuck.find(context.pids().values())
-        if pid is not None:
-            logger.error("worker %d has been in uninterruptible sleep for %g s", pid, self._stuck.timeout_s)
-            context.blame(pid, f"it had been in uninterruptible sleep for {self._stuck.timeout_s:g} s")
-        return pid is not None
+        """Whether a worker has been in uninterruptible sleep for too long, as far as the agent looked."""
+        if not self._stuck_timeout_s:
+            return False
+        now, before = time.monotonic(), self._stuck_since
+        pids = context.pids().values()
+        stuck = [pid for pid in pids if (status := procfs.process_status(pid)) and status.state == "D"]
+        self._stuck_since = {pid: before.get(pid, now) for pid in stuck}
+        for pid, since in self._stuck_since.items():
+            if pid not in before:
+                logger.warning("worker %d is in uninterruptible sleep", pid)
+            if now - since >= self._stuck_timeout_s:
+                logger.error("worker %d has been in uninterruptible sleep for %g s", pid, self._stuck_timeout_s)
+                context.blame(pid, f"it had been in uninterruptible sleep for {self._stuck_timeout_s:g} s")
+                return True
+        return False
 
     def _stop_watching(self) -> None:
         if self._hangs is not None:
@@ -359,30 +360,11 @@ def _group_spec(spec: WorkerSpec, logs_specs: LogsSpecs, start_method: str, temp
     return GroupSpec(spec.role, spec.entrypoint, logs_specs, start_method, template, spec.numa_options, *filters)
 
 
-class _StuckWatch:
-    """Since when each worker is in uninterruptible sleep, as far as the agent looked."""
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._since: dict[int, float] = {}
-        text = os.environ.get(_STUCK_VARIABLE) or "0"
-        try:
-            self.timeout_s = float(text) if timeout_s is None else timeout_s
-        except ValueError:
-            logger.warning("%s=%r is not a number of seconds and is not used", _STUCK_VARIABLE, text)
-            self.timeout_s = 0.0
-        self.is_on = self.timeout_s > 0
-
-    def forget(self) -> None:
-        self._since.clear()
-
-    def find(self, pids: Iterable[int]) -> int | None:
-        """A worker that has been stuck for too long."""
-        if not self.is_on:
-            return None
-        now = time.monotonic()
-        stuck = [pid for pid in pids if (status := procfs.process_status(pid)) and status.state == "D"]
-        for pid in stuck:
-            if pid not in self._since:
-                logger.warning("worker %d is in uninterruptible sleep", pid)
-        self._since = {pid: self._since.get(pid, now) for pid in stuck}
-        return next((pid for pid, since in self._since.items() if now - since >= self.timeout_s), None)
+def _stuck_timeout_s(explicit: float | None) -> float:
+    """For how long a worker may be in uninterruptible sleep; 0 is for ever."""
+    text = os.environ.get(_STUCK_VARIABLE) or "0"
+    try:
+        return max(0.0, float(text) if explicit is None else explicit)
+    except ValueError:
+        logger.warning("%s=%r is not a number of seconds and is not used", _STUCK_VARIABLE, text)
+        return 0.0

@@ -27,14 +27,11 @@ __all__ = [
     "WorkerState",
 ]
 
+# Environment variables: 1 makes the agent watch its workers' file timers; the port of the health check, if no other is
+# given; the path through which workers reach the agent's file timer.
 TORCHELASTIC_ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
-"""Environment variable: `1` makes the agent watch its workers' file timers."""
-
 TORCHELASTIC_HEALTH_CHECK_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
-"""Environment variable: the port of the health check, if no other is given."""
-
 TORCHELASTIC_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
-"""Environment variable: the path through which workers reach the agent's file timer."""
 
 
 @dataclass
