@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from holdfast.agent import WorkerGroup, WorkerSpec, lifecycle
-from holdfast.agent.environment import RoundFacts, worker_environments
+from holdfast.agent.environment import worker_environments
 from holdfast.cli import run as cli
 from holdfast.rendezvous import options
 from holdfast.rendezvous.api import RendezvousParameters
@@ -475,7 +475,7 @@ def test_what_a_worker_finds_is_in_the_table() -> None:
     spec = WorkerSpec("r", 1, None, entrypoint="x", virtual_local_rank=True)
     group = WorkerGroup(spec)
     group.group_rank, group.group_world_size, group.master_addr, group.master_port = 0, 1, "h", 1
-    facts = RoundFacts("run", "1", 0, 0, False, "/pipe")
-    [found] = worker_environments(group, facts, {"OMP_NUM_THREADS": "1"}).values()
+    facts: dict[str, Any] = {"run_id": "run", "round": 1, "restart_count": 0, "max_restarts": 0, "timer_path": "/pipe"}
+    [found] = worker_environments(group, {"OMP_NUM_THREADS": "1"}, **facts).values()
     table = (ROOT / "docs" / "cli.md").read_text().partition("## What a worker finds")[2].partition("\n## ")[0]
     assert set(found) <= set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))

@@ -48,7 +48,7 @@ PURE = {
     "rendezvous/client/reachability.py": {"holdfast.frozen"},
     "timer/table.py": set(),
     "agent/ranks.py": {"holdfast.agent.model"},
-    "agent/environment.py": {"holdfast.agent.model", "holdfast.errors", "holdfast.frozen"},
+    "agent/environment.py": {"holdfast.agent.model", "holdfast.errors"},
     "failures/report.py": set(),
     "failures/wire_evidence.py": {"holdfast.failures.report"},
     "hangs/policy.py": {"holdfast.errors", "holdfast.frozen"},

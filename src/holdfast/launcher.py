@@ -10,8 +10,9 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT, RunResult, WorkerSpec
@@ -36,6 +37,8 @@ __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _EXIT_BARRIER_TIMEOUT_VARIABLE = "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT"
 _DEFAULT_RDZV_TIMEOUT_S = DefaultTimeout(900)
@@ -51,7 +54,7 @@ class LaunchConfig:
     node whose workers have finished waits for the other nodes. `restart_policy` says more about restarts than
     `max_restarts` can, and replaces it. `hang_policy` (`holdfast.hangs.policy.HangPolicy`) says when workers count as
     hung; without one, hangs are not detected. At `health_port` (if None, `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent
-    answers whether it is alive.
+    answers whether it is alive. `settings` are for fields of `GroupSpec` and `WorkerSpec` that have no namesake here.
     """
 
     min_nodes: int
@@ -81,6 +84,7 @@ class LaunchConfig:
     hang_policy: HangPolicy | None = None
     health_port: int | None = None
     exit_barrier_timeout: float | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.nproc_per_node, str):
@@ -148,93 +152,85 @@ def launch_agent(
 ) -> dict[int, Any]:
     """Run one agent to its end. See `elastic_launch`."""
     fallback_log.install()
-    if health_check_server is None and config.health_port is None:
-        return _launch(config, entrypoint, args, None)
-    from holdfast.telemetry import health
+    serving: Any = nullcontext()
+    if health_check_server is not None or config.health_port is not None:
+        from holdfast.telemetry import health
 
-    if health_check_server is None:
-        health_check_server = health.server_at(health.chosen_port(config.health_port))
+        if health_check_server is None:
+            health_check_server = health.server_at(health.chosen_port(config.health_port))
+        serving = health.served(health_check_server)
     # From before the rendezvous is reached until after it is left, either of which may take its time.
-    with health.served(health_check_server):
-        return _launch(config, entrypoint, args, health_check_server)
-
-
-def _launch(
-    config: LaunchConfig, entrypoint: Callable[..., Any] | str | None, args: list[Any], health_check_server: Any
-) -> dict[int, Any]:
-    run_id = config.run_id or str(int.from_bytes(os.urandom(16), "big"))
-    name = _get_entrypoint_name(entrypoint, args)
-    logger.debug("run %s of %r with %s", run_id, name, config)
-    parameters = RendezvousParameters(
-        config.rdzv_backend,
-        config.rdzv_endpoint,
-        run_id,
-        config.min_nodes,
-        config.max_nodes,
-        config.local_addr,
-        **config.rdzv_configs,
-    )
-    master_addr, master_port = _get_addr_and_port(parameters)
-    parse_signals(config.signals_to_handle)
-    events.check_destination(config.event_log_handler)
-    os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
-    assert config.logs_specs is not None
-    assert config.shutdown_timeout is not None
-    assert config.exit_barrier_timeout is not None
-    spec = WorkerSpec(
-        **_same_fields(config, WorkerSpec),
-        local_world_size=int(config.nproc_per_node),
-        entrypoint=entrypoint,
-        args=tuple(args),
-        rdzv_handler=registry.get_rendezvous_handler(parameters),
-        master_addr=master_addr,
-        master_port=master_port,
-    )
-    assert spec.entrypoint is not None
-    agent = LocalElasticAgent(
-        spec=spec,
-        logs_specs=config.logs_specs,
-        exit_barrier_timeout=config.exit_barrier_timeout,
-        shutdown_timeout=config.shutdown_timeout,
-        health_check_server=health_check_server,
-        group=GroupSpec(entrypoint=spec.entrypoint, **_same_fields(config, GroupSpec)),
-    )
-    result = _run_to_outcome(agent, spec.rdzv_handler, config)
+    with serving:
+        spec, group = _make_specs(config, entrypoint, args)
+        assert config.shutdown_timeout is not None
+        assert config.exit_barrier_timeout is not None
+        agent = LocalElasticAgent(
+            spec=spec,
+            logs_specs=group.logs_specs,
+            exit_barrier_timeout=config.exit_barrier_timeout,
+            shutdown_timeout=config.shutdown_timeout,
+            health_check_server=health_check_server,
+            group=group,
+        )
+        result = _run_to_outcome(agent, spec.rdzv_handler, config)
     if result.is_failed():
+        name = _get_entrypoint_name(entrypoint, args)
         raise ChildFailedError(name, result.failures, result.stopped, result.root, result.cause)
     return result.return_values
 
 
-def _same_fields(config: LaunchConfig, kind: Any) -> dict[str, Any]:
-    """What a config says about the fields that another record has, too."""
-    return {name: getattr(config, name) for name in kind.__match_args__ if hasattr(config, name)}
+def _make_specs(
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str | None, args: list[Any]
+) -> tuple[WorkerSpec, GroupSpec]:
+    """What the agent runs, and how its processes are started. Fields are filled by their names."""
+    run_id = config.run_id or str(int.from_bytes(os.urandom(16), "big"))
+    logger.debug("run %s of %r with %s", run_id, entrypoint, config)
+    meeting = (config.rdzv_backend, config.rdzv_endpoint, run_id, config.min_nodes, config.max_nodes, config.local_addr)
+    parameters = RendezvousParameters(*meeting, **config.rdzv_configs)
+    master_addr, master_port = _get_addr_and_port(parameters)
+    parse_signals(config.signals_to_handle)
+    events.check_destination(config.event_log_handler)
+    os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
+    strange = config.settings.keys() - {*WorkerSpec.__match_args__, *GroupSpec.__match_args__}
+    if strange:
+        raise UserError(f"settings has what is no field of GroupSpec or WorkerSpec: {', '.join(sorted(strange))}")
+    values = {
+        **vars(config),
+        **config.settings,
+        "entrypoint": entrypoint,
+        "args": tuple(args),
+        "local_world_size": int(config.nproc_per_node),
+        "rdzv_handler": registry.get_rendezvous_handler(parameters),
+        "master_addr": master_addr,
+        "master_port": master_port,
+    }
+    return _filled(WorkerSpec, values), _filled(GroupSpec, values)
+
+
+def _filled(record: type[T], values: dict[str, Any]) -> T:
+    names: tuple[str, ...] = record.__match_args__  # type: ignore[attr-defined]  # both are records
+    return record(**{name: values[name] for name in names if name in values})
 
 
 def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None, config: LaunchConfig) -> RunResult:
     """Run the agent, record exactly one event, and shut the rendezvous down unless a signal came."""
     is_leaving = False
-    event_log_handler = config.event_log_handler
     try:
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
         result = agent.run()
-        events.record(agent.get_event_succeeded(), event_log_handler)
+        events.record(agent.get_event_succeeded(), config.event_log_handler)
         return result
     except Exception as error:
         is_leaving = isinstance(error, SignalException)
         mark_as_from_run(error)
-        events.record(agent.get_event_failed(), event_log_handler)
+        events.record(agent.get_event_failed(), config.event_log_handler)
         raise
     finally:
         if not is_leaving and handler is not None:
-            _shut_down(handler)
-
-
-def _shut_down(handler: RendezvousHandler) -> None:
-    """A rendezvous that does not end well must not hide how the run ended."""
-    try:
-        handler.shutdown()
-    except Exception as error:
-        logger.warning("the rendezvous could not be shut down: %s: %s", type(error).__name__, error)
+            try:
+                handler.shutdown()
+            except Exception as error:  # It must not hide how the run ended.
+                logger.warning("the rendezvous could not be shut down: %s: %s", type(error).__name__, error)
 
 
 def _get_entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]) -> str:

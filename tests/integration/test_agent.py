@@ -836,5 +836,4 @@ def test_how_long_uninterruptible_sleep_may_last(
     monkeypatch.delenv(name, raising=False)
     if variable is not None:
         monkeypatch.setenv(name, variable)
-    watch = make_agent("true", uninterruptible_state_timeout=explicit)._stuck
-    assert (watch.timeout_s, watch.is_on) == (timeout_s, timeout_s > 0)
+    assert make_agent("true", uninterruptible_state_timeout=explicit)._stuck_timeout_s == timeout_s

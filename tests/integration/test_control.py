@@ -144,9 +144,9 @@ def test_the_run_goes_on_without_a_place_for_the_socket(
 
 def test_a_table_of_commands(serve: Callable[..., ControlSocket]) -> None:
     path = serve(echo=lambda request: request["words"], fail=lambda request: {}["x"]).path
-    assert control.ask(path, {"command": "echo", "words": [1, "ä"]}) == {"result": [1, "ä"]}
-    assert control.ask(path, {"command": "fail"}) == {"error": "KeyError: 'x'"}
-    assert control.ask(path, {"command": "dance"}) == {"error": "this is no command; there are: echo, fail, status"}
+    assert control.ask(path, {"command": "echo", "words": [1, "ä"]})[0] == {"result": [1, "ä"]}
+    assert control.ask(path, {"command": "fail"})[0] == {"error": "KeyError: 'x'"}
+    assert control.ask(path, {"command": "dance"})[0] == {"error": "this is no command; there are: echo, fail, status"}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_client_that_does_not_finish_is_dropped(serve: Callable[..., ControlSo
             client.sendall(words)
         except OSError:
             pass  # It was dropped in the middle of it.
-        assert control.ask(path, {"command": "status"}, 30)["result"]["run_id"] == "job7"
+        assert control.ask(path, {"command": "status"}, 30)[0]["result"]["run_id"] == "job7"
         try:
             assert client.recv(100) == b""
         except ConnectionResetError:
@@ -185,8 +185,8 @@ def test_a_client_that_does_not_read_is_dropped(serve: Callable[..., ControlSock
     path = serve(much=lambda request: "x" * (3 << 20)).path
     with connected(path) as client:
         client.sendall(b'{"command": "much"}\n')
-        assert "result" in control.ask(path, {"command": "status"}, 30)
-    assert len(control.ask(path, {"command": "much"}, 30)["result"]) == 3 << 20
+        assert "result" in control.ask(path, {"command": "status"}, 30)[0]
+    assert len(control.ask(path, {"command": "much"}, 30)[0]["result"]) == 3 << 20
 
 
 def test_answers_that_are_none(home: Path) -> None:
@@ -448,6 +448,6 @@ def test_a_forked_process_does_not_keep_the_socket(serve: Callable[..., ControlS
 def test_nothing_is_left_at_the_end(home: Path, no_descriptor_leak: None) -> None:
     with control.served("job7", {}):
         [path] = (home / "holdfast").iterdir()
-        assert "error" in control.ask(str(path), {"command": "status"})
+        assert "error" in control.ask(str(path), {"command": "status"})[0]
     assert list(home.iterdir()) == []
     assert "holdfast-control" not in [thread.name for thread in threading.enumerate()]

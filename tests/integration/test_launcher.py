@@ -368,6 +368,16 @@ def test_events_go_where_the_config_says(outcome: Outcome, tmp_path: Path) -> No
     assert outcome.recorded.call_args.args[1] == path
 
 
+def test_settings_reach_the_records_that_have_fields_of_their_names(outcome: Outcome) -> None:
+    outcome.agent.run.side_effect = [RunResult(WorkerState.SUCCEEDED)]
+    elastic_launch(config(settings={"virtual_local_rank": True, "start_method": "fork"}), ten_and)("RANK")
+    given = launcher.LocalElasticAgent.call_args.kwargs  # type: ignore[attr-defined]
+    assert (given["spec"].virtual_local_rank, given["group"].start_method) == (True, "fork")
+    assert (given["spec"].entrypoint, given["group"].entrypoint) == (ten_and, ten_and)
+    with pytest.raises(UserError, match="no field of GroupSpec or WorkerSpec: niceness"):
+        elastic_launch(config(settings={"niceness": 5}), ten_and)("RANK")
+
+
 # What it is called.
 
 

@@ -103,7 +103,7 @@ def test_without_any_place_for_a_pipe_workers_run_without_a_watchdog(
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "missing"))
     monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, "1")
     monkeypatch.setenv(TORCHELASTIC_TIMER_FILE, str(tmp_path))
-    assert Watchdog("run", lambda name, details: None).start() is None
+    assert Watchdog(lambda name, request: None).start("run") is None
     assert caplog.messages[-1].endswith("; workers run without a watchdog")
 
 
@@ -113,6 +113,6 @@ def test_a_wish_that_is_not_understood_is_said(
 ) -> None:
     monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, wish)
     monkeypatch.delenv(TORCHELASTIC_TIMER_FILE, raising=False)
-    assert Watchdog("run", lambda name, details: None).start() is None
+    assert Watchdog(lambda name, request: None).start("run") is None
     said = ["TORCHELASTIC_ENABLE_FILE_TIMER=true is not 1, so there is no watchdog"]
     assert caplog.messages == (said if is_said else [])

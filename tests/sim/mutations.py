@@ -228,7 +228,7 @@ def _do_not_mind(original: Any) -> Any:
 
 
 def _join_at_once(original: Any) -> Any:
-    return lambda self, *, at_once: [*original(self, at_once=at_once), *self._join()]
+    return lambda self, *, at_once=False: [*original(self, at_once=at_once), *self._join()]
 
 
 def _hear_nothing(original: Any) -> Any:

@@ -8,16 +8,11 @@ from typing import Any
 import pytest
 
 from holdfast.agent import ranks
-from holdfast.agent.environment import (
-    RoundFacts,
-    log_line_prefixes,
-    macros,
-    worker_environments,
-)
+from holdfast.agent.environment import log_line_prefixes, macros, worker_environments
 from holdfast.agent.model import Worker, WorkerGroup, WorkerSpec
 from holdfast.errors import InternalError, UserError
 
-FACTS = RoundFacts(run_id="run-7", round="3", restart_count=1, max_restarts=5, use_agent_store=False)
+FACTS: dict[str, Any] = {"run_id": "run-7", "round": 3, "restart_count": 1, "max_restarts": 5}
 
 
 def a_group(**overrides: Any) -> WorkerGroup:
@@ -31,7 +26,7 @@ def a_group(**overrides: Any) -> WorkerGroup:
 
 
 def test_a_worker_is_told_everything() -> None:
-    environments = worker_environments(a_group(), FACTS, {})
+    environments = worker_environments(a_group(), {}, **FACTS)
     assert sorted(environments) == [0, 1, 2]
     assert environments[2] == {
         "RANK": "4",
@@ -55,7 +50,7 @@ def test_a_worker_is_told_everything() -> None:
 
 
 def test_workers_differ_in_their_ranks_only() -> None:
-    environments = worker_environments(a_group(), FACTS, {})
+    environments = worker_environments(a_group(), {}, **FACTS)
     differing = {
         name: [environments[rank][name] for rank in range(3)]
         for name in environments[0]
@@ -75,21 +70,11 @@ def test_workers_differ_in_their_ranks_only() -> None:
         ({"timer_path": "/tmp/timer"}, "TORCHELASTIC_TIMER_FILE", "/tmp/timer"),
         ({"timer_path": None}, "TORCHELASTIC_TIMER_FILE", None),
         ({"timer_path": ""}, "TORCHELASTIC_TIMER_FILE", None),
-        ({"round": "12"}, "HOLDFAST_ROUND", "12"),
+        ({"round": 12}, "HOLDFAST_ROUND", "12"),
     ],
 )
 def test_what_depends_on_the_round(facts: dict[str, Any], name: str, value: str | None) -> None:
-    told = RoundFacts(
-        **{
-            "run_id": "run",
-            "round": "0",
-            "restart_count": 0,
-            "max_restarts": 0,
-            "use_agent_store": False,
-            **facts,
-        }
-    )
-    assert worker_environments(a_group(), told, {})[0].get(name) == value
+    assert worker_environments(a_group(), {}, **{**FACTS, **facts})[0].get(name) == value
 
 
 @pytest.mark.parametrize(
@@ -107,7 +92,7 @@ def test_what_depends_on_the_round(facts: dict[str, Any], name: str, value: str 
     ],
 )
 def test_what_comes_from_the_agents_environment(agent_environ: dict[str, str], name: str, value: str | None) -> None:
-    assert worker_environments(a_group(), FACTS, agent_environ)[0].get(name) == value
+    assert worker_environments(a_group(), agent_environ, **FACTS)[0].get(name) == value
 
 
 @pytest.mark.parametrize(
@@ -123,7 +108,7 @@ def test_with_virtual_local_ranks_each_worker_has_one_device_of_its_own(
     visible: str | None, devices: list[str]
 ) -> None:
     agent_environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    environments = worker_environments(a_group(virtual_local_rank=True), FACTS, agent_environ)
+    environments = worker_environments(a_group(virtual_local_rank=True), agent_environ, **FACTS)
     assert [environments[rank]["CUDA_VISIBLE_DEVICES"] for rank in range(3)] == devices
     assert [environments[rank]["LOCAL_RANK"] for rank in range(3)] == ["0", "0", "0"]
     assert [environments[rank]["RANK"] for rank in range(3)] == ["2", "3", "4"]
@@ -133,7 +118,7 @@ def test_with_virtual_local_ranks_each_worker_has_one_device_of_its_own(
 @pytest.mark.parametrize(("visible", "count"), [("5,6", 2), ("5,6,", 2), ("", 0), (" ", 0)])
 def test_too_few_devices_for_virtual_local_ranks_are_named(visible: str, count: int) -> None:
     with pytest.raises(UserError) as caught:
-        worker_environments(a_group(virtual_local_rank=True), FACTS, {"CUDA_VISIBLE_DEVICES": visible})
+        worker_environments(a_group(virtual_local_rank=True), {"CUDA_VISIBLE_DEVICES": visible}, **FACTS)
     assert f"CUDA_VISIBLE_DEVICES={visible!r} has {count}, local rank {count} needs {count + 1}" in str(caught.value)
 
 
@@ -142,12 +127,12 @@ def test_a_group_without_a_place_is_refused(name: str) -> None:
     group = a_group()
     setattr(group, name, None)
     with pytest.raises(InternalError, match=name):
-        worker_environments(group, FACTS, {})
+        worker_environments(group, {}, **FACTS)
 
 
 def test_the_agents_environment_is_left_alone() -> None:
     agent_environ = {"CUDA_VISIBLE_DEVICES": "0,1,2", "OMP_NUM_THREADS": "1"}
-    worker_environments(a_group(virtual_local_rank=True), FACTS, agent_environ)
+    worker_environments(a_group(virtual_local_rank=True), agent_environ, **FACTS)
     assert agent_environ == {"CUDA_VISIBLE_DEVICES": "0,1,2", "OMP_NUM_THREADS": "1"}
 
 

@@ -1,10 +1,16 @@
 """Agents: the contract, and the one that drives `lifecycle` through four hooks.
 
-`SimpleElasticAgent` turns commands of the machine into calls of its hooks (`hooks`), and what they return into events.
-The other source of events is the run's `Coordination`, which says which round comes next and pushes what the run has
-decided. A subclass that implements `_start_workers`, `_stop_workers`, `_monitor_workers` and `_shutdown` is a whole
-agent: it is asked for the state of its workers every `monitor_interval`. One that can do better overrides
-`_wait_for_change` to return the moment something happened, and starts and stops its workers without blocking.
+`SimpleElasticAgent` turns commands of the machine into calls of its hooks, and what they return into events. The other
+source of events is the run's `Coordination`, which says which round comes next and pushes what the run has decided.
+
+A subclass that implements `_start_workers`, `_stop_workers`, `_monitor_workers` and `_shutdown` is a whole agent: it is
+asked for the state of its workers every `monitor_interval`. One that can do better overrides `_wait_for_change` to
+return the moment something happened. Its `_begin_start` and `_begin_stop` return at once, and the loop, which acts on
+signals and pushes meanwhile, asks `_poll_start` and `_poll_stop` after each `_wait_for_change`.
+
+Agents of users were written against more than one contract: `_stop_workers` and `_shutdown` have had an argument
+`is_restart`, and `_shutdown` has not always had `timeout`. A hook is given what it takes. A hook may block: meanwhile
+the agent is not stuck, it does what its author wants, and the node keeps its place.
 
 Signals are noted from the beginning of `run` to its end and surface where nothing is half done: while waiting
 for the rendezvous, for the workers to start, to end or to stop, or for the other nodes. The workers then get the same
@@ -13,45 +19,45 @@ signal and the grace period, and the exception goes on to the caller.
 
 from __future__ import annotations
 
+import abc
+import inspect
 import json
 import logging
 import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any, TypeVar, assert_never
 
 from holdfast import loop, signals
-from holdfast.agent import causes, hooks, lifecycle, ranks, recording
-from holdfast.agent.hooks import DEFAULT_ROLE, ElasticAgent, WorkerHooks
+from holdfast.agent import causes, lifecycle, ranks, recording
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.agent.publisher import Publisher
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.loop import BusyTime, call_interruptibly
-from holdfast.rendezvous.api import (
-    RendezvousGracefulExitError,
-    RendezvousHandler,
-    is_kind,
-)
+from holdfast.rendezvous.api import RendezvousGracefulExitError, RendezvousHandler, is_kind
 from holdfast.rendezvous.coordination import Coordination, JoinFailed, Push
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import HANG, RestartPolicy
 from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.signals import SignalException
 from holdfast.telemetry.events import Event, record
-from holdfast.telemetry.metrics import failure_put, prof, put_call, put_metric
+from holdfast.telemetry.metrics import prof, put_call, put_metric
 
 if TYPE_CHECKING:
-    from holdfast.agent.publisher import Processes
+    from holdfast.hangs.watch import HangWatch
+    from holdfast.process.workers.group import PContext
 
 __all__ = ["DEFAULT_ROLE", "ElasticAgent", "SimpleElasticAgent"]
 
 logger = logging.getLogger(__name__)
 
-_START = "SimpleElasticAgent._initialize_workers"  # The metric's key; a start spans several turns of the loop.
+T = TypeVar("T")
+
+DEFAULT_ROLE = "default"
 _WITH_WORKERS = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.STOPPING)
 _IN_ROUND = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.WAITING)
 
@@ -59,7 +65,19 @@ _IN_ROUND = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.
 _OTHERS_LOOK_S = 2.0
 
 
-class SimpleElasticAgent(WorkerHooks):
+class ElasticAgent(abc.ABC):
+    """Owns the workers of one node."""
+
+    @abc.abstractmethod
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the workers to the end, through restarts and changes of membership."""
+
+    @abc.abstractmethod
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        """The group of workers as it stands."""
+
+
+class SimpleElasticAgent(ElasticAgent):
     """An agent for workers of one role."""
 
     def __init__(self, spec: WorkerSpec, exit_barrier_timeout: float = 300, shutdown_timeout: float = 30) -> None:
@@ -68,29 +86,82 @@ class SimpleElasticAgent(WorkerHooks):
         self._shutdown_timeout = shutdown_timeout
         self._coordination: Coordination | None = None
         self._place: Place | None = None
-        self._join_began = 0.0
         self._failed_round = 0
         self._run_outcome: Outcome | None = None
         self._result = RunResult(WorkerState.INIT)
         self._total_execution_time = 0
-        self._start_began = 0.0
+        self._join_began = self._start_began = self._stop_began = 0.0
         self._restart_began: float | None = None
         self._health_check_server: Any = None
         self._busy_time = BusyTime()
         self._is_stopping = False
         self._publisher = Publisher(self)
         self._was_told_of_hang = False
+        # The workers as processes of this host, and what watches their progress; as far as an agent has them.
+        self._context: PContext | None = None
+        self._hangs: HangWatch | None = None
 
-    @property
-    def _processes(self) -> Processes:
-        """What the status shows of the workers comes from here."""
-        return None, None
+    # The hooks. The four abstract ones make a whole agent.
+
+    @abc.abstractmethod
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start one worker for each local rank; returns their ids."""
+
+    @abc.abstractmethod
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop every worker of the group and everything they started."""
+
+    @abc.abstractmethod
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """How the workers stand at this moment. Only looks."""
+
+    @abc.abstractmethod
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+        """Stop the workers with that signal and release everything. Called once at the end, may find nothing."""
+
+    def _wait_for_change(self, worker_group: WorkerGroup, pushes_fd: int, timeout_s: float | None) -> None:
+        """Return when it may be worth asking for the state of the workers, when the descriptor of the pushes can
+        be read, or when the time is up. A signal must cut it short."""
+        interval_s = worker_group.spec.monitor_interval
+        loop.wait_readable([pushes_fd], interval_s if timeout_s is None else min(interval_s, timeout_s))
+
+    def _examine_workers(self, worker_group: WorkerGroup) -> RunResult | None:
+        """The run hangs: see where these workers are. The result if the cause is among them."""
+        return None
+
+    def _unkillable(self) -> tuple[int, ...]:
+        """After a stop: the pids that even SIGKILL did not end."""
+        return ()
+
+    def _killed_ranks(self) -> tuple[int, ...]:
+        """After a stop: the global ranks that did not end by themselves within the grace period."""
+        return ()
+
+    def _settle(self, result: RunResult) -> RunResult:
+        """The result with what is known only after the workers were stopped."""
+        return result
+
+    def _begin_start(self, group: WorkerGroup) -> None:
+        """Begin to start the workers. The hook does it all."""
+
+    def _poll_start(self, group: WorkerGroup) -> dict[int, Any] | None:
+        """The ids of the workers once all are started; None before."""
+        return _call(self._start_workers, group)
+
+    def _begin_stop(self, group: WorkerGroup, at_once: bool) -> None:
+        """Begin to stop the workers, or end the grace of a stop that has begun. Hooks cannot do the latter.
+
+        Whether a restart follows is not known yet. Hooks with an argument `is_restart` get True, so that they keep what
+        the next round may need; the agent calls `_shutdown` at the end in any case."""
+        _call(self._stop_workers, group, is_restart=True)
+
+    def _poll_stop(self, group: WorkerGroup) -> bool:
+        """Whether the workers are stopped."""
+        return True
 
     def _get_alive_time(self) -> float:
-        """When this agent was last known to be alive, in seconds since the epoch; the health check asks for it.
-
-        A loop that waits is alive now, whatever it waits for. Another meaning is a matter of overriding this.
-        """
+        """For the health check: when this agent was last known to be alive, in seconds since the epoch. A loop that
+        waits is alive now, whatever it waits for. A subclass may give it another meaning."""
         return time.time() - self._busy_time.busy_for_s()
 
     # What others see.
@@ -120,18 +191,19 @@ class SimpleElasticAgent(WorkerHooks):
             try:
                 result = self._invoke_run(role)
                 self._total_execution_time = int(time.monotonic() - began)
-                recording.put_run_metrics(
-                    self._worker_group.spec.role, result, self._restarts_used, self._policy.max_restarts
-                )
+                group = self._worker_group
+                recording.put_run_metrics(group.spec.role, result, self._restarts_used, self._policy.max_restarts)
                 self._record_worker_events(result)
                 return result
             except SignalException as received:
                 logger.warning("got %s%s", received.sigval.name, self._what_is_stopped(received.sigval))
                 self._leave(received.sigval)
-                received.killed_ranks = hooks.call(self._killed_ranks)
+                received.killed_ranks = _call(self._killed_ranks)
                 is_shut_down = True
                 raise
             except Exception as error:
+                if self._machine.phase is lifecycle.Phase.STARTING:
+                    self._put_start(has_failed=True)
                 if not is_kind(error, RendezvousGracefulExitError):
                     raise
                 logger.info("this node is not needed any more and leaves: %s", error)
@@ -141,17 +213,17 @@ class SimpleElasticAgent(WorkerHooks):
                 self._is_stopping = True
                 self._publisher.publish()
                 if not is_shut_down:
-                    hooks.call(self._shutdown, timeout=self._shutdown_timeout)
+                    _call(self._shutdown, timeout=self._shutdown_timeout)
 
     def _what_is_stopped(self, number: signal.Signals) -> str:
         if self._machine.phase not in _WITH_WORKERS:
             return ""
-        hurry = "Ctrl-C again kills them" if number == signal.SIGINT else ""
+        hurry = "; Ctrl-C again kills them" if number == signal.SIGINT else ""
         if self._machine.phase is lifecycle.Phase.STOPPING:
-            return f", the workers are being stopped{hurry and f'; {hurry}'}"
+            return f", the workers are being stopped{hurry}"
         if not self._shutdown_timeout:
             return ", killing the workers"
-        return f", stopping the workers (up to {self._shutdown_timeout:g} s{hurry and f'; {hurry}'})"
+        return f", stopping the workers (up to {self._shutdown_timeout:g} s{hurry})"
 
     def _leave(self, death_sig: signal.Signals) -> None:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
@@ -159,8 +231,8 @@ class SimpleElasticAgent(WorkerHooks):
         self._publisher.publish()
         if self._coordination is not None:
             self._coordination.leaving()
-        hooks.call(self._shutdown, death_sig, timeout=self._shutdown_timeout)
-        if self._coordination is not None and not hooks.call(self._unkillable):
+        _call(self._shutdown, death_sig, timeout=self._shutdown_timeout)
+        if self._coordination is not None and not _call(self._unkillable):
             self._coordination.left()
 
     # The shell around the machine.
@@ -168,53 +240,54 @@ class SimpleElasticAgent(WorkerHooks):
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         spec = self._worker_group.spec
         self._machine = Lifecycle(self._machine.peers_timeout_s)
-        self._coordination = self._coordinate()
-        self._coordination.introduce(spec.role, spec.local_world_size, self._policy, self._shutdown_timeout)
-        self._coordination.watch_loop(self._busy_time.stuck_for_s)
+        handler = self._handler
+        run = handler if isinstance(handler, Coordination) else SoloCoordination(handler, spec.monitor_interval)
+        self._coordination = run
+        run.introduce(spec.role, spec.local_world_size, self._policy, self._shutdown_timeout)
+        run.watch_loop(self._busy_time.stuck_for_s)
         pending: deque[lifecycle.Event | Push] = deque([lifecycle.RunRequested()])
         while self._machine.end is None:
             if not pending:
-                pending.extend(self._next_events(self._coordination))
+                pending.extend(self._next_events(run))
                 continue
-            event = self._taken(pending.popleft())
+            event = self._taken(pending.popleft(), run)
             commands = self._machine.step(event, time.monotonic())
             self._publisher.publish()
-            results = [result for command in commands for result in self._execute(command, self._coordination)]
+            results = [result for command in commands for result in self._execute(command, run)]
             # Its results go before what was pushed meanwhile: a round that is stopped is not stopped twice.
             pending.extendleft(reversed(results))
         return self._final_result(self._machine.end)
 
-    def _coordinate(self) -> Coordination:
-        handler = self._handler
-        if isinstance(handler, Coordination):
-            return handler
-        return SoloCoordination(handler, self._worker_group.spec.monitor_interval)
-
     def _execute(self, command: lifecycle.Command, run: Coordination) -> list[lifecycle.Event]:
         group = self._worker_group
+        is_one_of_several = (group.group_world_size or 1) > 1
         match command:
             case lifecycle.Join():
-                signals.inbox().raise_pending()  # One that came while the workers were being stopped.
                 self._join(group, run)
             case lifecycle.StartWorkers(round):
                 self._was_told_of_hang = False
                 self._start_began = time.monotonic()
-                with failure_put(_START, self._start_began):
-                    self._begin_start(group)
+                self._begin_start(group)
                 return self._look_at_start(group)
             case lifecycle.StopWorkers(round, at_once):
-                self._restart_began = self._restart_began or time.monotonic()
+                self._stop_began = time.monotonic()
+                self._restart_began = self._restart_began or self._stop_began
                 self._begin_stop(group, at_once)
                 return self._look_at_stop(group)
             case lifecycle.ReportFailure(round):
-                failure = causes.failure_of(self._result, os.uname().nodename)
+                failure = causes.failure_of(self._result)
                 self._failed_round = round
                 run.report_failure(round, failure)
-                self._tell_failure(run)
-                if failure.exception == HANG and run.has_leases and not self._was_told_of_hang:
-                    self._let_others_look(group)
+                cause = causes.cause_of(self._result)
+                if run.verdict is None:
+                    logger.warning("%s", cause)
+                elif run.outcome is None or self._policy.max_restarts:  # Else the final report follows at once.
+                    logger.warning("%s; %s", cause, run.verdict)
+                if failure.exception == HANG and run.has_leases and not self._was_told_of_hang and is_one_of_several:
+                    # Once these workers are gone, those of the other nodes get an error and hang no more.
+                    loop.wait_readable([], _OTHERS_LOOK_S)
             case lifecycle.ReportSuccess(round):
-                if (group.group_world_size or 1) > 1:
+                if is_one_of_several:
                     logger.info("the workers of this node have finished, waiting for the other nodes")
                 run.report_success(round, self._machine.peers_timeout_s)
             case lifecycle.EndRun():
@@ -223,22 +296,16 @@ class SimpleElasticAgent(WorkerHooks):
                 assert_never(command)
         return []
 
-    def _let_others_look(self, group: WorkerGroup) -> None:
-        """Once these workers are gone, those of the other nodes get an error and are not where they hung any more."""
-        if (group.group_world_size or 1) > 1:
-            loop.wait_readable([], _OTHERS_LOOK_S)
-
     def _next_events(self, run: Coordination) -> list[lifecycle.Event | Push]:
         """Wait until something happens; then say what."""
         group = self._worker_group
         signals.inbox().raise_pending()
         deadline = self._machine.next_deadline()
-        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         if self._is_watching(run):
             is_running = self._machine.phase is lifecycle.Phase.RUNNING
-            hooks.call(self._wait_for_change, group, run.fileno(), run.ask_every_s if is_running else None)
+            _call(self._wait_for_change, group, run.fileno(), run.ask_every_s if is_running else None)
         else:
-            loop.wait_readable([run.fileno()], left_s)
+            loop.wait_readable([run.fileno()], None if deadline is None else deadline - time.monotonic())
         signals.inbox().raise_pending()
         if deadline is not None and time.monotonic() >= deadline:
             logger.warning("timed out after %g s waiting for other nodes to finish", self._machine.peers_timeout_s)
@@ -264,74 +331,74 @@ class SimpleElasticAgent(WorkerHooks):
         return self._look_at_workers(group)
 
     def _look_at_start(self, group: WorkerGroup) -> list[lifecycle.Event]:
-        with failure_put(_START, self._start_began):
-            ids = self._poll_start(group)
+        ids = self._poll_start(group)
         if ids is None:
             return []
-        self._note_start(group, ids)
+        for local_rank, id_ in ids.items():
+            group.workers[local_rank].id = id_
+            self._record("START", group.workers[local_rank])
+        group.state = WorkerState.HEALTHY
+        self._put_state(group)
+        logger.info("%s", recording.start_line(group))
+        where = f"master {group.master_addr}:{group.master_port}"
+        logger.debug("round %d: %s, first worker %s", self._machine.round, where, group.workers[0])
+        self._put_start()
+        if self._restart_began is not None:
+            put_call("SimpleElasticAgent._restart_workers", self._restart_began)
+            self._restart_began = None
         return [lifecycle.WorkersStarted(self._machine.round)]
+
+    def _put_start(self, *, has_failed: bool = False) -> None:
+        """A start spans several turns of the loop, so its metrics are put together here."""
+        put_call("SimpleElasticAgent._initialize_workers", self._start_began, has_failed=has_failed)
 
     def _look_at_stop(self, group: WorkerGroup) -> list[lifecycle.Event]:
         if not self._poll_stop(group):
             return []
         group.state = WorkerState.STOPPED
-        self._result = hooks.call(self._settle, self._result)
-        return [lifecycle.WorkersStopped(self._machine.round, hooks.call(self._unkillable))]
+        self._result = _call(self._settle, self._result)
+        return [lifecycle.WorkersStopped(self._machine.round, _call(self._unkillable))]
 
     def _look_at_workers(self, group: WorkerGroup) -> list[lifecycle.Event]:
-        result = hooks.call(self._monitor_workers, group)
+        result = _call(self._monitor_workers, group)
         if group.state is not result.state:
             group.state = result.state
             self._put_state(group)
         self._publisher.publish()
-        round = self._machine.round
-        match result.state:
-            case WorkerState.SUCCEEDED:
-                self._result = result
-                return [lifecycle.WorkersSucceeded(round)]
-            case WorkerState.FAILED | WorkerState.UNHEALTHY:
-                self._result = result
-                return [lifecycle.WorkersFailed(round)]
-            case WorkerState.HEALTHY:
-                return []
-        raise HoldfastError(
-            f"[{group.spec.role}] the worker group is in state {result.state.name}, which should not be"
-        )
+        if result.state is WorkerState.HEALTHY:
+            return []
+        self._result = result
+        if result.state is WorkerState.SUCCEEDED:
+            return [lifecycle.WorkersSucceeded(self._machine.round)]
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            return [lifecycle.WorkersFailed(self._machine.round)]
+        raise HoldfastError(f"[{group.spec.role}] the worker group is in the unexpected state {result.state.name}")
 
-    def _taken(self, event: lifecycle.Event | Push) -> lifecycle.Event:
+    def _taken(self, event: lifecycle.Event | Push, run: Coordination) -> lifecycle.Event:
         """What an event means for this node, now that it is its turn."""
         match event:
             case Sealed() if event.place.round > self._machine.round:
-                self._enter_round(event)
+                self._enter_round(event, run)
             case Stop(round, reason) if round == self._machine.round and self._machine.phase in _IN_ROUND:
                 logger.warning("the round is stopped: %s", reason)
-                if event.is_hang and self._machine.phase is lifecycle.Phase.RUNNING and self._is_cause_of_hang():
-                    return lifecycle.WorkersFailed(round)
+                if event.is_hang and self._machine.phase is lifecycle.Phase.RUNNING:
+                    # Before its workers are stopped this node looks where they are. If one of them is where no peer
+                    # could help it, that is this node's failure.
+                    self._was_told_of_hang = True
+                    if (result := _call(self._examine_workers, self._worker_group)) is not None:
+                        self._result = result
+                        return lifecycle.WorkersFailed(round)
             case PlaceLost(round, reason) if round == self._machine.round and self._machine.phase in _IN_ROUND:
                 logger.warning("this node has lost its place, its workers are killed: %s", reason)
             case Ended(outcome):
-                self._learn_outcome(outcome)
+                self._run_outcome = outcome
+                if outcome.cause is not None and self._policy.max_restarts and run.verdict is None:
+                    logger.warning("no restart: %s", outcome.reason)
             case JoinFailed(error):
                 self._record_join(f"{type(error).__name__}: {error}")
                 raise error
         assert not isinstance(event, JoinFailed)
         return event
-
-    def _is_cause_of_hang(self) -> bool:
-        """Another node has found the run hanging. Before its own workers are stopped this one looks where they are;
-        if one of them is where no peer could help it, that is this node's failure."""
-        self._was_told_of_hang = True
-        result = hooks.call(self._examine_workers, self._worker_group)
-        if result is None:
-            return False
-        self._result = result
-        return True
-
-    def _learn_outcome(self, outcome: Outcome) -> None:
-        self._run_outcome = outcome
-        is_told = self._coordination is not None and self._coordination.verdict is not None
-        if outcome.cause is not None and self._policy.max_restarts and not is_told:
-            logger.warning("no restart: %s", outcome.reason)
 
     @property
     def _handler(self) -> RendezvousHandler:
@@ -341,60 +408,41 @@ class SimpleElasticAgent(WorkerHooks):
         return handler
 
     def _final_result(self, end: End) -> RunResult:
+        group, settled = self._worker_group, self._result
         if end is End.SUCCEEDED:
-            self._tell_success()
-            return self._result if self._has_finished else RunResult(WorkerState.SUCCEEDED)
-        self._worker_group.state = WorkerState.FAILED
+            # A node that stood by at the end has not finished, whatever became of the workers that it had before.
+            if group.state is not WorkerState.SUCCEEDED:
+                logger.info("the run has succeeded; this node was not needed")
+                return RunResult(WorkerState.SUCCEEDED)
+            logger.info("%s", recording.finish_line(group, self._restarts_used))
+            return settled
+        group.state = WorkerState.FAILED
         if self._machine.unkillable:
-            self._tell_unkillable(self._result)
-        result = RunResult(WorkerState.FAILED, failures=dict(self._result.failures), stopped=self._result.stopped)
+            pids = ", ".join(map(str, self._machine.unkillable))
+            trouble = f"processes that cannot be killed are left on this node: {pids}"
+            if not settled.failures:
+                raise HostError(trouble)
+            logger.error(trouble)
+        result = RunResult(WorkerState.FAILED, failures=dict(settled.failures), stopped=settled.stopped)
         if self._run_outcome is not None:
-            causes.add_agreed_cause(result, self._run_outcome, self._worker_group.group_world_size or 1)
+            causes.add_agreed_cause(result, self._run_outcome, group.group_world_size or 1)
         return result
-
-    def _tell_unkillable(self, settled: RunResult) -> None:
-        trouble = (
-            f"processes that cannot be killed are left on this node: {', '.join(map(str, self._machine.unkillable))}"
-        )
-        if not settled.failures:
-            raise HostError(trouble)
-        logger.error(trouble)
-
-    def _tell_failure(self, run: Coordination) -> None:
-        """Without restarts the final report follows at once and says it all."""
-        if run.verdict is None:
-            logger.warning("%s", causes.cause_of(self._result))
-        elif run.outcome is None or self._policy.max_restarts:
-            logger.warning("%s; %s", causes.cause_of(self._result), run.verdict)
-
-    @property
-    def _has_finished(self) -> bool:
-        """Whether this node's workers are among those that brought the run to its end. A node that stood by then is
-        not, whatever became of the workers that it had before."""
-        return self._worker_group.state is WorkerState.SUCCEEDED
-
-    def _tell_success(self) -> None:
-        if not self._has_finished:
-            logger.info("the run has succeeded; this node was not needed")
-            return
-        logger.info("%s", recording.finish_line(self._worker_group, self._restarts_used))
 
     # Start of a round.
 
     def _join(self, group: WorkerGroup, run: Coordination) -> None:
+        signals.inbox().raise_pending()  # One that came while the workers were being stopped.
         group.state = WorkerState.INIT if self._place is None else WorkerState.STOPPED
         self._join_began = time.monotonic()
         has_failed = self._failed_round == self._machine.round > 0 and bool(self._result.failures)
-        node = os.uname().nodename
-        run.join(causes.failure_of(self._result, node, with_evidence=True) if has_failed else None)
+        run.join(causes.failure_of(self._result, with_evidence=True) if has_failed else None)
 
-    def _enter_round(self, sealed: Sealed) -> None:
-        assert self._coordination is not None
+    def _enter_round(self, sealed: Sealed, run: Coordination) -> None:
         before, self._place = self._place, sealed.place
-        if before is not None and self._restarts_used > before.restarts_used and self._coordination.verdict is None:
+        if before is not None and self._restarts_used > before.restarts_used and run.verdict is None:
             logger.warning("restart %d of %d", self._restarts_used, self._policy.max_restarts)
         self._record_join()
-        found = self._coordination.found(sealed)
+        found = run.found(sealed)
         group, spec = self._worker_group, self._worker_group.spec
         group.store = found.store
         group.group_rank = found.rank
@@ -406,8 +454,7 @@ class SimpleElasticAgent(WorkerHooks):
 
     def _record_join(self, raw_error: str | None = None) -> None:
         """A rendezvous spans several turns of the loop, so its time is put together here."""
-        duration_ms = _elapsed_ms(self._join_began)
-        self._record(self._event("RENDEZVOUS", raw_error=raw_error, duration_ms=duration_ms))
+        self._record("RENDEZVOUS", raw_error=raw_error, duration_ms=_elapsed_ms(self._join_began))
         put_call("SimpleElasticAgent._rendezvous", self._join_began, has_failed=raw_error is not None)
 
     @prof
@@ -417,50 +464,18 @@ class SimpleElasticAgent(WorkerHooks):
         if self._place is not None and self._place.shapes:
             members = [ranks.Member(role, size) for role, size in self._place.shape_of_each()]
             return ranks.assign_ranks(members, group_rank)
-        if group_world_size == 1 or self._are_nodes_alike():
+        is_said = os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1"
+        if group_world_size == 1 or is_said or getattr(self._handler, "has_fixed_world", False):
             return ranks.assign_ranks([ranks.Member(spec.role, spec.local_world_size)] * group_world_size, group_rank)
         from holdfast.agent import exchange
 
         return call_interruptibly(exchange.exchange_ranks, store, group_rank, group_world_size, spec)
-
-    def _are_nodes_alike(self) -> bool:
-        is_said = os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1"
-        return is_said or getattr(self._handler, "has_fixed_world", False)
-
-    def _note_start(self, worker_group: WorkerGroup, ids: dict[int, Any]) -> None:
-        for local_rank, id_ in ids.items():
-            worker = worker_group.workers[local_rank]
-            worker.id = id_
-            self._record(self._event("START", worker))
-        worker_group.state = WorkerState.HEALTHY
-        self._put_state(worker_group)
-        self._tell_start(worker_group)
-        put_call(_START, self._start_began)
-        if self._restart_began is not None:
-            put_call("SimpleElasticAgent._restart_workers", self._restart_began)
-            self._restart_began = None
-
-    def _tell_start(self, group: WorkerGroup) -> None:
-        logger.info("%s", recording.start_line(group))
-        first = group.workers[0]
-        logger.debug(
-            "round %d: global ranks %d..%d of %d, master %s:%s, restarts used %d",
-            self._machine.round,
-            first.global_rank,
-            group.workers[-1].global_rank,
-            first.world_size,
-            group.master_addr,
-            group.master_port,
-            self._restarts_used,
-        )
 
     # What is told to others.
 
     def _put_state(self, group: WorkerGroup) -> None:
         put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
         put_metric(f"workers.{group.spec.role}.{group.state.name.lower()}", 1)
-
-    # Events.
 
     def get_event_succeeded(self) -> Event:
         return self._event("SUCCEEDED")
@@ -471,11 +486,11 @@ class SimpleElasticAgent(WorkerHooks):
         return self._event("FAILED", raw_error=traceback.format_exc())
 
     def _event(self, state: str, worker: Worker | None = None, **facts: Any) -> Event:
-        restarts, run_time_s = self._restarts_used, self._total_execution_time
-        return recording.status_event(self._worker_group, state, restarts, run_time_s, worker, **facts)
+        so_far = (self._restarts_used, self._total_execution_time)
+        return recording.status_event(self._worker_group, state, *so_far, worker, **facts)
 
-    def _record(self, event: Event) -> None:
-        record(event, self._worker_group.spec.event_log_handler)
+    def _record(self, state: str, worker: Worker | None = None, **facts: Any) -> None:
+        record(self._event(state, worker, **facts), self._worker_group.spec.event_log_handler)
 
     def _record_worker_events(self, result: RunResult) -> None:
         for worker in self._worker_group.workers:
@@ -483,7 +498,7 @@ class SimpleElasticAgent(WorkerHooks):
             facts: dict[str, Any] = {}
             if failure is not None:
                 facts = {"raw_error": json.dumps(failure.error_file_data), "exit_code": failure.exitcode}
-            self._record(self._event(recording.final_state(worker, result), worker, **facts))
+            self._record(recording.final_state(worker, result), worker, **facts)
 
     @contextmanager
     def record_duration(self, state: str) -> Iterator[None]:
@@ -496,8 +511,16 @@ class SimpleElasticAgent(WorkerHooks):
             raw_error = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self._record(self._event(state, raw_error=raw_error, duration_ms=_elapsed_ms(began)))
+            self._record(state, raw_error=raw_error, duration_ms=_elapsed_ms(began))
 
 
 def _elapsed_ms(began: float) -> int:
     return int((time.monotonic() - began) * 1000)
+
+
+def _call(hook: Callable[..., T], *args: Any, **offered: Any) -> T:
+    """Call with `args`, and with those of the named arguments that the hook knows."""
+    known = inspect.signature(hook).parameters if offered else {}
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+    with loop.in_hook():
+        return hook(*args, **{name: value for name, value in offered.items() if takes_any or name in known})

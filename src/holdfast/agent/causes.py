@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from holdfast.agent.model import RunResult
 from holdfast.failures import report
 from holdfast.process.errors import ProcessFailure
@@ -15,14 +17,14 @@ def cause_of(result: RunResult) -> str:
     return report.cause_line(*root) if root else f"the worker group is {result.state.name.lower()}"
 
 
-def failure_of(result: RunResult, node: str, *, with_evidence: bool = False) -> Failure:
+def failure_of(result: RunResult, *, with_evidence: bool = False) -> Failure:
     """This node's failure as a record for the other nodes: first the facts, then the evidence."""
     root = _root(result)
     if root is None:
-        return Failure(node, text=cause_of(result))
+        return Failure(os.uname().nodename, text=cause_of(result))
     rank, facts = root
     return Failure(
-        node=node,
+        node=os.uname().nodename,
         rank=rank,
         exitcode=facts.exitcode,
         exception=HANG if facts.evidence.hang else report.exception_name(facts.text),

@@ -19,6 +19,7 @@ from __future__ import annotations
 import _socket
 import contextlib
 import errno
+import json
 import logging
 import os
 import re
@@ -129,9 +130,6 @@ class ControlSocket:
         client.shutdown(_socket.SHUT_RDWR)  # A process that was just forked may hold a copy.
 
     def _answer(self, line: bytes) -> bytes:
-        import json
-
-        answer: dict[str, Any]
         try:
             request = json.loads(line)
             act = self._commands[request["command"]]
@@ -188,7 +186,7 @@ def find() -> tuple[list[dict[str, Any]], list[int]]:
     statuses, silent = [], []
     for path, pid in sorted(_paths().items()):
         try:
-            answer, peer = _ask(path, {"command": "status"}, _ASK_LIMIT_S)
+            answer, peer = ask(path, {"command": "status"})
         except ConnectionRefusedError:
             with contextlib.suppress(OSError):
                 if os.path.dirname(path) in directories() and time.time() - os.stat(path).st_mtime > _STALE_AFTER_S:
@@ -204,14 +202,8 @@ def find() -> tuple[list[dict[str, Any]], list[int]]:
     return statuses, silent
 
 
-def ask(path: str, request: Mapping[str, Any], timeout_s: float = _ASK_LIMIT_S) -> dict[str, Any]:
-    """The answer of the agent at that socket. Raises OSError if it cannot be asked, and ValueError for nonsense."""
-    return _ask(path, request, timeout_s)[0]
-
-
-def _ask(path: str, request: Mapping[str, Any], timeout_s: float) -> tuple[dict[str, Any], int]:
-    import json
-
+def ask(path: str, request: Mapping[str, Any], timeout_s: float = _ASK_LIMIT_S) -> tuple[dict[str, Any], int]:
+    """The answer of the agent at that socket, and its pid. OSError if it cannot be asked, ValueError for nonsense."""
     until = time.monotonic() + timeout_s
     owner = os.lstat(path).st_uid
     if owner != os.geteuid() != 0:

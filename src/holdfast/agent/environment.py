@@ -8,40 +8,53 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from string import Template
-from typing import Any, TypeVar
+from typing import Any
 
 from holdfast.agent.model import TORCHELASTIC_TIMER_FILE, Worker, WorkerGroup
 from holdfast.errors import InternalError, UserError
-from holdfast.frozen import frozen
 
-__all__ = ["RoundFacts", "log_line_prefixes", "macros", "worker_environments"]
+__all__ = ["log_line_prefixes", "macros", "worker_environments"]
 
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
-_T = TypeVar("_T")
-
-
-@frozen
-class RoundFacts:
-    """The part of the environment that is the same for all workers of a round.
-
-    `round` is the text of HOLDFAST_ROUND. `timer_path` is None if there is no file timer to reach.
-    """
-
-    run_id: str
-    round: str
-    restart_count: int
-    max_restarts: int
-    use_agent_store: bool
-    timer_path: str | None = None
-
 
 def worker_environments(
-    group: WorkerGroup, facts: RoundFacts, agent_environ: Mapping[str, str]
+    group: WorkerGroup,
+    agent_environ: Mapping[str, str],
+    *,
+    run_id: str,
+    round: int,
+    restart_count: int,
+    max_restarts: int,
+    use_agent_store: bool = False,
+    timer_path: str | None = None,
 ) -> dict[int, dict[str, str]]:
-    """The environment delta of each worker of the group, by local rank."""
-    common = {**_round(group, facts), **_inherited(agent_environ)}
+    """The environment delta of each worker of the group, by local rank. `timer_path` is None if there is no file timer
+    to reach."""
+    place = {
+        "GROUP_RANK": group.group_rank,
+        "GROUP_WORLD_SIZE": group.group_world_size,
+        "MASTER_ADDR": group.master_addr,
+        "MASTER_PORT": group.master_port,
+    }
+    missing = [name.lower() for name, value in place.items() if value is None]
+    if missing:
+        raise InternalError(f"workers cannot be started before a round has given the group its {', '.join(missing)}")
+    common = {
+        **{name: str(value) for name, value in place.items()},
+        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(use_agent_store),
+        "HOLDFAST_ROUND": str(round),
+        _NCCL_ERROR_HANDLING: "1",
+    }
+    if timer_path:
+        common[TORCHELASTIC_TIMER_FILE] = timer_path
+    # Workers would inherit these anyway; they are repeated for agents that start workers elsewhere.
+    names = (_NCCL_ERROR_HANDLING, "OMP_NUM_THREADS", _VISIBLE_DEVICES)
+    common |= {name: agent_environ[name] for name in names if name in agent_environ}
     return {worker.local_rank: {**common, **_ranks(group, worker, agent_environ)} for worker in group.workers}
 
 
@@ -61,27 +74,6 @@ def _ranks(group: WorkerGroup, worker: Worker, agent_environ: Mapping[str, str])
     return delta
 
 
-def _round(group: WorkerGroup, facts: RoundFacts) -> dict[str, str]:
-    delta = {
-        "GROUP_RANK": str(_given(group.group_rank, "group_rank")),
-        "GROUP_WORLD_SIZE": str(_given(group.group_world_size, "group_world_size")),
-        "MASTER_ADDR": _given(group.master_addr, "master_addr"),
-        "MASTER_PORT": str(_given(group.master_port, "master_port")),
-        "TORCHELASTIC_RESTART_COUNT": str(facts.restart_count),
-        "TORCHELASTIC_MAX_RESTARTS": str(facts.max_restarts),
-        "TORCHELASTIC_RUN_ID": facts.run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": str(facts.use_agent_store),
-        "HOLDFAST_ROUND": facts.round,
-    }
-    return delta | {TORCHELASTIC_TIMER_FILE: facts.timer_path} if facts.timer_path else delta
-
-
-def _inherited(agent_environ: Mapping[str, str]) -> dict[str, str]:
-    """Repeats what workers would inherit anyway, so that it holds for agents that start them elsewhere."""
-    names = (_NCCL_ERROR_HANDLING, "OMP_NUM_THREADS", _VISIBLE_DEVICES)
-    return {_NCCL_ERROR_HANDLING: "1"} | {name: agent_environ[name] for name in names if name in agent_environ}
-
-
 def _own_device(visible: str | None, local_rank: int) -> str:
     """The one device that a worker with a virtual local rank sees, and so knows as device 0."""
     if visible is None:
@@ -95,24 +87,15 @@ def _own_device(visible: str | None, local_rank: int) -> str:
     return devices[local_rank]
 
 
-def _given(value: _T | None, name: str) -> _T:
-    if value is None:
-        raise InternalError(f"workers cannot be started before a round has given the group its {name}")
-    return value
-
-
-@frozen
-class _Macros:
+class macros:  # noqa: N801  (the name that users know)
     """Placeholders that a user may write in a worker's arguments before its ranks are known."""
 
-    local_rank: str = "${local_rank}"
+    local_rank = "${local_rank}"
 
-    def substitute(self, args: Iterable[Any], local_rank: int | str) -> list[Any]:
+    @staticmethod
+    def substitute(args: Iterable[Any], local_rank: int | str) -> list[Any]:
         """The arguments with placeholders filled in. Other `$names`, and values that are not text, stay."""
         return [Template(arg).safe_substitute(local_rank=local_rank) if isinstance(arg, str) else arg for arg in args]
-
-
-macros = _Macros()
 
 
 def log_line_prefixes(template: str | None, role: str, workers: Iterable[Worker]) -> dict[int, str] | None:

@@ -15,6 +15,12 @@ from holdfast.agent.model import Worker, WorkerSpec
 T = TypeVar("T")
 
 
+class _RoleInfo(msgspec.Struct):
+    role: str
+    rank: int
+    local_world_size: Annotated[int, msgspec.Meta(ge=1)]
+
+
 def exchange_ranks(store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Worker]:
     """The workers of this node, by local rank."""
     mine = ranks.Member(spec.role, spec.local_world_size)
@@ -38,18 +44,11 @@ def assigned_ranks_key(group_rank: int) -> str:
     return f"torchelastic/assigned_ranks/{group_rank}"
 
 
-class _RoleInfo(msgspec.Struct):
-    role: str
-    rank: int
-    local_world_size: Annotated[int, msgspec.Meta(ge=1)]
-
-
 def encode_member(member: ranks.Member, group_rank: int) -> bytes:
     return msgspec.json.encode(_RoleInfo(member.role, group_rank, member.local_world_size))
 
 
 def decode_member(data: bytes | str, group_rank: int) -> ranks.Member:
-    """The member that the node with that group rank published."""
     key = role_info_key(group_rank)
     info = _decode(data, _RoleInfo, key)
     if info.rank != group_rank:
@@ -62,7 +61,6 @@ def encode_assignment(assignment: ranks.Assignment) -> bytes:
 
 
 def decode_assignment(data: bytes | str, group_rank: int) -> ranks.Assignment:
-    """The place that group rank 0 published for the node with that group rank."""
     key = assigned_ranks_key(group_rank)
     numbers = _decode(data, tuple[int, int, int, int], key)
     try:

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections import deque
 from enum import StrEnum
-from typing import assert_never
 
 from holdfast.errors import InternalError
 from holdfast.frozen import frozen
@@ -89,18 +88,8 @@ class TimePassed:
     round: int
 
 
-Event = (
-    RunRequested
-    | WorkersStarted
-    | WorkersSucceeded
-    | WorkersFailed
-    | WorkersStopped
-    | TimePassed
-    | Sealed
-    | Stop
-    | PlaceLost
-    | Ended
-)
+_FromRun = Sealed | Stop | PlaceLost | Ended
+Event = RunRequested | WorkersStarted | WorkersSucceeded | WorkersFailed | WorkersStopped | TimePassed | _FromRun
 
 
 # Commands: what is to be done.
@@ -144,39 +133,34 @@ Command = Join | StartWorkers | StopWorkers | ReportFailure | ReportSuccess | En
 # When, in which phase, what happened, and what was to be done.
 Step = tuple[float, Phase, Event, tuple[Command, ...]]
 
-
-def _to(*phases: Phase) -> frozenset[Phase]:
-    return frozenset(phases)
-
-
-TRANSITIONS: dict[tuple[Phase, type[Event]], frozenset[Phase]] = {
-    (Phase.IDLE, RunRequested): _to(Phase.JOINING),
-    (Phase.JOINING, Sealed): _to(Phase.STARTING),
-    (Phase.JOINING, PlaceLost): _to(Phase.JOINING),
-    (Phase.JOINING, Stop): _to(Phase.JOINING),
-    (Phase.JOINING, Ended): _to(Phase.ENDED),
-    (Phase.STARTING, WorkersStarted): _to(Phase.RUNNING),
-    (Phase.STARTING, WorkersFailed): _to(Phase.STOPPING),
-    (Phase.STARTING, Stop): _to(Phase.STOPPING),
-    (Phase.STARTING, PlaceLost): _to(Phase.STOPPING),
-    (Phase.STARTING, Ended): _to(Phase.STOPPING),
-    (Phase.RUNNING, WorkersSucceeded): _to(Phase.WAITING),
-    (Phase.RUNNING, WorkersFailed): _to(Phase.STOPPING),
-    (Phase.RUNNING, Stop): _to(Phase.STOPPING),
-    (Phase.RUNNING, PlaceLost): _to(Phase.STOPPING),
-    (Phase.RUNNING, Ended): _to(Phase.STOPPING),
-    (Phase.STOPPING, WorkersStopped): _to(Phase.JOINING, Phase.ENDED),
-    (Phase.STOPPING, PlaceLost): _to(Phase.STOPPING),
-    (Phase.STOPPING, Ended): _to(Phase.STOPPING),
+TRANSITIONS: dict[tuple[Phase, type[Event]], set[Phase]] = {
+    (Phase.IDLE, RunRequested): {Phase.JOINING},
+    (Phase.JOINING, Sealed): {Phase.STARTING},
+    (Phase.JOINING, PlaceLost): {Phase.JOINING},
+    (Phase.JOINING, Stop): {Phase.JOINING},
+    (Phase.JOINING, Ended): {Phase.ENDED},
+    (Phase.STARTING, WorkersStarted): {Phase.RUNNING},
+    (Phase.STARTING, WorkersFailed): {Phase.STOPPING},
+    (Phase.STARTING, Stop): {Phase.STOPPING},
+    (Phase.STARTING, PlaceLost): {Phase.STOPPING},
+    (Phase.STARTING, Ended): {Phase.STOPPING},
+    (Phase.RUNNING, WorkersSucceeded): {Phase.WAITING},
+    (Phase.RUNNING, WorkersFailed): {Phase.STOPPING},
+    (Phase.RUNNING, Stop): {Phase.STOPPING},
+    (Phase.RUNNING, PlaceLost): {Phase.STOPPING},
+    (Phase.RUNNING, Ended): {Phase.STOPPING},
+    (Phase.STOPPING, WorkersStopped): {Phase.JOINING, Phase.ENDED},
+    (Phase.STOPPING, PlaceLost): {Phase.STOPPING},
+    (Phase.STOPPING, Ended): {Phase.STOPPING},
     # What was on its way when the stop began changes nothing any more.
-    (Phase.STOPPING, WorkersStarted): _to(Phase.STOPPING),
-    (Phase.STOPPING, WorkersSucceeded): _to(Phase.STOPPING),
-    (Phase.STOPPING, WorkersFailed): _to(Phase.STOPPING),
-    (Phase.STOPPING, Stop): _to(Phase.STOPPING),
-    (Phase.WAITING, Stop): _to(Phase.JOINING),
-    (Phase.WAITING, PlaceLost): _to(Phase.JOINING),
-    (Phase.WAITING, Ended): _to(Phase.ENDED),
-    (Phase.WAITING, TimePassed): _to(Phase.ENDED),
+    (Phase.STOPPING, WorkersStarted): {Phase.STOPPING},
+    (Phase.STOPPING, WorkersSucceeded): {Phase.STOPPING},
+    (Phase.STOPPING, WorkersFailed): {Phase.STOPPING},
+    (Phase.STOPPING, Stop): {Phase.STOPPING},
+    (Phase.WAITING, Stop): {Phase.JOINING},
+    (Phase.WAITING, PlaceLost): {Phase.JOINING},
+    (Phase.WAITING, Ended): {Phase.ENDED},
+    (Phase.WAITING, TimePassed): {Phase.ENDED},
 }
 
 
@@ -201,104 +185,70 @@ class Lifecycle:
         return self._deadline
 
     def step(self, event: Event, now: float) -> list[Command]:
-        if self.phase is Phase.ENDED or self._is_stale(event):
+        ahead = self._rounds_ahead(event)
+        if self.phase is Phase.ENDED or ahead < 0:
             return []
-        if not self._is_possible(event):
+        if ahead > 0 or (self.phase, type(event)) not in TRANSITIONS:
             raise InvalidTransition(f"{event} in phase {self.phase}, round {self.round}; before: {self.story()}")
         before = self.phase
         commands = self._decide(event, now)
         self._story.append((now, before, event, tuple(commands)))
         return commands
 
-    def _is_stale(self, event: Event) -> bool:
+    def _rounds_ahead(self, event: Event) -> int:
+        """Below 0: the event is of a round that is over. Above 0: of one that this machine has not heard of."""
         match event:
             case RunRequested() | Ended():
-                return False
+                return 0
             case Sealed(_, place):
-                return place.round <= self.round
-        return event.round < self.round
-
-    def _is_possible(self, event: Event) -> bool:
-        is_of_this_round = isinstance(event, (RunRequested, Ended, Sealed)) or event.round == self.round
-        return is_of_this_round and (self.phase, type(event)) in TRANSITIONS
+                return min(0, place.round - self.round - 1)
+        return event.round - self.round
 
     def _decide(self, event: Event, now: float) -> list[Command]:
+        has_workers = self.phase in (Phase.STARTING, Phase.RUNNING)
         match event:
             case RunRequested():
                 return self._join()
             case Sealed(_, place):
                 self.phase, self.round = Phase.STARTING, place.round
                 return [StartWorkers(place.round)]
-            case WorkersStarted():
-                return self._started()
-            case WorkersSucceeded():
-                return self._succeeded(now)
-            case WorkersFailed():
-                return self._failed()
+            case WorkersStarted() if has_workers:
+                self.phase = Phase.RUNNING
+            case WorkersSucceeded() if has_workers:
+                self.phase, self._deadline = Phase.WAITING, now + self.peers_timeout_s
+                return [ReportSuccess(self.round)]
+            case WorkersFailed() if has_workers:
+                return [ReportFailure(self.round), *self._stop()]
+            case Stop() | PlaceLost() if has_workers:
+                return self._stop(at_once=isinstance(event, PlaceLost))
+            case Stop() | PlaceLost() if self.phase is Phase.WAITING:
+                return self._join()
+            case PlaceLost() if self.phase is Phase.STOPPING:
+                return self._stop(at_once=True)
             case WorkersStopped(_, unkillable):
-                return self._stopped(unkillable)
-            case Stop():
-                return self._interrupted(at_once=False)
-            case PlaceLost():
-                return self._interrupted(at_once=True)
+                self.unkillable = unkillable
+                end = End.FAILED if unkillable else self._verdict
+                return self._join() if end is None else self._end(end)
             case Ended(outcome):
-                return self._told_outcome(outcome.end)
+                self._verdict = outcome.end
+                if has_workers:
+                    return self._stop()
+                if self.phase is not Phase.STOPPING:
+                    return self._end(outcome.end)
             case TimePassed():
                 return self._end(End.SUCCEEDED)
-        assert_never(event)
+        return []  # It was on its way when the stop began, or changes only the phase.
 
     def _join(self) -> list[Command]:
-        self.phase = Phase.JOINING
-        self._deadline = None
+        self.phase, self._deadline = Phase.JOINING, None
         return [Join()]
 
-    def _started(self) -> list[Command]:
-        if self.phase is Phase.STARTING:
-            self.phase = Phase.RUNNING
-        return []
-
-    def _succeeded(self, now: float) -> list[Command]:
-        if self.phase is not Phase.RUNNING:
-            return []
-        self.phase = Phase.WAITING
-        self._deadline = now + self.peers_timeout_s
-        return [ReportSuccess(self.round)]
-
-    def _failed(self) -> list[Command]:
-        if self.phase not in (Phase.STARTING, Phase.RUNNING):
-            return []
-        return [ReportFailure(self.round), *self._stop(at_once=False)]
-
-    def _interrupted(self, *, at_once: bool) -> list[Command]:
-        match self.phase:
-            case Phase.STARTING | Phase.RUNNING:
-                return self._stop(at_once=at_once)
-            case Phase.STOPPING:
-                return [StopWorkers(self.round, at_once=True)] if at_once else []
-            case Phase.JOINING:
-                return []  # That place was given up with the join.
-        return self._join()
-
-    def _told_outcome(self, end: End) -> list[Command]:
-        self._verdict = end
-        if self.phase in (Phase.STARTING, Phase.RUNNING):
-            return self._stop(at_once=False)
-        return [] if self.phase is Phase.STOPPING else self._end(end)
-
-    def _stop(self, *, at_once: bool) -> list[Command]:
+    def _stop(self, *, at_once: bool = False) -> list[Command]:
         self.phase = Phase.STOPPING
         return [StopWorkers(self.round, at_once)]
 
-    def _stopped(self, unkillable: tuple[int, ...]) -> list[Command]:
-        self.unkillable = unkillable
-        if unkillable:
-            return self._end(End.FAILED)
-        return self._join() if self._verdict is None else self._end(self._verdict)
-
     def _end(self, end: End) -> list[Command]:
-        self.phase = Phase.ENDED
-        self.end = end
-        self._deadline = None
+        self.phase, self.end, self._deadline = Phase.ENDED, end, None
         return [EndRun(end)]
 
     def steps(self) -> tuple[Step, ...]:

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import loop, procfs, signals
-from holdfast.agent import lifecycle, recording
+from holdfast.agent import lifecycle
 from holdfast.agent.agent import SimpleElasticAgent
-from holdfast.agent.environment import RoundFacts, log_line_prefixes, macros, worker_environments
+from holdfast.agent.environment import log_line_prefixes, macros, worker_environments
 from holdfast.agent.model import (
     TORCHELASTIC_ENABLE_FILE_TIMER,
     TORCHELASTIC_HEALTH_CHECK_PORT,
@@ -35,13 +35,12 @@ from holdfast.process.spawner.lease import Lease
 from holdfast.process.workers.group import PContext
 from holdfast.process.workers.start import GroupSpec, new_group
 from holdfast.telemetry import fallback_log
-from holdfast.telemetry.metrics import failure_put, prof, put_call, put_metric
+from holdfast.telemetry.metrics import prof, put_call, put_metric
 
 if TYPE_CHECKING:
-    from holdfast.agent.publisher import Processes
     from holdfast.hangs.compare import Picture
-    from holdfast.hangs.watch import HangWatch
     from holdfast.process.output.watch import OutputWatch
+    from holdfast.timer import FileTimerRequest
 
 __all__ = [
     "LocalElasticAgent",
@@ -54,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 # A worker may end before the last one is started. Usually that one follows at once, and the group fails as a whole.
 _START_PATIENCE_S = 5.0
-_START = "LocalElasticAgent._start_workers"  # The metric's key, for a start that is not one call of that hook.
 
 T = TypeVar("T")
 
@@ -86,13 +84,11 @@ class LocalElasticAgent(SimpleElasticAgent):
         fallback_log.install()
         self._group = group or _group_spec(spec, logs_specs, start_method, log_line_prefix_template)
         self._health_check_server = health_check_server
-        self._stuck = _StuckWatch(_stuck_timeout_s(uninterruptible_state_timeout))
-        self._context: PContext | None = None
-        self._stop_began: float | None = None
+        self._stuck_timeout_s = _stuck_timeout_s(uninterruptible_state_timeout)
+        self._stuck_since: dict[int, float] = {}
         self._link: SpawnerLink | None = None
         self._held_lease: Lease | None = None
-        self._held_watchdog: Watchdog | None = None
-        self._hangs: HangWatch | None = None
+        self._watchdog = Watchdog(self._record_watchdog)
 
     # Starting and stopping are events, unless a subclass has hooks of its own: those block.
 
@@ -109,24 +105,24 @@ class LocalElasticAgent(SimpleElasticAgent):
         if self._context is not None:
             self._context.close(signal.SIGTERM, self._shutdown_timeout)
 
-    def _is_own(self, hook: Any, own: Any) -> bool:
-        return getattr(hook, "__func__", None) is own
+    def _has_own(self, name: str) -> bool:
+        """Whether a subclass has replaced that hook."""
+        return getattr(getattr(self, name), "__func__", None) is not getattr(LocalElasticAgent, name)
 
     def _begin_start(self, group: WorkerGroup) -> None:
-        if self._is_own(self._start_workers, LocalElasticAgent._start_workers):
-            with failure_put(_START, self._start_began):
-                self._begin_own_start(group)
+        if not self._has_own("_start_workers"):
+            self._begin_own_start(group)
 
     def _poll_start(self, group: WorkerGroup) -> dict[int, Any] | None:
-        if not self._is_own(self._start_workers, LocalElasticAgent._start_workers):
+        if self._has_own("_start_workers"):
             return super()._poll_start(group)
         assert self._context is not None
-        with failure_put(_START, self._start_began):
-            is_done = self._context.poll_start()
-        if not is_done:
-            return None
-        put_call(_START, self._start_began)
-        return self._started_ids(self._context)
+        return self._started_ids(self._context) if self._context.poll_start() else None
+
+    def _put_start(self, *, has_failed: bool = False) -> None:
+        if not self._has_own("_start_workers"):
+            put_call("LocalElasticAgent._start_workers", self._start_began, has_failed=has_failed)
+        super()._put_start(has_failed=has_failed)
 
     def _look_at_start(self, group: WorkerGroup) -> list[lifecycle.Event]:
         """A worker that fails counts, although others have not been started, if those take long."""
@@ -138,10 +134,20 @@ class LocalElasticAgent(SimpleElasticAgent):
         return [lifecycle.WorkersFailed(self._machine.round)]
 
     def _begin_own_start(self, worker_group: WorkerGroup) -> PContext:
-        spec = worker_group.spec
+        spec, handler = worker_group.spec, self._handler
         args = {w.local_rank: tuple(macros.substitute(spec.args, w.local_rank)) for w in worker_group.workers}
-        self._stuck.forget()
-        envs = worker_environments(worker_group, self._round_facts(self._watchdog().start()), os.environ)
+        self._stop_watching()
+        envs = worker_environments(
+            worker_group,
+            os.environ,
+            run_id=handler.get_run_id(),
+            round=self._machine.round,
+            restart_count=self._restarts_used,
+            max_restarts=self._policy.max_restarts,
+            # A handler that was written for another launcher may not know the question.
+            use_agent_store=getattr(handler, "use_agent_store", False),
+            timer_path=self._watchdog.start(handler.get_run_id()),
+        )
         watch = self._prepare_hang_watch(envs)
         prefixes = log_line_prefixes(self._group.log_line_prefix_template, spec.role, worker_group.workers)
         link, lease = self._spawner(), self._lease()
@@ -158,8 +164,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._stop_watching()
         if self._context is not None and at_once:
             self._context.begin_stop(signal.SIGKILL, 0)
-        elif self._context is not None and self._is_own(self._stop_workers, LocalElasticAgent._stop_workers):
-            self._stop_began = time.monotonic()
+        elif self._context is not None and not self._has_own("_stop_workers"):
             self._context.begin_stop(signal.SIGTERM, self._shutdown_timeout)
         else:
             super()._begin_stop(group, at_once)
@@ -167,14 +172,9 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _poll_stop(self, group: WorkerGroup) -> bool:
         if self._context is not None and self._context.next_deadline() is not None and not self._context.poll_stop():
             return False
-        if self._stop_began is not None:
+        if not self._has_own("_stop_workers"):
             put_call("LocalElasticAgent._stop_workers", self._stop_began)
-            self._stop_began = None
         return True
-
-    @property
-    def _processes(self) -> Processes:
-        return self._context, self._hangs
 
     def _spawner(self) -> SpawnerLink | None:
         """The one spawner of this agent, or another one if that was killed. Forked functions bring their own."""
@@ -194,35 +194,17 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._coordination.set_lease_sink(self._held_lease.set)
         return self._held_lease
 
-    def _watchdog(self) -> Watchdog:
-        if self._held_watchdog is None:
-            self._held_watchdog = Watchdog(self._handler.get_run_id(), self._record_watchdog)
-        return self._held_watchdog
-
     def _get_watchdog_progress_time(self) -> float:
-        """When the watchdog last completed a turn, in seconds since the epoch; now, if there is none.
+        """For subclasses whose `_get_alive_time` is to mean this: when the watchdog last completed a turn; now, if
+        there is none. By default a watchdog that hangs must not make a scheduler end a healthy job."""
+        return self._watchdog.last_progress_time()
 
-        For subclasses whose `_get_alive_time` is to mean this. By default it does not: a watchdog that hangs does no
-        harm, and must not make a scheduler end a healthy job.
-        """
-        return self._watchdog().last_progress_time()
-
-    def _record_watchdog(self, name: str, details: Mapping[str, str]) -> None:
-        if name == "kill worker process" and self._context is not None:
-            self._context.blame(int(details["worker_pid"]), f"its timer {details['scope_id']} had expired")
-        self._record(recording.watchdog_event(self._worker_group, name, details, self._restarts_used))
-
-    def _round_facts(self, timer_path: str | None) -> RoundFacts:
-        handler = self._handler
-        return RoundFacts(
-            run_id=handler.get_run_id(),
-            round=str(self._machine.round),
-            restart_count=self._restarts_used,
-            max_restarts=self._policy.max_restarts,
-            # A handler that was written for another launcher may not know the question.
-            use_agent_store=getattr(handler, "use_agent_store", False),
-            timer_path=timer_path,
-        )
+    def _record_watchdog(self, name: str, request: FileTimerRequest | None) -> None:
+        shown = ("worker_pid", "scope_id", "expiration_time", "signal") if request is not None else ()
+        details = {"watchdog_event": name} | {each: str(getattr(request, each)) for each in shown}
+        if request is not None and name == "kill worker process" and self._context is not None:
+            self._context.blame(request.worker_pid, f"its timer {request.scope_id} had expired")
+        self._record("RUNNING", details=details, watchdog_event=name)
 
     def _wait_for_change(self, worker_group: WorkerGroup, pushes_fd: int, timeout_s: float | None) -> None:
         context = self._context
@@ -232,12 +214,10 @@ class LocalElasticAgent(SimpleElasticAgent):
             return  # While the last workers were being started; nothing will come to wake us.
         if self._machine.phase is lifecycle.Phase.STARTING and context.has_ended():
             deadlines.append(self._start_began + _START_PATIENCE_S)
-        if timeout_s is None and self._stuck.is_on:
+        if timeout_s is None and self._stuck_timeout_s:
             timeout_s = worker_group.spec.monitor_interval
-        for deadline in deadlines:
-            if deadline is not None:
-                left_s = max(0.0, deadline - time.monotonic())
-                timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+        waits_s = [max(0.0, each - time.monotonic()) for each in deadlines if each is not None]
+        timeout_s = min([*waits_s, *([] if timeout_s is None else [timeout_s])], default=None)
         loop.wait_readable([context.fileno(), pushes_fd], timeout_s, writable=context.unsent_fds())
 
     @prof
@@ -247,17 +227,13 @@ class LocalElasticAgent(SimpleElasticAgent):
         expected = {worker.id for worker in worker_group.workers}
         actual = set(context.pids().values())
         if expected != actual:
-            logger.error(
-                "the workers of role %s should have the pids %s, but have %s",
-                worker_group.spec.role,
-                sorted(expected, key=str),
-                sorted(actual),
-            )
+            pids = (sorted(expected, key=str), sorted(actual))
+            logger.error("the workers of role %s should have the pids %s, but have %s", worker_group.spec.role, *pids)
             return RunResult(WorkerState.UNKNOWN)
         ended = context.wait(0)
         if ended is None:
-            if self._is_hung(context):
-                return self._failed_result(context)
+            if (hung := self._result_of_hang(context)) is not None:
+                return hung
             return RunResult(WorkerState.UNHEALTHY if self._is_stuck(context) else WorkerState.HEALTHY)
         if ended.is_failed():
             return self._failed_result(context, ended.failures)
@@ -279,7 +255,6 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _prepare_hang_watch(self, envs: dict[int, dict[str, str]]) -> OutputWatch | None:
         """For each life of the group a watch of its own, if the user wants one."""
-        self._end_hang_watch()
         policy = self._worker_group.spec.hang_policy
         if policy is None or not policy.is_on:
             return None
@@ -288,16 +263,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._hangs = HangWatch(policy)
         return self._hangs.prepare(envs)
 
-    def _end_hang_watch(self) -> None:
-        if self._hangs is not None:
-            self._hangs.end()
-            self._hangs = None
-
-    def _is_hung(self, context: PContext) -> bool:
+    def _result_of_hang(self, context: PContext) -> RunResult | None:
+        """If the workers hang: where they are, and what becomes of it."""
         watch, limits = self._hangs, self._worker_group.spec.hang_policy
         verdict = watch.look(context.running()) if watch is not None else None
         if watch is None or limits is None or verdict is None:
-            return False
+            return None
         from holdfast.hangs import policy
 
         reason = policy.words(verdict, limits)
@@ -305,9 +276,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         picture, path = self._examine(context, reason)
         if context.wait(0) is not None or watch.look(context.running(), is_again=True) is None:
             logger.warning("the workers have moved while their stacks were taken, and go on")
-            return False
-        self._blame(context, picture, reason, path)
-        return True
+            return None
+        return self._blame(context, picture, reason, path)
 
     def _examine_workers(self, worker_group: WorkerGroup) -> RunResult | None:
         context = self._context
@@ -315,10 +285,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             return None
         reason = "another node found the run hanging"
         picture, path = self._examine(context, reason)
-        if not picture.is_cause_here:
-            return None
-        self._blame(context, picture, reason, path)
-        return self._failed_result(context)
+        return self._blame(context, picture, reason, path) if picture.is_cause_here else None
 
     def _examine(self, context: PContext, reason: str) -> tuple[Picture, str]:
         """Where the workers are, and the file that says it."""
@@ -332,27 +299,38 @@ class LocalElasticAgent(SimpleElasticAgent):
         heading = f"run {run_id}, round {round}, host {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
         path = watch.tell(picture, context.destinations, f"{heading}\n{reason}")
         odd_ranks = ",".join(str(rank) for group in picture.odd for rank in group.ranks)
-        details = {"reason": reason, "odd_ranks": odd_ranks, "stacks": path}
-        self._record(recording.status_event(group, "HUNG", self._restarts_used, 0, details=details))
+        self._record("HUNG", details={"reason": reason, "odd_ranks": odd_ranks, "stacks": path})
         put_metric(f"workers.{group.spec.role}.hung", 1)
         return picture, path
 
-    def _blame(self, context: PContext, picture: Picture, reason: str, path: str) -> None:
+    def _blame(self, context: PContext, picture: Picture, reason: str, path: str) -> RunResult:
         note = f"every thread of every worker is in {path}" if path else ""
         for pid, words, stack in picture.blamed(reason):
             context.blame(pid, note, words, stack, is_waiting=not picture.is_cause_here)
+        return self._failed_result(context)
 
     def _is_stuck(self, context: PContext) -> bool:
-        pid = self._stuck.find(context.pids().values())
-        if pid is not None:
-            logger.error("worker %d has been in uninterruptible sleep for %g s", pid, self._stuck.timeout_s)
-            context.blame(pid, f"it had been in uninterruptible sleep for {self._stuck.timeout_s:g} s")
-        return pid is not None
+        """Whether a worker has been in uninterruptible sleep for too long, as far as the agent looked."""
+        if not self._stuck_timeout_s:
+            return False
+        now, before = time.monotonic(), self._stuck_since
+        pids = context.pids().values()
+        stuck = [pid for pid in pids if (status := procfs.process_status(pid)) and status.state == "D"]
+        self._stuck_since = {pid: before.get(pid, now) for pid in stuck}
+        for pid, since in self._stuck_since.items():
+            if pid not in before:
+                logger.warning("worker %d is in uninterruptible sleep", pid)
+            if now - since >= self._stuck_timeout_s:
+                logger.error("worker %d has been in uninterruptible sleep for %g s", pid, self._stuck_timeout_s)
+                context.blame(pid, f"it had been in uninterruptible sleep for {self._stuck_timeout_s:g} s")
+                return True
+        return False
 
     def _stop_watching(self) -> None:
-        self._end_hang_watch()
-        if self._held_watchdog is not None:
-            self._held_watchdog.stop()
+        if self._hangs is not None:
+            self._hangs.end()
+            self._hangs = None
+        self._watchdog.stop()
 
     def _unkillable(self) -> tuple[int, ...]:
         return tuple(pid for pid, _ in self._context.survivors) if self._context is not None else ()
@@ -367,10 +345,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._stop_watching()
         if self._context is not None:
             self._context.close(death_sig, timeout)
-        if not is_restart:
-            self._release()
-
-    def _release(self) -> None:
+        if is_restart:
+            return
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -384,38 +360,11 @@ def _group_spec(spec: WorkerSpec, logs_specs: LogsSpecs, start_method: str, temp
     return GroupSpec(spec.role, spec.entrypoint, logs_specs, start_method, template, spec.numa_options, *filters)
 
 
-class _StuckWatch:
-    """Since when each worker is in uninterruptible sleep, as far as anybody looked."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._since: dict[int, float] = {}
-
-    @property
-    def is_on(self) -> bool:
-        return self.timeout_s > 0
-
-    def forget(self) -> None:
-        self._since.clear()
-
-    def find(self, pids: Any) -> int | None:
-        """A worker that has been stuck for too long."""
-        if not self.is_on:
-            return None
-        now = time.monotonic()
-        stuck = [pid for pid in pids if (status := procfs.process_status(pid)) and status.state == "D"]
-        for pid in stuck:
-            if pid not in self._since:
-                logger.warning("worker %d is in uninterruptible sleep", pid)
-        self._since = {pid: self._since.get(pid, now) for pid in stuck}
-        return next((pid for pid, since in self._since.items() if now - since >= self.timeout_s), None)
-
-
 def _stuck_timeout_s(explicit: float | None) -> float:
-    if explicit is not None:
-        return explicit
+    """For how long a worker may be in uninterruptible sleep; 0 is for ever."""
+    text = os.environ.get(_STUCK_VARIABLE) or "0"
     try:
-        return float(os.environ.get(_STUCK_VARIABLE) or 0)
+        return max(0.0, float(text) if explicit is None else explicit)
     except ValueError:
-        logger.warning("%s=%r is not a number of seconds and is not used", _STUCK_VARIABLE, os.environ[_STUCK_VARIABLE])
+        logger.warning("%s=%r is not a number of seconds and is not used", _STUCK_VARIABLE, text)
         return 0.0

@@ -27,14 +27,11 @@ __all__ = [
     "WorkerState",
 ]
 
+# Environment variables: 1 makes the agent watch its workers' file timers; the port of the health check, if no other is
+# given; the path through which workers reach the agent's file timer.
 TORCHELASTIC_ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
-"""Environment variable: `1` makes the agent watch its workers' file timers."""
-
 TORCHELASTIC_HEALTH_CHECK_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
-"""Environment variable: the port of the health check, if no other is given."""
-
 TORCHELASTIC_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
-"""Environment variable: the path through which workers reach the agent's file timer."""
 
 
 @dataclass
@@ -88,31 +85,20 @@ class WorkerSpec:
         return str(getattr(entrypoint, "__qualname__", type(entrypoint).__qualname__))
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Worker:
-    """One worker's place in the world. Ranks and sizes are -1 until a round gives them."""
+    """One worker's place in the world. Ranks and sizes are -1 until a round gives them. `id` is None until the worker
+    is started; for local agents it is the pid."""
 
-    __slots__ = ("global_rank", "id", "local_rank", "role_rank", "role_world_size", "world_size")
-
-    def __init__(
-        self,
-        local_rank: int,
-        global_rank: int = -1,
-        role_rank: int = -1,
-        world_size: int = -1,
-        role_world_size: int = -1,
-    ) -> None:
-        self.id: Any = None  # None until the worker is started; for local agents the pid.
-        self.local_rank = local_rank
-        self.global_rank = global_rank
-        self.role_rank = role_rank
-        self.world_size = world_size
-        self.role_world_size = role_world_size
+    local_rank: int
+    global_rank: int = -1
+    role_rank: int = -1
+    world_size: int = -1
+    role_world_size: int = -1
+    id: Any = field(default=None, init=False)
 
     def __repr__(self) -> str:
-        return (
-            f"local_rank={self.local_rank},global_rank={self.global_rank},role_rank={self.role_rank},"
-            f"world_size={self.world_size},role_world_size={self.role_world_size}"
-        )
+        return ",".join(f"{name}={getattr(self, name)}" for name in self.__match_args__)
 
 
 class WorkerState(StrEnum):

@@ -20,11 +20,7 @@ from holdfast.telemetry.status import AgentStatus, WorkerStatus
 
 if TYPE_CHECKING:
     from holdfast.agent.agent import SimpleElasticAgent
-    from holdfast.hangs.watch import HangWatch
     from holdfast.process.workers.group import PContext
-
-    # The workers as processes of this host, and what watches their progress; as far as an agent has them.
-    Processes = tuple[PContext | None, HangWatch | None]
 
 
 class Publisher:
@@ -46,7 +42,7 @@ class Publisher:
 
     def publish(self) -> None:
         agent, before = self._agent, self.status
-        machine, group, (context, _) = agent._machine, agent._worker_group, agent._processes
+        machine, group, context = agent._machine, agent._worker_group, agent._context
         is_leaving = agent._is_stopping and machine.phase is not Phase.ENDED
         known = {each.local_rank: each for each in before.workers}
         ends = context.ends() if context is not None else {}
@@ -63,7 +59,7 @@ class Publisher:
         )
 
     def _describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        run, (_, watch) = self._agent._coordination, self._agent._processes
+        run, watch = self._agent._coordination, self._agent._hangs
         joined = run.joined if run is not None else None
         return self.status.to_dict(time.monotonic(), joined, watch.progress_of if watch is not None else None)
 

@@ -26,26 +26,38 @@ def status_event(
     duration_ms: int | None = None,
     exit_code: int | None = None,
     details: Mapping[str, str] | None = None,
+    watchdog_event: str = "",
 ) -> Event:
-    """An event about one worker, or about the agent itself."""
-    handler = group.spec.rdzv_handler
+    """An event about one worker, or about the agent itself. One of the watchdog has the watchdog's own name for it."""
+    spec, handler = group.spec, group.spec.rdzv_handler
+    inner: dict[str, Any] = {"group_world_size": group.group_world_size, "entry_point": entry_name(spec)}
+    if worker is not None:
+        inner |= {
+            "local_rank": worker.local_rank,
+            "role_rank": worker.role_rank,
+            "role_world_size": worker.role_world_size,
+            "exit_code": exit_code,
+            "worker_pid": worker.id,
+        }
     metadata: dict[str, Any] = {
         "run_id": handler.get_run_id() if handler else None,
         "global_rank": worker.global_rank if worker else None,
         "group_rank": group.group_rank,
         "worker_id": str(worker.id) if worker else None,
-        "role": group.spec.role,
-        "hostname": _hostname(group.spec.event_log_handler),
+        "role": spec.role,
+        # The full name may need a name server; do not ask one for an event that has no reader.
+        "hostname": os.uname().nodename if spec.event_log_handler == "null" else events.full_hostname(),
         "state": state,
         "total_run_time": run_time_s,
         "rdzv_backend": handler.get_backend() if handler else None,
         "raw_error": raw_error,
-        "metadata": json.dumps({**_details(group, worker, exit_code), **(details or {})}),
+        "metadata": json.dumps({**inner, **(details or {})}),
         "agent_restarts": restarts_used,
-        "duration_ms": duration_ms,
     }
+    if not watchdog_event:
+        metadata["duration_ms"] = duration_ms
     source = EventSource.AGENT if worker is None else EventSource.WORKER
-    return Event(f"torchelastic.worker.status.{state}", source, int(time.time()), metadata)
+    return Event(watchdog_event or f"torchelastic.worker.status.{state}", source, int(time.time()), metadata)
 
 
 def start_line(group: WorkerGroup) -> str:
@@ -62,27 +74,6 @@ def finish_line(group: WorkerGroup, restarts: int) -> str:
     who = f"all {count} workers" if count > 1 else "the worker"
     after = {0: "", 1: " after 1 restart"}.get(restarts, f" after {restarts} restarts")
     return f"{who} finished{after}"
-
-
-def watchdog_event(group: WorkerGroup, name: str, details: Mapping[str, str], restarts_used: int) -> Event:
-    """What the watchdog did, under the watchdog's own name for it."""
-    event = status_event(group, "RUNNING", restarts_used, 0, details=details)
-    del event.metadata["duration_ms"]
-    return Event(name, EventSource.AGENT, event.timestamp, event.metadata)
-
-
-def _details(group: WorkerGroup, worker: Worker | None, exit_code: int | None) -> dict[str, Any]:
-    details = {"group_world_size": group.group_world_size, "entry_point": entry_name(group.spec)}
-    if worker is None:
-        return details
-    return {
-        **details,
-        "local_rank": worker.local_rank,
-        "role_rank": worker.role_rank,
-        "role_world_size": worker.role_world_size,
-        "exit_code": exit_code,
-        "worker_pid": worker.id,
-    }
 
 
 def entry_name(spec: WorkerSpec) -> str:
@@ -111,8 +102,3 @@ def put_run_metrics(role: str, result: RunResult, restarts_used: int, max_restar
     retries = "with_retries" if restarts_used else "no_retries"
     for kind in ("success_with_retries", "success_no_retries", "failed_with_retries", "failed_no_retries"):
         put_metric(f"workers.{role}.run_{kind}", int(kind == f"{outcome}_{retries}"))
-
-
-def _hostname(destination: str) -> str:
-    """The full name may need a name server; do not ask one for an event that has no reader."""
-    return os.uname().nodename if destination == "null" else events.full_hostname()

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from holdfast.agent.model import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
 from holdfast.errors import HoldfastError
@@ -26,16 +26,14 @@ _TURN_S = 0.1
 
 
 class Watchdog:
-    """`tell(name, details)` is called, in the server's thread, for each event of the watchdog."""
+    """`tell(name, timer)` is called, in the server's thread, for each event of the watchdog."""
 
-    def __init__(self, run_id: str, tell: Callable[[str, Mapping[str, str]], None]) -> None:
-        self._run_id = run_id
+    def __init__(self, tell: Callable[[str, FileTimerRequest | None], None]) -> None:
         self._tell = tell
         self._server: FileTimerServer | None = None
 
-    def start(self) -> str | None:
+    def start(self, run_id: str) -> str | None:
         """Watch a new life of the group; returns the path that its workers are told, if there is one."""
-        self.stop()
         path = os.environ.get(TORCHELASTIC_TIMER_FILE) or None
         wish = os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER, "")
         if wish != "1":
@@ -45,26 +43,20 @@ class Watchdog:
         import tempfile
 
         private_path = os.path.join(tempfile.gettempdir(), f"watchdog_timer_{os.urandom(16).hex()}")
-        served_path = path and self._serve(path, "a private pipe is used instead")
-        return served_path or self._serve(private_path, "workers run without a watchdog")
+        served_path = path and self._serve(path, run_id, "a private pipe is used instead")
+        return served_path or self._serve(private_path, run_id, "workers run without a watchdog")
 
-    def _serve(self, path: str, else_what: str) -> str | None:
+    def _serve(self, path: str, run_id: str, else_what: str) -> str | None:
         from holdfast.timer import FileTimerServer
 
         try:
-            server = FileTimerServer(path, self._run_id, max_interval=_TURN_S, daemon=True, log_event=self._note)
+            server = FileTimerServer(path, run_id, max_interval=_TURN_S, daemon=True, log_event=self._tell)
             server.start()
         except (HoldfastError, OSError) as error:
             logger.warning("%s; %s", error, else_what)
             return None
         self._server = server
         return path
-
-    def _note(self, name: str, request: FileTimerRequest | None) -> None:
-        details = {"watchdog_event": name}
-        if request is not None:
-            details.update(_described(request))
-        self._tell(name, details)
 
     def last_progress_time(self) -> float:
         """When its last turn ended, in seconds since the epoch; now, if there is no watchdog."""
@@ -75,12 +67,3 @@ class Watchdog:
         if self._server is not None:
             self._server.stop()
             self._server = None
-
-
-def _described(request: Any) -> dict[str, str]:
-    return {
-        "worker_pid": str(request.worker_pid),
-        "scope_id": str(request.scope_id),
-        "expiration_time": str(request.expiration_time),
-        "signal": str(request.signal),
-    }

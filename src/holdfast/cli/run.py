@@ -318,6 +318,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "nproc_per_node": determine_local_world_size(args.nproc_per_node),
         "log_line_prefix_template": os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
         "restart_policy": RestartPolicy(args.max_restarts, **_given(args, "restart_policy")),
+        "settings": _given(args, "settings"),
         **_rendezvous_fields(args, max_nodes),
     }
     if args.numa_binding is not None:

@@ -16,8 +16,7 @@ import sys
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -161,16 +160,6 @@ def put_call(key: str, began: float, *, has_failed: bool = False, group: str = D
     """What `prof` puts for one call, for work that began then and spans several turns of a loop."""
     put_metric(f"{key}.{'failure' if has_failed else 'success'}", 1, group)
     put_metric(f"{key}.duration.ms", int((time.monotonic() - began) * 1000), group)
-
-
-@contextmanager
-def failure_put(key: str, began: float) -> Iterator[None]:
-    """Put the call as failed if the block raises. Its success is put where the work ends, perhaps turns later."""
-    try:
-        yield
-    except BaseException:
-        put_call(key, began, has_failed=True)
-        raise
 
 
 def _get_metric_name(fn: Callable[..., Any]) -> str:
