@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from holdfast.timer import pipe, processes
+from holdfast.timer import fifo, processes
 from holdfast.timer.table import TimerTable
 
 pids = st.integers(-3, 6)
@@ -77,7 +77,7 @@ TestTableAgainstModel = TableAgainstModel.TestCase
 TestTableAgainstModel.settings = settings(max_examples=60, stateful_step_count=40)
 
 requests = st.builds(
-    pipe.FileTimerRequest,
+    fifo.FileTimerRequest,
     worker_pid=st.integers(-(2**31) + 1, 2**31 - 1),
     scope_id=st.text(max_size=100),
     expiration_time=st.floats(allow_nan=False),
@@ -86,35 +86,35 @@ requests = st.builds(
 
 
 @given(requests)
-def test_a_request_survives_the_wire(request: pipe.FileTimerRequest) -> None:
-    assert pipe.decode(pipe.encode(request).rstrip(b"\n")) == request
+def test_a_request_survives_the_wire(request: fifo.FileTimerRequest) -> None:
+    assert fifo.decode(fifo.encode(request).rstrip(b"\n")) == request
 
 
 @given(st.lists(requests, max_size=8), st.data())
 def test_however_the_stream_is_cut_the_same_requests_come_out(
-    sent: list[pipe.FileTimerRequest], data: st.DataObject
+    sent: list[fifo.FileTimerRequest], data: st.DataObject
 ) -> None:
-    stream = b"".join(map(pipe.encode, sent))
+    stream = b"".join(map(fifo.encode, sent))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
     received, rest = [], b""
     for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        lines, rest = pipe.split_lines(rest + stream[begin:end])
-        received += [pipe.decode(line) for line in lines]
+        lines, rest = fifo.split_lines(rest + stream[begin:end])
+        received += [fifo.decode(line) for line in lines]
     assert received == sent
 
 
 @given(st.binary(max_size=200))
 def test_no_line_does_more_harm_than_a_value_error(line: bytes) -> None:
     try:
-        pipe.decode(line)
+        fifo.decode(line)
     except ValueError:
         pass
 
 
 @given(st.binary(max_size=200).filter(lambda junk: b"\n" not in junk), requests)
-def test_a_request_behind_torn_junk_is_found(junk: bytes, request: pipe.FileTimerRequest) -> None:
-    line = b"x" + junk + pipe.encode(request).rstrip(b"\n")
-    assert pipe.decode(pipe.request_in(line)) == request
+def test_a_request_behind_torn_junk_is_found(junk: bytes, request: fifo.FileTimerRequest) -> None:
+    line = b"x" + junk + fifo.encode(request).rstrip(b"\n")
+    assert fifo.decode(fifo.request_in(line)) == request
 
 
 @given(
