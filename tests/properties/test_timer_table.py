@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from holdfast.timer import fifo, processes
+from holdfast.timer import fifo
 from holdfast.timer.table import TimerTable
 
 pids = st.integers(-3, 6)
@@ -115,22 +115,3 @@ def test_no_line_does_more_harm_than_a_value_error(line: bytes) -> None:
 def test_a_request_behind_torn_junk_is_found(junk: bytes, request: fifo.FileTimerRequest) -> None:
     line = b"x" + junk + fifo.encode(request).rstrip(b"\n")
     assert fifo.decode(fifo.request_in(line)) == request
-
-
-@given(
-    distance_s=st.floats(-1e9, 2e9),
-    readings=st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1.0), st.floats(0, 1.0)), min_size=1, max_size=20),
-)
-def test_without_a_step_of_the_wall_clock_the_distance_never_moves(
-    distance_s: float, readings: list[tuple[float, float, float]]
-) -> None:
-    for before_s, taken_s, share in readings:
-        wall_s = before_s + taken_s * share + distance_s
-        assert processes.held_distance_s(distance_s, before_s, wall_s, before_s + taken_s) == distance_s
-
-
-@given(st.floats(-1e6, 1e6), st.floats(0.01, 1e6), st.sampled_from([1, -1]))
-def test_a_step_of_the_wall_clock_is_followed(distance_s: float, step_s: float, sign: int) -> None:
-    stepped_s = distance_s + sign * step_s
-    followed_s = processes.held_distance_s(distance_s, 50.0, 50.0 + stepped_s, 50.0)
-    assert abs(followed_s - stepped_s) < 1e-3

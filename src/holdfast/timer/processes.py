@@ -2,9 +2,7 @@
 
 Deadlines. A request names its deadline in seconds since the epoch. A wall clock is set now and then, and a step of it
 must neither fire a timer nor delay one. So a deadline is converted once, when its request arrives, and from then on
-only the monotonic clock counts. Two clocks cannot be read at the same instant, so the distance between them is kept
-until it has moved by more than a reading can explain. Deadlines that are converted without a step between them
-therefore keep their order exactly.
+only the monotonic clock counts.
 
 Processes. The kernel reuses pids. A pid together with its start time names one process for as long as the host is up.
 A process that reuses a pid is never signalled, nor is a group of processes, nor the server's own process.
@@ -16,6 +14,7 @@ that no client meets a full pipe.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import time
@@ -31,8 +30,6 @@ from holdfast.timer.table import TimerTable
 
 logger = logging.getLogger(__name__)
 
-# Steps are of milliseconds or more. Smaller corrections are slewed, which moves both clocks alike.
-_STEP_S = 0.001
 # A little more than a dump gives itself, so that its own explanation arrives if it takes too long.
 _DUMPS_TIMEOUT_S = stacks.DUMP_TIMEOUT_S + 0.5
 
@@ -48,11 +45,11 @@ class ProcessTimerServer(TimerServer):
         self._timers: TimerTable[Any] = TimerTable()
         self._fatal: dict[int, Any] = {}  # By pid, the timer whose signal to send at this turn.
         self._request_count = 0
-        self._distance_s = time.time() - time.monotonic()
 
     def register_timers(self, timer_requests: list[Any]) -> None:
         """Arm and release timers as the requests say, in their order."""
-        distance_s = self._clock_distance_s()
+        wall_s = time.time()
+        now_s = time.monotonic()  # Read later, so that a pause between the two delays a timer rather than fires it.
         started: dict[int, int | None] = {}
         for request in timer_requests:
             pid, scope = request.worker_id, request.scope_id
@@ -62,7 +59,8 @@ class ProcessTimerServer(TimerServer):
                 continue
             if pid not in started:
                 started[pid] = start_time(pid)
-            self._timers.register(pid, scope, request.expiration_time - distance_s, request, started[pid])
+            deadline_s = now_s + (request.expiration_time - wall_s)
+            self._timers.register(pid, scope, deadline_s, request, started[pid])
 
     def clear_timers(self, worker_ids: set[int]) -> None:
         """Forget the timers of these processes and of all that have ended."""
@@ -72,7 +70,9 @@ class ProcessTimerServer(TimerServer):
 
     def get_expired_timers(self, deadline: float) -> dict[int, list[Any]]:
         """By pid, the timers whose expiration time is not after `deadline`, earliest first."""
-        return self._timers.expired(deadline - self._clock_distance_s())
+        by_pid = self._timers.expired(math.inf)
+        due = {pid: [each for each in by_pid[pid] if each.expiration_time <= deadline] for pid in by_pid}
+        return {pid: timers for pid, timers in due.items() if timers}
 
     @staticmethod
     def is_process_running(pid: int) -> bool:
@@ -143,11 +143,6 @@ class ProcessTimerServer(TimerServer):
     def _tell(self, name: str, request: Any) -> None:
         """For listeners to the events of this server."""
 
-    def _clock_distance_s(self) -> float:
-        """Subtract this from a wall-clock time to convert it to the monotonic clock."""
-        self._distance_s = held_distance_s(self._distance_s, time.monotonic(), time.time(), time.monotonic())
-        return self._distance_s
-
 
 def signal_of(timer: TimerRequest) -> int:
     """A request without a signal of its own means SIGKILL."""
@@ -160,13 +155,6 @@ def verdict(timers: Sequence[Any]) -> tuple[Sequence[Any], Any]:
         if signal_of(timer) > 0:
             return timers[: position + 1], timer
     return timers, None
-
-
-def held_distance_s(held_s: float, before_s: float, wall_s: float, after_s: float) -> float:
-    """The distance from monotonic to wall clock, given the one held so far and a reading between two others."""
-    measured_s = wall_s - (before_s + after_s) / 2
-    doubt_s = (after_s - before_s) / 2
-    return measured_s if abs(measured_s - held_s) > _STEP_S + doubt_s else held_s
 
 
 def start_time(pid: int) -> int | None:
