@@ -67,15 +67,11 @@ class HealthCheckServer:
     """
 
     def __init__(self, alive_callback: Callable[[], float], port: int, timeout: float) -> None:
-        self._alive_callback = alive_callback
+        self.alive_callback = alive_callback
         self._wanted_port = port
         self._timeout_s = timeout
         self._desk: _Desk | None = None
         self.status: Callable[[], AgentStatus | None] = lambda: None
-
-    @property
-    def alive_callback(self) -> Callable[[], float]:
-        return self._alive_callback
 
     @property
     def port(self) -> int:
@@ -106,7 +102,7 @@ class HealthCheckServer:
         """What is answered: `status` is `alive` or `stuck`, the latter with a `reason`."""
         try:
             status = self.status()
-            silent_s = time.time() - self._alive_callback()
+            silent_s = time.time() - self.alive_callback()
         except Exception as error:
             return {"status": "stuck", "reason": f"the alive callback failed: {type(error).__name__}: {error}"}
         told: dict[str, Any] = {}

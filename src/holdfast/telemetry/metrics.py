@@ -134,13 +134,11 @@ def prof(fn: Callable[..., Any] | None = None, group: str = DEFAULT_GROUP) -> An
 
     @wraps(fn)
     def measured(*args: Any, **kwargs: Any) -> Any:
-        began, has_failed = time.monotonic(), True
-        try:
+        key, began = _get_metric_name(fn), time.monotonic()
+        with failure_put(key, began, group):
             result = fn(*args, **kwargs)
-            has_failed = False
-            return result
-        finally:
-            put_call(_get_metric_name(fn), began, has_failed=has_failed, group=group)
+        put_call(key, began, group=group)
+        return result
 
     return measured
 
@@ -164,12 +162,12 @@ def put_call(key: str, began: float, *, has_failed: bool = False, group: str = D
 
 
 @contextmanager
-def failure_put(key: str, began: float) -> Iterator[None]:
+def failure_put(key: str, began: float, group: str = DEFAULT_GROUP) -> Iterator[None]:
     """Put the call as failed if the block raises. Its success is put where the work ends, perhaps turns later."""
     try:
         yield
     except BaseException:
-        put_call(key, began, has_failed=True)
+        put_call(key, began, has_failed=True, group=group)
         raise
 
 

@@ -173,7 +173,6 @@ class RequestPipe(RequestQueue):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        _make_way(path)
         self._file = io.FileIO(_make(path))
         self._wakeup = Wakeup()
         self._poll = select.poll()
@@ -234,29 +233,9 @@ class RequestPipe(RequestQueue):
         self._file.close()
 
 
-def _make_way(path: str) -> None:
-    """Remove this user's pipe if it has no reader; refuse to touch anything else."""
-    try:
-        found = os.lstat(path)
-        if not stat.S_ISFIFO(found.st_mode):
-            raise UserError(f"the timer file {path} exists and is not a named pipe; it is left alone")
-        if found.st_uid != os.geteuid():
-            raise UserError(f"the timer pipe {path} belongs to user {found.st_uid}; it is left alone")
-        try:
-            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW))
-            raise UserError(f"the timer pipe {path} is in use by another timer server")
-        except OSError as error:
-            if error.errno != errno.ENXIO:  # It has no reader.
-                raise
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise HostError(f"the timer file {path} cannot be used: {error.strerror}")
-
-
 def _make(path: str) -> int:
     try:
+        _remove_stale(path)
         os.mkfifo(path, 0o600)
         fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
@@ -270,6 +249,25 @@ def _make(path: str) -> int:
     except OSError:
         logger.debug("the timer pipe keeps the default size: the user's limit for pipe buffers is used up")
     return fd
+
+
+def _remove_stale(path: str) -> None:
+    """Remove this user's pipe if it has no reader; refuse to touch anything else."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISFIFO(found.st_mode):
+        raise UserError(f"the timer file {path} exists and is not a named pipe; it is left alone")
+    if found.st_uid != os.geteuid():
+        raise UserError(f"the timer pipe {path} belongs to user {found.st_uid}; it is left alone")
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW))
+        raise UserError(f"the timer pipe {path} is in use by another timer server")
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # It has no reader.
+            raise
+    os.unlink(path)
 
 
 class FileTimerServer(ProcessTimerServer):

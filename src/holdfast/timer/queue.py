@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-import select
 import time
 from collections.abc import Callable
-from multiprocessing import queues
+from multiprocessing import connection, queues
 from queue import Empty
 from typing import Any
 
@@ -53,8 +52,11 @@ class MultiprocessingRequestQueue(RequestQueue):
             reader = getattr(self._mp_queue, "_reader", None)
             if reader is None:
                 left_s = min(left_s, _PLAIN_GET_S)
-            elif not self._is_ready(reader.fileno(), left_s):
-                break
+            else:
+                ready = connection.wait([reader, self._wakeup.fileno()], left_s)
+                self._wakeup.clear()
+                if reader not in ready:
+                    break
             try:
                 requests.append(self._mp_queue.get(timeout=left_s))
             except Empty:
@@ -66,14 +68,6 @@ class MultiprocessingRequestQueue(RequestQueue):
 
     def wake(self) -> None:
         self._wakeup.wake()
-
-    def _is_ready(self, reader_fd: int, timeout_s: float) -> bool:
-        poller = select.poll()
-        for fd in (reader_fd, self._wakeup.fileno()):
-            poller.register(fd, select.POLLIN)
-        ready = {fd for fd, _ in poller.poll(timeout_s * 1000)}
-        self._wakeup.clear()
-        return reader_fd in ready
 
 
 class LocalTimerServer(ProcessTimerServer):
