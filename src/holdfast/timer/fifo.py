@@ -44,7 +44,6 @@ _TYPES = ((int, int, str, float, int), (int, int, str, int, int))
 
 # The largest buffer that the kernel gives to every user. Clients do not wait for room in a full one for long.
 _BUFFER_BYTES = 1 << 20
-_SECONDS_BETWEEN_WARNINGS = 10.0
 
 # Long enough for a server that is being replaced, short enough not to hold up a worker whose server is gone.
 _CLIENT_PAUSES_S = (0.02, 0.04, 0.08, None)
@@ -179,8 +178,7 @@ class RequestPipe(RequestQueue):
         for each in (self._file, self._wakeup):
             self._poll.register(each, select.POLLIN)
         self._rest = b""
-        self._junk_lines = 0
-        self._next_warning_s = 0.0
+        self._has_met_junk = False
 
     def fileno(self) -> int:
         return self._file.fileno()
@@ -203,13 +201,11 @@ class RequestPipe(RequestQueue):
         return requests
 
     def _salvage(self, line: bytes, error: ValueError) -> list[FileTimerRequest]:
-        """The request that a junk line has swallowed, if any. Junk is reported at most every few seconds."""
-        now_s = time.monotonic()
-        self._junk_lines += bool(line)
-        if line and now_s >= self._next_warning_s:
-            self._next_warning_s = now_s + _SECONDS_BETWEEN_WARNINGS
-            what = f"a line in the timer pipe {self.path} that is not a request ({self._junk_lines} so far)"
-            logger.warning("skipped %s: %r: %s", what, line[:80], error)
+        """The request that a junk line has swallowed, if any. Only the first junk line causes a warning."""
+        if line:
+            level = logging.DEBUG if self._has_met_junk else logging.WARNING
+            self._has_met_junk = True
+            logger.log(level, "skipped a line in %s that is not a request: %r: %s", self.path, line[:80], error)
         try:
             return [decode(request_in(line))]
         except ValueError:
