@@ -6,11 +6,10 @@
 Alive means that the alive callback's time (seconds since the epoch) is less than `timeout` seconds ago. For an agent
 it is the time at which its loop was last known to turn, which is now in every phase in which the loop waits.
 
-The server listens on all interfaces, because probes (the kubelet's, say) come from outside, and tells nothing but the
-above. It is one thread that never waits for a single caller: each gets a few seconds and a few kilobytes to ask
-one question, and if too many come at once the oldest is dropped for the newest. So slow callers and junk cost nothing,
-and probes are answered however many other callers there are. If the port cannot be opened, the log has one warning: a
-health check never ends a job.
+The server listens on all interfaces, because probes (the kubelet's, say) come from outside. It is one thread that never
+waits for a single caller: each gets a few seconds and a few kilobytes to ask one question, and if too many come at once
+the oldest is dropped for the newest. If the port cannot be opened, the log has one warning: a health check never ends a
+job.
 """
 
 from __future__ import annotations
@@ -84,10 +83,9 @@ class HealthCheckServer:
         try:
             self._desk = _Desk(self._wanted_port, self.condition)
         except (OSError, RuntimeError) as error:
-            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-            logger.warning(
-                "no health check: port %d %s", self._wanted_port, "is taken" if taken else f"cannot be used: {error}"
-            )
+            is_taken = getattr(error, "errno", None) == errno.EADDRINUSE
+            what = "is taken" if is_taken else f"cannot be used: {error}"
+            logger.warning("no health check: port %d %s", self._wanted_port, what)
             return
         level = logging.DEBUG if self._wanted_port else logging.INFO
         logger.log(level, "health check on port %d", self._desk.port)
