@@ -128,8 +128,10 @@ def places_of(module: str) -> list[tuple[str, int, int]]:
 def mutant_at(module: str, index: int, way: int) -> Mutant:
     tree = ast.parse((SOURCE / module).read_text())
     node = nodes_of(tree)[index]
-    around = [each for each in ast.walk(tree) if isinstance(each, ast.stmt) and any(x is node for x in ast.walk(each))]
-    statement = min(around, key=lambda each: len(list(ast.walk(each))))
+    parent_of = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
+    statement = node
+    while not isinstance(statement, ast.stmt):
+        statement = parent_of[statement]
     before = _first_line(statement)
     list(changes_of(node))[way]()
     after = "pass" if hasattr(node, "_is_removed") else _first_line(statement)

@@ -32,7 +32,8 @@ def _can_freeze() -> None:
 def test_tests_under_frost(tmp_path: Path, expected: int) -> None:
     path = support.write_script(tmp_path / "test_it.py", TEST.format(expected=expected))
     command = [sys.executable, "-m", "tests.frost", "--most-ms=50", "-q", "-p", "no:cacheprovider", path]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    root = str(Path(__file__).parent.parent)
+    env = {**os.environ, "PYTHONPATH": root, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # Plug-ins start slowly.
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         said, _ = process.communicate(timeout=support.DEADLINE_S)
     assert (process.returncode, f"1 {['passed', 'failed'][expected]}" in said) == (expected, True), said

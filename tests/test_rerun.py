@@ -53,7 +53,7 @@ FLAKY = {
 
 
 def run(home: Path, *args: str) -> tuple[int, list[str]]:
-    """Its exit code and what it printed, as CI runs it."""
+    """Its exit code and what it printed, as CI runs it, but without plug-ins that are not named: they start slowly."""
     support.write_script(home / "test_it.py", TESTS)
     (home / "pytest.ini").write_text("[pytest]\n")
     env = {**os.environ, "CI": "true", "PYTHONPATH": str(Path(__file__).parent.parent)}
@@ -71,7 +71,7 @@ def named(said: list[str], word: str) -> set[str]:
 
 
 def test_what_fails_once_is_flaky(tmp_path: Path) -> None:
-    code, said = run(tmp_path, "-n", "1", "-k", "not always")
+    code, said = run(tmp_path, "-p", "xdist", "-n", "1", "-k", "not always")
     assert code == 0, said
     assert named(said, "FLAKY") == named(said, "RERUN") == FLAKY
     assert any("3 failed, 2 passed, 1 error" in line for line in said), said
@@ -94,7 +94,7 @@ def test_every_other_end_is_pytests(tmp_path: Path, args: tuple[str, ...], expec
 
 def test_a_file_that_cannot_be_imported_fails_the_run(tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text("import no_such_module\n")
-    code, said = run(tmp_path, "-n", "1", "-k", "passes")
+    code, said = run(tmp_path, "-p", "xdist", "-n", "1", "-k", "passes")
     assert code not in (0, 5), said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -63,10 +64,16 @@ DATA_MODULES = {
 LINE_LIMIT = 500  # not counting the opening text and the imports
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports_of(path: Path) -> list[str]:
     """Every module that a file imports, wherever in the file; type-checking imports included."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -111,17 +118,16 @@ def test_pure_modules_import_only_data() -> None:
 
 def test_modules_stay_readable() -> None:
     """A module opens with what it is for. One that wants to be larger than the limit wants to be two."""
-    trees = {str(path.relative_to(SOURCE)): ast.parse(path.read_text()) for path in MODULES}
+    trees = {str(path.relative_to(SOURCE)): tree_of(path) for path in MODULES}
     assert [name for name, tree in trees.items() if not ast.get_docstring(tree)] == []
     sizes = {str(path.relative_to(SOURCE)): size_of(path) for path in MODULES}
     assert {name: size for name, size in sizes.items() if size > LINE_LIMIT} == {}
 
 
 def size_of(path: Path) -> int:
-    text = path.read_text()
     opening = (ast.Import, ast.ImportFrom, ast.Expr)
-    return len(text.splitlines()) - next(
-        (node.lineno for node in ast.parse(text).body if not isinstance(node, opening)), 0
+    return len(path.read_text().splitlines()) - next(
+        (node.lineno for node in tree_of(path).body if not isinstance(node, opening)), 0
     )
 
 

@@ -243,21 +243,31 @@ HEALTHY = {
 }
 
 
-@pytest.mark.parametrize(("activity", "options"), HEALTHY.values(), ids=HEALTHY)
-def test_a_job_that_moves_is_left_alone(holdfast: Holdfast, activity: str, options: tuple[str, ...]) -> None:
-    script = holdfast.script(f"""
-        import sys, time
-        import holdfast
-        holdfast.progress()  # The beginning is over, however long it took.
-        ends, n = time.monotonic() + 3, 0
-        while time.monotonic() < ends:
-            n += 1
-            {activity}
-            time.sleep(0.02)
-    """)
-    ended = holdfast.run(*COMMON, "--hang-timeout=1.5s", "--start-timeout=60s", *options, "--log-dir=logs", script)
-    assert ended.code == 0, str(ended)
-    assert "hang" not in own_words(ended)
+@pytest.mark.parametrize("names", [list(HEALTHY)[first::3] for first in range(3)], ids=", ".join)
+def test_jobs_that_move_are_left_alone(holdfast: Holdfast, names: list[str]) -> None:
+    """Each longer than the limit, and several side by side."""
+    running = {}
+    for number, name in enumerate(names):
+        activity, options = HEALTHY[name]
+        code = f"""
+            import sys, time
+            import holdfast
+            holdfast.progress()  # The beginning is over, however long it took.
+            ends, n = time.monotonic() + 3, 0
+            while time.monotonic() < ends:
+                n += 1
+                {activity}
+                time.sleep(0.02)
+        """
+        script = holdfast.script(code, f"job{number}.py")
+        bounds = ("--hang-timeout=1.5s", "--start-timeout=60s", f"--log-dir=logs{number}")
+        running[name] = holdfast.start(*COMMON, *bounds, *options, script)
+    for each in running.values():
+        each.process.wait(support.DEADLINE_S)
+    for name, each in running.items():
+        ended = each.wait()
+        assert ended.code == 0, f"{name}: {ended}"
+        assert "hang" not in own_words(ended), f"{name}: {ended}"
 
 
 def test_a_pattern_that_never_matches_is_a_warning(holdfast: Holdfast) -> None:

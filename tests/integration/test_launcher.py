@@ -72,7 +72,8 @@ def place_in(etcd: EtcdServer, **settings: Any) -> dict[str, Any]:
 @pytest.fixture(params=["tcp", "etcd"])
 def meeting(request: pytest.FixtureRequest, etcd: EtcdServer) -> Callable[..., dict[str, Any]]:
     """Where several agents meet, with more settings; the same place for all of one test."""
-    place = place_in(etcd) if request.param == "etcd" else {"rdzv_backend": "tcp", "rdzv_configs": {}}
+    linger = {"close_linger": 0.5}
+    place = place_in(etcd, **linger) if request.param == "etcd" else {"rdzv_backend": "tcp", "rdzv_configs": linger}
     place.setdefault("rdzv_endpoint", f"127.0.0.1:{support.free_port()}")
     return lambda **settings: {**place, "rdzv_configs": {**place["rdzv_configs"], **settings}}
 

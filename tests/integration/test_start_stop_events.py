@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from holdfast import loop
-from holdfast.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from holdfast.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerState, local
 from holdfast.process import DefaultLogsSpecs, start_processes
 from holdfast.process.spawner.client import SpawnerLink
 from holdfast.process.spawner.lease import Lease
 from holdfast.process.spawner.wire import Message
+from holdfast.process.workers import ladder
 from holdfast.process.workers.group import PContext, SubprocessContext
-from holdfast.process.workers.ladder import ANSWER_PATIENCE_S
 from holdfast.process.workers.start import GroupSpec, new_group
 from holdfast.rendezvous.coordination import Push
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, PlaceLost, Stop
@@ -198,7 +198,14 @@ def is_in_exec(pid: int) -> bool:
         return False
 
 
-def test_a_stopped_spawner_does_not_hold_up_a_stop() -> None:
+@pytest.fixture
+def short_answer(monkeypatch: pytest.MonkeyPatch) -> float:
+    """How long a spawner has to answer. One that is stopped never does."""
+    monkeypatch.setattr(ladder, "ANSWER_PATIENCE_S", 1.0)
+    return ladder.ANSWER_PATIENCE_S
+
+
+def test_a_stopped_spawner_does_not_hold_up_a_stop(short_answer: float) -> None:
     """Its socket is full: some of the orders have not even been sent."""
     link = SpawnerLink.launch()
     support.halt(link._pid)
@@ -210,7 +217,7 @@ def test_a_stopped_spawner_does_not_hold_up_a_stop() -> None:
     assert context.unsent_fds()
     began = time.monotonic()
     context.close(signal.SIGTERM, 600)
-    assert time.monotonic() - began < ANSWER_PATIENCE_S + PROMPTLY_S
+    assert time.monotonic() - began < short_answer + PROMPTLY_S
     assert not support.alive(link._pid)
 
 
@@ -297,6 +304,7 @@ def test_a_worker_that_fails_counts_while_another_one_cannot_be_started(
         return "exec", (hanging,) if rank else ("false",)
 
     monkeypatch.setattr(SubprocessContext, "_describe", describe)
+    monkeypatch.setattr(local, "_START_PATIENCE_S", 1.0)
     agent = agent_of("false")
     assert agent.run().state is WorkerState.SUCCEEDED, "the others have gone on"
     assert (agent._coordination.failure.rank, agent._coordination.failure.exitcode) == (0, 1)
@@ -312,7 +320,7 @@ class WithStoppedSpawner(LocalElasticAgent):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_an_agent_whose_spawner_is_stopped(number: signal.Signals) -> None:
+def test_a_signal_ends_an_agent_whose_spawner_is_stopped(number: signal.Signals, short_answer: float) -> None:
     """The loop turns, so it is alive; nothing but a signal could help it."""
     agent = agent_of("sleep", "600", kind=WithStoppedSpawner)
 
@@ -329,7 +337,7 @@ def test_a_signal_ends_an_agent_whose_spawner_is_stopped(number: signal.Signals)
         agent.run()
     thread.join()
     assert received.value.sigval is number
-    assert time.monotonic() - began < ANSWER_PATIENCE_S + PROMPTLY_S
+    assert time.monotonic() - began < short_answer + PROMPTLY_S
     assert not support.alive(agent.spawner_pid)
 
 

@@ -122,7 +122,7 @@ def test_a_node_whose_hook_blocks_keeps_its_place(nodes: Nodes, mailbox: Mailbox
         agents = [stack.enter_context(nodes.start(name, manner)) for name, manner in (("a", "never"), ("b", "hook"))]
         first = nodes.workers(2)
         with pytest.raises(AssertionError, match="only 0 of 1"):
-            mailbox.take(1, 3 * SHORT_S)
+            mailbox.take(1, 2 * SHORT_S)
         assert [support.alive(pid) for _, _, pid in first] == [True, True]
         support.open_gate(nodes.gate)
         nodes.end()

@@ -34,7 +34,6 @@ from holdfast.timer import (
     fifo,
     processes,
 )
-from holdfast.timer import pipe as timer_pipe
 from holdfast.timer.api import RETRY_DELAY_S
 from holdfast.timer.queue import MultiprocessingRequestQueue
 from tests.support import DEADLINE_S, await_sleep, halt, python, survivors, wait_until, write_script
@@ -78,7 +77,7 @@ class Watch:
     def write(self, *requests: FileTimerRequest | bytes) -> None:
         with open(self.path, "wb", buffering=0) as pipe:
             for request in requests:
-                pipe.write(request if isinstance(request, bytes) else timer_pipe.encode(request))
+                pipe.write(request if isinstance(request, bytes) else fifo.encode(request))
 
     def next_event(self) -> Event:
         return self.events.get(timeout=DEADLINE_S)
@@ -368,15 +367,14 @@ def test_a_kill_that_fails_is_tried_again_until_it_works(
 def test_between_two_tries_there_is_a_pause(
     watch: Watch, bystander: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits_until: list[float] = []
-    monkeypatch.setattr(FileTimerServer, "_is_signalled", lambda self, pid, sig: False)
-    monkeypatch.setattr(FileTimerServer, "_wait_until", lambda self, until_s: waits_until.append(until_s))
+    waits_s: list[float] = []
+    monkeypatch.setattr(FileTimerServer, "_reap_worker", lambda self, pid: False)
+    monkeypatch.setattr(FileTimerServer, "_log_stacks", lambda self, pids: None)
+    monkeypatch.setattr(FileTimerServer, "_fetch", lambda self, timeout_s: waits_s.append(timeout_s))
     watch.server.register_timers([past(bystander.pid, "a")])
     watch.server._run_watchdog()
-    first_ended = time.monotonic()
     watch.server._run_watchdog()
-    assert waits_until[0] <= first_ended
-    assert waits_until[1] >= first_ended + RETRY_DELAY_S
+    assert waits_s == [0.0, RETRY_DELAY_S]
 
 
 # Dumps of stacks take time and may fail
@@ -440,7 +438,7 @@ def test_a_dump_that_fails_or_never_ends_does_not_save_anybody(
         return "too late"
 
     if is_endless:
-        monkeypatch.setattr(fifo, "_DUMPS_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(processes, "_DUMPS_TIMEOUT_S", 0.2)
     watch.server._dump_stacks = endless if is_endless else failing
     watch.write(past(bystander.pid, "a"))
     watch.server.run_once()
@@ -486,7 +484,7 @@ def test_half_a_line_waits_for_its_end_and_a_torn_one_costs_no_other(
     running: Watch, bystander: subprocess.Popen[bytes]
 ) -> None:
     pid, server = bystander.pid, running.server
-    line = timer_pipe.encode(future(pid, "whole"))
+    line = fifo.encode(future(pid, "whole"))
     running.write(line[:30])
     running.write(line[30:], line[:50])
     running.write(future(pid, "behind a torn line"))
@@ -596,7 +594,7 @@ def test_a_listener_that_raises_or_stops_the_server_ends_nothing_else(
     thread = server._watchdog_thread
     FileTimerClient(str(tmp_path / "timers")).release("harmless")
     with open(tmp_path / "timers", "wb", buffering=0) as pipe:
-        pipe.write(timer_pipe.encode(past(bystander.pid, "a")))
+        pipe.write(fifo.encode(past(bystander.pid, "a")))
     assert bystander.wait(DEADLINE_S) == -signal.SIGKILL
     assert stopped.wait(DEADLINE_S)
     assert thread is not None

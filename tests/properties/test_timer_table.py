@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from holdfast.timer import pipe, processes
+from holdfast.timer import fifo
 from holdfast.timer.table import TimerTable
 
 pids = st.integers(-3, 6)
@@ -77,7 +77,7 @@ TestTableAgainstModel = TableAgainstModel.TestCase
 TestTableAgainstModel.settings = settings(max_examples=60, stateful_step_count=40)
 
 requests = st.builds(
-    pipe.FileTimerRequest,
+    fifo.FileTimerRequest,
     worker_pid=st.integers(-(2**31) + 1, 2**31 - 1),
     scope_id=st.text(max_size=100),
     expiration_time=st.floats(allow_nan=False),
@@ -86,51 +86,32 @@ requests = st.builds(
 
 
 @given(requests)
-def test_a_request_survives_the_wire(request: pipe.FileTimerRequest) -> None:
-    assert pipe.decode(pipe.encode(request).rstrip(b"\n")) == request
+def test_a_request_survives_the_wire(request: fifo.FileTimerRequest) -> None:
+    assert fifo.decode(fifo.encode(request).rstrip(b"\n")) == request
 
 
 @given(st.lists(requests, max_size=8), st.data())
 def test_however_the_stream_is_cut_the_same_requests_come_out(
-    sent: list[pipe.FileTimerRequest], data: st.DataObject
+    sent: list[fifo.FileTimerRequest], data: st.DataObject
 ) -> None:
-    stream = b"".join(map(pipe.encode, sent))
+    stream = b"".join(map(fifo.encode, sent))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
     received, rest = [], b""
     for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        lines, rest = pipe.split_lines(rest + stream[begin:end])
-        received += [pipe.decode(line) for line in lines]
+        lines, rest = fifo.split_lines(rest + stream[begin:end])
+        received += [fifo.decode(line) for line in lines]
     assert received == sent
 
 
 @given(st.binary(max_size=200))
 def test_no_line_does_more_harm_than_a_value_error(line: bytes) -> None:
     try:
-        pipe.decode(line)
+        fifo.decode(line)
     except ValueError:
         pass
 
 
 @given(st.binary(max_size=200).filter(lambda junk: b"\n" not in junk), requests)
-def test_a_request_behind_torn_junk_is_found(junk: bytes, request: pipe.FileTimerRequest) -> None:
-    line = b"x" + junk + pipe.encode(request).rstrip(b"\n")
-    assert pipe.decode(pipe.request_in(line)) == request
-
-
-@given(
-    distance_s=st.floats(-1e9, 2e9),
-    readings=st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1.0), st.floats(0, 1.0)), min_size=1, max_size=20),
-)
-def test_without_a_step_of_the_wall_clock_the_distance_never_moves(
-    distance_s: float, readings: list[tuple[float, float, float]]
-) -> None:
-    for before_s, taken_s, share in readings:
-        wall_s = before_s + taken_s * share + distance_s
-        assert processes.held_distance_s(distance_s, before_s, wall_s, before_s + taken_s) == distance_s
-
-
-@given(st.floats(-1e6, 1e6), st.floats(0.01, 1e6), st.sampled_from([1, -1]))
-def test_a_step_of_the_wall_clock_is_followed(distance_s: float, step_s: float, sign: int) -> None:
-    stepped_s = distance_s + sign * step_s
-    followed_s = processes.held_distance_s(distance_s, 50.0, 50.0 + stepped_s, 50.0)
-    assert abs(followed_s - stepped_s) < 1e-3
+def test_a_request_behind_torn_junk_is_found(junk: bytes, request: fifo.FileTimerRequest) -> None:
+    line = b"x" + junk + fifo.encode(request).rstrip(b"\n")
+    assert fifo.decode(fifo.request_in(line)) == request

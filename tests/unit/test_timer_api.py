@@ -1,10 +1,11 @@
-"""Requests, the `expires` block, the turns of a timer server, and what may cross the named pipe."""
+"""Requests, the `expires` block, the turns of a timer server, and what may cross the named fifo."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+import multiprocessing
 import os
 import pickle
 import select
@@ -17,9 +18,18 @@ import pytest
 
 import holdfast.timer
 from holdfast.errors import UserError
-from holdfast.timer import FileTimerRequest, TimerClient, TimerRequest, TimerServer, configure, expires, pipe, processes
+from holdfast.timer import (
+    FileTimerRequest,
+    LocalTimerServer,
+    TimerClient,
+    TimerRequest,
+    TimerServer,
+    configure,
+    expires,
+    fifo,
+    processes,
+)
 from holdfast.timer.api import RequestQueue, wait_s
-from holdfast.timer.fifo import verdict
 from tests.support import DEADLINE_S
 
 
@@ -319,17 +329,17 @@ def test_a_turn_waits_for_the_earliest_deadline(
 
 
 def test_a_request_is_one_line_of_json_with_the_known_keys() -> None:
-    line = pipe.encode(FileTimerRequest(12, "a\nb", 3.5, signal=9))
+    line = fifo.encode(FileTimerRequest(12, "a\nb", 3.5, signal=9))
     assert line.endswith(b"}\n")
     assert line.count(b"\n") == 1
     assert json.loads(line) == {"version": 1, "pid": 12, "scope_id": "a\nb", "expiration_time": 3.5, "signal": 9}
 
 
 def test_a_request_of_exactly_the_atomic_size_is_the_longest() -> None:
-    room = select.PIPE_BUF - len(pipe.encode(FileTimerRequest(12, "", 3.5)))
-    assert len(pipe.encode(FileTimerRequest(12, "x" * room, 3.5))) == select.PIPE_BUF
+    room = select.PIPE_BUF - len(fifo.encode(FileTimerRequest(12, "", 3.5)))
+    assert len(fifo.encode(FileTimerRequest(12, "x" * room, 3.5))) == select.PIPE_BUF
     with pytest.raises(RuntimeError, match=f"{select.PIPE_BUF + 1} bytes"):
-        pipe.encode(FileTimerRequest(12, "x" * (room + 1), 3.5))
+        fifo.encode(FileTimerRequest(12, "x" * (room + 1), 3.5))
 
 
 GOOD: dict[str, Any] = {"version": 1, "pid": 12, "scope_id": "a", "expiration_time": 3.5, "signal": 9}
@@ -364,7 +374,7 @@ SPOILED: list[tuple[dict[str, Any], str]] = [
 )
 def test_what_is_not_a_request_is_refused_with_a_reason(line: bytes, what: str | None) -> None:
     with pytest.raises(ValueError, match=what):
-        pipe.decode(line)
+        fifo.decode(line)
 
 
 @pytest.mark.parametrize(
@@ -373,17 +383,17 @@ def test_what_is_not_a_request_is_refused_with_a_reason(line: bytes, what: str |
 )
 def test_times_of_any_size_can_be_compared(written: str, read: float) -> None:
     line = json.dumps(GOOD).replace("3.5", written).encode()
-    assert pipe.decode(line).expiration_time == read
+    assert fifo.decode(line).expiration_time == read
 
 
 def test_a_line_without_end_is_kept_only_in_part() -> None:
     rest = b""
     for _ in range(100):
-        lines, rest = pipe.split_lines(rest + b"x" * 60_000)
+        lines, rest = fifo.split_lines(rest + b"x" * 60_000)
         assert lines == []
-    (line,), rest = pipe.split_lines(rest + pipe.encode(FileTimerRequest(1, "a", 2.0)))
+    (line,), rest = fifo.split_lines(rest + fifo.encode(FileTimerRequest(1, "a", 2.0)))
     assert len(line) < 2 * select.PIPE_BUF
-    assert pipe.decode(pipe.request_in(line)) == FileTimerRequest(1, "a", 2.0)
+    assert fifo.decode(fifo.request_in(line)) == FileTimerRequest(1, "a", 2.0)
 
 
 # Who gets which signal
@@ -401,7 +411,7 @@ def test_the_earliest_timer_that_has_a_signal_decides(
     signals: tuple[int, ...], reported: int, fatal: int | None
 ) -> None:
     expired = timers(*signals)
-    visited, deciding = verdict(expired)
+    visited, deciding = processes.verdict(expired)
     assert list(visited) == expired[:reported]
     assert (deciding and deciding.signal) == fatal
 
@@ -409,7 +419,7 @@ def test_the_earliest_timer_that_has_a_signal_decides(
 # Processes
 
 
-is_running = processes.ProcessTimers.is_process_running
+is_running = processes.ProcessTimerServer.is_process_running
 
 
 def test_this_process_runs_and_keeps_its_start_time() -> None:
@@ -424,7 +434,10 @@ def test_a_group_of_processes_is_no_process_and_is_never_signalled(pid: int, mon
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, signal: sent.append((pid, signal)))
     assert not is_running(pid)
-    assert processes.ProcessTimers(None)._is_signalled(pid, 9), "there is nothing to try again"
+    server = LocalTimerServer(multiprocessing.Queue())
+    server._fatal = {pid: TimerRequest(pid, "a", 1.0)}
+    monkeypatch.setattr(server, "is_process_running", lambda pid: True)
+    assert server._reap_worker(pid), "there is nothing to try again"
     assert sent == []
 
 

@@ -42,6 +42,7 @@ EventMetadataValue = str | int | float | bool | None
 HandlerOrFactory = logging.Handler | Callable[[], logging.Handler]
 
 _FILE_PREFIX = "file:"
+_LOGGER_PREFIX = "torchelastic-events-"
 _RDZV_DESTINATION = "dynamic_rendezvous"
 _HOSTNAME_PATIENCE_S = 1.0
 
@@ -175,8 +176,7 @@ log_handlers: dict[str, HandlerOrFactory] = {
 }
 """Handlers by name. The first use of a factory replaces it by the handler that it makes."""
 
-_routes: dict[str, tuple[logging.Logger, logging.Handler]] = {}
-_routes_lock = threading.RLock()
+_lock = threading.RLock()
 _broken_destinations: set[str] = set()
 
 
@@ -187,12 +187,12 @@ def register_handler(name: str, factory_or_handler: HandlerOrFactory) -> None:
     if not isinstance(factory_or_handler, logging.Handler) and not callable(factory_or_handler):
         kind = type(factory_or_handler).__name__
         raise UserError(f"event handler {name!r} must be a logging.Handler or a function that makes one, not {kind}")
-    with _routes_lock:
+    with _lock:
+        old = log_handlers.get(name)
         log_handlers[name] = factory_or_handler
         _broken_destinations.discard(name)
-        if name in _routes:
-            logger, old_handler = _routes.pop(name)
-            logger.removeHandler(old_handler)
+        if isinstance(old, logging.Handler):
+            logging.getLogger(_LOGGER_PREFIX + name).removeHandler(old)
 
 
 def get_logging_handler(destination: str = "null") -> logging.Handler:
@@ -203,24 +203,22 @@ def get_logging_handler(destination: str = "null") -> logging.Handler:
         raise KeyError(_unknown_text(destination))
     handler = log_handlers[destination]
     if not isinstance(handler, logging.Handler):
-        made = handler()
-        if not isinstance(made, logging.Handler):
-            raise UserError(f"event handler {destination!r}: its factory made {made!r}, which is no logging.Handler")
-        handler = log_handlers[destination] = made
+        handler = handler()
+        if not isinstance(handler, logging.Handler):
+            raise UserError(f"event handler {destination!r}: its factory made {handler!r}, which is no logging.Handler")
+        log_handlers[destination] = handler
     return handler
 
 
 def check_destination(name: str) -> None:
     """Raises UserError if events cannot go to `name`; for use before anything is started."""
     path = _path_of(name)
-    if not path:
-        if name not in log_handlers:
-            raise UserError(_unknown_text(name))
-        return
     directory = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(directory):
+    if not path and name not in log_handlers:
+        raise UserError(_unknown_text(name))
+    if path and not os.path.isdir(directory):
         raise UserError(f"event handler {name!r}: there is no directory {directory}")
-    if os.path.isdir(path):
+    if path and os.path.isdir(path):
         raise UserError(f"event handler {name!r}: {path} is a directory, not a file")
 
 
@@ -266,17 +264,14 @@ def construct_and_record_rdzv_event(
 
 
 def _get_or_create_logger(destination: str = "null") -> logging.Logger:
-    if route := _routes.get(destination):
-        return route[0]
-    with _routes_lock:
-        if destination not in _routes:
-            handler = get_logging_handler(destination)
-            logger = logging.getLogger(f"torchelastic-events-{destination}")
+    logger = logging.getLogger(_LOGGER_PREFIX + destination)
+    with _lock:
+        handler = get_logging_handler(destination)
+        if handler not in logger.handlers:
             logger.setLevel(logging.INFO)
             logger.propagate = False
             logger.addHandler(handler)
-            _routes[destination] = logger, handler
-        return _routes[destination][0]
+    return logger
 
 
 def _path_of(destination: str) -> str:

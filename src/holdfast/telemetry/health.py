@@ -6,11 +6,10 @@
 Alive means that the alive callback's time (seconds since the epoch) is less than `timeout` seconds ago. For an agent
 it is the time at which its loop was last known to turn, which is now in every phase in which the loop waits.
 
-The server listens on all interfaces, because probes (the kubelet's, say) come from outside, and tells nothing but the
-above. It is one thread that never waits for a single caller: each gets a few seconds and a few kilobytes to ask
-one question, and if too many come at once the oldest is dropped for the newest. So slow callers and junk cost nothing,
-and probes are answered however many other callers there are. If the port cannot be opened, the log has one warning: a
-health check never ends a job.
+The server listens on all interfaces, because probes (the kubelet's, say) come from outside. It is one thread that never
+waits for a single caller: each gets a few seconds and a few kilobytes to ask one question, and if too many come at once
+the oldest is dropped for the newest. If the port cannot be opened, the log has one warning: a health check never ends a
+job.
 """
 
 from __future__ import annotations
@@ -26,9 +25,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from holdfast.errors import UserError
+from holdfast.loop import Wakeup
 from holdfast.telemetry.status import AgentStatus
 
 __all__ = ["AgentAlive", "HealthCheckServer", "create_healthcheck_server"]
@@ -45,26 +47,16 @@ _CALL_LIMIT_S = 5.0
 _CALL_LIMIT_BYTES = 8192
 _STOP_PATIENCE_S = 2.0
 _SHORTAGE_PAUSE_S = 1.0
-_PHRASES = {
-    200: "OK",
-    400: "Bad Request",
-    405: "Method Not Allowed",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
 
 
 class AgentAlive:
     """An alive callback that speaks for an agent as soon as there is one; until then, for the process."""
 
     def __init__(self) -> None:
-        self._callback: Callable[[], float] = time.time
-
-    def attach(self, callback: Callable[[], float]) -> None:
-        self._callback = callback
+        self.callback: Callable[[], float] = time.time
 
     def __call__(self) -> float:
-        return self._callback()
+        return self.callback()
 
 
 class HealthCheckServer:
@@ -74,15 +66,11 @@ class HealthCheckServer:
     """
 
     def __init__(self, alive_callback: Callable[[], float], port: int, timeout: float) -> None:
-        self._alive_callback = alive_callback
+        self.alive_callback = alive_callback
         self._wanted_port = port
         self._timeout_s = timeout
         self._desk: _Desk | None = None
         self.status: Callable[[], AgentStatus | None] = lambda: None
-
-    @property
-    def alive_callback(self) -> Callable[[], float]:
-        return self._alive_callback
 
     @property
     def port(self) -> int:
@@ -95,10 +83,9 @@ class HealthCheckServer:
         try:
             self._desk = _Desk(self._wanted_port, self.condition)
         except (OSError, RuntimeError) as error:
-            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-            logger.warning(
-                "no health check: port %d %s", self._wanted_port, "is taken" if taken else f"cannot be used: {error}"
-            )
+            is_taken = getattr(error, "errno", None) == errno.EADDRINUSE
+            what = "is taken" if is_taken else f"cannot be used: {error}"
+            logger.warning("no health check: port %d %s", self._wanted_port, what)
             return
         level = logging.DEBUG if self._wanted_port else logging.INFO
         logger.log(level, "health check on port %d", self._desk.port)
@@ -112,21 +99,18 @@ class HealthCheckServer:
     def condition(self) -> dict[str, Any]:
         """What is answered: `status` is `alive` or `stuck`, the latter with a `reason`."""
         try:
-            told = _told(self.status())
-            silent_s = time.time() - self._alive_callback()
+            status = self.status()
+            silent_s = time.time() - self.alive_callback()
         except Exception as error:
             return {"status": "stuck", "reason": f"the alive callback failed: {type(error).__name__}: {error}"}
+        told: dict[str, Any] = {}
+        if status is not None:
+            told = {"phase": status.phase, "round": status.round, "restarts": status.restarts_used}
         if silent_s < self._timeout_s:
             return {"status": "alive", **told}
-        where = f" in phase {told['phase']}" if "phase" in told else ""
+        where = f" in phase {status.phase}" if status is not None else ""
         reason = f"no sign of life for {silent_s:.0f} s{where}, the limit is {self._timeout_s:g} s"
         return {"status": "stuck", "reason": reason, **told}
-
-
-def _told(status: AgentStatus | None) -> dict[str, Any]:
-    if status is None:
-        return {}
-    return {"phase": status.phase, "round": status.round, "restarts": status.restarts_used}
 
 
 def create_healthcheck_server(alive_callback: Callable[[], float], port: int, timeout: float) -> HealthCheckServer:
@@ -159,7 +143,7 @@ def introduce(server: Any, alive_time: Callable[[], float], status: Callable[[],
     if isinstance(server, HealthCheckServer):
         server.status = status
         if isinstance(server.alive_callback, AgentAlive):
-            server.alive_callback.attach(alive_time)
+            server.alive_callback.callback = alive_time
 
 
 @contextlib.contextmanager
@@ -169,21 +153,20 @@ def served(server: Any) -> Iterator[None]:
         yield
         return
     _served.append(server)
-    _attempt(server.start)
+    _attempt(server, "start")
     try:
         yield
     finally:
         _served[:] = [each for each in _served if each is not server]
-        _attempt(server.stop)
+        _attempt(server, "stop")
 
 
-def _attempt(act: Callable[[], Any]) -> None:
+def _attempt(server: Any, what: str) -> None:
     """A server that cannot be started or stopped is a warning: it must never end a healthy job."""
     try:
-        act()
+        getattr(server, what)()
     except Exception as error:
-        name = getattr(act, "__name__", "call")
-        logger.warning("the health check server failed to %s: %s: %s", name, type(error).__name__, error)
+        logger.warning("the health check server failed to %s: %s: %s", what, type(error).__name__, error)
 
 
 # The server.
@@ -206,22 +189,21 @@ def respond(request: bytes, ask: Callable[[], Mapping[str, Any]]) -> bytes | Non
 def _answer(status: int, content: Mapping[str, Any], more_headers: str = "", *, has_body: bool = True) -> bytes:
     body = json.dumps(content).encode() + b"\n"
     head = (
-        f"HTTP/1.1 {status} {_PHRASES[status]}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         f"Cache-Control: no-store\r\nConnection: close\r\n{more_headers}\r\n"
     )
     return head.encode() + (body if has_body else b"")
 
 
+@dataclass(slots=True)
 class _Caller:
     """One connection."""
 
-    __slots__ = ("deadline", "is_answered", "said", "sock")
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.said = bytearray()
-        self.is_answered = False
-        self.deadline = time.monotonic() + _CALL_LIMIT_S
+    sock: socket.socket
+    deadline: float
+    said: bytes = b""
+    is_answered: bool = False
 
 
 class _Desk:
@@ -229,11 +211,10 @@ class _Desk:
 
     def __init__(self, port: int, ask: Callable[[], Mapping[str, Any]]) -> None:
         self._ask = ask
-        self._is_closing = False
-        self._deaf_until = 0.0
+        self._closing = threading.Event()
         self._callers: dict[int, _Caller] = {}  # In the order in which they came.
         self._listener = _listen(port)
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup = Wakeup()
         self.port: int = self._listener.getsockname()[1]
         _desks.add(self)
         self._thread = threading.Thread(target=self._run, name="holdfast-health", daemon=True)
@@ -244,60 +225,42 @@ class _Desk:
             raise
 
     def close(self) -> None:
-        if self._wake_fd < 0:
-            return  # In a forked process, which has let go of it.
-        self._is_closing = True
+        self._closing.set()
         # Even if the thread is stuck in a callback, the port is free from here on.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        os.eventfd_write(self._wake_fd, 1)
+        self._wakeup.wake()
         self._thread.join(_STOP_PATIENCE_S)
-        if not self._thread.is_alive():
-            self.release()
 
     def release(self) -> None:
-        """Let go of every descriptor. The thread must not be there any more."""
-        self._hang_up()
-        os.close(self._wake_fd)
-        self._wake_fd = -1
-        _desks.discard(self)
-
-    def _hang_up(self) -> None:
+        """Let go of the port and of all callers: the last thing that the thread does, or in place of it."""
         for sock in (self._listener, *(caller.sock for caller in self._callers.values())):
             sock.close()
-        self._callers.clear()
 
     # In the thread.
 
     def _run(self) -> None:
         try:
-            while not self._is_closing:
-                for fd in self._ready():
-                    self._serve(fd)
-                self._drop_late_callers()
+            while not self._closing.is_set():
+                self._turn()
         except Exception as error:
             logger.warning("the health check has ended: %s: %s", type(error).__name__, error)
         finally:
-            self._hang_up()
+            self.release()
 
-    def _ready(self) -> list[int]:
-        now = time.monotonic()
-        deadlines = [caller.deadline for caller in self._callers.values()][:1]
+    def _turn(self) -> None:
         poller = select.poll()
-        for fd in (self._wake_fd, *self._callers):
+        for fd in (self._wakeup.fileno(), self._listener.fileno(), *self._callers):
             poller.register(fd, select.POLLIN)
-        if self._deaf_until > now:
-            deadlines.append(self._deaf_until)
-        else:
-            poller.register(self._listener, select.POLLIN)
-        timeout_ms = max(0.0, min(deadlines) - now) * 1000 if deadlines else None
-        return [fd for fd, _ in poller.poll(timeout_ms)]
-
-    def _serve(self, fd: int) -> None:
-        if fd == self._listener.fileno():
-            self._take_caller()
-        elif fd in self._callers:
-            self._hear(self._callers[fd])
+        deadline = min((caller.deadline for caller in self._callers.values()), default=None)
+        for fd, _ in poller.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000):
+            if fd == self._listener.fileno():
+                self._take_caller()
+            elif fd in self._callers:
+                self._hear(self._callers[fd])
+        now = time.monotonic()
+        for caller in [each for each in self._callers.values() if each.deadline <= now]:
+            self._drop(caller)
 
     def _take_caller(self) -> None:
         if len(self._callers) >= _MOST_CALLERS:
@@ -308,40 +271,26 @@ class _Desk:
             return
         except OSError:
             # No descriptor or memory for it. The caller stays in the queue, and we must not spin meanwhile.
-            self._deaf_until = time.monotonic() + _SHORTAGE_PAUSE_S
+            self._closing.wait(_SHORTAGE_PAUSE_S)
             return
         sock.setblocking(False)
-        self._callers[sock.fileno()] = _Caller(sock)
+        self._callers[sock.fileno()] = _Caller(sock, time.monotonic() + _CALL_LIMIT_S)
 
     def _hear(self, caller: _Caller) -> None:
         try:
             said = caller.sock.recv(4096)
+            caller.said += said
+            if not said or len(caller.said) > 4 * _CALL_LIMIT_BYTES:
+                self._drop(caller)
+            elif not caller.is_answered and (answer := respond(caller.said, self._ask)) is not None:
+                caller.is_answered = True
+                # It fits into the empty buffer of a connection. Closing it while something is unread would take the
+                # answer back, so the caller hangs up first, or is dropped when its time is up.
+                caller.sock.send(answer)
+                caller.sock.shutdown(socket.SHUT_WR)
         except BlockingIOError:
-            return
+            pass
         except OSError:
-            said = b""
-        caller.said += said
-        if not said or len(caller.said) > 4 * _CALL_LIMIT_BYTES:
-            self._drop(caller)
-        elif not caller.is_answered:
-            self._answer(caller)
-
-    def _answer(self, caller: _Caller) -> None:
-        answer = respond(bytes(caller.said), self._ask)
-        if answer is None:
-            return
-        caller.is_answered = True
-        try:
-            # It fits into the empty buffer of a connection. Closing it while something is unread would take the
-            # answer back, so the caller hangs up first, or is dropped when its time is up.
-            caller.sock.send(answer)
-            caller.sock.shutdown(socket.SHUT_WR)
-        except OSError:
-            self._drop(caller)
-
-    def _drop_late_callers(self) -> None:
-        now = time.monotonic()
-        for caller in [each for each in self._callers.values() if each.deadline <= now]:
             self._drop(caller)
 
     def _drop(self, caller: _Caller) -> None:

@@ -133,13 +133,14 @@ def prof(fn: Callable[..., Any] | None = None, group: str = DEFAULT_GROUP) -> An
 
     @wraps(fn)
     def measured(*args: Any, **kwargs: Any) -> Any:
-        began, has_failed = time.monotonic(), True
+        key, began = _get_metric_name(fn), time.monotonic()
         try:
             result = fn(*args, **kwargs)
-            has_failed = False
-            return result
-        finally:
-            put_call(_get_metric_name(fn), began, has_failed=has_failed, group=group)
+        except BaseException:
+            put_call(key, began, has_failed=True, group=group)
+            raise
+        put_call(key, began, group=group)
+        return result
 
     return measured
 

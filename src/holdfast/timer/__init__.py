@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from holdfast.timer.api import configure as configure
     from holdfast.timer.api import expires as expires
     from holdfast.timer.fifo import FileTimerClient as FileTimerClient
+    from holdfast.timer.fifo import FileTimerRequest as FileTimerRequest
     from holdfast.timer.fifo import FileTimerServer as FileTimerServer
-    from holdfast.timer.pipe import FileTimerRequest as FileTimerRequest
     from holdfast.timer.queue import LocalTimerClient as LocalTimerClient
     from holdfast.timer.queue import LocalTimerServer as LocalTimerServer
 
@@ -29,8 +29,7 @@ __all__, __getattr__, __dir__ = lazy.exports(
     __name__,
     {
         "holdfast.timer.api": "TimerClient TimerRequest TimerServer configure expires",
-        "holdfast.timer.fifo": "FileTimerClient FileTimerServer",
-        "holdfast.timer.pipe": "FileTimerRequest",
+        "holdfast.timer.fifo": "FileTimerClient FileTimerRequest FileTimerServer",
         "holdfast.timer.queue": "LocalTimerClient LocalTimerServer",
     },
 )

@@ -13,10 +13,9 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import _GeneratorContextManager, contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from holdfast.errors import UserError
@@ -29,8 +28,6 @@ _TURN_GAP_S = 0.005
 RETRY_DELAY_S = 0.1
 _STOP_MARGIN_S = 5.0  # `stop` may take this much longer than the longest wait for requests.
 
-_values_of = attrgetter("worker_id", "scope_id", "expiration_time")
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimerRequest:
@@ -40,11 +37,14 @@ class TimerRequest:
     scope_id: str
     expiration_time: float
 
+    def _values(self) -> tuple[Any, ...]:
+        return self.worker_id, self.scope_id, self.expiration_time
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TimerRequest) and _values_of(self) == _values_of(other)
+        return isinstance(other, TimerRequest) and self._values() == other._values()
 
     def __hash__(self) -> int:
-        return hash(_values_of(self))
+        return hash(self._values())
 
 
 class TimerClient(abc.ABC):
@@ -76,78 +76,19 @@ class RequestQueue(abc.ABC):
         """End a `get` that is waiting, if the queue can: called when the server is to stop."""
 
 
-class Watchdog(abc.ABC):
-    """A thread that takes turns until it is stopped. A turn that fails is logged."""
+class TimerServer(abc.ABC):
+    """A thread that takes turns until it is stopped. The subclass defines what a worker is and how to reap it."""
 
-    def __init__(self, max_interval: float, daemon: bool) -> None:
+    def __init__(self, request_queue: RequestQueue, max_interval: float, daemon: bool = True) -> None:
         if not 0 < max_interval < threading.TIMEOUT_MAX:
             raise UserError(f"max_interval must be a positive number of seconds, not {max_interval!r}")
+        self._request_queue = request_queue
         self._max_interval, self._daemon = max_interval, daemon
         self._watchdog_thread: threading.Thread | None = None
         self._is_ending = threading.Event()
-        self._unreaped: set[Any] = set()
-
-    @abc.abstractmethod
-    def _run_watchdog(self) -> None:
-        """One turn: wait until there is something to do, then do it."""
-
-    @abc.abstractmethod
-    def _wake(self) -> None:
-        """End the wait of the present turn."""
-
-    def start(self) -> None:
-        if self._is_ending.is_set():
-            raise UserError("this timer server has been stopped; make a new one")
-        if self._watchdog_thread is not None:
-            raise UserError("this timer server has already been started")
-        self._watchdog_thread = threading.Thread(target=self._watchdog_loop, name="holdfast-timer", daemon=self._daemon)
-        self._watchdog_thread.start()
-
-    def _watchdog_loop(self) -> None:
-        while not self._is_ending.is_set():
-            begun_s = time.monotonic()
-            try:
-                self._run_watchdog()
-                pause_s = min(_TURN_GAP_S, self._max_interval)
-            except Exception:
-                logger.exception("a turn of the timer server failed; it goes on")
-                pause_s = RETRY_DELAY_S
-            self._is_ending.wait(max(0.0, begun_s + pause_s - time.monotonic()))
-
-    def _end_thread(self, timeout_s: float | None) -> bool:
-        """Let the thread finish its turn and wait for it, unless this is that thread. Returns whether it has ended."""
-        self._is_ending.set()
-        self._wake()
-        thread, self._watchdog_thread = self._watchdog_thread, None
-        if thread is None or thread is threading.current_thread():
-            return thread is None
-        thread.join(timeout_s)
-        if thread.is_alive():
-            logger.warning(
-                "the timer server's thread has not ended within %s s and goes on in the background", timeout_s
-            )
-        return not thread.is_alive()
-
-    def _next_deadline_s(self) -> float | None:
-        """When the earliest timer runs out, by the monotonic clock; None if the server cannot tell."""
-        return None
-
-    def _wait_s(self) -> float:
-        shortest_s = RETRY_DELAY_S if self._unreaped else 0.0
-        return wait_s(self._next_deadline_s(), time.monotonic(), self._max_interval, shortest_s)
-
-
-def wait_s(deadline_s: float | None, now_s: float, longest_s: float, shortest_s: float = 0.0) -> float:
-    """How long a turn may wait for requests. `shortest_s` gives way to `longest_s`."""
-    return longest_s if deadline_s is None else min(longest_s, max(shortest_s, deadline_s - now_s))
-
-
-class TimerServer(Watchdog):
-    """Runs the turns in a thread; the subclass defines what a worker is and how to reap it."""
-
-    def __init__(self, request_queue: RequestQueue, max_interval: float, daemon: bool = True) -> None:
-        super().__init__(max_interval, daemon)
-        self._request_queue = request_queue
+        self._is_stopping = False  # Unlike `_is_ending`, this cuts a long turn short.
+        self._turn_ended_s = time.monotonic()
+        self._unreaped: set[Any] = set()  # Could not be reaped at the last turn.
 
     @abc.abstractmethod
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
@@ -165,27 +106,61 @@ class TimerServer(Watchdog):
     def _reap_worker(self, worker_id: Any) -> bool:
         """End a worker. False means that it should be tried again."""
 
+    def start(self) -> None:
+        if self._is_ending.is_set():
+            raise UserError("this timer server has been stopped; make a new one")
+        if self._watchdog_thread is not None:
+            raise UserError("this timer server has already been started")
+        self._watchdog_thread = threading.Thread(target=self._watchdog_loop, name="holdfast-timer", daemon=self._daemon)
+        self._watchdog_thread.start()
+
     def stop(self) -> None:
         """Let the thread finish its turn and wait for it; the server cannot be started again."""
+        self._is_stopping = True
         self._end_thread(self._max_interval + _STOP_MARGIN_S)
 
-    def _wake(self) -> None:
+    def _end_thread(self, timeout_s: float | None) -> None:
+        """Wait for the thread, unless this is that thread, and forget it if it has ended."""
+        self._is_ending.set()
         self._request_queue.wake()
+        thread = self._watchdog_thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(timeout_s)
+        if thread.is_alive():
+            logger.warning("the timer server's thread has not ended in %s s and goes on in the background", timeout_s)
+        else:
+            self._watchdog_thread = None
+
+    def _watchdog_loop(self) -> None:
+        while not self._is_ending.is_set():
+            begun_s = time.monotonic()
+            try:
+                self._run_watchdog()
+                pause_s = min(_TURN_GAP_S, self._max_interval)
+            except Exception:
+                logger.exception("a turn of the timer server failed; it goes on")
+                pause_s = RETRY_DELAY_S
+            self._is_ending.wait(max(0.0, begun_s + pause_s - time.monotonic()))
 
     def _run_watchdog(self) -> None:
-        self.register_timers(self._fetch(self._wait_s()))
-        expired = self.get_expired_timers(time.time())
-        for worker_id in expired.keys() - self._unreaped:
-            scopes = ", ".join(timer.scope_id for timer in expired[worker_id])
-            logger.warning("timers of worker %s have run out: %s", worker_id, scopes)
-        unreaped = {worker_id for worker_id in expired if not self._is_reaped(worker_id)}
+        """One turn: wait until there is something to do, then do it."""
+        shortest_s = RETRY_DELAY_S if self._unreaped else 0.0
+        self._fetch(wait_s(self._next_deadline_s(), time.monotonic(), self._max_interval, shortest_s))
+        if not self._is_ending.is_set():
+            self._reap_expired()
+
+    def _fetch(self, timeout_s: float) -> None:
+        self.register_timers(self._request_queue.get(max(1, self._request_queue.size()), timeout_s))
+
+    def _reap_expired(self) -> None:
+        expired = self._expired_now()
+        unreaped = {worker_id for worker_id in self._condemned(expired) if not self._is_reaped(worker_id)}
         for worker_id in unreaped - self._unreaped:
             logger.error("worker %s could not be reaped; it will be tried again at every turn", worker_id)
         self._unreaped = unreaped
         self.clear_timers(expired.keys() - unreaped)
-
-    def _fetch(self, wait_s: float) -> list[TimerRequest]:
-        return self._request_queue.get(max(1, self._request_queue.size()), wait_s)
+        self._turn_ended_s = time.monotonic()
 
     def _is_reaped(self, worker_id: Any) -> bool:
         """A reaper that raises would raise again at every turn, so its worker is not given to it twice."""
@@ -194,6 +169,27 @@ class TimerServer(Watchdog):
         except Exception:
             logger.exception("reaping worker %s failed", worker_id)
             return True
+
+    # What a server may know better.
+
+    def _next_deadline_s(self) -> float | None:
+        """When the earliest timer runs out, by the monotonic clock; None if the server cannot tell."""
+        return None
+
+    def _expired_now(self) -> dict[Any, list[TimerRequest]]:
+        return self.get_expired_timers(time.time())
+
+    def _condemned(self, expired: dict[Any, list[TimerRequest]]) -> Iterable[Any]:
+        """Report the workers that have overrun. Returns those to reap."""
+        for worker_id in expired.keys() - self._unreaped:
+            scopes = ", ".join(timer.scope_id for timer in expired[worker_id])
+            logger.warning("timers of worker %s have run out: %s", worker_id, scopes)
+        return expired
+
+
+def wait_s(deadline_s: float | None, now_s: float, longest_s: float, shortest_s: float = 0.0) -> float:
+    """How long a turn may wait for requests. `shortest_s` gives way to `longest_s`."""
+    return longest_s if deadline_s is None else min(longest_s, max(shortest_s, deadline_s - now_s))
 
 
 _timer_client: TimerClient | None = None

@@ -1,50 +1,55 @@
-"""The timers of processes: the code that the servers for queues and for pipes share.
+"""The timers of processes: the server that both queues and pipes feed.
 
 Deadlines. A request names its deadline in seconds since the epoch. A wall clock is set now and then, and a step of it
 must neither fire a timer nor delay one. So a deadline is converted once, when its request arrives, and from then on
-only the monotonic clock counts. Two clocks cannot be read at the same instant, so the distance between them is kept
-until it has moved by more than a reading can explain. Deadlines that are converted without a step between them
-therefore keep their order exactly.
+only the monotonic clock counts.
 
 Processes. The kernel reuses pids. A pid together with its start time names one process for as long as the host is up.
-A process that reuses a pid is never signalled, nor is a group of processes.
+A process that reuses a pid is never signalled, nor is a group of processes, nor the server's own process.
+
+Stacks. Before a process is signalled its stacks are logged, which may take seconds. Requests are read meanwhile, so
+that no client meets a full pipe.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import signal
 import time
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 from holdfast import procfs
 from holdfast.hangs import stacks
-from holdfast.timer.api import TimerRequest
+from holdfast.signals import signal_name
+from holdfast.timer.api import RequestQueue, TimerRequest, TimerServer
 from holdfast.timer.table import TimerTable
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R", bound=TimerRequest)
-
-# Steps are of milliseconds or more. Smaller corrections are slewed, which moves both clocks alike.
-_STEP_S = 0.001
+# A little more than a dump gives itself, so that its own explanation arrives if it takes too long.
+_DUMPS_TIMEOUT_S = stacks.DUMP_TIMEOUT_S + 0.5
 
 
-class ProcessTimers(Generic[R]):
-    """The part of a server that keeps timers by pid. `dump_stacks(pid)` returns text for the log."""
+class ProcessTimerServer(TimerServer):
+    """Signals the processes that overrun a timer. `dump_stacks(pid)` returns text for the log (from py-spy)."""
 
-    _unreaped: set[int]  # Could not be signalled at the last turn.
-
-    def __init__(self, dump_stacks: Callable[[int], str] | None) -> None:
+    def __init__(
+        self, request_queue: RequestQueue, max_interval: float, daemon: bool, dump_stacks: Callable[[int], str] | None
+    ) -> None:
+        super().__init__(request_queue, max_interval, daemon)
         self._dump_stacks = dump_stacks or stacks.dump_with_py_spy
-        self._timers: TimerTable[R] = TimerTable()
+        self._timers: TimerTable[Any] = TimerTable()
+        self._fatal: dict[int, Any] = {}  # By pid, the timer whose signal to send at this turn.
         self._request_count = 0
-        self._distance_s = time.time() - time.monotonic()
 
-    def register_timers(self, timer_requests: list[R]) -> None:
+    def register_timers(self, timer_requests: list[Any]) -> None:
         """Arm and release timers as the requests say, in their order."""
-        distance_s = self._clock_distance_s()
+        wall_s = time.time()
+        now_s = time.monotonic()  # Read later, so that a pause between the two delays a timer rather than fires it.
         started: dict[int, int | None] = {}
         for request in timer_requests:
             pid, scope = request.worker_id, request.scope_id
@@ -54,7 +59,8 @@ class ProcessTimers(Generic[R]):
                 continue
             if pid not in started:
                 started[pid] = start_time(pid)
-            self._timers.register(pid, scope, request.expiration_time - distance_s, request, started[pid])
+            deadline_s = now_s + (request.expiration_time - wall_s)
+            self._timers.register(pid, scope, deadline_s, request, started[pid])
 
     def clear_timers(self, worker_ids: set[int]) -> None:
         """Forget the timers of these processes and of all that have ended."""
@@ -62,9 +68,11 @@ class ProcessTimers(Generic[R]):
             if pid in worker_ids or not self._is_same_process(pid):
                 self._timers.forget(pid)
 
-    def get_expired_timers(self, deadline: float) -> dict[int, list[R]]:
+    def get_expired_timers(self, deadline: float) -> dict[int, list[Any]]:
         """By pid, the timers whose expiration time is not after `deadline`, earliest first."""
-        return self._timers.expired(deadline - self._clock_distance_s())
+        by_pid = self._timers.expired(math.inf)
+        due = {pid: [each for each in by_pid[pid] if each.expiration_time <= deadline] for pid in by_pid}
+        return {pid: timers for pid, timers in due.items() if timers}
 
     @staticmethod
     def is_process_running(pid: int) -> bool:
@@ -76,37 +84,77 @@ class ProcessTimers(Generic[R]):
         started = self._timers.started(pid)
         return self.is_process_running(pid) and (started is None or start_time(pid) in (None, started))
 
-    def _is_signalled(self, pid: int, signal: int) -> bool:
-        """Send the signal. False means that it should be tried again."""
-        try:
-            if pid <= 0:  # To the kernel that means a whole group of processes.
-                raise ProcessLookupError
-            os.kill(pid, signal)
-        except ProcessLookupError:
-            logger.info("process %d is already gone", pid)
-        except OSError as error:
-            level = logging.DEBUG if pid in self._unreaped else logging.ERROR
-            logger.log(level, "cannot send signal %d to process %d, will try again: %s", signal, pid, error)
-            return False
-        return True
-
-    def _stacks_of(self, pid: int) -> str:
-        return stacks.text_for(pid, self._dump_stacks)
-
     def _next_deadline_s(self) -> float | None:
         return self._timers.next_deadline()
 
-    def _clock_distance_s(self) -> float:
-        """Subtract this from a wall-clock time to convert it to the monotonic clock."""
-        self._distance_s = held_distance_s(self._distance_s, time.monotonic(), time.time(), time.monotonic())
-        return self._distance_s
+    def _expired_now(self) -> dict[int, list[Any]]:
+        return self._timers.expired(time.monotonic())
+
+    def _condemned(self, expired: dict[int, list[Any]]) -> Iterable[int]:
+        found = {pid: self._examine(pid, timers) for pid, timers in expired.items()}
+        self._fatal = {pid: timer for pid, timer in found.items() if timer is not None}
+        self._log_stacks(self._fatal.keys() - self._unreaped)
+        return () if self._is_stopping else self._fatal
+
+    def _examine(self, pid: int, timers: list[Any]) -> Any:
+        """Report the timers that a process has overrun. Returns the timer whose signal to send, if any."""
+        reported, fatal = verdict(timers)
+        if not self._is_same_process(pid):
+            return None
+        if pid in self._unreaped:
+            return fatal
+        scopes = ", ".join(timer.scope_id for timer in timers)
+        for timer in reported:
+            self._tell("timer expired", timer)
+        if fatal is None:
+            logger.info("process %d has overrun %s; no signal was asked for, so it is only reported", pid, scopes)
+            return None
+        if is_own(pid):
+            logger.error("process %d has overrun %s, but it is the watchdog's own and gets no signal", pid, scopes)
+            return None
+        logger.warning("process %d has overrun %s and will get %s", pid, scopes, signal_name(signal_of(fatal)))
+        return fatal
+
+    def _log_stacks(self, pids: Iterable[int]) -> None:
+        """Log the stacks of these processes. Requests are read meanwhile; `stop` ends it."""
+        dumps = stacks.Dumps(pids, partial(stacks.text_for, dump=self._dump_stacks), self._request_queue.wake)
+        until_s = time.monotonic() + _DUMPS_TIMEOUT_S
+        while not dumps.are_complete() and not self._is_stopping and (left_s := until_s - time.monotonic()) > 0:
+            self._fetch(left_s)
+        for text in filter(None, dumps.finish(stacks.late_text).values()):
+            logger.warning("%s", text)
+
+    def _reap_worker(self, worker_id: int) -> bool:
+        """Signal a process, which may have ended while its stacks were taken. False means: try again."""
+        if worker_id <= 0 or not self._is_same_process(worker_id):  # To the kernel, 0 and less are groups of processes.
+            return True
+        timer = self._fatal[worker_id]
+        try:
+            os.kill(worker_id, signal_of(timer))
+        except ProcessLookupError:
+            logger.info("process %d is already gone", worker_id)
+        except OSError as error:
+            level = logging.DEBUG if worker_id in self._unreaped else logging.ERROR
+            logger.log(level, "cannot signal process %d, will try again: %s", worker_id, error)
+            return False
+        self._tell("kill worker process", timer)
+        return True
+
+    def _tell(self, name: str, request: Any) -> None:
+        """For listeners to the events of this server."""
 
 
-def held_distance_s(held_s: float, before_s: float, wall_s: float, after_s: float) -> float:
-    """The distance from monotonic to wall clock, given the one held so far and a reading between two others."""
-    measured_s = wall_s - (before_s + after_s) / 2
-    doubt_s = (after_s - before_s) / 2
-    return measured_s if abs(measured_s - held_s) > _STEP_S + doubt_s else held_s
+def signal_of(timer: TimerRequest) -> int:
+    """A request without a signal of its own means SIGKILL."""
+    return getattr(timer, "signal", signal.SIGKILL)
+
+
+def verdict(timers: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+    """Of one process's expired timers, earliest first: those to report, and the one whose signal it gets."""
+    for position, timer in enumerate(timers):
+        if signal_of(timer) > 0:
+            return timers[: position + 1], timer
+    return timers, None
 
 
 def start_time(pid: int) -> int | None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 import math
 import os
-import select
-import signal
 import time
 from collections.abc import Callable
-from multiprocessing import queues
+from multiprocessing import connection, queues
 from queue import Empty
 from typing import Any
 
 from holdfast.loop import Wakeup
-from holdfast.timer import processes
-from holdfast.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer
+from holdfast.timer.api import RequestQueue, TimerClient, TimerRequest
+from holdfast.timer.processes import ProcessTimerServer
 
 logger = logging.getLogger(__name__)
+
+_PLAIN_GET_S = 0.5
 
 
 class LocalTimerClient(TimerClient):
@@ -35,7 +35,7 @@ class LocalTimerClient(TimerClient):
 
 class MultiprocessingRequestQueue(RequestQueue):
     """A multiprocessing queue as a source of requests. A plain `get` on such a queue cannot be interrupted, so the pipe
-    behind it is polled together with a wake-up. A queue that has no pipe (a manager's proxy) gets a plain `get`."""
+    behind it is polled together with a wake-up. A queue that has no pipe (a manager's proxy) gets short plain ones."""
 
     def __init__(self, mp_queue: queues.Queue[TimerRequest]) -> None:
         self._mp_queue = mp_queue
@@ -50,8 +50,13 @@ class MultiprocessingRequestQueue(RequestQueue):
         for _ in range(size):
             left_s = max(0.0, until_s - time.monotonic())
             reader = getattr(self._mp_queue, "_reader", None)
-            if reader is not None and not self._is_ready(reader.fileno(), left_s):
-                break
+            if reader is None:
+                left_s = min(left_s, _PLAIN_GET_S)
+            else:
+                ready = connection.wait([reader, self._wakeup.fileno()], left_s)
+                self._wakeup.clear()
+                if reader not in ready:
+                    break
             try:
                 requests.append(self._mp_queue.get(timeout=left_s))
             except Empty:
@@ -64,16 +69,8 @@ class MultiprocessingRequestQueue(RequestQueue):
     def wake(self) -> None:
         self._wakeup.wake()
 
-    def _is_ready(self, reader_fd: int, timeout_s: float) -> bool:
-        poller = select.poll()
-        poller.register(reader_fd, select.POLLIN)
-        poller.register(self._wakeup.fileno(), select.POLLIN)
-        ready = {fd for fd, _ in poller.poll(timeout_s * 1000)}
-        self._wakeup.clear()
-        return reader_fd in ready
 
-
-class LocalTimerServer(processes.ProcessTimers[TimerRequest], TimerServer):
+class LocalTimerServer(ProcessTimerServer):
     """Kills the processes that overrun a timer, and logs their stacks: what `dump_stacks(pid)` returns, or py-spy."""
 
     def __init__(
@@ -84,31 +81,20 @@ class LocalTimerServer(processes.ProcessTimers[TimerRequest], TimerServer):
         *,
         dump_stacks: Callable[[int], str] | None = None,
     ) -> None:
-        processes.ProcessTimers.__init__(self, dump_stacks)
-        TimerServer.__init__(self, MultiprocessingRequestQueue(mp_queue), max_interval, daemon)
+        super().__init__(MultiprocessingRequestQueue(mp_queue), max_interval, daemon, dump_stacks)
 
-    def register_timers(self, timer_requests: list[TimerRequest]) -> None:
+    def register_timers(self, timer_requests: list[Any]) -> None:
         for junk in (each for each in timer_requests if not _is_request(each)):
             logger.warning("skipped %.80r, which is not a timer request", junk)
         super().register_timers([each for each in timer_requests if _is_request(each)])
 
-    def _reap_worker(self, worker_id: int) -> bool:
-        if not self._is_same_process(worker_id):
-            return True
-        if processes.is_own(worker_id):
-            logger.error("process %d has overrun a timer, but it is the watchdog's own and is not killed", worker_id)
-            return True
-        if worker_id not in self._unreaped:
-            logger.warning("killing process %d\n%s", worker_id, self._stacks_of(worker_id))
-        return self._is_signalled(worker_id, signal.SIGKILL)
-
-    def _fetch(self, wait_s: float) -> list[TimerRequest]:
+    def _fetch(self, timeout_s: float) -> None:
         """Wait for one request, then take the others that are there. The queue's size may be too high: a client that
         dies between counting a request and sending it leaves it so for good."""
-        requests = self._request_queue.get(1, wait_s)
+        requests = self._request_queue.get(1, timeout_s)
         if requests:
             requests += self._request_queue.get(self._request_queue.size(), 0.0)
-        return requests
+        self.register_timers(requests)
 
 
 def _is_request(candidate: Any) -> bool:

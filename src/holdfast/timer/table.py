@@ -7,68 +7,57 @@ old timers are dropped.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 R = TypeVar("R")
-
-
-@dataclass(slots=True)
-class _Process(Generic[R]):
-    """A process, and by scope the deadline and the request of each of its timers, in the order of arming."""
-
-    started: int | None
-    timers: dict[str, tuple[float, R]] = field(default_factory=dict)
 
 
 class TimerTable(Generic[R]):
     """Armed timers by (pid, scope), each with the request that armed it. A process without timers is not kept."""
 
     def __init__(self) -> None:
-        self._processes: dict[int, _Process[R]] = {}
+        # By pid: by scope, in the order of arming, the deadline and the request; and when the process had started.
+        self._timers: dict[int, dict[str, tuple[float, R]]] = {}
+        self._started: dict[int, int | None] = {}
 
     def __len__(self) -> int:
-        return sum(len(process.timers) for process in self._processes.values())
+        return sum(map(len, self._timers.values()))
 
     def __contains__(self, key: tuple[int, str]) -> bool:
         pid, scope = key
-        return pid in self._processes and scope in self._processes[pid].timers
+        return scope in self._timers.get(pid, ())
 
     def register(self, pid: int, scope: str, deadline: float, request: R, started: int | None = None) -> None:
         """Arm a timer, or move its deadline. `started` is None if the start time is not known."""
-        process = self._processes.get(pid)
-        if process is None or started not in (None, process.started):
-            process = self._processes[pid] = _Process(started)
-        process.timers.pop(scope, None)
-        process.timers[scope] = (deadline, request)
+        if pid not in self._timers or started not in (None, self._started[pid]):
+            self._timers[pid], self._started[pid] = {}, started
+        self._timers[pid].pop(scope, None)
+        self._timers[pid][scope] = (deadline, request)
 
     def release(self, pid: int, scope: str) -> None:
-        process = self._processes.get(pid)
-        if process is not None:
-            process.timers.pop(scope, None)
-            if not process.timers:
-                del self._processes[pid]
+        if (pid, scope) in self:
+            del self._timers[pid][scope]
+            if not self._timers[pid]:
+                self.forget(pid)
 
     def forget(self, pid: int) -> None:
-        self._processes.pop(pid, None)
+        self._timers.pop(pid, None)
+        self._started.pop(pid, None)
 
     def expired(self, now: float) -> dict[int, list[R]]:
         """The requests whose deadline is not after `now`, earliest first, by pid. They stay armed."""
         by_pid = {}
-        for pid, process in self._processes.items():
-            due = [timer for timer in process.timers.values() if timer[0] <= now]
-            if due:
+        for pid, timers in self._timers.items():
+            if due := [timer for timer in timers.values() if timer[0] <= now]:
                 by_pid[pid] = [request for _, request in sorted(due, key=lambda timer: timer[0])]
         return by_pid
 
     def next_deadline(self) -> float | None:
-        timers = (timer for process in self._processes.values() for timer in process.timers.values())
-        return min((deadline for deadline, _ in timers), default=None)
+        return min((deadline for timers in self._timers.values() for deadline, _ in timers.values()), default=None)
 
     def started(self, pid: int) -> int | None:
         """The start time that the process had when it armed its timers."""
-        process = self._processes.get(pid)
-        return None if process is None else process.started
+        return self._started.get(pid)
 
     def pids(self) -> list[int]:
-        return list(self._processes)
+        return list(self._timers)
