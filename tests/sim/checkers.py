@@ -164,16 +164,25 @@ class OneWorldAtOnce(Checker):
 
 class SurvivorsKeepOrder(Checker):
     """A node that is in two rounds that follow each other keeps its place relative to the others that are, also if
-    another coordinator seals the second one, as far as the nodes knew of their places and came back in time."""
+    another coordinator seals the second one, as far as the nodes knew of their places and came back in time. A member
+    that was lost before the round was judged, and comes back to another coordinator, is a newcomer there; and a round
+    that was written down counts, even if its coordinator died before it told any node."""
 
     def set_up(self) -> None:
+        self._order = (0, 0)
         self._keys: tuple[str, ...] = ()
         self._unheard: set[str] = set()
 
     def data_lost(self) -> None:
         self._keys = ()
 
-    def coordinator_started(self) -> None:
+    def coordinator_started(self, memory: Memory | None) -> None:
+        if memory is not None and memory.members:
+            written = (memory.round_term, memory.last_round)
+            self._keys = (
+                memory.members if written > self._order else tuple(key for key in self._keys if key in memory.members)
+            )
+            self._order = max(written, self._order)
         self._unheard = set(self._keys)
         self._started_at = self.now()
 
@@ -222,7 +231,7 @@ class _Ledger(Checker):
     is_uncertain = False
     """Which round the coordinator speaks of, until the next one is sealed."""
 
-    def coordinator_started(self) -> None:
+    def coordinator_started(self, memory: Memory | None) -> None:
         self._begin()
         self._started_at = self.now()
 
@@ -404,7 +413,7 @@ class RestartsWithinBudget(Checker):
         self._charged_round = 0
         self._written_at = self._decided_at = 0.0
 
-    def coordinator_started(self) -> None:
+    def coordinator_started(self, memory: Memory | None) -> None:
         gap_s = self.now() - self._written_at
         self._charged_at = [at + gap_s for at in self._charged_at]
         self._written_at = self.now()
@@ -551,7 +560,7 @@ class StoppingIsBounded(Checker):
     def set_up(self) -> None:
         self._until: float | None = None
 
-    def coordinator_started(self) -> None:
+    def coordinator_started(self, memory: Memory | None = None) -> None:
         self._until = None
 
     coordinator_thawed = coordinator_started

@@ -74,7 +74,7 @@ class Coordinator:
         self.last_memory = memory
         self.machine = Membership(self.local_now, memory, **how)
         self.address.listener = self
-        self.checks.coordinator_started()
+        self.checks.coordinator_started(memory)
 
     def crash(self) -> None:
         self.engine.note(self.name, "crashes")

@@ -171,7 +171,7 @@ def test_nobody_objects_to_a_run_that_goes_well() -> None:
     checks = Checks(SETTINGS, lambda: 0.0, RULES)
     world = World.of(1, 1, (A, B))
     story = [
-        did("coordinator_started"), heard(A, join(A)), heard(B, join(B)), wrote(1), sealed(1, A, B),
+        did("coordinator_started", None), heard(A, join(A)), heard(B, join(B)), wrote(1), sealed(1, A, B),
         placed(A, world, 0), placed(B, world, 1),
         did("workers_started", group(A, 1, 0)), did("workers_started", group(B, 1, 1)),
         did("workers_gone", group(A, 1, 0)), did("failure_reported", A.key, 1),
