@@ -379,7 +379,7 @@ print([status for status in control.find()[0] if status["run_id"] == "job7"])
 
 
 @as_root
-def test_root_sees_the_agents_of_others_and_believes_what_they_say_of_themselves() -> None:
+def test_root_sees_the_agents_of_others_if_it_asks_and_believes_what_they_say_of_themselves() -> None:
     source = """
 for pid in (os.getpid(), 1):
     control.ControlSocket("theirs", {"status": lambda request, pid=pid: {"pid": pid, "run_id": "theirs"}})
@@ -391,9 +391,10 @@ sys.stdin.read()
         process = as_nobody(source, env={**os.environ, "XDG_RUNTIME_DIR": theirs})
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
-        theirs_found = [status for status in control.find()[0] if status.get("run_id") == "theirs"]
+        found, asked = control.find()[0], control.find(of_all_users=True)[0]
         process.communicate()
-    assert theirs_found == [{"pid": process.pid, "run_id": "theirs"}]
+    assert "theirs" not in [status.get("run_id") for status in found]
+    assert [each for each in asked if each.get("run_id") == "theirs"] == [{"pid": process.pid, "run_id": "theirs"}]
 
 
 # Agents that are gone, or stopped.

@@ -135,6 +135,24 @@ def test_a_place_that_cannot_be_written_to_costs_a_warning(tmp_path: Path, caplo
     assert "cannot be removed" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "memory",
+    [
+        Memory(term=2**53, last_round=1),
+        Memory(last_round=2**53),
+        Memory(last_round=1, settings=Settings(9, 2)),
+        Memory(last_round=1, settings=Settings(lease_s=0.5)),
+    ],
+)
+def test_a_memory_that_makes_no_sense_counts_as_lost(
+    memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = StateFiles(tmp_path / "state", "10.0.0.1", 1)
+    files.remember("run", memory)
+    assert files.recall("run") == (Memory(), None)
+    assert "cannot be used: it makes no sense: " in caplog.text
+
+
 @pytest.mark.parametrize("how", ["a file", "open to all", "a link"])
 def test_a_name_that_another_user_has_taken_is_said_once_and_not_used(
     how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture

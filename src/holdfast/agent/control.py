@@ -38,7 +38,9 @@ Command = Callable[[Mapping[str, Any]], Any]
 _CLIENT_LIMIT_S = 1.0
 _REQUEST_LIMIT_BYTES = 4096
 _ANSWER_LIMIT_BYTES = 4 << 20
+_ANSWER_OF_OTHERS_LIMIT_BYTES = 1 << 20
 _ASK_LIMIT_S = 2.0
+_OTHERS_LIMIT_S = 5.0
 _BACKLOG = 128
 _PATH_LIMIT_BYTES = 107  # the kernel's
 _CLOSE_PATIENCE_S = 0.2
@@ -180,13 +182,18 @@ os.register_at_fork(after_in_child=_release_in_child)
 # The other side.
 
 
-def find() -> tuple[list[dict[str, Any]], list[int]]:
-    """Every agent on this host that this user may ask, wherever its socket is: the statuses (`AgentStatus.to_dict`),
-    and the pids of agents that did not answer in time. Stale sockets are removed."""
+def find(*, of_all_users: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
+    """Every agent of this user on this host, wherever its socket is: the statuses (`AgentStatus.to_dict`), and the pids
+    of agents that did not answer in time. Stale sockets are removed. Root may ask the agents of all users; those of
+    others have a bounded time for all of them together."""
     statuses, silent = [], []
-    for path, pid in sorted(_paths().items()):
+    own = {path: pid for path, pid in _paths().items() if _owner_of(path) == os.geteuid()}
+    others = {path: pid for path, pid in _paths().items() if path not in own} if of_all_users else {}
+    until = time.monotonic() + _OTHERS_LIMIT_S
+    for path, pid in [*sorted(own.items()), *sorted(others.items())]:
+        limit_s = _ASK_LIMIT_S if path in own else min(_ASK_LIMIT_S, max(0.01, until - time.monotonic()))
         try:
-            answer, peer = ask(path, {"command": "status"})
+            answer, peer = ask(path, {"command": "status"}, limit_s)
         except ConnectionRefusedError:
             with contextlib.suppress(OSError):
                 if os.path.dirname(path) in directories() and time.time() - os.stat(path).st_mtime > _STALE_AFTER_S:
@@ -216,7 +223,8 @@ def ask(path: str, request: Mapping[str, Any], timeout_s: float = _ASK_LIMIT_S) 
         if uid != owner:
             raise PermissionError(errno.EPERM, f"user {uid} serves the socket of user {owner}", path)
         sock.sendall(json.dumps(request).encode() + b"\n")
-        answer = json.loads(_read_line(sock, _ANSWER_LIMIT_BYTES, until))
+        limit_bytes = _ANSWER_LIMIT_BYTES if owner == os.geteuid() else _ANSWER_OF_OTHERS_LIMIT_BYTES
+        answer = json.loads(_read_line(sock, limit_bytes, until))
     finally:
         sock.close()
     if not isinstance(answer, dict):
@@ -231,6 +239,13 @@ def directories() -> list[str]:
     found = [f"{runtime}/holdfast"] if runtime.startswith("/") else []
     temporary = dict.fromkeys([os.path.abspath(os.environ.get("TMPDIR") or "/tmp"), "/tmp"])
     return found + [f"{directory}/holdfast-agents-{os.geteuid()}" for directory in temporary]
+
+
+def _owner_of(path: str) -> int | None:
+    try:
+        return os.lstat(path).st_uid
+    except OSError:
+        return None
 
 
 def _is_private(directory: str) -> bool:

@@ -22,6 +22,8 @@ from holdfast.hangs import compare, watch
 
 PROGRAM = "holdfast stacks"
 
+_MAX_NAME = 1024
+
 _EPILOG = """\
 Workers at the same place are shown once; those that stand out come first. With neither --pid nor --run-id it is the
 only run on this host; if there are several, they are listed.
@@ -43,6 +45,7 @@ def get_parser() -> PlainParser:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--pid", type=int, metavar="PID", help="the agent, that is the `holdfast run` process")
     which.add_argument("--run-id", metavar="ID", help="the run, as given by --rdzv-id")
+    parser.add_argument("--all-users", action="store_true", help="for root: look at the runs of other users, too")
     parser.add_argument("--native", action="store_true", help="with native frames; pauses the workers for longer")
     parser.add_argument("--all", action="store_true", help="every thread of every process, too")
     return parser
@@ -80,7 +83,7 @@ class Agent:
 
 
 def _chosen(args: argparse.Namespace) -> list[Agent]:
-    statuses, silent = control.find()
+    statuses, silent = control.find(of_all_users=args.all_users or args.pid is not None)
     for pid in silent:
         console.write_error(PROGRAM, f"agent {pid} does not answer; it may be stopped")
     agents = [agent for status in statuses if (agent := _agent_from(status)) is not None]
@@ -106,13 +109,19 @@ def _chosen(args: argparse.Namespace) -> list[Agent]:
 def _agent_from(status: Mapping[str, Any]) -> Agent | None:
     """Root asks every user's agents, so what they answer may be anything."""
     try:
-        workers = [(int(each["global_rank"]), int(each["pid"])) for each in status["workers"] if each["pid"]]
-        run_id = str(status["run_id"])
-        round, node, nodes = (int(status[name] or 0) for name in ("round", "node", "nodes"))
+        workers = [(_number(each["global_rank"]), _number(each["pid"])) for each in status["workers"] if each["pid"]]
+        run_id = str(status["run_id"])[:_MAX_NAME]
+        round, node, nodes = (_number(status[name] or 0) for name in ("round", "node", "nodes"))
         name = run_id if run_id.isprintable() else repr(run_id)
-        return Agent(int(status["pid"]), name, round, node, nodes, tuple(workers))
+        return Agent(_number(status["pid"]), name, round, node, nodes, tuple(workers))
     except (LookupError, TypeError, ValueError, ArithmeticError):
         return None
+
+
+def _number(value: Any) -> int:
+    if isinstance(value, int) and 0 <= value < 1 << 53:
+        return value
+    raise ValueError(f"{value!r:.40} is no number")
 
 
 def _at_pid(agents: list[Agent], pid: int) -> list[Agent]:
@@ -139,7 +148,8 @@ def _listed(agents: list[Agent]) -> str:
 
 
 def _as_whom() -> str:
-    return "" if os.geteuid() == 0 else f" (of user {os.geteuid()}; those of others are seen by root)"
+    whose = "root sees those of others with --all-users"
+    return f" ({whose})" if os.geteuid() == 0 else f" (of user {os.geteuid()}; {whose})"
 
 
 # What is shown.

@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from holdfast.rendezvous.membership import protocol  # noqa: F401  # the limits of what is read
+from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import Memory
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class StateFiles:
         try:
             _check_private(self._directory)
             page = msgspec.json.decode(path.read_bytes(), type=_Page)
+            protocol.checked(page.memory)
             age_s = time.time() - path.stat().st_mtime
         except FileNotFoundError:
             return None, None

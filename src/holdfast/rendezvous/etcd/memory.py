@@ -29,8 +29,9 @@ from holdfast.rendezvous.endpoints import endpoint_text, parse_rendezvous_endpoi
 from holdfast.rendezvous.etcd import election, gateway
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.etcd.options import Access
+from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import Memory
-from holdfast.rendezvous.membership.protocol import TimePassed  # That module sets the limits of what is read.
+from holdfast.rendezvous.membership.protocol import TimePassed
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class EtcdKeeper:
             raise HostError(str(error)) from None
         if value is not None:
             try:
-                self._memory = _memory_decoder.decode(value)
+                self._memory = protocol.checked(_memory_decoder.decode(value))
             except (ValueError, RecursionError) as error:
                 told = "what etcd remembers of run %r cannot be read, and counts as lost: %s"
                 logger.error(told, self._own.run_id, error)

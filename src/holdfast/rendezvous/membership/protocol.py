@@ -32,6 +32,7 @@ _TOLD_AT_MOST = 8
 _MAX_COUNT = 1 << 53  # What every peer can count to, whatever it is written in.
 # What a peer may claim that rounds and terms have reached. A coordinator that believes it still has as many to go.
 HIGHEST_CLAIM = 1 << 52
+_HIGHEST_KEPT = HIGHEST_CLAIM + (1 << 51)  # In a memory.
 
 Count = Annotated[int, Meta(ge=0, le=_MAX_COUNT)]
 AnyInt = Annotated[int, Meta(ge=-_MAX_COUNT, le=_MAX_COUNT)]
@@ -205,8 +206,15 @@ class HeartbeatAnswer(msgspec.Struct, frozen=True, tag=True):
 FromCoordinator = Push | HeartbeatAnswer
 
 
+def checked(memory: Memory) -> Memory:
+    """Raises ValueError if a memory makes no sense that has the right shape."""
+    if problem := problem_of(memory):
+        raise ValueError(f"it makes no sense: {problem}")
+    return memory
+
+
 def problem_of(message: object) -> str:
-    """What is wrong with the values of a message that has the right shape; or nothing."""
+    """What is wrong with the values of a message or memory that has the right shape; or nothing."""
     match message:
         case Hello(version, nonce=nonce) | Challenge(version, nonce) if version == MAJOR and len(nonce) != NONCE_BYTES:
             return f"a nonce of {len(nonce)} bytes"
@@ -214,6 +222,10 @@ def problem_of(message: object) -> str:
             return _settings_problem(settings) or (_place_problem(place, settings) if place is not None else "")
         case Return(_, settings, place):
             return _settings_problem(settings) or _place_problem(place, settings)
+        case Memory(settings=settings, term=term, last_round=round):
+            if max(term, round) > _HIGHEST_KEPT:
+                return f"term {term} and round {round}, which no coordinator can have reached"
+            return _settings_problem(settings) if settings is not None else ""
         case model.Sealed(_, place):
             try:
                 place.shape_of_each()  # Not of places that nodes send: the coordinator only passes their patterns on.
