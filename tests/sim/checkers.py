@@ -665,7 +665,10 @@ def name_of(rule: type[Checker]) -> str:
 
 
 class Checks:
-    """All rules at once. Each hook goes to the rules that have it."""
+    """All rules at once. Each hook goes to the rules that have it. `newest` is the coordinator that was started last: on
+    etcd an older one may hear of nodes for a while, and can write nothing of it down any more."""
+
+    newest: object = None
 
     def __init__(self, settings: Settings, now: Callable[[], float], rules: tuple[type[Checker], ...] = RULES) -> None:
         self.rules = [rule(settings) for rule in rules]

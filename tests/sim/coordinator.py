@@ -74,6 +74,7 @@ class Coordinator:
         self.last_memory = memory
         self.machine = Membership(self.local_now, memory, **how)
         self.address.listener = self
+        self.checks.newest = self
         self.checks.coordinator_started(memory)
 
     def crash(self) -> None:
@@ -152,7 +153,8 @@ class Coordinator:
             return
         if isinstance(message, (protocol.Join, protocol.Return)) and not self._bind(link, message.facts):
             return
-        self.checks.message_received(link.key, message)
+        if self.checks.newest is self:
+            self.checks.message_received(link.key, message)
         if link.key or isinstance(message, protocol.Close):
             self._step(From(link.key, message))
 
@@ -175,7 +177,8 @@ class Coordinator:
     def closed(self, link: Link) -> None:
         if link.key and self._links.get(link.key) is link:
             del self._links[link.key]
-            self.checks.connection_closed(link.key)
+            if self.checks.newest is self:
+                self.checks.connection_closed(link.key)
             self._step(protocol.ConnectionClosed(link.key))
 
     # What the machine wants done.
