@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast import escape
 from holdfast.failures.report import (
     CAUSE_LINE_LIMIT_CHARS,
     Evidence,
@@ -205,7 +206,7 @@ def test_root_cause(failures: dict[int, FailureFacts], expected: int) -> None:
         (
             3,
             FailureFacts(7, pid=1, evidence=Evidence(stderr_tail="\x1b[31mred\x1b[0m\x07 alert\n")),
-            "rank 3 exited with code 7 (pid 1): red? alert",
+            "rank 3 exited with code 7 (pid 1): red\\x07 alert",
         ),
         (
             5,
@@ -391,3 +392,21 @@ def test_the_report_ends_with_the_cause() -> None:
 
 def test_the_border_is_at_most_60_wide() -> None:
     assert report("j" * 100, "[0]:", []).split("\n")[1] == "=" * 60
+
+
+def test_text_of_a_worker_is_escaped_and_begins_no_line_of_the_report() -> None:
+    hostile = "x\x1b[2J\x9b\u202e\r\nCause: forged\u2028Cause: forged\x0bCause: forged"
+    evidence = Evidence(stack=hostile, stderr_tail=hostile + "\nend", memory=hostile, note=hostile)
+    block = failure_block(0, {"host": hostile, "exitcode": "1", "traceback": hostile}, evidence)
+    text = report(hostile, block, [block], stopped="", cause=hostile)
+    assert escape.lines(text) == text
+    assert sum(line.startswith("Cause:") for line in text.splitlines()) == 1
+    assert [line for line in block.splitlines()[1:] if not line.startswith("  ")] == []
+
+
+def test_colours_of_a_worker_are_left_out() -> None:
+    shown = "\x1b[1;35mValueError\x1b[0m: \x1b[35mx\x1b[0m"
+    traceback = "Traceback (most recent call last):\n  File\nValueError: x"
+    block = failure_block(0, {"traceback": traceback}, Evidence(stderr_tail=traceback.replace("ValueError: x", shown)))
+    assert "x1b" not in block
+    assert "stderr" not in block, "it is the same text, so it is shown once"

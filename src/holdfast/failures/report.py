@@ -8,6 +8,8 @@ closed the connection, a collective timed out, SIGTERM). The first kind ranks be
 is often seen before its cause: a peer reports a broken connection within a millisecond, while the worker that broke it
 may still be writing its traceback. Within a kind the order of reaping or of arrival decides. Time stamps decide only if
 that order is unknown: they are coarse and may come from several hosts.
+
+The report quotes workers and peers. Their text is escaped, and none of its lines begins where the report's lines do.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from signal import Signals
 from typing import Any, TypeVar
+
+from holdfast import escape
 
 K = TypeVar("K")
 
@@ -52,6 +56,9 @@ class FailureFacts:
     pid: int | None = None
     evidence: Evidence = Evidence()
 
+
+# Colours, which a worker on a terminal uses. All other escape sequences are made visible.
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 # Exceptions whose type alone says that a peer went away, without the name of their module.
 _CONSEQUENCE_EXCEPTION = re.compile(
@@ -191,8 +198,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 def _one_line(text: str) -> str:
-    plain = " ".join(re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", text).split())
-    return "".join(char if char.isprintable() else "?" for char in plain)
+    return escape.one_line(" ".join(re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", text).split()))
 
 
 def _lines(text: str) -> list[str]:
@@ -224,11 +230,11 @@ def read_error(data: Mapping[str, Any]) -> tuple[str, str, int | None]:
 
 
 def failure_block(index: int, fields: Mapping[str, str], evidence: Evidence) -> str:
-    """One failure of the report: its fields, one a line, then the evidence."""
+    """One failure of the report: its fields, one a line, then the evidence. Only the traceback has several lines."""
     stack = _lines(evidence.stack.strip("\n"))
     if (hidden := len(stack) - _STACK_LIMIT_LINES) > 0:  # The most recent call is first.
         stack[_STACK_LIMIT_LINES:] = [f"... ({hidden} more lines)"]
-    tail, traceback = evidence.stderr_tail.strip("\n"), fields.get("traceback", "").strip("\n")
+    tail, traceback = _text_in(evidence.stderr_tail), _text_in(fields.get("traceback", ""))
     if "\n" in traceback:  # It is shown already. A single line is not a traceback but a message.
         tail = tail.removesuffix(traceback).rstrip("\n")
     stderr = _lines(tail)
@@ -237,14 +243,22 @@ def failure_block(index: int, fields: Mapping[str, str], evidence: Evidence) -> 
     lines = [f"[{index}]:", *_field_lines(fields)]
     for name, section in (("stack", stack), ("stderr", stderr)):
         if any(map(str.strip, section)):
-            lines += [f"  {name:<10}:", *(f"    {line}".rstrip() for line in section)]
+            lines += [f"  {name:<10}:", *(f"    {escape.lines(line)}".rstrip() for line in section)]
     sentences = {"memory": evidence.memory, "note": evidence.note}
     return "\n".join([*lines, *_field_lines({name: text for name, text in sentences.items() if text})])
 
 
 def _field_lines(fields: Mapping[str, str]) -> list[str]:
-    indented = {name: text.rstrip("\n").replace("\n", "\n  ") for name, text in fields.items()}
-    return [f"  {name:<10}: {text}" for name, text in indented.items()]
+    shown = {name: escape.one_line(text) if name != "traceback" else _indented(text) for name, text in fields.items()}
+    return [f"  {name:<10}: {text}" for name, text in shown.items()]
+
+
+def _indented(text: str) -> str:
+    return escape.lines(_text_in(text)).replace("\n", "\n  ")
+
+
+def _text_in(text: str) -> str:
+    return _COLOUR.sub("", text).strip("\n")
 
 
 def report(
@@ -254,12 +268,12 @@ def report(
     other_lines = list(others) or ["  <NO_OTHER_FAILURES>"]
     if unshown:
         other_lines.append(f"  ... and {len(unshown)} more: {ranks_text(unshown)}")
-    title, middle, heading = f"{name} FAILED", "Failures:", "Root Cause (first observed failure):"
+    title, middle, heading = f"{escape.one_line(name)} FAILED", "Failures:", "Root Cause (first observed failure):"
     body = [title, middle, *other_lines, heading, root]
     width = min(max(len(line) for text in body for line in text.split("\n")), _BORDER_LIMIT_CHARS)
     border, rule = "=" * width, "-" * width
     closing = [f"Stopped by holdfast: {stopped}"] if stopped else []
-    closing += [f"Cause: {cause}"] if cause else []
+    closing += [f"Cause: {escape.one_line(cause)}"] if cause else []
     return "\n".join(["", border, title, rule, middle, *other_lines, rule, heading, root, border, *closing])
 
 

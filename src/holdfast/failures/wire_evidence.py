@@ -2,7 +2,7 @@
 
 A node sends it with its next join, after its workers have ended; the coordinator passes it on with the outcome. It is
 JSON of at most `LIMIT_CHARS` ASCII characters: long texts are cut in the middle until it fits. The reader does not
-trust it: a field of an unexpected type counts as absent, and control characters are replaced.
+trust it: a field of an unexpected type counts as absent, and control characters are escaped.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast import escape
 from holdfast.failures import report
 from holdfast.failures.report import Evidence
 
@@ -60,8 +61,7 @@ def decode(text: str) -> tuple[int, int, str, Evidence] | None:
 
 
 def _plain(value: object) -> str:
-    text = value if isinstance(value, str) else ""
-    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
+    return escape.lines(value) if isinstance(value, str) else ""
 
 
 def _number(value: object) -> int:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
+from holdfast import escape
 from holdfast.failures import report, wire_evidence
 from holdfast.failures.report import NOT_AVAILABLE, Evidence, FailureFacts
 
@@ -156,7 +157,7 @@ class ChildFailedError(Exception):
         self.failures = dict(failures)
         self.stopped = dict(stopped or {})
         self._root = root
-        self._cause = cause
+        self._cause = escape.one_line(cause)
         super().__init__(self.format_msg())
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 
+from holdfast import escape
 from holdfast.errors import UserError
 from holdfast.hangs import stacks
 from holdfast.loop import Wakeup
@@ -201,7 +202,7 @@ class FileTimerServer(processes.ProcessTimers[FileTimerRequest], api.Watchdog):
             self.register_timers(self._pipe.read())
             self._turn_ended_s = time.monotonic()
         for text in filter(None, dumps.finish(stacks.late_text).values()):
-            logger.warning("%s", text)
+            logger.warning("%s", text, extra=escape.HAS_LINES)
 
     def _is_ended(self, pid: int, timer: FileTimerRequest) -> bool:
         """Signal a process, which may have ended while its stacks were taken."""

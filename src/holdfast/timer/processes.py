@@ -91,7 +91,8 @@ class ProcessTimers(Generic[R]):
         return True
 
     def _stacks_of(self, pid: int) -> str:
-        return stacks.text_for(pid, self._dump_stacks)
+        """Indented, so that no name in them can begin a line of the log."""
+        return stacks.text_for(pid, self._dump_stacks).replace("\n", "\n  ")
 
     def _next_deadline_s(self) -> float | None:
         return self._timers.next_deadline()

@@ -13,6 +13,7 @@ from multiprocessing import queues
 from queue import Empty
 from typing import Any
 
+from holdfast import escape
 from holdfast.loop import Wakeup
 from holdfast.timer import processes
 from holdfast.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer
@@ -99,7 +100,7 @@ class LocalTimerServer(processes.ProcessTimers[TimerRequest], TimerServer):
             logger.error("process %d has overrun a timer, but it is the watchdog's own and is not killed", worker_id)
             return True
         if worker_id not in self._unreaped:
-            logger.warning("killing process %d\n%s", worker_id, self._stacks_of(worker_id))
+            logger.warning("killing process %d\n  %s", worker_id, self._stacks_of(worker_id), extra=escape.HAS_LINES)
         return self._is_signalled(worker_id, signal.SIGKILL)
 
     def _fetch(self, wait_s: float) -> list[TimerRequest]:
