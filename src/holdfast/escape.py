@@ -10,31 +10,41 @@ The output of workers (tee, redirects) does not pass through here. JSON escapes 
 from __future__ import annotations
 
 import logging
-import re
+from functools import cache
 
 LINE_LIMIT_CHARS = 4000
 _CUT = " ..."
 
-# C0 and C1 with DEL, the Arabic letter mark, the other bidirectional marks and controls, the line and paragraph
-# separators, and halves of surrogate pairs. Each of them is a character that `str.isprintable` does not accept.
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_UNSAFE_IN_LINES = re.compile(_UNSAFE.pattern.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
-_SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+# C0, DEL and C1, the Arabic letter mark, the other bidirectional marks and controls, the line and paragraph separators,
+# and halves of surrogate pairs. `str.isprintable` accepts none of them.
+_UNSAFE = (
+    (0, 0x20),
+    (0x7F, 0xA0),
+    (0x61C, 0x61D),
+    (0x200E, 0x2010),
+    (0x2028, 0x202F),
+    (0x2066, 0x206A),
+    (0xD800, 0xE000),
+)
 
 
 def one_line(text: str) -> str:
     """For a text that is one line, or a part of one."""
-    return text if text.isprintable() else _UNSAFE.sub(_visible, text)
+    return text if text.isprintable() else text.translate(_tables()[0])
 
 
 def lines(text: str) -> str:
     """For a text that has lines of its own: line feeds and tabs stay."""
-    return text if text.isprintable() else _UNSAFE_IN_LINES.sub(_visible, text)
+    return text if text.isprintable() else text.translate(_tables()[1])
 
 
-def _visible(found: re.Match[str]) -> str:
-    char, code = found[0], ord(found[0])
-    return _SHORT.get(char) or (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
+@cache
+def _tables() -> tuple[dict[int, str], dict[int, str]]:
+    codes = [code for first, end in _UNSAFE for code in range(first, end)]
+    visible = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in codes}
+    kept = {ord("\n"): "\n", ord("\t"): "\t"}
+    visible |= {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
+    return visible, visible | kept
 
 
 def cut(line: str) -> str:

@@ -410,3 +410,23 @@ def test_colours_of_a_worker_are_left_out() -> None:
     block = failure_block(0, {"traceback": traceback}, Evidence(stderr_tail=traceback.replace("ValueError: x", shown)))
     assert "x1b" not in block
     assert "stderr" not in block, "it is the same text, so it is shown once"
+
+
+HOSTILE_TEXTS = [
+    pattern * (1_000_000 // len(pattern)) for pattern in ("x", " ", "\n", "\x1b[", "Current thread ", 'File "')
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXTS, ids=lambda text: repr(text[:5]))
+def test_long_texts_hold_up_nothing(text: str) -> None:
+    """No pattern takes a time that grows with the square of the text: a million characters would take many minutes."""
+    evidence = Evidence(stack=f"Fatal Python error{text}", stderr_tail=text)
+    for facts in (FailureFacts(1, text, evidence=evidence), FailureFacts(-11, evidence=evidence)):
+        assert len(cause_line(0, facts)) <= CAUSE_LINE_LIMIT_CHARS
+        root_cause({0: facts, 1: facts})
+    message, callstack, _ = read_error(
+        {"message": {"message": f"E: {text}!", "extraInfo": {"py_callstack": f"a{text}z"}}}
+    )
+    assert (message[:3], message[-1], callstack[0], callstack[-1]) == ("E: ", "!", "a", "z")
+    assert len(message) < 1 << 17
+    assert len(callstack) < 1 << 19

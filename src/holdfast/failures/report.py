@@ -30,6 +30,10 @@ SHOWN_FAILURES_LIMIT = 16
 _STACK_LIMIT_LINES = 60
 _STDERR_LIMIT_LINES = 20
 _BORDER_LIMIT_CHARS = 60
+# A worker may leave a MiB of text. Patterns are searched for in the beginning only: they must not hold up the agent.
+_MESSAGE_LIMIT_CHARS = 1 << 16
+_CALLSTACK_LIMIT_CHARS = 1 << 18
+_SEARCHED_CHARS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ def is_consequence(exitcode: int, text: str = "", stderr_tail: str = "") -> bool
     if exitcode in _CONSEQUENCE_CODES:
         return True
     if exitcode == -Signals.SIGABRT:
-        return _CONSEQUENCE_PHRASE.search(stderr_tail) is not None
+        return _CONSEQUENCE_PHRASE.search(stderr_tail[-_SEARCHED_CHARS:]) is not None
     return exitcode >= 0 and _points_elsewhere(last_line(stderr_tail))
 
 
@@ -121,6 +125,7 @@ def exception_name(text: str) -> str:
 
 
 def _points_elsewhere(text: str) -> bool:
+    text = text[:_SEARCHED_CHARS]
     return bool(_CONSEQUENCE_EXCEPTION.fullmatch(exception_name(text)) or _CONSEQUENCE_PHRASE.search(text))
 
 
@@ -188,8 +193,10 @@ def _cause_pieces(failure: FailureFacts) -> tuple[str, str, str, str]:
 
 def _place(stack: str) -> str:
     """The innermost frame of the thread that died, from the output of faulthandler."""
-    frame = r'\s*File "([^"\n]*)", line (\d+) in ([^\n]*)'
-    found = re.search(rf"Current thread [^\n]*\n{frame}", stack) or re.search(frame, stack)
+    lines = stack[:_SEARCHED_CHARS].split("\n")
+    frames = [re.match(r'\s*File "([^"]*)", line (\d+) in (.*)', line) for line in lines]
+    current = (frame for line, frame in zip(lines, frames[1:], strict=False) if line.startswith("Current thread "))
+    found = next(filter(None, current), None) or next(filter(None, frames), None)
     return f"in {found[3].strip()}, {found[1]} line {found[2]}" if found else ""
 
 
@@ -197,8 +204,14 @@ def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."
 
 
+def cut_middle(text: str, limit: int) -> str:
+    """Keep the beginning, which says where it happened, and the end, which says what."""
+    return text if len(text) <= limit else f"{text[: limit // 4]}\n... (cut) ...\n{text[-(limit * 3 // 4) :]}"
+
+
 def _one_line(text: str) -> str:
-    return escape.one_line(" ".join(re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", text).split()))
+    text = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", text.strip()[:_SEARCHED_CHARS])
+    return escape.one_line(" ".join(text.split()))
 
 
 def _lines(text: str) -> list[str]:
@@ -213,8 +226,8 @@ def last_line(text: str) -> str:
 def read_error(data: Mapping[str, Any]) -> tuple[str, str, int | None]:
     """`<type>: <message>`, the traceback and the time stamp in whole seconds, of an error file in either layout.
 
-    Empty or None for what is missing or invalid. In the flat layout, `{"message": <text>, "timestamp": ...}`, a missing
-    time stamp means 0.
+    Empty or None for what is missing or invalid; long texts are cut. In the flat layout, `{"message": <text>,
+    "timestamp": ...}`, a missing time stamp means 0.
     """
     message: Any = data.get("message")
     text, callstack, stamp = message, None, data.get("timestamp", 0)
@@ -226,7 +239,8 @@ def read_error(data: Mapping[str, Any]) -> tuple[str, str, int | None]:
         timestamp = int(stamp)
     except (TypeError, ValueError, OverflowError):
         timestamp = None
-    return text if isinstance(text, str) else "", callstack if isinstance(callstack, str) else "", timestamp
+    text, callstack = text if isinstance(text, str) else "", callstack if isinstance(callstack, str) else ""
+    return cut_middle(text, _MESSAGE_LIMIT_CHARS), cut_middle(callstack, _CALLSTACK_LIMIT_CHARS), timestamp
 
 
 def failure_block(index: int, fields: Mapping[str, str], evidence: Evidence) -> str:

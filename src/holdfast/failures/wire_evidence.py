@@ -26,22 +26,17 @@ def encode(local_rank: int, pid: int, error_file: str, error: Mapping[str, Any],
             {
                 "local_rank": local_rank,
                 "pid": pid,
-                "error_file": _cut(error_file, limit),
-                "message": _cut(message, limit),
-                "callstack": _cut(callstack, limit),
+                "error_file": report.cut_middle(error_file, limit),
+                "message": report.cut_middle(message, limit),
+                "callstack": report.cut_middle(callstack, limit),
                 "timestamp": timestamp,
                 "is_waiting": evidence.is_waiting,
-                **{name: _cut(getattr(evidence, name), limit) for name in _TEXTS},
+                **{name: report.cut_middle(getattr(evidence, name), limit) for name in _TEXTS},
             }
         )
         if len(text) <= LIMIT_CHARS:
             return text
     return ""
-
-
-def _cut(text: str, limit: int) -> str:
-    """Keep the beginning, which says where it happened, and the end, which says what."""
-    return text if len(text) <= limit else f"{text[: limit // 4]}\n... (cut) ...\n{text[-(limit * 3 // 4) :]}"
 
 
 def decode(text: str) -> tuple[int, int, str, Evidence] | None:

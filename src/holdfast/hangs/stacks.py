@@ -159,9 +159,10 @@ def _thread_of(said: dict[str, Any], pid: int) -> Thread:
 
 
 def _frame(name: str, file: str, line: int, *, is_native: bool = False) -> Frame:
-    """A program chooses the names of its functions and files, and may put line breaks into them."""
-    source = "" if is_native else _source_line(file, line)
-    return Frame(escape.one_line(name), escape.one_line(file), line, is_native, escape.one_line(source))
+    """A program chooses the names of its functions and files. They may be long, and have line breaks."""
+    texts = (name, file, "" if is_native else _source_line(file, line))
+    name, file, source = (escape.cut(escape.one_line(text)) for text in texts)
+    return Frame(name, file, line, is_native, source)
 
 
 def _source_line(path: str, number: int) -> str:

@@ -113,9 +113,7 @@ class ProcessFailure:
 
     def traceback_text(self) -> str:
         """The traceback if the worker left one, else its message."""
-        if isinstance(self.message, str):
-            return self.message or NOT_AVAILABLE
-        text, callstack, _ = report.read_error(self.error_file_data)
+        text, callstack, _ = report.read_error({"message": self.message})
         return callstack or text or NOT_AVAILABLE
 
     def _read_error_file(self) -> dict[str, Any] | None:

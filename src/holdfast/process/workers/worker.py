@@ -26,6 +26,7 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGIL
 
 # How faulthandler begins what it writes on a fatal signal.
 _CRASH = "Fatal Python error"
+_STACK_LIMIT_CHARS = 1 << 16  # The report shows 60 lines of it, the first of which say most.
 
 
 @dataclass(slots=True)
@@ -140,7 +141,7 @@ class Slot:
             return self.hang_stack
         # What stands before was asked for, while it was well.
         text = self.box().text
-        return text[text.rindex(_CRASH) :] if _CRASH in text else ""
+        return text[text.rindex(_CRASH) :][:_STACK_LIMIT_CHARS] if _CRASH in text else ""
 
     def return_value(self) -> Any:
         """None if there is none, or if the worker did not end well. A worker whose value this process cannot unpickle
