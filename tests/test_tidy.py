@@ -11,7 +11,7 @@ SOURCE = ROOT / "src" / "holdfast"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 # Who may import whom. A layer may import itself and what stands to its right of the arrow.
-_BASE = {"errors", "frozen", "lazy", "loop", "procfs", "progress_board", "signals", "stdio"}
+_BASE = {"errors", "escape", "frozen", "lazy", "loop", "procfs", "progress_board", "signals", "stdio"}
 _BELOW_AGENT = {"failures", "hangs", "process", "rendezvous", "telemetry", "timer"} | _BASE
 LAYERS = {
     "cli": {"launcher", "agent"} | _BELOW_AGENT,
@@ -26,7 +26,7 @@ LAYERS = {
     "telemetry": _BASE,
     "loop": {"signals"},
     "signals": {"errors"},
-    **{name: set() for name in ("errors", "frozen", "lazy", "procfs", "progress_board", "stdio")},
+    **{name: set() for name in ("errors", "escape", "frozen", "lazy", "procfs", "progress_board", "stdio")},
     # The package itself resolves names for its users, and the entry point starts the command line.
     "__init__": {"lazy", "launcher", "process", "progress_board", "signals"},
     "__main__": {"cli", "process", "signals"},
@@ -50,8 +50,8 @@ PURE = {
     "timer/table.py": set(),
     "agent/ranks.py": {"holdfast.agent.model"},
     "agent/environment.py": {"holdfast.agent.model", "holdfast.errors"},
-    "failures/report.py": set(),
-    "failures/wire_evidence.py": {"holdfast.failures.report"},
+    "failures/report.py": {"holdfast.escape"},
+    "failures/wire_evidence.py": {"holdfast.escape", "holdfast.failures.report"},
     "hangs/policy.py": {"holdfast.errors", "holdfast.frozen"},
     "hangs/compare.py": {"holdfast.failures.report", "holdfast.frozen"},
     "process/output/lines.py": set(),

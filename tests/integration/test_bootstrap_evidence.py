@@ -20,6 +20,7 @@ import pytest
 
 from holdfast.process.spawner.bootstrap import (
     CALLSTACK_LIMIT,
+    EVIDENCE_LIMIT,
     MESSAGE_LIMIT,
     error_data,
     write_json_atomically,
@@ -134,6 +135,15 @@ def test_long_texts_keep_their_end(tmp_path: Path) -> None:
     assert len(outcome.message) == len("ValueError: ") + MESSAGE_LIMIT
     assert len(outcome.extra["py_callstack"]) == CALLSTACK_LIMIT
     assert outcome.extra["py_callstack"].endswith("xxthe end\n")
+
+
+@pytest.mark.parametrize("char", ["\\n", "\\x1b", "\\u4f60", "\\U0001f680"])
+def test_long_texts_fit_into_what_the_agent_reads(tmp_path: Path, char: str) -> None:
+    """JSON needs up to 12 bytes for one character."""
+    outcome = run(f"raise ValueError('{char}' * (3 << 20) + 'the end')", tmp_path)
+    assert outcome.message.endswith("the end")
+    assert len(json.dumps(outcome.box.error)) < EVIDENCE_LIMIT
+    assert outcome.error_file == outcome.box.error
 
 
 def test_broken_traceback_module_does_not_matter(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from holdfast.errors import HostError
 from holdfast.process import DefaultLogsSpecs, start_processes
+from holdfast.process.spawner import client
 from holdfast.process.spawner.client import SpawnerLink
 from holdfast.process.workers import ladder
 from tests import support
@@ -287,6 +288,7 @@ def test_a_spawner_that_does_not_answer_is_killed_with_everything_it_owns(
     mailbox: support.Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ladder, "ANSWER_PATIENCE_S", 1.0)
+    monkeypatch.setattr(client, "_STANDSTILL_S", 600.0)
     args = {rank: (WORKER, str(mailbox), "--start", KINDS) for rank in range(2)}
     envs: dict[int, dict[str, str]] = {0: {}, 1: {}}
     context = start_processes("t", sys.executable, args, envs, DefaultLogsSpecs("/dev/null"))

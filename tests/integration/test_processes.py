@@ -22,6 +22,7 @@ from holdfast.errors import UserError
 from holdfast.process import DefaultLogsSpecs, LogsDest, PContext, RunProcsResult, Std, start_processes
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.streams import Outlets
+from holdfast.rendezvous.etcd.options import PASSWORD_VARIABLE
 from tests import entrypoints, support
 
 START_METHODS = ("spawn", "fork", "forkserver")
@@ -384,6 +385,24 @@ def test_the_environment_of_a_program(starter: Starter, tmp_path: Path, monkeypa
     out = tmp_path / "out"
     starter.run("sh", "-c", f'printf %s "$HF_INHERITED$HF_GIVEN" > {out}', envs={0: {"HF_GIVEN": "\udcfd"}})
     assert out.read_bytes() == b"\xff\xfe\xfd"
+
+
+@pytest.mark.parametrize("name", ["HOLDFAST_TOKEN", PASSWORD_VARIABLE])
+def test_secrets_stay_with_the_agent(
+    starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Neither a worker nor the spawner has them. What a caller gives to a worker is the worker's."""
+    secret = "a secret of 16 or more bytes"
+    monkeypatch.setenv(name, secret)
+    out = tmp_path / "out"
+    read = f"cat /proc/self/environ /proc/$PPID/environ > {out}"
+    starter.run("sh", "-c", read)
+    assert b"PATH=" in out.read_bytes()
+    assert secret.encode() not in out.read_bytes()
+    for method in START_METHODS:
+        assert starter.value(entrypoints.environment, name, start_method=method) == {name.encode(): None}
+    starter.run("sh", "-c", f'printf %s "${name}" > {out}', envs={0: {name: "given"}})
+    assert out.read_text() == "given"
 
 
 def test_the_program_is_looked_up_in_the_workers_path(starter: Starter, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from holdfast import loop
 from holdfast.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerState, local
 from holdfast.process import DefaultLogsSpecs, start_processes
+from holdfast.process.spawner import client
 from holdfast.process.spawner.client import SpawnerLink
 from holdfast.process.spawner.lease import Lease
 from holdfast.process.spawner.wire import Message
@@ -205,8 +206,9 @@ def short_answer(monkeypatch: pytest.MonkeyPatch) -> float:
     return ladder.ANSWER_PATIENCE_S
 
 
-def test_a_stopped_spawner_does_not_hold_up_a_stop(short_answer: float) -> None:
+def test_a_stopped_spawner_does_not_hold_up_a_stop(short_answer: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its socket is full: some of the orders have not even been sent."""
+    monkeypatch.setattr(client, "_STANDSTILL_S", 600.0)
     link = SpawnerLink.launch()
     support.halt(link._pid)
     args = dict.fromkeys(range(16), ("600", "x" * 30000))
@@ -219,6 +221,56 @@ def test_a_stopped_spawner_does_not_hold_up_a_stop(short_answer: float) -> None:
     context.close(signal.SIGTERM, 600)
     assert time.monotonic() - began < short_answer + PROMPTLY_S
     assert not support.alive(link._pid)
+
+
+def stop_it() -> int:
+    """In a function worker: stop the spawner, and end."""
+    os.kill(os.getppid(), signal.SIGSTOP)
+    return 5
+
+
+def stop_it_all_the_time() -> None:
+    while True:
+        os.kill(os.getppid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_a_worker_that_stops_its_spawner_is_heard_of(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    context = start_processes("t", stop_it, {0: ()}, {0: {}}, DefaultLogsSpecs("/dev/null"), start_method=method)
+    ended = context.wait(PROMPTLY_S)
+    assert ended is not None
+    assert ended.return_values == {0: 5}
+    context.close()
+    assert [each.getMessage().partition(") ")[2] for each in caplog.records] == [
+        "was stopped by a signal; it is continued"
+    ]
+
+
+def test_a_spawner_that_is_stopped_all_the_time_is_killed_with_its_workers(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_STANDSTILL_S", 0.1)
+    context = start_processes("t", stop_it_all_the_time, {0: (), 1: ()}, {0: {}, 1: {}}, DefaultLogsSpecs("/dev/null"))
+    ended = context.wait(PROMPTLY_S)
+    assert ended is not None
+    assert {each.evidence.note for each in ended.failures.values()} == {
+        "the spawner that owned it was killed by SIGKILL"
+    }
+    assert not any(support.alive(pid) for pid in context.pids().values())
+    context.close()
+    assert caplog.records[-1].getMessage().endswith("it is killed with all workers")
+    assert len(caplog.records) == 4
+
+
+def test_a_spawner_that_is_continued_in_time_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    context = group_of("sleep 600")
+    context.start()
+    spawner = support.spawner_of(context.pids()[0])
+    support.halt(spawner)
+    os.kill(spawner, signal.SIGCONT)
+    context.wait(2 * client._STANDSTILL_S)
+    context.close(signal.SIGKILL, 0)
+    assert caplog.records == []
 
 
 def test_a_stopped_worker_that_hung_gets_its_signal(mailbox: support.Mailbox) -> None:

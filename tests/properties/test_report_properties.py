@@ -7,6 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast import escape
 from holdfast.failures.report import (
     CAUSE_LINE_LIMIT_CHARS,
     Evidence,
@@ -96,7 +97,7 @@ def test_the_cause_line_is_one_bounded_printable_line(rank: int, failure: Failur
     line = cause_line(rank, failure)
     assert len(line.splitlines()) == 1
     assert len(line) <= CAUSE_LINE_LIMIT_CHARS
-    assert line.isprintable()
+    assert line == escape.one_line(line)
     assert line.startswith(f"rank {rank} ")
 
 

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from holdfast import escape
 from holdfast.cli import console
+from holdfast.telemetry import fallback_log
 from tests import support
 
 LOGGER = logging.getLogger("holdfast")
@@ -80,14 +82,40 @@ def test_a_log_level_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_every_line_has_the_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     console.set_up()
-    SPEAKER.warning("first\n\nsecond %d", 2)
+    SPEAKER.warning("first\n\nsecond %d", 2, extra=escape.HAS_LINES)
     assert said(capsys) == ["holdfast: first", "holdfast:", "holdfast: second 2"]
 
 
-def test_a_report_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+HOSTILE = "\x1b[2J\nholdfast: forged\r\x9b31m\u2028\u202e"
+SHOWN = r"\x1b[2J\nholdfast: forged\r\x9b31m\u2028\u202e"
+
+
+def test_a_record_is_one_line_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     console.set_up()
-    SPEAKER.error("=====\n  x.py FAILED", extra={"is_report": True})
-    assert said(capsys) == ["=====", "  x.py FAILED"]
+    SPEAKER.warning("it said: %s", HOSTILE)
+    assert capsys.readouterr().err == f"holdfast: it said: {SHOWN}\n"
+
+
+def test_an_error_is_one_line_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    console.write_error("holdfast run", HOSTILE)
+    console.write_error("holdfast run", "x" * 5000)
+    assert capsys.readouterr().err == f"holdfast run: error: {SHOWN}\nholdfast run: error: {'x' * 3996} ...\n"
+
+
+def test_texts_keep_their_lines_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    console.write("a\tb\n\x1b[2J\r\n")
+    console.print_out("a\tb\n\x1b[2J\r\n")
+    assert capsys.readouterr() == ("a\tb\n\\x1b[2J\\r\n",) * 2
+
+
+def test_a_program_without_logging_has_one_line_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    LOGGER.handlers[:] = []
+    fallback_log.install()
+    SPEAKER.warning("it said: %s", HOSTILE)
+    assert capsys.readouterr().err == f"holdfast: it said: {SHOWN}\n"
 
 
 def test_verbose_lines_say_when_and_where(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +129,7 @@ def test_verbose_lines_say_when_and_where(capsys: pytest.CaptureFixture[str]) ->
 def test_tracebacks_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     console.set_up()
     SPEAKER.error("failed", exc_info=KeyError("x"))
-    assert said(capsys) == ["holdfast: failed", "holdfast: KeyError: 'x'"]
+    assert said(capsys) == ["holdfast: failed", "holdfast:   KeyError: 'x'"]
 
 
 def test_setting_up_twice_does_not_repeat_lines(capsys: pytest.CaptureFixture[str]) -> None:

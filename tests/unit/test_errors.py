@@ -25,6 +25,7 @@ from holdfast.process.errors import (
     get_error_handler,
     record,
 )
+from holdfast.process.output import logs
 
 HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 CALLSTACK = 'Traceback (most recent call last):\n  File "t.py", line 1, in main\nValueError: boom\n'
@@ -154,10 +155,35 @@ def test_bytes_that_are_not_text_are_junk(tmp_path: Path) -> None:
 def test_an_oversized_file_is_junk(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     with path.open("wb") as file:
-        file.truncate(17 * 1024 * 1024)
+        file.truncate((1 << 20) + 1)
     failure = ProcessFailure(0, 997, 1, str(path))
     assert failure.evidence is not None
     assert "larger than" in failure.evidence.note
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "directory", "link to a file", "link to a device", "link to nothing"])
+def test_a_path_that_is_not_a_regular_file_is_refused(tmp_path: Path, kind: str) -> None:
+    path, target = tmp_path / "error.json", tmp_path / "target"
+    target.write_text(json.dumps(NESTED))
+    make = {
+        "FIFO": lambda: os.mkfifo(path),
+        "directory": path.mkdir,
+        "link to a file": lambda: path.symlink_to(target),
+        "link to a device": lambda: path.symlink_to("/dev/zero"),
+        "link to nothing": lambda: path.symlink_to(tmp_path / "missing"),
+    }
+    make[kind]()
+    failure = ProcessFailure(0, 997, 1, str(path))
+    assert failure.error_file == "<N/A>"
+    assert failure.evidence.note == f"its error file {path} is unreadable: it is not a regular file"
+
+
+def test_a_file_that_is_replaced_by_a_fifo_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, regular = tmp_path / "error.json", os.lstat(__file__)
+    os.mkfifo(path)
+    monkeypatch.setattr(os, "lstat", lambda _: regular)
+    with pytest.raises(OSError, match="it is not a regular file"):
+        logs.open_left_file(str(path))
 
 
 @pytest.mark.parametrize("stamp", ["soon", None, [], 1e400])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast import escape
 from holdfast.failures.report import (
     CAUSE_LINE_LIMIT_CHARS,
     Evidence,
@@ -205,7 +206,7 @@ def test_root_cause(failures: dict[int, FailureFacts], expected: int) -> None:
         (
             3,
             FailureFacts(7, pid=1, evidence=Evidence(stderr_tail="\x1b[31mred\x1b[0m\x07 alert\n")),
-            "rank 3 exited with code 7 (pid 1): red? alert",
+            "rank 3 exited with code 7 (pid 1): red\\x07 alert",
         ),
         (
             5,
@@ -391,3 +392,41 @@ def test_the_report_ends_with_the_cause() -> None:
 
 def test_the_border_is_at_most_60_wide() -> None:
     assert report("j" * 100, "[0]:", []).split("\n")[1] == "=" * 60
+
+
+def test_text_of_a_worker_is_escaped_and_begins_no_line_of_the_report() -> None:
+    hostile = "x\x1b[2J\x9b\u202e\r\nCause: forged\u2028Cause: forged\x0bCause: forged"
+    evidence = Evidence(stack=hostile, stderr_tail=hostile + "\nend", memory=hostile, note=hostile)
+    block = failure_block(0, {"host": hostile, "exitcode": "1", "traceback": hostile}, evidence)
+    text = report(hostile, block, [block], stopped="", cause=hostile)
+    assert escape.lines(text) == text
+    assert sum(line.startswith("Cause:") for line in text.splitlines()) == 1
+    assert [line for line in block.splitlines()[1:] if not line.startswith("  ")] == []
+
+
+def test_colours_of_a_worker_are_left_out() -> None:
+    shown = "\x1b[1;35mValueError\x1b[0m: \x1b[35mx\x1b[0m"
+    traceback = "Traceback (most recent call last):\n  File\nValueError: x"
+    block = failure_block(0, {"traceback": traceback}, Evidence(stderr_tail=traceback.replace("ValueError: x", shown)))
+    assert "x1b" not in block
+    assert "stderr" not in block, "it is the same text, so it is shown once"
+
+
+HOSTILE_TEXTS = [
+    pattern * (1_000_000 // len(pattern)) for pattern in ("x", " ", "\n", "\x1b[", "Current thread ", 'File "')
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXTS, ids=lambda text: repr(text[:5]))
+def test_long_texts_hold_up_nothing(text: str) -> None:
+    """No pattern takes a time that grows with the square of the text: a million characters would take many minutes."""
+    evidence = Evidence(stack=f"Fatal Python error{text}", stderr_tail=text)
+    for facts in (FailureFacts(1, text, evidence=evidence), FailureFacts(-11, evidence=evidence)):
+        assert len(cause_line(0, facts)) <= CAUSE_LINE_LIMIT_CHARS
+        root_cause({0: facts, 1: facts})
+    message, callstack, _ = read_error(
+        {"message": {"message": f"E: {text}!", "extraInfo": {"py_callstack": f"a{text}z"}}}
+    )
+    assert (message[:3], message[-1], callstack[0], callstack[-1]) == ("E: ", "!", "a", "z")
+    assert len(message) < 1 << 17
+    assert len(callstack) < 1 << 19

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.hangs import stacks
 from holdfast.hangs.compare import (
     Frame,
     Look,
@@ -213,3 +214,17 @@ def test_the_full_text_has_every_thread_of_every_process() -> None:
     ):
         assert piece in text
     assert text.index("rank 0") < text.index("rank 1")
+
+
+def test_names_that_a_program_has_chosen_stay_on_their_line() -> None:
+    hostile = "f\nrank 9 stands out:\x1b[2J"
+    frames = '  File "a\x1b.py", line 3 in f\x1b\n', f'  File "b", line {"9" * 5000} in g\n'
+    (thread,) = stacks.parse_faulthandler(f"Current thread 0x01 (most recent call first):\n{''.join(frames)}")
+    assert [(frame.name, frame.file) for frame in thread.frames] == [("f\\x1b", "a\\x1b.py")]
+    said = {"thread_name": hostile, "os_thread_id": 1, "active": True}
+    frame = {"name": hostile, "filename": hostile, "line": 1, "module": None}
+    thread = stacks._thread_of({**said, "frames": [frame]}, 1)
+    look = Look(1, threads=(thread,))
+    shown = full_text(picture([WorkerLook(0, look)]))
+    assert "\x1b" not in shown
+    assert not [line for line in shown.splitlines() if line.startswith("rank 9")]

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import signal
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ ERROR = {"message": {"message": "ValueError: x", "extraInfo": {}}}
 
 @pytest.fixture
 def slot() -> Iterator[Slot]:
-    slot = Slot(0, os.memfd_create("box"), pid=4711)
+    slot = Slot(0, os.memfd_create("box"), pid=4711, is_function=True)
     yield slot
     slot.close()
 
@@ -107,10 +108,61 @@ def test_the_box_of_one_that_cannot_be_killed_is_kept() -> None:
 
 def test_values(slot: Slot) -> None:
     assert slot.return_value() is None
-    other = Slot(1, os.memfd_create("box"), pid=1)
+    other = Slot(1, os.memfd_create("box"), pid=1, is_function=True)
     write(other, bootstrap.VALUE, pickle.dumps({"a": [1]}))
+    other.end(0, 1, None)
     assert other.return_value() == {"a": [1]}
     other.close()
+
+
+class Trap:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("it was unpickled",)
+
+
+@pytest.mark.parametrize(("is_function", "exitcode"), [(False, 0), (False, 1), (True, None), (True, 3), (True, -9)])
+def test_values_that_are_never_read(is_function: bool, exitcode: int | None) -> None:
+    """A program has none, and a function none before it has ended well."""
+    slot = Slot(0, os.memfd_create("box"), pid=4711, is_function=is_function)
+    write(slot, bootstrap.VALUE, pickle.dumps(Trap()))
+    assert slot.has_returned() is is_function
+    if exitcode is not None:
+        slot.end(exitcode, 1, None)
+    assert slot.return_value() is None
+    assert not slot.note
+    slot.close()
+
+
+NEWEST = {"message": "the newest"}
+HOSTILE_BOXES = {
+    "sparse": lambda fd: os.ftruncate(fd, 3 << 30),
+    "a record as long as the box": lambda fd: (
+        os.write(fd, bootstrap.MAGIC + bootstrap.ERROR + (3 << 30).to_bytes(8, "big")),
+        os.ftruncate(fd, (3 << 30) + 13),
+    ),
+    "24 MiB of JSON": lambda fd: bootstrap.write_record(fd, bootstrap.ERROR, b"[" + b"[]," * (8 << 20) + b"[]]"),
+    "3 million empty records": lambda fd: os.write(fd, (bootstrap.MAGIC + bootstrap.ERROR + bytes(8)) * 3_000_000),
+    "beginnings of records": lambda fd: os.write(fd, (bootstrap.MAGIC + b"X") * 1_000_000),
+    "text": lambda fd: os.write(fd, b"Fatal Python error\n" * 1_000_000),
+}
+
+
+@pytest.mark.parametrize("fill", HOSTILE_BOXES.values(), ids=HOSTILE_BOXES)
+def test_the_box_of_a_program_costs_little_whatever_is_in_it(fill: Any) -> None:
+    """In memory; that it costs no time either follows, as nothing but the end of it is read."""
+    slot = Slot(0, os.memfd_create("box"), pid=4711)
+    fill(slot.blackbox_fd)
+    tracemalloc.start()
+    try:
+        assert slot.box().error is None
+        slot.stack()
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    os.lseek(slot.blackbox_fd, 0, os.SEEK_END)
+    write(slot, bootstrap.ERROR, json.dumps(NEWEST).encode())
+    assert slot.box().error == NEWEST
+    slot.close()
 
 
 def test_a_value_that_cannot_be_read(slot: Slot) -> None:
@@ -123,7 +175,7 @@ def test_a_value_that_cannot_be_read(slot: Slot) -> None:
 
 
 def test_what_was_in_the_box_is_kept() -> None:
-    slot = Slot(0, os.memfd_create("box"), pid=4711)
+    slot = Slot(0, os.memfd_create("box"), pid=4711, is_function=True)
     write(slot, bootstrap.VALUE, pickle.dumps(5))
     slot.end(0, 1, None)
     slot.close()

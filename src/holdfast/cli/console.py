@@ -1,10 +1,8 @@
 """What holdfast itself says on the terminal.
 
 Everything goes to stderr through the `holdfast` logger, one line each: `holdfast: text`. Worker output never
-passes through here. `stdio` writes the lines: whole, in order, and without waiting for a reader.
-
-A record logged with `extra={"is_report": True}` is a block of its own, such as the failure report, and is
-written as it is.
+passes through here. `escape` makes control characters visible, and `stdio` writes the lines: whole, in order, and
+without waiting for a reader.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import logging
 import os
 import sys
 
-from holdfast import stdio
+from holdfast import escape, stdio
 
 PREFIX = "holdfast:"
 _DIM, _YELLOW, _RED, _PLAIN = "\033[2m", "\033[33m", "\033[31m", "\033[0m"
@@ -21,19 +19,20 @@ _WIDEST = 100
 
 
 def write(text: str) -> None:
-    """Write to stderr, whatever state it is in."""
-    stdio.write(sys.stderr, text, may_drop=False)
+    """Write lines to stderr, whatever state it is in."""
+    stdio.write(sys.stderr, escape.lines(text), may_drop=False)
 
 
 def print_out(text: str) -> None:
     """Write what the user asked to see to stdout; a reader that has gone (`| head`) is no error."""
-    stdio.write(sys.stdout, text, may_drop=False)
+    stdio.write(sys.stdout, escape.lines(text), may_drop=False)
 
 
 def write_error(program: str, message: str) -> None:
     """The one line in which a command says why it did nothing."""
     colour = _RED if wants_colour() else ""
-    write(f"{program}: {_paint('error:', colour)} {message}\n")
+    text = f"{program}: {_paint('error:', colour)} {escape.cut(escape.one_line(message))}\n"
+    stdio.write(sys.stderr, text, may_drop=False)
 
 
 def wants_colour() -> bool:
@@ -56,7 +55,7 @@ def _paint(text: str, colour: str) -> str:
     return f"{colour}{text}{_PLAIN}" if colour and text else text
 
 
-class LineFormatter(logging.Formatter):
+class LineFormatter(escape.LogFormatter):
     """Puts the prefix in front of every line of a record; with `detail` also the time and the module."""
 
     def __init__(self, *, detail: bool, colour: bool) -> None:
@@ -66,8 +65,6 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        if getattr(record, "is_report", False):
-            return text
         lead, lead_colour, colour = PREFIX, "", ""
         if self._detail:
             clock = self.formatTime(record, "%H:%M:%S")
@@ -76,7 +73,7 @@ class LineFormatter(logging.Formatter):
             lead_colour = _DIM
             colour = _RED if record.levelno >= logging.ERROR else _YELLOW if record.levelno >= logging.WARNING else ""
         lead = _paint(lead, lead_colour)
-        return "\n".join(f"{lead} {_paint(line, colour)}".rstrip() for line in text.splitlines() or [""])
+        return "\n".join(f"{lead} {_paint(line, colour)}".rstrip() for line in text.split("\n"))
 
 
 class StderrHandler(logging.Handler):

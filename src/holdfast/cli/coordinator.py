@@ -12,7 +12,7 @@ import signal
 import socket
 from pathlib import Path
 
-from holdfast import signals
+from holdfast import escape, signals
 from holdfast.cli import console
 from holdfast.cli.options import check_brackets, duration_s
 from holdfast.cli.parser import PlainParser
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
 async def _serve_by_hand(args: argparse.Namespace) -> None:
     """Started by a user: it logs to the terminal, and ends on a signal. It accepts no connection before it can answer:
     agents that reconnect would wait while their leases expire."""
-    logging.basicConfig(level=logging.INFO, format="holdfast coordinator: %(message)s")
+    _log_to_stderr("holdfast coordinator: %(message)s")
     sock = _bind(args.listen)
     coordinator = _coordinator(args, sock)
     options.warn_without_token(coordinator.token, sock.getsockname()[0])
@@ -156,8 +156,14 @@ def _withdraw(log: Path, how: int = os.O_TRUNC) -> None:
         pass  # It runs without a log.
     for fd in (1, 2):
         os.dup2(output, fd)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    _log_to_stderr("%(asctime)s %(message)s")
     os.chdir("/")
+
+
+def _log_to_stderr(layout: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(escape.LogFormatter(layout))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def _bind(endpoint: str | None) -> socket.socket:

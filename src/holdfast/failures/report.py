@@ -8,6 +8,8 @@ closed the connection, a collective timed out, SIGTERM). The first kind ranks be
 is often seen before its cause: a peer reports a broken connection within a millisecond, while the worker that broke it
 may still be writing its traceback. Within a kind the order of reaping or of arrival decides. Time stamps decide only if
 that order is unknown: they are coarse and may come from several hosts.
+
+The report quotes workers and peers. Their text is escaped, and none of its lines begins where the report's lines do.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from dataclasses import dataclass
 from signal import Signals
 from typing import Any, TypeVar
 
+from holdfast import escape
+
 K = TypeVar("K")
 
 NOT_AVAILABLE = "<N/A>"
@@ -26,6 +30,10 @@ SHOWN_FAILURES_LIMIT = 16
 _STACK_LIMIT_LINES = 60
 _STDERR_LIMIT_LINES = 20
 _BORDER_LIMIT_CHARS = 60
+# A worker may leave a MiB of text. Patterns are searched for in the beginning only: they must not hold up the agent.
+_MESSAGE_LIMIT_CHARS = 1 << 16
+_CALLSTACK_LIMIT_CHARS = 1 << 18
+_SEARCHED_CHARS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,9 @@ class FailureFacts:
     pid: int | None = None
     evidence: Evidence = Evidence()
 
+
+# Colours, which a worker on a terminal uses. All other escape sequences are made visible.
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 # Exceptions whose type alone says that a peer went away, without the name of their module.
 _CONSEQUENCE_EXCEPTION = re.compile(
@@ -101,7 +112,7 @@ def is_consequence(exitcode: int, text: str = "", stderr_tail: str = "") -> bool
     if exitcode in _CONSEQUENCE_CODES:
         return True
     if exitcode == -Signals.SIGABRT:
-        return _CONSEQUENCE_PHRASE.search(stderr_tail) is not None
+        return _CONSEQUENCE_PHRASE.search(stderr_tail[-_SEARCHED_CHARS:]) is not None
     return exitcode >= 0 and _points_elsewhere(last_line(stderr_tail))
 
 
@@ -114,6 +125,7 @@ def exception_name(text: str) -> str:
 
 
 def _points_elsewhere(text: str) -> bool:
+    text = text[:_SEARCHED_CHARS]
     return bool(_CONSEQUENCE_EXCEPTION.fullmatch(exception_name(text)) or _CONSEQUENCE_PHRASE.search(text))
 
 
@@ -181,8 +193,10 @@ def _cause_pieces(failure: FailureFacts) -> tuple[str, str, str, str]:
 
 def _place(stack: str) -> str:
     """The innermost frame of the thread that died, from the output of faulthandler."""
-    frame = r'\s*File "([^"\n]*)", line (\d+) in ([^\n]*)'
-    found = re.search(rf"Current thread [^\n]*\n{frame}", stack) or re.search(frame, stack)
+    lines = stack[:_SEARCHED_CHARS].split("\n")
+    frames = [re.match(r'\s*File "([^"]*)", line (\d+) in (.*)', line) for line in lines]
+    current = (frame for line, frame in zip(lines, frames[1:], strict=False) if line.startswith("Current thread "))
+    found = next(filter(None, current), None) or next(filter(None, frames), None)
     return f"in {found[3].strip()}, {found[1]} line {found[2]}" if found else ""
 
 
@@ -190,9 +204,14 @@ def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."
 
 
+def cut_middle(text: str, limit: int) -> str:
+    """Keep the beginning, which says where it happened, and the end, which says what."""
+    return text if len(text) <= limit else f"{text[: limit // 4]}\n... (cut) ...\n{text[-(limit * 3 // 4) :]}"
+
+
 def _one_line(text: str) -> str:
-    plain = " ".join(re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", text).split())
-    return "".join(char if char.isprintable() else "?" for char in plain)
+    text = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", text.strip()[:_SEARCHED_CHARS])
+    return escape.one_line(" ".join(text.split()))
 
 
 def _lines(text: str) -> list[str]:
@@ -207,8 +226,8 @@ def last_line(text: str) -> str:
 def read_error(data: Mapping[str, Any]) -> tuple[str, str, int | None]:
     """`<type>: <message>`, the traceback and the time stamp in whole seconds, of an error file in either layout.
 
-    Empty or None for what is missing or invalid. In the flat layout, `{"message": <text>, "timestamp": ...}`, a missing
-    time stamp means 0.
+    Empty or None for what is missing or invalid; long texts are cut. In the flat layout, `{"message": <text>,
+    "timestamp": ...}`, a missing time stamp means 0.
     """
     message: Any = data.get("message")
     text, callstack, stamp = message, None, data.get("timestamp", 0)
@@ -220,15 +239,16 @@ def read_error(data: Mapping[str, Any]) -> tuple[str, str, int | None]:
         timestamp = int(stamp)
     except (TypeError, ValueError, OverflowError):
         timestamp = None
-    return text if isinstance(text, str) else "", callstack if isinstance(callstack, str) else "", timestamp
+    text, callstack = text if isinstance(text, str) else "", callstack if isinstance(callstack, str) else ""
+    return cut_middle(text, _MESSAGE_LIMIT_CHARS), cut_middle(callstack, _CALLSTACK_LIMIT_CHARS), timestamp
 
 
 def failure_block(index: int, fields: Mapping[str, str], evidence: Evidence) -> str:
-    """One failure of the report: its fields, one a line, then the evidence."""
+    """One failure of the report: its fields, one a line, then the evidence. Only the traceback has several lines."""
     stack = _lines(evidence.stack.strip("\n"))
     if (hidden := len(stack) - _STACK_LIMIT_LINES) > 0:  # The most recent call is first.
         stack[_STACK_LIMIT_LINES:] = [f"... ({hidden} more lines)"]
-    tail, traceback = evidence.stderr_tail.strip("\n"), fields.get("traceback", "").strip("\n")
+    tail, traceback = _text_in(evidence.stderr_tail), _text_in(fields.get("traceback", ""))
     if "\n" in traceback:  # It is shown already. A single line is not a traceback but a message.
         tail = tail.removesuffix(traceback).rstrip("\n")
     stderr = _lines(tail)
@@ -237,14 +257,22 @@ def failure_block(index: int, fields: Mapping[str, str], evidence: Evidence) -> 
     lines = [f"[{index}]:", *_field_lines(fields)]
     for name, section in (("stack", stack), ("stderr", stderr)):
         if any(map(str.strip, section)):
-            lines += [f"  {name:<10}:", *(f"    {line}".rstrip() for line in section)]
+            lines += [f"  {name:<10}:", *(f"    {escape.lines(line)}".rstrip() for line in section)]
     sentences = {"memory": evidence.memory, "note": evidence.note}
     return "\n".join([*lines, *_field_lines({name: text for name, text in sentences.items() if text})])
 
 
 def _field_lines(fields: Mapping[str, str]) -> list[str]:
-    indented = {name: text.rstrip("\n").replace("\n", "\n  ") for name, text in fields.items()}
-    return [f"  {name:<10}: {text}" for name, text in indented.items()]
+    shown = {name: escape.one_line(text) if name != "traceback" else _indented(text) for name, text in fields.items()}
+    return [f"  {name:<10}: {text}" for name, text in shown.items()]
+
+
+def _indented(text: str) -> str:
+    return escape.lines(_text_in(text)).replace("\n", "\n  ")
+
+
+def _text_in(text: str) -> str:
+    return _COLOUR.sub("", text).strip("\n")
 
 
 def report(
@@ -254,12 +282,12 @@ def report(
     other_lines = list(others) or ["  <NO_OTHER_FAILURES>"]
     if unshown:
         other_lines.append(f"  ... and {len(unshown)} more: {ranks_text(unshown)}")
-    title, middle, heading = f"{name} FAILED", "Failures:", "Root Cause (first observed failure):"
+    title, middle, heading = f"{escape.one_line(name)} FAILED", "Failures:", "Root Cause (first observed failure):"
     body = [title, middle, *other_lines, heading, root]
     width = min(max(len(line) for text in body for line in text.split("\n")), _BORDER_LIMIT_CHARS)
     border, rule = "=" * width, "-" * width
     closing = [f"Stopped by holdfast: {stopped}"] if stopped else []
-    closing += [f"Cause: {cause}"] if cause else []
+    closing += [f"Cause: {escape.one_line(cause)}"] if cause else []
     return "\n".join(["", border, title, rule, middle, *other_lines, rule, heading, root, border, *closing])
 
 

@@ -2,7 +2,7 @@
 
 A node sends it with its next join, after its workers have ended; the coordinator passes it on with the outcome. It is
 JSON of at most `LIMIT_CHARS` ASCII characters: long texts are cut in the middle until it fits. The reader does not
-trust it: a field of an unexpected type counts as absent, and control characters are replaced.
+trust it: a field of an unexpected type counts as absent, and control characters are escaped.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast import escape
 from holdfast.failures import report
 from holdfast.failures.report import Evidence
 
@@ -25,22 +26,17 @@ def encode(local_rank: int, pid: int, error_file: str, error: Mapping[str, Any],
             {
                 "local_rank": local_rank,
                 "pid": pid,
-                "error_file": _cut(error_file, limit),
-                "message": _cut(message, limit),
-                "callstack": _cut(callstack, limit),
+                "error_file": report.cut_middle(error_file, limit),
+                "message": report.cut_middle(message, limit),
+                "callstack": report.cut_middle(callstack, limit),
                 "timestamp": timestamp,
                 "is_waiting": evidence.is_waiting,
-                **{name: _cut(getattr(evidence, name), limit) for name in _TEXTS},
+                **{name: report.cut_middle(getattr(evidence, name), limit) for name in _TEXTS},
             }
         )
         if len(text) <= LIMIT_CHARS:
             return text
     return ""
-
-
-def _cut(text: str, limit: int) -> str:
-    """Keep the beginning, which says where it happened, and the end, which says what."""
-    return text if len(text) <= limit else f"{text[: limit // 4]}\n... (cut) ...\n{text[-(limit * 3 // 4) :]}"
 
 
 def decode(text: str) -> tuple[int, int, str, Evidence] | None:
@@ -60,8 +56,7 @@ def decode(text: str) -> tuple[int, int, str, Evidence] | None:
 
 
 def _plain(value: object) -> str:
-    text = value if isinstance(value, str) else ""
-    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
+    return escape.lines(value) if isinstance(value, str) else ""
 
 
 def _number(value: object) -> int:

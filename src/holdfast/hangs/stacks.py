@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import IO, Any, Generic, TypeVar
 
-from holdfast import procfs
+from holdfast import escape, procfs
 from holdfast.errors import HostError
 from holdfast.failures.report import shorten
 from holdfast.hangs.compare import Frame, Look, Thread
@@ -42,6 +42,7 @@ _STILL_S = 0.1
 _STUCK_AFTER_S = 0.5
 _LOOK_AGAIN_S = 0.005
 _SOURCE_LIMIT_BYTES = 4 << 20
+_TEXT_LIMIT_BYTES = 1 << 20
 
 
 def look_at(pid: int, *, native: bool = False, timeout_s: float = DUMP_TIMEOUT_S) -> Look:
@@ -50,7 +51,7 @@ def look_at(pid: int, *, native: bool = False, timeout_s: float = DUMP_TIMEOUT_S
     stuck_at = time.monotonic() + _STUCK_AFTER_S
     while (state := procfs.state(pid)) == "D" and time.monotonic() < stuck_at:
         time.sleep(_LOOK_AGAIN_S)
-    command = shorten(procfs.command_line(pid), 120)
+    command = shorten(escape.one_line(procfs.command_line(pid)), 120)
     facts: dict[str, Any] = {"state": state, "waits_in": procfs.wait_channel(pid), "command": command}
     until_s = time.monotonic() + timeout_s
 
@@ -77,7 +78,7 @@ def look_at(pid: int, *, native: bool = False, timeout_s: float = DUMP_TIMEOUT_S
             except HostError:
                 pass
         return Look(pid, threads=threads, how=how, **facts)
-    return Look(pid, trouble="; ".join(troubles) if state else "the process has ended", **facts)
+    return Look(pid, trouble=escape.one_line("; ".join(troubles)) if state else "the process has ended", **facts)
 
 
 # py-spy.
@@ -147,14 +148,21 @@ def _py_spy_threads(pid: int, flags: list[str], timeout_s: float) -> tuple[Threa
 
 
 def _thread_of(said: dict[str, Any], pid: int) -> Thread:
-    name = str(said["thread_name"] or "")
+    name = escape.one_line(str(said["thread_name"] or ""))
     is_main = said["os_thread_id"] == pid or name == "MainThread"
     frames = []
     for each in said["frames"]:
         file, line, is_native = str(each["filename"]), int(each["line"]), bool(each["module"])
-        frames.append(Frame(str(each["name"]), file, line, is_native, "" if is_native else _source_line(file, line)))
+        frames.append(_frame(str(each["name"]), file, line, is_native=is_native))
     name = name or ("MainThread" if is_main else str(said["os_thread_id"]))
     return Thread(name, tuple(frames), is_main, bool(said["active"]))
+
+
+def _frame(name: str, file: str, line: int, *, is_native: bool = False) -> Frame:
+    """A program chooses the names of its functions and files. They may be long, and have line breaks."""
+    texts = (name, file, "" if is_native else _source_line(file, line))
+    name, file, source = (escape.cut(escape.one_line(text)) for text in texts)
+    return Frame(name, file, line, is_native, source)
 
 
 def _source_line(path: str, number: int) -> str:
@@ -172,7 +180,7 @@ def _source_line(path: str, number: int) -> str:
 
 # faulthandler.
 
-_FRAME = re.compile(r'\s*File "(.*)", line (\d+) in (.*)')
+_FRAME = re.compile(r'\s*File "(.*)", line (\d{1,9}) in (.*)')
 
 
 def _faulthandler_threads(pid: int, state: str, timeout_s: float) -> tuple[Thread, ...]:
@@ -203,8 +211,7 @@ def parse_faulthandler(text: str) -> tuple[Thread, ...]:
         if line.endswith("(most recent call first):"):
             blocks.append((line.partition(" (most")[0].rpartition(" ")[2], []))
         elif blocks and (found := _FRAME.fullmatch(line)):
-            file, number = found[1], int(found[2])
-            blocks[-1][1].append(Frame(found[3], file, number, source=_source_line(file, number)))
+            blocks[-1][1].append(_frame(found[3], found[1], int(found[2])))
     threads = [Thread(name, tuple(frames)) for name, frames in blocks[:-1]]
     return (*threads, *(Thread("MainThread", tuple(frames), True) for _, frames in blocks[-1:]))
 
@@ -234,7 +241,7 @@ def _await_text(fd: int, start: int, until_s: float) -> str:
         time.sleep(_LOOK_AGAIN_S)
     if size == start:
         raise HostError("its faulthandler did not answer: every thread blocks its signal, or the kernel holds it")
-    return os.pread(fd, size - start, start).decode("utf-8", "replace")
+    return os.pread(fd, min(size - start, _TEXT_LIMIT_BYTES), start).decode("utf-8", "replace")
 
 
 # Several processes.

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from holdfast import loop, procfs, progress_board, signals
+from holdfast import escape, loop, procfs, progress_board, signals
 from holdfast.hangs import compare, policy, stacks
 from holdfast.hangs.compare import Look, Picture, WorkerLook
 from holdfast.hangs.policy import HangMachine, HangPolicy, Signal, Verdict
@@ -185,7 +185,7 @@ def tell(picture: Picture, destinations: LogsDest, heading: str) -> str:
     where = f"every thread of every worker: {path}" if path else f"the stacks are in no file: {trouble}"
     # Without a file, the log is the only place for the stacks.
     shown = compare.summary(picture) if path else compare.full_text(picture)
-    logger.warning("%s\n%s", shown, where)
+    logger.warning("%s\n%s", shown, escape.one_line(where), extra=escape.HAS_LINES)
     return path
 
 
@@ -196,7 +196,7 @@ def write_file(picture: Picture, directory: str, heading: str) -> str:
     for number in itertools.count(1):
         try:
             with open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text + "\n")
+                file.write(escape.lines(text) + "\n")
                 break
         except FileExistsError:
             path = os.path.join(directory, f"stacks_{number}.txt")

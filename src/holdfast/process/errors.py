@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
+from holdfast import escape
 from holdfast.failures import report, wire_evidence
 from holdfast.failures.report import NOT_AVAILABLE, Evidence, FailureFacts
 
@@ -29,7 +30,7 @@ ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 TRACEBACK_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 _NO_MESSAGE = "<NONE>"
 _NOT_SOUGHT = Evidence()
-_ERROR_FILE_LIMIT_BYTES = 16 * 1024 * 1024
+_ERROR_FILE_LIMIT_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -112,20 +113,19 @@ class ProcessFailure:
 
     def traceback_text(self) -> str:
         """The traceback if the worker left one, else its message."""
-        if isinstance(self.message, str):
-            return self.message or NOT_AVAILABLE
-        text, callstack, _ = report.read_error(self.error_file_data)
+        text, callstack, _ = report.read_error({"message": self.message})
         return callstack or text or NOT_AVAILABLE
 
     def _read_error_file(self) -> dict[str, Any] | None:
-        # `/dev/null` and other devices mean that there is no file.
-        if not os.path.isfile(self.error_file):
+        # `/dev/null` means that there is no file.
+        if not self.error_file or self.error_file == os.devnull or not os.path.lexists(self.error_file):
             return None
         try:
             return _load_error_file(self.error_file)
         except (OSError, ValueError, RecursionError) as e:
-            _warn_unreadable(self.error_file, self.pid, str(e))
-            notes = [self.evidence.note, f"its error file {self.error_file} is unreadable: {e}"]
+            problem = getattr(e, "strerror", None) or str(e)
+            _warn_unreadable(self.error_file, self.pid, problem)
+            notes = [self.evidence.note, f"its error file {self.error_file} is unreadable: {problem}"]
             self.evidence = replace(self.evidence, note="; ".join(filter(None, notes)))
             return None
 
@@ -156,7 +156,7 @@ class ChildFailedError(Exception):
         self.failures = dict(failures)
         self.stopped = dict(stopped or {})
         self._root = root
-        self._cause = cause
+        self._cause = escape.one_line(cause)
         super().__init__(self.format_msg())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -331,10 +331,9 @@ def _warn_unreadable(path: str, pid: int, problem: str) -> None:
 
 def _load_error_file(path: str) -> dict[str, Any]:
     """Raises OSError, ValueError or RecursionError if the path is not a valid error file."""
-    # Opening a FIFO would block.
-    if not os.path.isfile(path):
-        raise ValueError("no such regular file")
-    with open(path, "rb") as file:
+    from holdfast.process.output.logs import open_left_file
+
+    with open_left_file(path) as file:
         content = file.read(_ERROR_FILE_LIMIT_BYTES + 1)
     if len(content) > _ERROR_FILE_LIMIT_BYTES:
         raise ValueError(f"larger than {_ERROR_FILE_LIMIT_BYTES} bytes")

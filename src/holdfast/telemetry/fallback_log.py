@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from holdfast import stdio
+from holdfast import escape, stdio
 
 _logger = logging.getLogger("holdfast")
 
@@ -19,11 +19,12 @@ class _FallbackHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         has_others = bool(logging.getLogger().handlers) or any(each is not self for each in _logger.handlers)
         if not has_others and logging.lastResort is not None:
-            marked = logging.makeLogRecord({**record.__dict__, "msg": f"holdfast: {record.getMessage()}", "args": ()})
-            stdio.write(sys.stderr, logging.lastResort.format(marked) + "\n")
+            stdio.write(sys.stderr, self.format(record) + "\n")
 
 
 def install() -> None:
     """May be called any number of times."""
     if not any(isinstance(each, _FallbackHandler) for each in _logger.handlers):
-        _logger.addHandler(_FallbackHandler(logging.WARNING))
+        handler = _FallbackHandler(logging.WARNING)
+        handler.setFormatter(escape.LogFormatter("holdfast: %(message)s"))
+        _logger.addHandler(handler)

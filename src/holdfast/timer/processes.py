@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from holdfast import procfs
+from holdfast import escape, procfs
 from holdfast.hangs import stacks
 from holdfast.signals import signal_name
 from holdfast.timer.api import RequestQueue, TimerRequest, TimerServer
@@ -122,7 +122,8 @@ class ProcessTimerServer(TimerServer):
         while not dumps.are_complete() and not self._is_stopping and (left_s := until_s - time.monotonic()) > 0:
             self._fetch(left_s)
         for text in filter(None, dumps.finish(stacks.late_text).values()):
-            logger.warning("%s", text)
+            # Indented, so that no name in them can begin a line of the log.
+            logger.warning("%s", text.replace("\n", "\n  "), extra=escape.HAS_LINES)
 
     def _reap_worker(self, worker_id: int) -> bool:
         """Signal a process, which may have ended while its stacks were taken. False means: try again."""

@@ -12,7 +12,8 @@
 Without a log dir the tree is made under the system's temporary directory, because error files need a place.
 `remove_if_unused` removes such a tree if nothing was written to it.
 
-This module only names files and makes directories. `streams` opens the files, and `pump` copies bytes.
+This module names files and makes directories, and opens the files that workers have left. `streams` opens the files
+for writing, and `pump` copies bytes.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import errno
 import logging
 import os
 import re
+import stat
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import IntFlag
-from typing import Any
+from typing import IO, Any
 
 from holdfast.errors import HostError, UserError
 
@@ -81,6 +83,17 @@ def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[i
     if isinstance(val_or_map, int):
         return dict.fromkeys(ranks, Std(int(val_or_map)))
     return {rank: Std(int(val_or_map.get(rank, Std.NONE))) for rank in ranks}
+
+
+def open_left_file(path: str) -> IO[bytes]:
+    """Open a file to which a worker could write, for reading. It may be anything by now: a FIFO would block, a device
+    may be endless, a link may lead to a file that the worker cannot read. Raises OSError if it is not regular."""
+    if stat.S_ISREG(os.lstat(path).st_mode):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return open(fd, "rb")
+        os.close(fd)  # It was replaced just now.
+    raise OSError(errno.EINVAL, "it is not a regular file")
 
 
 def get_std_cm(std_rd: str, redirect_fn: Callable[[str], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from holdfast.process.output import pump, terminal
 from holdfast.process.output.lines import TAIL_BYTES, Tail
-from holdfast.process.output.logs import LogsDest
+from holdfast.process.output.logs import LogsDest, open_left_file
 
 if TYPE_CHECKING:
     from holdfast.process.output.watch import OutputWatch
@@ -114,9 +114,9 @@ class Outlets:
         tail = self._tails.get(rank)
         if tail is None:
             tail = Tail()
-            with contextlib.suppress(OSError), open(self._places["stderr"][0].get(rank, ""), "rb") as log:
+            with contextlib.suppress(OSError), open_left_file(self._places["stderr"][0].get(rank, "")) as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
-                tail.feed(log.read())
+                tail.feed(log.read(TAIL_BYTES))
         return tail.text()
 
     def close(self, *, will_end: bool = True) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MAGIC, VALUE, ERROR = b"\0HF1", b"V", b"E"
 MESSAGE_LIMIT, CALLSTACK_LIMIT = 64 << 10, 256 << 10
+EVIDENCE_LIMIT = 1 << 20  # The agent reads no more of a black box or of an error file, so a record must fit into it.
 DUMP_SIGNAL = 58  # Sent by the agent to a worker that hangs: faulthandler writes the stacks of all threads.
 # Where `library` looks first, so that a program's own json.py is not taken for the standard one.
 library_path = sys.path[:0]
@@ -75,12 +76,20 @@ def text_of(value: object) -> str:
         return f"<{type(value).__name__} whose str() fails>"
 
 
+def end_of(text: str, limit: int) -> str:
+    """The last characters. As JSON they have at most twice as many bytes as the limit says."""
+    text = text[-limit:]
+    while len(library("json").dumps(text)) > 2 * limit + 2:
+        text = text[len(text) // 2 :]
+    return text
+
+
 def error_data(exc: BaseException) -> "dict[str, Any]":
     """The content of an error file for an exception. Texts that are too long lose their beginning."""
-    message = callstack = f"{type(exc).__name__}: {text_of(exc)[-MESSAGE_LIMIT:]}"
+    message = callstack = f"{end_of(type(exc).__name__, 1000)}: {end_of(text_of(exc), MESSAGE_LIMIT)}"
     try:
         lines = library("traceback").format_exception(type(exc), exc, users_part(exc.__traceback__))
-        callstack = "".join(lines)[-CALLSTACK_LIMIT:]
+        callstack = end_of("".join(lines), CALLSTACK_LIMIT)
     except BaseException:
         pass  # The program's exception cannot be formatted, or the program has its own traceback module.
     return message_data(message, py_callstack=callstack)
@@ -139,7 +148,7 @@ class Evidence:
                 # When `-m` finds no module it exits with a text. A restart does not help, as with an ImportError.
                 is_import = type(exc.__context__).__module__ == "runpy"
                 text = f"ImportError: {text_of(exc.__context__)}" if is_import else text_of(exc.code)
-                data = message_data(text[-MESSAGE_LIMIT:])
+                data = message_data(end_of(text, MESSAGE_LIMIT))
             try:
                 self.write(ERROR, library("json").dumps(data).encode())
             finally:

@@ -27,6 +27,15 @@ _DESCRIPTORS_TO_SPARE = 64
 
 _GOODBYE_PATIENCE_S = procfs.KILL_PATIENCE_S + 1.0
 
+# The secrets of the agent. Neither the spawner nor a worker needs them.
+SECRETS = (b"HOLDFAST_TOKEN", b"HOLDFAST_ETCD_PASSWORD")
+
+# How long the spawner may be stopped. A scheduler that suspends a job stops the agent within this time, too.
+_STANDSTILL_S = 1.0
+# A spawner that was stopped again within this time after it was continued, so many times, is killed.
+_RELAPSE_S = 10.0
+_MOST_RELAPSES = 3
+
 # Hold this while opening descriptors for a child. A fork copies every open descriptor. One made by another thread at
 # the wrong moment would keep a second copy of a worker's output or of a spawner's socket, and their ends would not be
 # seen. In a forked child the thread that held it does not exist.
@@ -44,6 +53,7 @@ class SpawnerLink:
         self._sessions: set[int] = set()
         self._has_survivors = False
         self._is_lost = False
+        self._guard: _Guard | None = None
 
     @classmethod
     def launch(cls, *, with_site_packages: bool = False) -> SpawnerLink:
@@ -63,7 +73,7 @@ class SpawnerLink:
             ours, theirs = channel_pair()
             token = os.urandom(8).hex()
             # The mark is for what is forked from the spawner and never executes anything: it shows this environment.
-            environment = {**os.environb, procfs.MARK_VARIABLE.encode(): f"{token}.spawner".encode()}
+            environment = {**_environment(), procfs.MARK_VARIABLE.encode(): f"{token}.spawner".encode()}
             # A number of its own: before glibc 2.29 a dup2 onto the same number leaves close-on-exec set in the child.
             target = os.dup(theirs.fileno())
             try:
@@ -107,8 +117,11 @@ class SpawnerLink:
         return not self.reports() and not self._is_lost
 
     def prepare(self) -> None:
-        """Workers inherit this process's environment, directory and ignored signals as they are now."""
-        self._channel.send(("prepare", dict(os.environb), _directory(), _ignored_signals()))
+        """Workers inherit this process's environment, directory and ignored signals as they are now. From now on the
+        spawner does not stay stopped."""
+        self._channel.send(("prepare", _environment(), _directory(), _ignored_signals()))
+        if self._guard is None:
+            self._guard = _Guard(self._pid)
 
     def start(
         self, id_: int, kind: str, argv: Iterable[str], env: Mapping[str, str], cpus: Iterable[int], fds: dict[str, int]
@@ -157,7 +170,7 @@ class SpawnerLink:
 
     def _lose(self) -> str:
         """The spawner died. Its workers were killed by the kernel; find and kill what they had started."""
-        self._is_lost = True
+        self._note_end()
         self._channel.close()
         how = _describe_end(_reap(self._pid, _GOODBYE_PATIENCE_S))
         deadline = time.monotonic() + (0.0 if self._has_survivors else procfs.KILL_PATIENCE_S)
@@ -176,16 +189,60 @@ class SpawnerLink:
         self._channel.close()
         patience_s = 0.0 if self._has_survivors else _GOODBYE_PATIENCE_S
         if _wait_until_gone(self._pid, time.monotonic() + patience_s):
-            self._is_lost = True
+            self._note_end()
             _reap(self._pid, 0.0)
         else:
             self.kill_spawner()
+
+    def _note_end(self) -> None:
+        self._is_lost = True
+        if self._guard is not None:
+            self._guard.is_over.set()
 
     def kill_spawner(self) -> None:
         """For a spawner that does not answer: end it, and what it owned with it."""
         if not self._is_lost:
             procfs.kill(self._pid)
             self._lose()
+
+
+class _Guard:
+    """Keeps the spawner from standing still.
+
+    A worker of the same user can stop it (SIGSTOP). Then no end of a worker is reported, and no lease enforced. The
+    kernel tells the parent, so a thread waits for that. It continues the spawner; one that is stopped again and again
+    it kills, and everything that the spawner owns goes with it. It holds no link, which may be dropped without a word.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.is_over = threading.Event()
+        self._pid = pid
+        with contextlib.suppress(RuntimeError):  # No thread is to be had in a process at its limit.
+            threading.Thread(target=self._watch, name="holdfast-spawner", daemon=True).start()
+
+    def _watch(self) -> None:
+        relapses, continued_at = 0, -_RELAPSE_S
+        with contextlib.suppress(ChildProcessError):  # It was reaped.
+            while self._is_stopped(0) and not self.is_over.wait(_STANDSTILL_S):
+                if not self._is_stopped(os.WNOHANG):
+                    continue
+                relapses = relapses + 1 if time.monotonic() < continued_at + _RELAPSE_S else 0
+                if relapses >= _MOST_RELAPSES:
+                    self._act(signal.SIGKILL, "is stopped again and again by a signal; it is killed with all workers")
+                    return
+                continued_at = time.monotonic()
+                self._act(signal.SIGCONT, "was stopped by a signal; it is continued")
+
+    def _is_stopped(self, flags: int) -> bool:
+        """Waits until it is stopped or has ended, unless the flags say otherwise. Its end stays for others to reap."""
+        found = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT | flags)
+        return found is not None and found.si_code == os.CLD_STOPPED
+
+    def _act(self, number: signal.Signals, text: str) -> None:
+        import logging
+
+        logging.getLogger(__name__).warning("the spawner (process %d) %s", self._pid, text)
+        procfs.kill(self._pid, number)
 
 
 _early: list[SpawnerLink] = []
@@ -208,6 +265,10 @@ def launch_or_take_early() -> SpawnerLink:
     if _early and (link := _early.pop()).is_idle():
         return link
     return SpawnerLink.launch()
+
+
+def _environment() -> dict[bytes, bytes]:
+    return {name: value for name, value in os.environb.items() if name not in SECRETS}
 
 
 def _ignored_signals() -> tuple[int, ...]:

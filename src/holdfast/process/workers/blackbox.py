@@ -1,11 +1,20 @@
-"""Reads a worker's black box in the process that started it; the opening text of `bootstrap` has the format."""
+"""Reads a worker's black box in the process that started it; the opening text of `bootstrap` has the format.
+
+A program may write anything into its box, and has other rights than this process, perhaps. So of its box only the last
+part is read, a few records at most, and its values are never touched: they are pickles. A function is trusted as its
+caller is. Its box is read whole, because a value may have any size.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
-from holdfast.process.spawner.bootstrap import ERROR, MAGIC, OWN_FILE, VALUE
+from holdfast.process.spawner.bootstrap import ERROR, EVIDENCE_LIMIT, MAGIC, OWN_FILE, VALUE
+
+_MOST_RECORDS = 64  # Of a program. Usually there is one.
+_READ_BYTES = 1 << 20
 
 
 class BlackBox:
@@ -26,6 +35,29 @@ class BlackBox:
         except (ValueError, RecursionError):
             error = None
         self.error, self.torn = (error, self.torn) if isinstance(error, dict) else (self.error, True)
+
+
+def read_of_function(fd: int) -> BlackBox:
+    """Never raises. The worker can write to the box, and cut it, while it is read."""
+    data = bytearray()
+    while piece := os.pread(fd, _READ_BYTES, len(data)):
+        data += piece
+    return read_blackbox(bytes(data))
+
+
+def read_of_program(fd: int) -> BlackBox:
+    """Never raises. Costs milliseconds, whatever the program has left."""
+    data = os.pread(fd, EVIDENCE_LIMIT, max(0, os.fstat(fd).st_size - EVIDENCE_LIMIT))
+    start = len(data)
+    for _ in range(_MOST_RECORDS):
+        if (start := data.rfind(MAGIC, 0, start)) < 0:
+            return _without_value(read_blackbox(data))
+    return _without_value(read_blackbox(data[start:]))
+
+
+def _without_value(box: BlackBox) -> BlackBox:
+    box.value = None
+    return box
 
 
 def read_blackbox(data: bytes) -> BlackBox:
@@ -50,6 +82,7 @@ def read_blackbox(data: bytes) -> BlackBox:
         if tail.endswith(cut):
             box.torn, tail = True, tail[: -len(cut)]
             break
-    lines = b"".join([*texts, tail]).decode("utf-8", "replace").split("\n")
-    box.text = "\n".join(line for line in lines if f'"{OWN_FILE}", line ' not in line)
+    box.text, own = b"".join([*texts, tail]).decode("utf-8", "replace"), f'"{OWN_FILE}", line '
+    if own in box.text:
+        box.text = "\n".join(line for line in box.text.split("\n") if own not in line)
     return box

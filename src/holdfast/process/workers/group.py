@@ -158,7 +158,8 @@ class PContext(abc.ABC):
             self._order(link, rank)
 
     def _order(self, link: SpawnerLink, rank: int) -> None:
-        self._slots[rank] = Slot(rank, os.memfd_create(f"holdfast-{rank}", os.MFD_CLOEXEC))
+        box = os.memfd_create(f"holdfast-{rank}", os.MFD_CLOEXEC)
+        self._slots[rank] = Slot(rank, box, is_function=callable(self.entrypoint))
         fds: dict[str, int] = {}
         try:
             fds["stdin"] = dup_or_null(0)

@@ -19,15 +19,14 @@ from typing import Any
 
 from holdfast import procfs
 from holdfast.process.errors import ProcessFailure
-from holdfast.process.workers.blackbox import BlackBox, read_blackbox
+from holdfast.process.workers.blackbox import BlackBox, read_of_function, read_of_program
 
 # A worker that ends so after it was told to stop still failed by itself.
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS})
 
-_READ_BYTES = 1 << 20
-
 # How faulthandler begins what it writes on a fatal signal.
 _CRASH = "Fatal Python error"
+_STACK_LIMIT_CHARS = 1 << 16  # The report shows 60 lines of it, the first of which say most.
 
 
 @dataclass(slots=True)
@@ -57,6 +56,7 @@ class Slot:
 
     local_rank: int
     blackbox_fd: int
+    is_function: bool = False  # Else a program, whose box is read with care.
     pid: int | None = None
     pidfd: int | None = None
     exitcode: int | None = None
@@ -131,7 +131,8 @@ class Slot:
         """What is in its black box. It is read again only if it has changed; after `close` it does not."""
         size = os.fstat(self.blackbox_fd).st_size if self.blackbox_fd >= 0 else self._box_size
         if self._box is None or size != self._box_size:
-            self._box, self._box_size = read_blackbox(_read_all(self.blackbox_fd)), size
+            read = read_of_function if self.is_function else read_of_program
+            self._box, self._box_size = read(self.blackbox_fd), size
         return self._box
 
     def stack(self) -> str:
@@ -140,11 +141,12 @@ class Slot:
             return self.hang_stack
         # What stands before was asked for, while it was well.
         text = self.box().text
-        return text[text.rindex(_CRASH) :] if _CRASH in text else ""
+        return text[text.rindex(_CRASH) :][:_STACK_LIMIT_CHARS] if _CRASH in text else ""
 
     def return_value(self) -> Any:
-        """None if there is none. A worker whose value this process cannot unpickle counts as failed."""
-        data = self.box().value
+        """None if there is none, or if the worker did not end well. A worker whose value this process cannot unpickle
+        counts as failed."""
+        data = self.box().value if self.exitcode == 0 else None
         try:
             return None if data is None else pickle.loads(data)
         except Exception as error:
@@ -158,11 +160,3 @@ class Slot:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
-
-
-def _read_all(fd: int) -> bytes:
-    """The whole of a memory file, from its beginning. The worker can write to it, and cut it, while it is read."""
-    data = bytearray()
-    while piece := os.pread(fd, _READ_BYTES, len(data)):
-        data += piece
-    return bytes(data)

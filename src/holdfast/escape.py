@@ -1,0 +1,67 @@
+"""Text that holdfast shows and has not written itself, made safe for terminals and logs.
+
+Peers, workers and files may say anything: escape sequences that rewrite the screen, line breaks that forge lines of
+holdfast's, marks that reverse the order of letters. Such characters are made visible where lines are written, as
+`\\x1b` or `\\n`. All other characters stay, of whatever script. Escaping a text again changes nothing.
+
+The output of workers (tee, redirects) does not pass through here. JSON escapes by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+LINE_LIMIT_CHARS = 4000
+_CUT = " ..."
+
+# C0, DEL and C1, the Arabic letter mark, the other bidirectional marks and controls, the line and paragraph separators,
+# and halves of surrogate pairs. `str.isprintable` accepts none of them.
+_UNSAFE = (
+    (0, 0x20),
+    (0x7F, 0xA0),
+    (0x61C, 0x61D),
+    (0x200E, 0x2010),
+    (0x2028, 0x202F),
+    (0x2066, 0x206A),
+    (0xD800, 0xE000),
+)
+
+
+def one_line(text: str) -> str:
+    """For a text that is one line, or a part of one."""
+    return text if text.isprintable() else text.translate(_tables()[0])
+
+
+def lines(text: str) -> str:
+    """For a text that has lines of its own: line feeds and tabs stay."""
+    return text if text.isprintable() else text.translate(_tables()[1])
+
+
+@cache
+def _tables() -> tuple[dict[int, str], dict[int, str]]:
+    codes = [code for first, end in _UNSAFE for code in range(first, end)]
+    visible = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in codes}
+    kept = {ord("\n"): "\n", ord("\t"): "\t"}
+    visible |= {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
+    return visible, visible | kept
+
+
+def cut(line: str) -> str:
+    return line if len(line) <= LINE_LIMIT_CHARS else line[: LINE_LIMIT_CHARS - len(_CUT)] + _CUT
+
+
+class LogFormatter(logging.Formatter):
+    """A record is one line of bounded length. The lines of a traceback follow, indented, so that none of them looks
+    like a record. A record that is logged with `extra=HAS_LINES` has lines of its own, which must not begin with text
+    from elsewhere."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message, keeps_lines = record.getMessage(), getattr(record, "has_lines", False)
+        shown = lines(message) if keeps_lines else one_line(message)
+        plain = logging.makeLogRecord({**record.__dict__, "msg": shown, "args": None})
+        first, *others = lines(super().format(plain)).split("\n")
+        return "\n".join(map(cut, [first, *(others if keeps_lines else [f"  {line}" for line in others])]))
+
+
+HAS_LINES = {"has_lines": True}
