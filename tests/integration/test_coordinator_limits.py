@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.rendezvous.coordinator import connection
+from holdfast.rendezvous.coordinator import run as runs
 from holdfast.rendezvous.coordinator import server as servers
 from holdfast.rendezvous.membership import frames, model, protocol
 from holdfast.rendezvous.membership.frames import encode
@@ -138,7 +139,7 @@ def test_a_hello_that_comes_slowly_but_in_time(server: CoordinatorProcess) -> No
 
 def test_whoever_falls_silent_is_cut_off_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a message, or nothing at all: its machine may be gone without a word. Whoever sends heartbeats stays."""
-    monkeypatch.setattr(servers, "_SILENCE_S", 2.0)
+    monkeypatch.setattr(runs, "_SILENCE_S", 2.0)
     monkeypatch.setattr(servers, "_SWEEP_EVERY_S", 0.05)
     with coordinator_thread(tmp_path) as port, Peer(port) as half, Peer(port) as silent, Peer(port) as alive:
         for peer in (half, silent, alive):
@@ -155,8 +156,8 @@ def test_whoever_falls_silent_is_cut_off_in_the_end(tmp_path: Path, monkeypatch:
 
 
 def test_a_run_that_everybody_has_left_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "_SILENCE_S", 0.2)
-    monkeypatch.setattr(servers, "_DESERTED_S", 0.2)
+    monkeypatch.setattr(runs, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(runs, "_DESERTED_S", 0.2)
     settings = Settings(1, 1, heartbeat_s=0.05, lease_s=0.1)
     with coordinator_thread(tmp_path) as port:
         with Peer(port) as peer:

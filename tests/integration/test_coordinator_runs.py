@@ -13,7 +13,7 @@ import pytest
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousClosedError
 from holdfast.rendezvous.client import handshake, reachability
-from holdfast.rendezvous.coordinator import server as servers
+from holdfast.rendezvous.coordinator import run as runs
 from holdfast.rendezvous.handler import CoordinatorHandler
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership import round as rounds
@@ -198,7 +198,7 @@ def test_what_is_known_of_connections_is_bounded(
 ) -> None:
     """A join that is late on an older connection is dropped, however many nodes come and go, while the node has a newer
     connection. Of nodes that have none the last few are known."""
-    monkeypatch.setattr(servers, "_REMEMBERED_CONNECTIONS", 3)
+    monkeypatch.setattr(runs, "_REMEMBERED_CONNECTIONS", 3)
     with coordinator_thread(tmp_path) as port, Peer(port) as old:
         old.enter()
         with Peer(port) as newer:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.rendezvous.coordinator import kv_store
 from holdfast.rendezvous.coordinator.kv_store import KeyValues
+from holdfast.rendezvous.coordinator.limits import Limits
 from holdfast.rendezvous.membership.frames import encode
 from holdfast.rendezvous.membership.protocol import StoreAnswer, StoreRequest
 
@@ -283,9 +283,8 @@ def test_the_same_number_of_another_client_is_another_request() -> None:
 # Limits.
 
 
-def test_a_full_store_takes_all_of_a_request_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "MAX_STORED_BYTES", 3000)
-    store = KeyValues()
+def test_a_full_store_takes_all_of_a_request_or_nothing() -> None:
+    store = KeyValues(limits=Limits(run_stored_bytes=3000))
     ask(store, "set", "big", values=(bytes(1000),))
     ask(store, "wait", "x", client="b", timeout_s=5.0)
     answer = ask(store, "set", "x", "y", values=(bytes(1000), bytes(1000)))
@@ -297,23 +296,20 @@ def test_a_full_store_takes_all_of_a_request_or_nothing(monkeypatch: pytest.Monk
     assert ask(store, "set", "y", "z", values=(bytes(1000), bytes(1000))).problem == ""
 
 
-def test_the_same_value_again_needs_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "MAX_STORED_BYTES", 3000)
-    store = KeyValues()
+def test_the_same_value_again_needs_no_more_room() -> None:
+    store = KeyValues(limits=Limits(run_stored_bytes=3000))
     for _ in range(10):
         assert ask(store, "set", "k", values=(bytes(2000),)).problem == ""
 
 
-def test_many_small_keys_count_for_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "MAX_STORED_BYTES", 100_000)
-    store = KeyValues()
+def test_many_small_keys_count_for_what_they_cost() -> None:
+    store = KeyValues(limits=Limits(run_stored_bytes=100_000))
     taken = sum(ask(store, "set", f"{number}", values=(b"",)).problem == "" for number in range(1000))
     assert 100 < taken < 1000
 
 
-def test_not_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "MAX_WAITING_BYTES", 10_000)
-    store = KeyValues()
+def test_not_too_many_wait() -> None:
+    store = KeyValues(limits=Limits(run_waiting_bytes=10_000))
     answers = [ask(store, "get", "k", client=f"c{number}", timeout_s=5.0) for number in range(100)]
     refused = [answer for answer in answers if answer is not None]
     assert 80 < len(refused) < 100
@@ -323,9 +319,8 @@ def test_not_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask(store, "get", "k", timeout_s=5.0) is None
 
 
-def test_what_is_kept_for_repetitions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "MAX_REMEMBERED_BYTES", 50_000)
-    store = KeyValues()
+def test_what_is_kept_for_repetitions_is_bounded() -> None:
+    store = KeyValues(limits=Limits(run_remembered_bytes=50_000))
     for number in range(1000):
         store.handle("a", StoreRequest(b"s", number, "add", ("n",), amount=1), 0.0)
     assert store.handle("a", StoreRequest(b"s", 999, "add", ("n",), amount=1), 0.0)[0][1].amount == 1000

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,8 @@ from holdfast.cli.parser import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
 
 if TYPE_CHECKING:
-    from holdfast.rendezvous.coordinator.server import Coordinator, Keeper
+    from holdfast.rendezvous.coordinator.run import Keeper
+    from holdfast.rendezvous.coordinator.server import Coordinator
 
 PROGRAM = "holdfast coordinator"
 
@@ -77,7 +79,14 @@ async def _serve_by_hand(args: argparse.Namespace) -> None:
     coordinator = _coordinator(args, sock, args.idle_timeout)
     _stop_on_signals(coordinator)
     shown = endpoints.endpoint_text(*sock.getsockname()[:2])
-    await coordinator.serve(lambda: logging.getLogger("holdfast").info("listening at %s", shown))
+    await _serve(coordinator, lambda: logging.getLogger("holdfast").info("listening at %s", shown))
+
+
+async def _serve(coordinator: Coordinator, when_ready: Callable[[], None]) -> None:
+    from holdfast.rendezvous.coordinator import watchdog
+
+    with watchdog.watching(lambda: coordinator.patience_s):
+        await coordinator.serve(when_ready)
 
 
 def _stop_on_signals(coordinator: Coordinator) -> None:
@@ -107,7 +116,7 @@ async def _serve_for_a_run(args: argparse.Namespace) -> None:
     log = memory.log_path(memory.endpoint_name(*sock.getsockname()[:2]))
     coordinator = _coordinator(args, sock, _IDLE_TIMEOUT_S)
     try:
-        await coordinator.serve(lambda: _withdraw(log))
+        await _serve(coordinator, lambda: _withdraw(log))
     except launch.PortTaken:
         print(launch.READY)  # Another coordinator was faster, and serves.
     else:
@@ -129,7 +138,7 @@ async def _serve_in_office(args: argparse.Namespace, sock: socket.socket) -> Non
     try:
         await keeper.begin()
         keeper.when_over = coordinator.resign
-        await coordinator.serve(lambda: _withdraw(log, os.O_APPEND))
+        await _serve(coordinator, lambda: _withdraw(log, os.O_APPEND))
     finally:
         await keeper.close()
     if not keeper.reason_to_resign:

@@ -121,6 +121,10 @@ class Membership:
         return self._round.world if self._round is not None else None
 
     @property
+    def node_count(self) -> int:
+        return len(self._nodes)
+
+    @property
     def restarts_used(self) -> int:
         return self._budget.used
 
