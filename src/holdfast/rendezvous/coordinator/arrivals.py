@@ -2,7 +2,7 @@
 
 Neither strangers nor descriptors run out:
 
-* a turn of the loop accepts a few connections, so that those which are there are served, too,
+* a turn of the loop accepts a few connections, so that those which are there are served, too; it turns away many more,
 * there is a limit to the number of strangers; beyond it the oldest one of the address that has most of them is cut off,
 * some descriptors stay free, for files and for the next connections; beyond that newcomers are told that there are too
   many connections. The system gives the lowest free number, so a high one says how many there are.
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _BACKLOG = 4096
 _RETRY_S = 0.1
+_TURN_S = 0.01
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _TOO_MANY = "this coordinator has too many connections"
 _SMALL_BYTES = 1 << 14
@@ -66,7 +67,8 @@ class Door:
 
     def _accept_some(self) -> None:
         highest = descriptor_limit() - self._limits.spare_descriptors
-        for _ in range(self._limits.accepted_in_a_turn):
+        served, ends_at = 0, self._loop.time() + _TURN_S
+        while served < self._limits.accepted_in_a_turn and self._loop.time() < ends_at:
             try:
                 sock, address = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -82,6 +84,7 @@ class Door:
             if sock.fileno() >= highest:
                 self._turn_away(sock, address)
             else:
+                served += 1
                 task = self._loop.create_task(self._serve(sock))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)

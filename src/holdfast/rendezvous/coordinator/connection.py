@@ -18,6 +18,7 @@ import logging
 import os
 import socket
 import ssl
+from asyncio import sslproto
 from typing import TYPE_CHECKING, Any
 
 from holdfast.rendezvous.coordinator.limits import Bucket
@@ -35,6 +36,8 @@ _GOODBYE_TIMEOUT_S = 5.0
 _UNREAD_LIMIT_BYTES = 4 << 20
 _RUN_ID_LIMIT = 1024
 _TLS_HELLO = b"\x16\x03"
+# asyncio gives each TLS connection a buffer of that size, filled with zeros. A record has no more than 16 KiB.
+sslproto.SSLProtocol.max_size = 1 << 14
 
 
 class Connection(asyncio.Protocol):
@@ -57,9 +60,9 @@ class Connection(asyncio.Protocol):
         self._frames = frames.Frames(frames.MAX_HANDSHAKE_BYTES)
         self._nonce = os.urandom(protocol.NONCE_BYTES)
         self._turns, self._share = server.turns, server.strangers.share
-        rates = server.limits
-        self._message_rate = Bucket(rates.messages_a_second, rates.messages_a_second, self._loop.time)
-        self._byte_rate = Bucket(rates.bytes_a_second, rates.bytes_a_second, self._loop.time)
+        self._clock = server.clock
+        self._rate = Bucket(server.limits.bytes_a_second, server.limits.bytes_a_second, self._clock)
+        self._uncharged_bytes = 0
         self._is_closing = False
         self._is_congested = False  # The other side does not read.
         self._is_waiting = False  # For its turn.
@@ -95,31 +98,34 @@ class Connection(asyncio.Protocol):
             return
         self._has_spoken = True
         self._frames.feed(data)
+        self._uncharged_bytes += len(data)
         if self.run is None and self._frames.held_bytes > self._server.limits.stranger_bytes:
             self._refuse("sent too much before it was let in")
-        elif owed_s := self._byte_rate.owed_s(len(data)):
-            self._server.held.note(self, self._frames.held_bytes)
-            self._rest(owed_s)
-        elif not self._is_waiting and not self._is_resting:
-            self._turns.offer(self._share, self)
+        elif self._is_waiting or self._is_resting:
+            self._note_held()
+        else:
+            self._offer()
 
-    def take_turn(self, ends_at: float) -> None:
+    def _offer(self) -> None:
+        if not self._turns.offer(self._share, self):
+            self._is_waiting = True
+            self._note_held()
+
+    def take_turn(self, now: float, ends_at: float) -> None:
         """Every message that has come, until that time, and as long as the other side takes the answers."""
-        taken, is_done = 0, True
+        count = 0
         self._is_waiting = False
         try:
             while not self._is_closing and not self._is_congested and (message := self._frames.next()) is not None:
                 if not self._server.keeper.may_serve():
                     return
-                taken += 1
-                self.heard_at = self._loop.time()
-                if self.heard_at >= ends_at:
-                    is_done = False
+                self.heard_at = now
                 if self.run is not None:
                     self.run.take(self, message)  # type: ignore[arg-type]  # the decoder lets nothing else through
                 else:
                     self._take_of_stranger(message)
-                if not is_done:
+                count += 1
+                if (now := self._clock()) >= ends_at:
                     break
         except frames.SealBroken as error:
             is_stranger = self.run is None
@@ -131,13 +137,16 @@ class Connection(asyncio.Protocol):
             self.abort()
         if self._is_closing:
             return
-        self._server.held.note(self, self._frames.held_bytes)
-        if owed_s := self._message_rate.owed_s(taken):
-            self._rest(owed_s)
-        elif not is_done:
+        owed_s = self._rate.owed_s(count * self._server.limits.message_bytes + self._uncharged_bytes)
+        self._uncharged_bytes = 0
+        if owed_s:
+            self._is_resting = True
+            self._loop.call_later(owed_s, self._rested)
+        elif now >= ends_at and self._frames.held_bytes and not self._is_congested:
             self._is_waiting = True
             self._turns.wait(self._share, self)
-        self._read_or_pause()
+        if not self._is_reading or self._frames.held_bytes:
+            self._note_held()
 
     def _take_of_stranger(self, message: object) -> None:
         if isinstance(message, protocol.Hello) and self._hello is None:
@@ -147,23 +156,21 @@ class Connection(asyncio.Protocol):
         else:
             self._refuse(f"sent {type(message).__name__} where a hello was expected")
 
-    def _rest(self, seconds: float) -> None:
-        """It has sent more than its rate allows."""
-        self._is_resting = True
-        self._read_or_pause()
-        self._loop.call_later(seconds, self._rested)
-
     def _rested(self) -> None:
         self._is_resting = False
         self._go_on()
 
     def _go_on(self) -> None:
         if not self._is_closing and not self._is_waiting and not self._is_resting:
-            self._turns.offer(self._share, self)
-            self._read_or_pause()
+            self._offer()
+            self._note_held()
 
-    def _read_or_pause(self) -> None:
-        may_read = not (self._is_congested or self._is_waiting or self._is_resting)
+    def _note_held(self) -> None:
+        """It is not read from while enough waits that can be taken, or what it is sent is not read."""
+        held_bytes = self._frames.held_bytes
+        self._server.held.note(self, held_bytes)
+        may_wait = held_bytes <= self._server.limits.waiting_bytes
+        may_read = not (self._is_congested or self._is_resting or (self._is_waiting and not may_wait))
         if may_read != self._is_reading and not self._transport.is_closing():
             self._is_reading = may_read
             if may_read:
@@ -183,7 +190,7 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._is_congested = True
-        self._read_or_pause()
+        self._note_held()
 
     def resume_writing(self) -> None:
         self._is_congested = False

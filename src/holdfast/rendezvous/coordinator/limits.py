@@ -30,9 +30,10 @@ class Limits:
     run_waiting_bytes: int = 32 * MIB
     run_remembered_bytes: int = 4 * MIB
     client_waiting_bytes: int = 8 * MIB
-    # One connection. A bucket that was full may be emptied twice at once.
-    messages_a_second: int = 10_000
+    # One connection: 64 MiB or 10,000 messages a second, or some of both. A full bucket may be emptied twice at once.
     bytes_a_second: int = 64 * MIB
+    message_bytes: int = 6554  # What each message counts for besides its own bytes.
+    waiting_bytes: int = 1 << 16  # A connection that waits for its turn with more than that is not read from.
     # Connections.
     strangers: int = 4096
     strangers_with_tls: int = 256  # Each costs 79 KB.
@@ -47,8 +48,8 @@ class Limits:
 
 
 class Bucket:
-    """It is filled at a rate and holds so much; who takes more than there is owes it. It is filled only when it is
-    empty, so the usual case costs one subtraction."""
+    """It is filled at a rate and holds so much. It is filled only when it is empty, so the usual case costs one
+    subtraction."""
 
     __slots__ = ("_clock", "_filled_at", "_level", "_rate", "_size")
 

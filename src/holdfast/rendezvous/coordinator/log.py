@@ -63,13 +63,14 @@ class RunLog:
         self._name = repr(shown(run_id)) if run_id.isprintable() else shown(run_id)
         self._of_connections = Bucket(limits.lines_a_second, limits.lines_about_connections, clock)
         self._others = Bucket(limits.lines_a_second, limits.lines_of_a_run, clock)
-        self._unsaid = 0
+        self._clock = clock
+        self._unsaid, self._counted_at = 0, clock()
 
     def say(self, text: str, *, is_of_connection: bool = False) -> None:
         if not (self._of_connections if is_of_connection else self._others).gives(1):
             self._unsaid += 1
             return
-        if self._unsaid:
+        if self._unsaid and self._clock() >= self._counted_at + 1.0:
             logger.info("run %s: %d more lines were left out", self._name, self._unsaid)
-            self._unsaid = 0
-        logger.info("%s", clipped_line(f"run {self._name}: {text}"))
+            self._unsaid, self._counted_at = 0, self._clock()
+        logger.info(clipped_line(f"run {self._name}: {text}"))

@@ -56,8 +56,8 @@ class Untellable(Exception):  # noqa: N818
 class Outbox:
     """Answers of a run's store to many clients at once, sent in the turns of the run, before it takes anything else."""
 
-    def __init__(self, turns: Turns, share: Share) -> None:
-        self._turns, self._share = turns, share
+    def __init__(self, turns: Turns, share: Share, clock: Callable[[], float]) -> None:
+        self._turns, self._share, self._clock = turns, share, clock
         self._answers: deque[tuple[Connection, protocol.StoreAnswer]] = deque()
 
     def add(self, answers: Answers) -> None:
@@ -65,13 +65,12 @@ class Outbox:
             self._turns.wait(self._share, self, is_first=True)
         self._answers += answers
 
-    def take_turn(self, ends_at: float) -> None:
-        loop = asyncio.get_running_loop()
+    def take_turn(self, now: float, ends_at: float) -> None:
         try:
             while self._answers:
                 connection, answer = self._answers.popleft()
                 connection.send(answer)
-                if loop.time() >= ends_at:
+                if self._clock() >= ends_at:
                     break
         finally:
             if self._answers:
@@ -92,7 +91,7 @@ class Run:
         self._ticket_key = keys.ticket_key(keys.run_token(owner.token, run_id)) if owner.token else self._secret
         self.machine = Membership(self._loop.time(), memory, term=term)
         self.share = Share()
-        self._outbox = Outbox(owner.turns, self.share)
+        self._outbox = Outbox(owner.turns, self.share, owner.clock)
         self._store = KeyValues(os.urandom(8), owner.limits, owner.room)
         self._lines = RunLog(run_id, owner.limits, self._loop.time)
         self._node_count = 0
@@ -247,7 +246,7 @@ class Run:
             self._owner.fail(self, error)
 
     def _count_nodes(self) -> None:
-        count = 0 if self._is_closed else self.machine.node_count
+        count = 0 if self._is_closed else len(self.machine.nodes)
         self._owner.node_count += count - self._node_count
         self._node_count = count
 

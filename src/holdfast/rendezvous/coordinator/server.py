@@ -22,6 +22,7 @@ import errno
 import itertools
 import logging
 import socket
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -62,7 +63,8 @@ class Coordinator:
         self.idle_timeout_s, self.only_run = idle_timeout_s, only_run
         self.limits = limits or Limits()
         loop = asyncio.get_running_loop()
-        self.turns = Turns(loop.time, loop.call_soon)
+        self.clock = time.monotonic  # That of the loop, without a detour.
+        self.turns = Turns(self.clock, loop.call_soon)
         self.connections: set[Connection] = set()
         self.strangers = Strangers(self.limits, has_tls=tls is not None)
         self.held = Held(self.limits.held_bytes)

@@ -3,8 +3,8 @@
 Each run has a share of the time of one turn of the event loop; strangers together have one, as if they were a run.
 
 * While nothing waits and the share is not used up, what comes is taken at once. This is the usual case.
-* What is beyond the share waits, and its connection is not read from. In the next turns each run takes its share, and
-  within a run one connection after the other.
+* What is beyond the share waits; if that is much, its connection is not read from. In the next turns each run takes its
+  share, and within a run one connection after the other.
 * Time is counted, not messages: a message that wakes a thousand requests costs its run what it takes. One that took
   longer than the share is paid for in the following turns.
 
@@ -25,7 +25,7 @@ _NOTED_S = 0.0005  # A share of which less was used counts as unused, so single 
 
 
 class Job(Protocol):
-    def take_turn(self, ends_at: float) -> None:
+    def take_turn(self, now: float, ends_at: float) -> None:
         """Work until then, at least one step. A job that has more to do calls `Turns.wait` again."""
 
 
@@ -50,12 +50,16 @@ class Turns:
         self._spent: set[Share] = set()
         self._is_called = False
 
-    def offer(self, share: Share, job: Job) -> None:
-        """Do it now, or when it is its turn."""
-        if share.is_queued or share.used_s >= self._slice_s:
+    def offer(self, share: Share, job: Job) -> bool:
+        """Do it now, or when it is its turn: then this is False."""
+        slice_s = self._slice_s
+        if self._spent:  # The more runs have used much of this turn, the less is left for one more.
+            slice_s = min(slice_s, max(_LEAST_S, _TURN_S / (1 + len(self._spent))))
+        if share.is_queued or share.used_s >= slice_s:
             self.wait(share, job)
-        else:
-            self._do(share, job, self._slice_s - share.used_s)
+            return False
+        self._do(share, job, slice_s - share.used_s)
+        return True
 
     def wait(self, share: Share, job: Job, *, is_first: bool = False) -> None:
         if is_first:
@@ -70,7 +74,7 @@ class Turns:
     def _do(self, share: Share, job: Job, most_s: float) -> None:
         began = self._clock()
         try:
-            job.take_turn(began + most_s)
+            job.take_turn(began, began + most_s)
         finally:
             share.used_s += self._clock() - began
             if share.used_s > _NOTED_S:

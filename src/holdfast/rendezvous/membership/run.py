@@ -68,7 +68,7 @@ class Membership:
         self._budget = restart_policy.Budget(now, past.restarts_used, past.restart_ages_s)
         self._past = Past(memory, now)
         self._now = now
-        self._nodes = NodeTable()
+        self.nodes = self._nodes = NodeTable()
         self._round: Round | None = None  # That runs or is being stopped.
         self._formation = Formation(now)
         self._refusal_told_at = -_REFUSALS_TOLD_EVERY_S + now
@@ -119,10 +119,6 @@ class Membership:
     @property
     def world(self) -> World | None:
         return self._round.world if self._round is not None else None
-
-    @property
-    def node_count(self) -> int:
-        return len(self._nodes)
 
     @property
     def restarts_used(self) -> int:
