@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -361,9 +362,9 @@ def test_a_coordinator_that_was_frozen_goes_on(tmp_path: Path) -> None:
     with watched(tmp_path, "serve") as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())
-        process.send_signal(19)
+        process.send_signal(signal.SIGSTOP)
         time.sleep(3.0)
-        process.send_signal(18)
+        process.send_signal(signal.SIGCONT)
         with Peer(port) as peer:
             peer.enter().ask("check", "k")
         time.sleep(1.5)

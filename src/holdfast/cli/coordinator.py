@@ -141,7 +141,7 @@ async def _serve_in_office(args: argparse.Namespace, sock: socket.socket) -> Non
         await _serve(coordinator, lambda: _withdraw(log, os.O_APPEND))
     finally:
         await keeper.close()
-    if not keeper.reason_to_resign:
+    if not keeper.reason_to_resign and not coordinator.has_failed:
         log.unlink(missing_ok=True)
 
 

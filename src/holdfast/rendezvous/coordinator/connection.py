@@ -224,7 +224,8 @@ class Connection(asyncio.Protocol):
             self._deny(problem)
             return
         self._hello = hello
-        own = endpoint_text(*self._transport.get_extra_info("sockname")[:2])
+        host, port = self._transport.get_extra_info("sockname")[:2]
+        own = endpoint_text(host.removeprefix("::ffff:"), port)  # An IPv4 address of a socket for both.
         if hello.endpoint not in ("", own):
             seen = f"dialled {hello.endpoint} and arrived at {own}: there is a relay or address translation between"
             self._server.complaints.add(self.peer, seen, self._loop.time())

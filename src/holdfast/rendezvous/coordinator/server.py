@@ -70,6 +70,7 @@ class Coordinator:
         self.held = Held(self.limits.held_bytes)
         self.room = Room(self.limits.store_bytes, self.limits.spare_bytes)
         self.node_count = 0
+        self.has_failed = False
         self.deserted: dict[Run, None] = {}  # Runs without a client; the one that is so for the longest time is first.
         self.complaints = Complaints(logger.warning)
         self._sock = sock
@@ -188,6 +189,9 @@ class Coordinator:
         )
         if is_said and not isinstance(error, Untellable):
             logger.error("internal error (please report)", exc_info=error)
+        if self.only_run is not None:  # The next coordinator reads what was written down.
+            self.has_failed = True
+            self.resign("its run has failed")
         with contextlib.suppress(Exception):  # Whatever is wrong with it.
             self.park(run)
 
