@@ -186,6 +186,17 @@ def is_taken(peer: Peer, settings: Settings) -> bool:
     return isinstance(peer.receive(), protocol.HeartbeatAnswer | model.Progress)
 
 
+def test_a_ticket_is_given_to_one_connection_at_a_time(tmp_path: Path) -> None:
+    """A stranger that names itself after a node which is about to join does not get that node's ticket."""
+    with limited(tmp_path) as port, Peer(port) as node:
+        node.enter("run")
+        with Peer(port) as stranger, pytest.raises(TurnedAway, match="the node id 'a' is another node's"):
+            stranger.enter("run")
+        with Peer(port) as again:
+            again.enter("run", ticket=node.welcome.ticket)
+        node.join("a", ONE).await_kind(model.Sealed)
+
+
 def test_half_messages_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with limited(tmp_path, held_bytes=3 << 19) as port, contextlib.ExitStack() as stack:
         modest = stack.enter_context(Peer(port)).enter("modest")

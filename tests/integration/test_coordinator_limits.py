@@ -142,8 +142,8 @@ def test_whoever_falls_silent_is_cut_off_in_the_end(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(runs, "_SILENCE_S", 2.0)
     monkeypatch.setattr(servers, "_SWEEP_EVERY_S", 0.05)
     with coordinator_thread(tmp_path) as port, Peer(port) as half, Peer(port) as silent, Peer(port) as alive:
-        for peer in (half, silent, alive):
-            peer.enter()
+        for name, peer in (("half", half), ("silent", silent), ("alive", alive)):
+            peer.enter(name=name)
         half.sock.sendall(encode(protocol.Heartbeat(1))[:-1])
         others = [coordinators.Caller(peer.is_hung_up) for peer in (half, silent)]
         number = 0
@@ -207,7 +207,7 @@ def test_whoever_does_not_read_what_it_must_be_told_is_cut_off(
         for number in range(200):
             deaf.send(protocol.StoreRequest(b"deaf", number, "get", ("late",), timeout_s=60.0))
         deaf.ask("check", "anything")
-        talker.enter()
+        talker.enter(name="talker")
         talker.ask("set", "late", values=(bytes(200_000),))
         support.wait_until(lambda: "does not read what it is sent" in caplog.text, "it is cut off")
         assert len(talker.ask("get", "late").values[0]) == 200_000
@@ -238,8 +238,8 @@ def test_five_hundred_idle_connections(server: CoordinatorProcess) -> None:
     """Half of them are strangers, the others have said hello."""
     peers: list[Peer] = []
     try:
-        for _ in range(250):
-            peers += [Peer(server.port), Peer(server.port).enter("idle")]
+        for number in range(250):
+            peers += [Peer(server.port), Peer(server.port).enter("idle", name=f"{number}")]
         with node(server.port, "2") as a, node(server.port, "2") as b:
             assert {each.number for each in form(a, b)} == {1}
     finally:
