@@ -157,6 +157,9 @@ def _coordinator(
     from holdfast.rendezvous.coordinator.server import Coordinator
 
     _allow_many_connections()
+    # Thousands of nodes may join at once, with a line for each: leave out what no line shows.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # As the documentation of logging advises.
     return Coordinator(
         sock,
         keeper or memory.StateFiles(memory.default_directory(), *sock.getsockname()[:2]),
