@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.rendezvous.coordinator import connection
+from holdfast.rendezvous.coordinator import run as runs
 from holdfast.rendezvous.coordinator import server as servers
 from holdfast.rendezvous.membership import frames, model, protocol
 from holdfast.rendezvous.membership.frames import encode
@@ -138,11 +139,11 @@ def test_a_hello_that_comes_slowly_but_in_time(server: CoordinatorProcess) -> No
 
 def test_whoever_falls_silent_is_cut_off_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a message, or nothing at all: its machine may be gone without a word. Whoever sends heartbeats stays."""
-    monkeypatch.setattr(servers, "_SILENCE_S", 2.0)
+    monkeypatch.setattr(runs, "_SILENCE_S", 2.0)
     monkeypatch.setattr(servers, "_SWEEP_EVERY_S", 0.05)
     with coordinator_thread(tmp_path) as port, Peer(port) as half, Peer(port) as silent, Peer(port) as alive:
-        for peer in (half, silent, alive):
-            peer.enter()
+        for name, peer in (("half", half), ("silent", silent), ("alive", alive)):
+            peer.enter(name=name)
         half.sock.sendall(encode(protocol.Heartbeat(1))[:-1])
         others = [coordinators.Caller(peer.is_hung_up) for peer in (half, silent)]
         number = 0
@@ -155,8 +156,8 @@ def test_whoever_falls_silent_is_cut_off_in_the_end(tmp_path: Path, monkeypatch:
 
 
 def test_a_run_that_everybody_has_left_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "_SILENCE_S", 0.2)
-    monkeypatch.setattr(servers, "_DESERTED_S", 0.2)
+    monkeypatch.setattr(runs, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(runs, "_DESERTED_S", 0.2)
     settings = Settings(1, 1, heartbeat_s=0.05, lease_s=0.1)
     with coordinator_thread(tmp_path) as port:
         with Peer(port) as peer:
@@ -206,7 +207,7 @@ def test_whoever_does_not_read_what_it_must_be_told_is_cut_off(
         for number in range(200):
             deaf.send(protocol.StoreRequest(b"deaf", number, "get", ("late",), timeout_s=60.0))
         deaf.ask("check", "anything")
-        talker.enter()
+        talker.enter(name="talker")
         talker.ask("set", "late", values=(bytes(200_000),))
         support.wait_until(lambda: "does not read what it is sent" in caplog.text, "it is cut off")
         assert len(talker.ask("get", "late").values[0]) == 200_000
@@ -237,8 +238,8 @@ def test_five_hundred_idle_connections(server: CoordinatorProcess) -> None:
     """Half of them are strangers, the others have said hello."""
     peers: list[Peer] = []
     try:
-        for _ in range(250):
-            peers += [Peer(server.port), Peer(server.port).enter("idle")]
+        for number in range(250):
+            peers += [Peer(server.port), Peer(server.port).enter("idle", name=f"{number}")]
         with node(server.port, "2") as a, node(server.port, "2") as b:
             assert {each.number for each in form(a, b)} == {1}
     finally:

@@ -13,7 +13,7 @@ import pytest
 from holdfast.errors import UserError
 from holdfast.rendezvous.api import RendezvousClosedError
 from holdfast.rendezvous.client import handshake, reachability
-from holdfast.rendezvous.coordinator import server as servers
+from holdfast.rendezvous.coordinator import run as runs
 from holdfast.rendezvous.handler import CoordinatorHandler
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership import round as rounds
@@ -186,9 +186,9 @@ def test_the_name_of_a_run_that_was_complete_is_free_at_once(server: Coordinator
 # What a coordinator keeps of nodes that come and go.
 
 
-def speak_on(peer: Peer, name: str) -> None:
+def speak_on(peer: Peer, name: str, ticket: bytes = b"") -> None:
     """The node says its join there, and it has been taken."""
-    peer.enter(name=name).join(name, Settings(99, 99))
+    peer.enter(name=name, ticket=ticket).join(name, Settings(99, 99))
     peer.ask("check", "anything")
 
 
@@ -198,11 +198,11 @@ def test_what_is_known_of_connections_is_bounded(
 ) -> None:
     """A join that is late on an older connection is dropped, however many nodes come and go, while the node has a newer
     connection. Of nodes that have none the last few are known."""
-    monkeypatch.setattr(servers, "_REMEMBERED_CONNECTIONS", 3)
+    monkeypatch.setattr(runs, "_REMEMBERED_CONNECTIONS", 3)
     with coordinator_thread(tmp_path) as port, Peer(port) as old:
         old.enter()
         with Peer(port) as newer:
-            speak_on(newer, "a")
+            speak_on(newer, "a", old.welcome.ticket)
             if not is_connected:
                 newer.close()
             for number in range(10):

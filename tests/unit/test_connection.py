@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.rendezvous.coordinator.connection import Complaints, rejection_of
+from holdfast.rendezvous.coordinator.connection import rejection_of
+from holdfast.rendezvous.coordinator.log import Complaints
 from holdfast.rendezvous.membership.protocol import MAJOR, Hello
 
 
@@ -39,7 +40,7 @@ def test_the_same_about_the_same_host_is_said_once_a_minute() -> None:
     complaints.add("10.0.0.1:77", "said nothing", 59.0)
     assert said == ["10.0.0.1:0 sent junk", "[::1]:0 sent junk", "10.0.0.1:77 said nothing"]
     complaints.add("10.0.0.1:78", "sent junk", 60.0)
-    assert said[3:] == ["116 more connections were closed for such reasons", "10.0.0.1:78 sent junk"]
+    assert said[3:] == ["116 more such lines were left out", "10.0.0.1:78 sent junk"]
 
 
 def test_however_many_there_are_not_everything_is_said() -> None:

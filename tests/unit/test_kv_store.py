@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.rendezvous.coordinator import kv_store
-from holdfast.rendezvous.coordinator.kv_store import KeyValues
+from holdfast.rendezvous.coordinator.kv_store import KeyValues, Room
+from holdfast.rendezvous.coordinator.limits import Limits
 from holdfast.rendezvous.membership.frames import encode
 from holdfast.rendezvous.membership.protocol import StoreAnswer, StoreRequest
 
@@ -283,9 +283,8 @@ def test_the_same_number_of_another_client_is_another_request() -> None:
 # Limits.
 
 
-def test_a_full_store_takes_all_of_a_request_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "MAX_STORED_BYTES", 3000)
-    store = KeyValues()
+def test_a_full_store_takes_all_of_a_request_or_nothing() -> None:
+    store = KeyValues(limits=Limits(run_stored_bytes=3000))
     ask(store, "set", "big", values=(bytes(1000),))
     ask(store, "wait", "x", client="b", timeout_s=5.0)
     answer = ask(store, "set", "x", "y", values=(bytes(1000), bytes(1000)))
@@ -297,23 +296,20 @@ def test_a_full_store_takes_all_of_a_request_or_nothing(monkeypatch: pytest.Monk
     assert ask(store, "set", "y", "z", values=(bytes(1000), bytes(1000))).problem == ""
 
 
-def test_the_same_value_again_needs_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "MAX_STORED_BYTES", 3000)
-    store = KeyValues()
+def test_the_same_value_again_needs_no_more_room() -> None:
+    store = KeyValues(limits=Limits(run_stored_bytes=3000))
     for _ in range(10):
         assert ask(store, "set", "k", values=(bytes(2000),)).problem == ""
 
 
-def test_many_small_keys_count_for_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "MAX_STORED_BYTES", 100_000)
-    store = KeyValues()
+def test_many_small_keys_count_for_what_they_cost() -> None:
+    store = KeyValues(limits=Limits(run_stored_bytes=100_000))
     taken = sum(ask(store, "set", f"{number}", values=(b"",)).problem == "" for number in range(1000))
     assert 100 < taken < 1000
 
 
-def test_not_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "MAX_WAITING_BYTES", 10_000)
-    store = KeyValues()
+def test_not_too_many_wait() -> None:
+    store = KeyValues(limits=Limits(run_waiting_bytes=10_000))
     answers = [ask(store, "get", "k", client=f"c{number}", timeout_s=5.0) for number in range(100)]
     refused = [answer for answer in answers if answer is not None]
     assert 80 < len(refused) < 100
@@ -323,9 +319,8 @@ def test_not_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask(store, "get", "k", timeout_s=5.0) is None
 
 
-def test_what_is_kept_for_repetitions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "MAX_REMEMBERED_BYTES", 50_000)
-    store = KeyValues()
+def test_what_is_kept_for_repetitions_is_bounded() -> None:
+    store = KeyValues(limits=Limits(run_remembered_bytes=50_000))
     for number in range(1000):
         store.handle("a", StoreRequest(b"s", number, "add", ("n",), amount=1), 0.0)
     assert store.handle("a", StoreRequest(b"s", 999, "add", ("n",), amount=1), 0.0)[0][1].amount == 1000
@@ -361,7 +356,85 @@ def test_whatever_could_be_sent_can_be_got() -> None:
     encode(answers[0][1])
 
 
+def test_one_client_does_not_use_up_what_may_wait() -> None:
+    store = KeyValues(limits=Limits(client_waiting_bytes=10_000))
+    answers = [ask(store, "get", "k", client="greedy", timeout_s=5.0) for _ in range(100)]
+    problems = {answer.problem for answer in answers if answer is not None}
+    assert problems == {"too many requests of this client wait already"}
+    assert ask(store, "get", "k", client="modest", timeout_s=5.0) is None
+    store.drop_client("greedy")
+    assert ask(store, "get", "k", client="greedy", timeout_s=5.0) is None
+
+
+def test_the_stores_of_all_runs_share_one_room() -> None:
+    room = Room(limit_bytes=10_000, spare_bytes=3000)
+    greedy, modest = KeyValues(room=room), KeyValues(room=room)
+    problems = [ask(greedy, "set", f"{number}", values=(bytes(1000),)).problem for number in range(30)]
+    assert problems[:8] == [""] * 8
+    assert problems[-1] == "the stores of all runs of this coordinator are full (at most 0 MiB)"
+    assert ask(greedy, "wait", "never", timeout_s=5.0).problem == "too many requests wait already"
+    assert ask(modest, "set", "k", values=(bytes(1000),)).problem == ""  # Each has a little that does not count.
+    assert ask(modest, "wait", "never", timeout_s=5.0) is None
+    assert ask(modest, "set", "l", values=(bytes(3000),)).problem
+    greedy.close()
+    assert ask(modest, "set", "l", values=(bytes(3000),)).problem == ""
+    modest.close()
+    assert room.used_bytes == 0
+
+
+def test_what_is_counted_is_what_is_there() -> None:
+    room = Room(limit_bytes=1 << 20, spare_bytes=0)
+    store = KeyValues(room=room, limits=Limits(run_remembered_bytes=0))
+    ask(store, "set", "k", "l", values=(bytes(100), bytes(200)))
+    ask(store, "set", "k", values=(bytes(50),))
+    ask(store, "wait", "never", "k", client="b", timeout_s=5.0)
+    ask(store, "wait", "k", "never", client="c", timeout_s=9.0)
+    assert room.used_bytes > 1350
+    store.drop_client("b")
+    store.expire(9.0)
+    for key in "kl":
+        ask(store, "delete", key)
+    store.handle("a", StoreRequest(b"last", 1, "delete", ("k",)), 0.0)
+    assert 0 < room.used_bytes < 1000  # The last answer.
+
+
 # Many.
+
+
+class CountedGroup(int):
+    """A number of missing keys that counts how often it changes."""
+
+    steps = 0
+
+    def __add__(self, other: int) -> CountedGroup:
+        CountedGroup.steps += 1
+        return CountedGroup(int(self) + other)
+
+    def __sub__(self, other: int) -> CountedGroup:
+        CountedGroup.steps += 1
+        return CountedGroup(int(self) - other)
+
+
+def test_a_key_that_comes_and_goes_costs_one_step_however_many_wait_for_it() -> None:
+    store = KeyValues()
+    for number in range(5000):
+        ask(store, "wait", "there", "never", client=f"c{number}", timeout_s=5.0)
+    (group,) = store._groups.values()
+    group.missing = CountedGroup(group.missing)
+    for _ in range(10):
+        ask(store, "set", "there", values=(b"",))
+        ask(store, "delete", "there")
+    assert CountedGroup.steps == 20
+    _, *woken = ask_all(store, "set", "there", "never", values=(b"", b""))
+    assert len(woken) == 5000
+
+
+def test_many_that_are_late_are_told_a_part_at_a_time() -> None:
+    store = KeyValues()
+    for number in range(2500):
+        ask(store, "wait", "never", client=f"c{number}", timeout_s=5.0)
+    assert [len(store.expire(5.0)) for _ in range(4)] == [1000, 1000, 500, 0]
+    assert store.next_deadline() is None
 
 
 def test_ten_thousand_wait_for_one_key() -> None:

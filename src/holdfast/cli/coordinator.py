@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from holdfast import escape, signals
@@ -18,8 +19,9 @@ from holdfast.cli.options import check_brackets, duration_s
 from holdfast.cli.parser import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.rendezvous import endpoints, options
-from holdfast.rendezvous.coordinator import launch, memory
-from holdfast.rendezvous.coordinator.server import Coordinator, Keeper
+from holdfast.rendezvous.coordinator import launch, memory, watchdog
+from holdfast.rendezvous.coordinator.run import Keeper
+from holdfast.rendezvous.coordinator.server import Coordinator
 
 PROGRAM = "holdfast coordinator"
 
@@ -81,7 +83,12 @@ async def _serve_by_hand(args: argparse.Namespace) -> None:
     if signals.inbox().has_pending:  # It came during the start, when signals were only noted.
         coordinator.stop()
     shown = endpoints.endpoint_text(*sock.getsockname()[:2])
-    await coordinator.serve(lambda: logging.getLogger("holdfast").info("listening at %s", shown))
+    await _serve(coordinator, lambda: logging.getLogger("holdfast").info("listening at %s", shown))
+
+
+async def _serve(coordinator: Coordinator, when_ready: Callable[[], None]) -> None:
+    with watchdog.watching(lambda: coordinator.patience_s):
+        await coordinator.serve(when_ready)
 
 
 async def _serve_for_a_run(args: argparse.Namespace) -> None:
@@ -100,7 +107,7 @@ async def _serve_for_a_run(args: argparse.Namespace) -> None:
     log = memory.log_path(memory.endpoint_name(*sock.getsockname()[:2]))
     coordinator = _coordinator(args, sock)
     try:
-        await coordinator.serve(lambda: _withdraw(log))
+        await _serve(coordinator, lambda: _withdraw(log))
     except launch.PortTaken:
         print(launch.READY)  # Another coordinator was faster, and serves.
     else:
@@ -121,10 +128,10 @@ async def _serve_in_office(args: argparse.Namespace, sock: socket.socket) -> Non
     try:
         await keeper.begin()
         keeper.when_over = coordinator.resign
-        await coordinator.serve(lambda: _withdraw(log, os.O_APPEND))
+        await _serve(coordinator, lambda: _withdraw(log, os.O_APPEND))
     finally:
         await keeper.close()
-    if not keeper.reason_to_resign:
+    if not keeper.reason_to_resign and not coordinator.has_failed:
         log.unlink(missing_ok=True)
 
 
@@ -135,6 +142,9 @@ def _coordinator(
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # Thousands of nodes may join at once, with a line for each: leave out what no line shows.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # As the documentation of logging advises.
     return Coordinator(
         sock,
         keeper or memory.StateFiles(memory.default_directory(), *sock.getsockname()[:2]),

@@ -4,6 +4,8 @@ A client that sends junk, sends too much, sends nothing, or does not read what i
 nothing else:
 
 * a stranger has `_HANDSHAKE_TIMEOUT_S` to prove itself and may send a few kilobytes until then,
+* what a client sends is taken in turns with what others send (`turns`), and not faster than `limits` allows; it is not
+  read from while it waits,
 * a client that does not read its answers is not read from either, and is cut off if what it is sent nevertheless (that
   its round is stopped, say) piles up,
 * a client that is not heard of for a long time is cut off by the coordinator's sweep; agents send heartbeats.
@@ -16,15 +18,16 @@ import logging
 import os
 import socket
 import ssl
+from asyncio import sslproto
 from typing import TYPE_CHECKING, Any
 
+from holdfast.rendezvous.coordinator.limits import Bucket
 from holdfast.rendezvous.endpoints import endpoint_text
 from holdfast.rendezvous.membership import frames, keys, protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from holdfast.rendezvous.coordinator.server import Coordinator, Run
+    from holdfast.rendezvous.coordinator.run import Run
+    from holdfast.rendezvous.coordinator.server import Coordinator
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +36,14 @@ _GOODBYE_TIMEOUT_S = 5.0
 _UNREAD_LIMIT_BYTES = 4 << 20
 _RUN_ID_LIMIT = 1024
 _TLS_HELLO = b"\x16\x03"
+# asyncio gives each TLS connection a buffer of that size, filled with zeros. A record has no more than 16 KiB.
+sslproto.SSLProtocol.max_size = 1 << 14
 
 
 class Connection(asyncio.Protocol):
     """`number` counts connections as they were accepted. `run` is that of a client that has proved itself. `node_id` is
-    the node that it speaks for, `key` that node's incarnation once it has joined or returned."""
+    the node that it speaks for, `key` that node's incarnation once it has joined or returned. `lines` counts what the
+    log says about it; `audited` is the key of which it says that it joined."""
 
     _transport: asyncio.Transport
     _timer: asyncio.TimerHandle
@@ -47,12 +53,22 @@ class Connection(asyncio.Protocol):
         self.run: Run | None = None
         self.key = self.node_id = ""
         self.heard_at = 0.0
+        self.lines, self.audited = 0, ""
         self.peer = "a client"
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._frames = frames.Frames(frames.MAX_HANDSHAKE_BYTES)
         self._nonce = os.urandom(protocol.NONCE_BYTES)
-        self._is_closing = self._is_congested = self._has_spoken = False
+        self._turns, self._share = server.turns, server.strangers.share
+        self._clock = server.clock
+        self._rate = Bucket(server.limits.bytes_a_second, server.limits.bytes_a_second, self._clock)
+        self._uncharged_bytes = 0
+        self._is_closing = False
+        self._is_congested = False  # The other side does not read.
+        self._is_waiting = False  # For its turn.
+        self._is_resting = False  # It was too fast.
+        self._is_reading = True
+        self._has_spoken = False
         self._hello: protocol.Hello | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -68,6 +84,7 @@ class Connection(asyncio.Protocol):
         # Small messages are not kept back for others. asyncio sees to that, but not for a socket that it was handed.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._server.connections.add(self)
+        self._server.strangers.add(self)
         self._timer = self._loop.call_later(_HANDSHAKE_TIMEOUT_S, self._too_slow)
         if self._server.tls is None:
             self._greet()
@@ -81,23 +98,35 @@ class Connection(asyncio.Protocol):
             return
         self._has_spoken = True
         self._frames.feed(data)
-        self._take_all()
+        self._uncharged_bytes += len(data)
+        if self.run is None and self._frames.held_bytes > self._server.limits.stranger_bytes:
+            self._refuse("sent too much before it was let in")
+        elif self._is_waiting or self._is_resting:
+            self._note_held()
+        else:
+            self._offer()
 
-    def _take_all(self) -> None:
-        """Every message that has come, as long as the other side takes the answers."""
+    def _offer(self) -> None:
+        if not self._turns.offer(self._share, self):
+            self._is_waiting = True
+            self._note_held()
+
+    def take_turn(self, now: float, ends_at: float) -> None:
+        """Every message that has come, until that time, and as long as the other side takes the answers."""
+        count = 0
+        self._is_waiting = False
         try:
             while not self._is_closing and not self._is_congested and (message := self._frames.next()) is not None:
                 if not self._server.keeper.may_serve():
                     return
-                self.heard_at = self._loop.time()
+                self.heard_at = now
                 if self.run is not None:
                     self.run.take(self, message)  # type: ignore[arg-type]  # the decoder lets nothing else through
-                elif isinstance(message, protocol.Hello) and self._hello is None:
-                    self._meet(message)
-                elif isinstance(message, protocol.Introduction) and self._hello is not None:
-                    self._admit(message, self._hello.run_id)
                 else:
-                    self._refuse(f"sent {type(message).__name__} where a hello was expected")
+                    self._take_of_stranger(message)
+                count += 1
+                if (now := self._clock()) >= ends_at:
+                    break
         except frames.SealBroken as error:
             is_stranger = self.run is None
             self._refuse("is turned away: its token is not the one of this coordinator" if is_stranger else str(error))
@@ -106,23 +135,66 @@ class Connection(asyncio.Protocol):
         except Exception:
             logger.exception("serving %s failed", self.peer)
             self.abort()
+        if self._is_closing:
+            return
+        owed_s = self._rate.owed_s(count * self._server.limits.message_bytes + self._uncharged_bytes)
+        self._uncharged_bytes = 0
+        if owed_s:
+            self._is_resting = True
+            self._loop.call_later(owed_s, self._rested)
+        elif now >= ends_at and self._frames.held_bytes and not self._is_congested:
+            self._is_waiting = True
+            self._turns.wait(self._share, self)
+        if not self._is_reading or self._frames.held_bytes:
+            self._note_held()
+
+    def _take_of_stranger(self, message: object) -> None:
+        if isinstance(message, protocol.Hello) and self._hello is None:
+            self._meet(message)
+        elif isinstance(message, protocol.Introduction) and self._hello is not None:
+            self._admit(message, self._hello.run_id)
+        else:
+            self._refuse(f"sent {type(message).__name__} where a hello was expected")
+
+    def _rested(self) -> None:
+        self._is_resting = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if not self._is_closing and not self._is_waiting and not self._is_resting:
+            self._offer()
+            self._note_held()
+
+    def _note_held(self) -> None:
+        """It is not read from while enough waits that can be taken, or what it is sent is not read."""
+        held_bytes = self._frames.held_bytes
+        self._server.held.note(self, held_bytes)
+        may_wait = held_bytes <= self._server.limits.waiting_bytes
+        may_read = not (self._is_congested or self._is_resting or (self._is_waiting and not may_wait))
+        if may_read != self._is_reading and not self._transport.is_closing():
+            self._is_reading = may_read
+            if may_read:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_closing = True
         self._timer.cancel()
         self._server.connections.discard(self)
+        self._server.strangers.discard(self)
+        self._server.held.note(self, 0)
         run, self.run = self.run, None
         if run is not None:
             run.detach(self)
 
     def pause_writing(self) -> None:
         self._is_congested = True
-        self._transport.pause_reading()
+        self._note_held()
 
     def resume_writing(self) -> None:
         self._is_congested = False
-        self._transport.resume_reading()
-        self._take_all()
+        self._go_on()
 
     # The handshake.
 
@@ -152,6 +224,11 @@ class Connection(asyncio.Protocol):
             self._deny(problem)
             return
         self._hello = hello
+        host, port = self._transport.get_extra_info("sockname")[:2]
+        own = endpoint_text(host.removeprefix("::ffff:"), port)  # An IPv4 address of a socket for both.
+        if hello.endpoint not in ("", own):
+            seen = f"dialled {hello.endpoint} and arrived at {own}: there is a relay or address translation between"
+            self._server.complaints.add(self.peer, seen, self._loop.time())
         if token is not None:
             nonces, key = (self._nonce, hello.nonce), keys.run_token(token, hello.run_id)
             self._frames.seal(*keys.connection_keys(key, nonces, hello.run_id, hello.endpoint))
@@ -159,10 +236,14 @@ class Connection(asyncio.Protocol):
 
     def _admit(self, node: protocol.Introduction, run_id: str) -> None:
         run = self._server.run_of(run_id)
-        if problem := run.rejection_of(node):
+        problem = run.rejection_of(node) if run is not None else self._server.full_of_runs
+        if problem:
             self._deny(problem)
+        if problem or run is None:
             return
         self._timer.cancel()
+        self._server.strangers.discard(self)
+        self._share = run.share
         self._frames.expect(frames.UPWARD)
         self.run, self.node_id = run, node.node_id
         run.attach(self, node)
@@ -179,7 +260,8 @@ class Connection(asyncio.Protocol):
     # The way out.
 
     def send(self, message: Any) -> None:
-        self.send_frame(frames.encode(message))
+        if not self._transport.is_closing():
+            self.send_frame(frames.encode(message))
 
     def send_frame(self, frame: bytes) -> None:
         if self._transport.is_closing():
@@ -222,28 +304,3 @@ def rejection_of(hello: protocol.Hello, wants_token: bool, only_run: str | None 
     if wants_token and not hello.has_token:
         return "this coordinator wants a token, and it brings none"
     return "" if only_run in (None, hello.run_id) else f"this coordinator is for the run {only_run!r} alone"
-
-
-class Complaints:
-    """What is said about strangers: the same about the same host once a minute, and not too much about all."""
-
-    def __init__(self, say: Callable[[str], None], most_in_a_minute: int = 30) -> None:
-        self._say = say
-        self._most = most_in_a_minute
-        self._minute = -1
-        self._said: set[tuple[str, str]] = set()
-        self._unsaid = 0
-
-    def add(self, about: str, problem: str, now: float) -> None:
-        minute = int(now // 60)
-        if minute != self._minute:
-            if self._unsaid:
-                self._say(f"{self._unsaid} more connections were closed for such reasons")
-            self._minute, self._unsaid = minute, 0
-            self._said.clear()
-        what = (about.rpartition(":")[0], problem)
-        if what in self._said or len(self._said) >= self._most:
-            self._unsaid += 1
-            return
-        self._said.add(what)
-        self._say(f"{about} {problem}")

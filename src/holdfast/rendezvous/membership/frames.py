@@ -76,6 +76,11 @@ class Frames:
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
+    @property
+    def held_bytes(self) -> int:
+        """What was fed and not given out yet."""
+        return len(self._buffer)
+
     def next(self) -> object | None:
         """The next message that has arrived completely, if there is one."""
         if len(self._buffer) < _LENGTH.size:

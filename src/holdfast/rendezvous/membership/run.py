@@ -68,7 +68,7 @@ class Membership:
         self._budget = restart_policy.Budget(now, past.restarts_used, past.restart_ages_s)
         self._past = Past(memory, now)
         self._now = now
-        self._nodes = NodeTable()
+        self.nodes = self._nodes = NodeTable()
         self._round: Round | None = None  # That runs or is being stopped.
         self._formation = Formation(now)
         self._refusal_told_at = -_REFUSALS_TOLD_EVERY_S + now

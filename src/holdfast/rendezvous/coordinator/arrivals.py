@@ -1,0 +1,165 @@
+"""How connections come in, and what they may hold before they are known and while their messages are incomplete.
+
+Neither strangers nor descriptors run out:
+
+* a turn of the loop accepts a few connections, so that those which are there are served, too; it turns away many more,
+* there is a limit to the number of strangers; beyond it the oldest one of the address that has most of them is cut off,
+* some descriptors stay free, for files and for the next connections; beyond that newcomers are told that there are too
+  many connections. The system gives the lowest free number, so a high one says how many there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from holdfast.rendezvous.coordinator.limits import MIB, Limits
+from holdfast.rendezvous.coordinator.turns import Share
+from holdfast.rendezvous.endpoints import endpoint_text
+from holdfast.rendezvous.membership import frames, protocol
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.coordinator.connection import Connection
+    from holdfast.rendezvous.coordinator.log import Complaints
+
+_BACKLOG = 4096
+_RETRY_S = 0.1
+_TURN_S = 0.01
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_TOO_MANY = "this coordinator has too many connections"
+_SMALL_BYTES = 1 << 14
+
+
+def descriptor_limit() -> int:
+    """The soft one, as it is now."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+class Door:
+    """Accepts connections until it is closed."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        limits: Limits,
+        connection: Callable[[], Connection],
+        complaints: Complaints,
+        *,
+        has_tls: bool,
+    ) -> None:
+        """Raises OSError if the socket cannot listen."""
+        self._sock, self._limits, self._connection, self._complaints = sock, limits, connection, complaints
+        self._has_tls = has_tls
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        sock.setblocking(False)
+        sock.listen(_BACKLOG)
+        self._loop.add_reader(sock, self._accept_some)
+
+    def close(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock)
+            self._sock.close()
+
+    def _accept_some(self) -> None:
+        highest = descriptor_limit() - self._limits.spare_descriptors
+        served, ends_at = 0, self._loop.time() + _TURN_S
+        while served < self._limits.accepted_in_a_turn and self._loop.time() < ends_at:
+            try:
+                sock, address = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    raise
+                self._complaints.add("this host", f"has no room for another connection: {error}", self._loop.time())
+                self._loop.remove_reader(self._sock)
+                self._loop.call_later(_RETRY_S, self._open_again)
+                return
+            sock.setblocking(False)
+            if sock.fileno() >= highest:
+                self._turn_away(sock, address)
+            else:
+                served += 1
+                task = self._loop.create_task(self._serve(sock))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._connection, sock)
+        except OSError:
+            sock.close()
+
+    def _open_again(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.add_reader(self._sock, self._accept_some)
+
+    def _turn_away(self, sock: socket.socket, address: tuple[str, int]) -> None:
+        with sock:
+            self._complaints.add(endpoint_text(*address[:2]), f"is turned away: {_TOO_MANY}", self._loop.time())
+            if not self._has_tls:
+                try:
+                    sock.send(frames.encode(protocol.Denied(_TOO_MANY)))
+                except OSError:
+                    pass  # It has gone already.
+
+
+class Strangers:
+    """Connections that have not proved themselves, by the address of the peer and in the order of arrival."""
+
+    def __init__(self, limits: Limits, *, has_tls: bool) -> None:
+        self.share = Share()
+        self._most = limits.strangers_with_tls if has_tls else limits.strangers
+        self._count = 0
+        self._by_address: dict[str, dict[Connection, None]] = {}
+
+    def add(self, connection: Connection) -> None:
+        self._by_address.setdefault(connection.peer.rpartition(":")[0], {})[connection] = None
+        self._count += 1
+        if self._count > min(self._most, max(1, descriptor_limit() // 4)):
+            crowd = max(self._by_address.values(), key=len)
+            oldest = next(iter(crowd))
+            self.discard(oldest)
+            oldest.cut_off("has not said hello while others wait")
+
+    def discard(self, connection: Connection) -> None:
+        address = connection.peer.rpartition(":")[0]
+        crowd = self._by_address.get(address, {})
+        if connection in crowd:
+            del crowd[connection]
+            self._count -= 1
+            if not crowd:
+                del self._by_address[address]
+
+
+class Held:
+    """What peers have sent and what was not taken, because a message is incomplete or has to wait. When that is too
+    much, the connection that holds most, of the run that holds most, is cut off. Small amounts do not count."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._bytes_of: dict[Connection, int] = {}
+        self._sum_bytes = 0
+
+    def note(self, connection: Connection, held_bytes: int) -> None:
+        if held_bytes <= _SMALL_BYTES and connection not in self._bytes_of:
+            return
+        self._sum_bytes += held_bytes - self._bytes_of.pop(connection, 0)
+        if held_bytes:
+            self._bytes_of[connection] = held_bytes
+        while self._sum_bytes > self._limit_bytes:
+            greediest = self._greediest()
+            self._sum_bytes -= self._bytes_of.pop(greediest)
+            greediest.cut_off(f"has sent more than can be taken ({self._limit_bytes // MIB} MiB of all peers)")
+
+    def _greediest(self) -> Connection:
+        of_run: dict[object, int] = {}
+        for connection, held_bytes in self._bytes_of.items():
+            of_run[connection.run] = of_run.get(connection.run, 0) + held_bytes
+        worst = max(of_run, key=lambda run: of_run[run])
+        return max((each for each in self._bytes_of if each.run is worst), key=lambda each: self._bytes_of[each])

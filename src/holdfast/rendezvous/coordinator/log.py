@@ -1,0 +1,76 @@
+"""What a coordinator writes to its log about its peers: never too many lines, and none too long.
+
+What a peer has said is passed through `shown`. Lines that were left out are counted, and the count is said.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from holdfast.rendezvous.coordinator.limits import Bucket, Limits
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_LINE = 960  # With the time in front of it, under 1,000.
+_LONGEST_NAME = 200
+
+
+def shown(text: str, most: int = _LONGEST_NAME) -> str:
+    """Quoted if anything in it is not a printable character."""
+    clipped = text if len(text) <= most else text[: most - 4] + " ..."
+    return clipped if clipped.isprintable() else repr(clipped)
+
+
+def clipped_line(text: str) -> str:
+    return text if len(text) <= _LONGEST_LINE else text[: _LONGEST_LINE - 4] + " ..."
+
+
+class Complaints:
+    """What is said about strangers and about limits: the same about the same host once a minute, and not too much about
+    all of them."""
+
+    def __init__(self, say: Callable[[str], None], most_in_a_minute: int = 30) -> None:
+        self._say = say
+        self._most = most_in_a_minute
+        self._minute = -1
+        self._said: set[tuple[str, str]] = set()
+        self._unsaid = 0
+
+    def add(self, about: str, problem: str, now: float) -> bool:
+        """Whether it was said."""
+        minute = int(now // 60)
+        if minute != self._minute:
+            if self._unsaid:
+                self._say(f"{self._unsaid} more such lines were left out")
+            self._minute, self._unsaid = minute, 0
+            self._said.clear()
+        problem = shown(problem, _LONGEST_LINE)
+        what = (about.rpartition(":")[0], problem)
+        if what in self._said or len(self._said) >= self._most:
+            self._unsaid += 1
+            return False
+        self._said.add(what)
+        self._say(clipped_line(f"{about} {problem}"))
+        return True
+
+
+class RunLog:
+    """The lines about one run. A run of many nodes says something about each of its connections, so there are two
+    buckets: one for the first lines about each connection, one for all others."""
+
+    def __init__(self, run_id: str, limits: Limits, clock: Callable[[], float]) -> None:
+        self._name = repr(shown(run_id)) if run_id.isprintable() else shown(run_id)
+        self._of_connections = Bucket(limits.lines_a_second, limits.lines_about_connections, clock)
+        self._others = Bucket(limits.lines_a_second, limits.lines_of_a_run, clock)
+        self._clock = clock
+        self._unsaid, self._counted_at = 0, clock()
+
+    def say(self, text: str, *, is_of_connection: bool = False) -> None:
+        if not (self._of_connections if is_of_connection else self._others).gives(1):
+            self._unsaid += 1
+            return
+        if self._unsaid and self._clock() >= self._counted_at + 1.0:
+            logger.info("run %s: %d more lines were left out", self._name, self._unsaid)
+            self._unsaid, self._counted_at = 0, self._clock()
+        logger.info(clipped_line(f"run {self._name}: {text}"))
