@@ -665,8 +665,8 @@ def name_of(rule: type[Checker]) -> str:
 
 
 class Checks:
-    """All rules at once. Each hook goes to the rules that have it. `newest` is the coordinator that was started last; an
-    older one on etcd may hear of nodes for a while, but can write nothing down any more."""
+    """All rules at once. Each hook goes to the rules that have it. `newest` is the coordinator that was started last.
+    An older one on etcd may hear of nodes for a while, but can write nothing down any more."""
 
     newest: object = None
 
