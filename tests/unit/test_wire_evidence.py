@@ -58,5 +58,7 @@ def test_what_cannot_be_read_is_said_to_be_missing(sent: str) -> None:
 
 
 def test_fields_of_another_type_count_as_absent_and_no_control_character_passes() -> None:
-    sent = json.dumps({"pid": "1", "local_rank": 1 << 80, "stack": 7, "note": "\x1b]0;title\x07a\nb", "is_waiting": 1})
+    sent = json.dumps(
+        {"pid": "1", "local_rank": 1 << 80, "stack": 7, "note": "\x1b]0;title\x07\x1b[31ma\nb", "is_waiting": 1}
+    )
     assert wire_evidence.decode(sent) == (-1, -1, "", Evidence(note="\\x1b]0;title\\x07a\nb"))

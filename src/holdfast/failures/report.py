@@ -206,7 +206,7 @@ def shorten(text: str, limit: int) -> str:
 
 def cut_middle(text: str, limit: int) -> str:
     """Keep the beginning, which says where it happened, and the end, which says what."""
-    return text if len(text) <= limit else f"{text[: limit // 4]}\n... (cut) ...\n{text[-(limit * 3 // 4) :]}"
+    return text if len(text) <= limit else f"{text[: limit // 4]}\n... (cut) ...\n{text[len(text) - limit * 3 // 4 :]}"
 
 
 def _one_line(text: str) -> str:
@@ -272,7 +272,11 @@ def _indented(text: str) -> str:
 
 
 def _text_in(text: str) -> str:
-    return _COLOUR.sub("", text).strip("\n")
+    return without_colours(text).strip("\n")
+
+
+def without_colours(text: str) -> str:
+    return _COLOUR.sub("", text)
 
 
 def report(

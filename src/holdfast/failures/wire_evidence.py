@@ -56,7 +56,7 @@ def decode(text: str) -> tuple[int, int, str, Evidence] | None:
 
 
 def _plain(value: object) -> str:
-    return escape.lines(value) if isinstance(value, str) else ""
+    return escape.lines(report.without_colours(value)) if isinstance(value, str) else ""
 
 
 def _number(value: object) -> int:
