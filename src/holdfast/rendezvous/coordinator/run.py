@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, assert_never
@@ -96,7 +96,6 @@ class Run:
         self._lines = RunLog(run_id, owner.limits, self._loop.time)
         self._node_count = 0
         self._clients: set[Connection] = set()
-        self._names: Counter[str] = Counter()  # For which node ids clients speak.
         self._connections: dict[str, Connection] = {}  # Those of nodes, by their keys.
         # By node id: the key of its last incarnation, and the number of the connection on which that spoke last.
         self._newest: OrderedDict[str, tuple[str, int]] = OrderedDict()
@@ -122,11 +121,11 @@ class Run:
     # Connections.
 
     def rejection_of(self, node: protocol.Introduction) -> str:
-        """Why a client cannot speak for this node, or nothing. A node id belongs to the node that had it first: who has
-        its ticket, which only one connection at a time is given. A coordinator that has lost its memory knows no node,
-        and hands out new tickets."""
+        """Why a client cannot speak for this node, or nothing. A node id belongs to the node that joined with it first
+        and has its ticket. Before that nothing but the node knows its id, so a node that was cut off in the handshake
+        gets its ticket once more. A coordinator that has lost its memory knows no node, and hands out new tickets."""
         is_owner = keys.is_same(node.ticket, keys.ticket(self._ticket_key, node.node_id))
-        if node.node_id and not is_owner and (node.node_id in self._names or self.machine.knows(node.node_id)):
+        if node.node_id and not is_owner and self.machine.knows(node.node_id):
             return f"the node id {node.node_id!r} is another node's"
         if node.term > max(self.machine.term, protocol.HIGHEST_CLAIM):
             return f"it claims to know of term {node.term}, which no coordinator can have reached"
@@ -135,7 +134,6 @@ class Run:
     def attach(self, connection: Connection, node: protocol.Introduction) -> None:
         """The client has proved itself. It is welcome when this coordinator's term is higher than any it has heard."""
         self._clients.add(connection)
-        self._names[connection.node_id] += 1
         self._owner.deserted.pop(self, None)
         if self._deserted_timer is not None:
             self._deserted_timer.cancel()
@@ -155,9 +153,6 @@ class Run:
         if self._is_closed:
             return
         self._clients.discard(connection)
-        self._names[connection.node_id] -= 1
-        if not self._names[connection.node_id]:
-            del self._names[connection.node_id]
         self._store.drop_client(connection)
         if self._connections.get(connection.key) is connection:
             del self._connections[connection.key]
