@@ -57,7 +57,7 @@ def test_tls_options(holdfast: Holdfast, tmp_path: Path) -> None:
 
 
 def test_a_user_and_a_password(holdfast: Holdfast) -> None:
-    holdfast.script("secret\n", "password")
+    support.write_secret(holdfast.directory / "password", "secret\n")
     with etcd_with_users() as server:
         at = server.get_endpoint()
         assert holdfast.run(*run_on(at, "--rdzv-conf", "user=root,password_file=password")).code == 0

@@ -213,12 +213,14 @@ def get_logging_handler(destination: str = "null") -> logging.Handler:
 def check_destination(name: str) -> None:
     """Raises UserError if events cannot go to `name`; for use before anything is started."""
     path = _path_of(name)
+    if not path:
+        if name not in log_handlers:
+            raise UserError(_unknown_text(name))
+        return
     directory = os.path.dirname(os.path.abspath(path))
-    if not path and name not in log_handlers:
-        raise UserError(_unknown_text(name))
-    if path and not os.path.isdir(directory):
+    if not os.path.isdir(directory):
         raise UserError(f"event handler {name!r}: there is no directory {directory}")
-    if path and os.path.isdir(path):
+    if os.path.isdir(path):
         raise UserError(f"event handler {name!r}: {path} is a directory, not a file")
 
 
