@@ -232,13 +232,14 @@ class Coordinator:
             case Tell((key,), model.Refused() as message):
                 self._dismiss(key, message)
             case Tell(keys, message):
-                if isinstance(message, model.Stop):
+                if isinstance(message, model.Stop) and self.checks.newest is self:
                     self.checks.stop_ordered(message)
                 for key in keys:
                     if key in self._links:
                         self._send(self._links[key], message)
             case Expel(key, reason):
-                self.checks.expelled(key)
+                if self.checks.newest is self:
+                    self.checks.expelled(key)
                 self._dismiss(key, model.Expelled(reason))
             case ForgetRun():
                 self._forget()

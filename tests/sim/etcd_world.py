@@ -103,11 +103,16 @@ class EtcdWorld(FakeWorld):
         super().heal_network(host)
         self.gateway.heal(host)
 
+    def _has_found_it(self, agent: Agent) -> bool:
+        """A connection to an earlier coordinator may be open for a while, and mute."""
+        node, newest = agent.participant, self.coordinator
+        return newest is not None and node.is_connected and node.term == newest.machine.term
+
     def _rest(self) -> None:
         """At rest only the coordinator talks to etcd."""
         self.engine.run_until(self.engine.now + 2.0)  # What is on its way arrives.
         world, agents, asked = self.running_world(), len(self.agents), self.gateway.asked_by_agents
-        have_all_found_it = all(agent.participant.is_connected for agent in self.agents if agent.is_alive)
+        have_all_found_it = all(self._has_found_it(agent) for agent in self.agents if agent.is_alive)
         self.engine.run_until(self.engine.now + _REST_S)
         is_at_rest = have_all_found_it and self.running_world() is world and len(self.agents) == agents
         if world is not None and is_at_rest and self.gateway.asked_by_agents > asked:
