@@ -3,7 +3,7 @@
     token     what the user gives to every node, at least 16 bytes
     run key   HMAC(token, run id). `holdfast token --run ID` prints it; it opens that run and no other
     keys of a connection, one for each direction: HMAC(run key, both nonces, run id, endpoint as the agent dialled it)
-    seal      the beginning of HMAC(key of the direction, number of the frame, body), in front of each body
+    seal      BLAKE2b, keyed with the key of the direction, of the number of the frame and its body; in front of the body
 
 The first sealed frame of each side proves that it knows the token; the coordinator sends its own first. A relay can
 pass sealed frames on, but it can neither make one nor change, repeat, drop or reorder one without being noticed.
@@ -38,13 +38,15 @@ class Seal:
     """One direction of a connection. Both sides count the frames."""
 
     def __init__(self, key: bytes) -> None:
-        self._key, self._number = key, 0
+        self._keyed, self._number = hashlib.blake2b(key=key, digest_size=SEAL_BYTES), 0
 
     def of(self, body: bytes) -> bytes:
         """The seal of the next frame."""
-        number = self._number.to_bytes(8, "big")
+        seal = self._keyed.copy()  # A third of the time that an HMAC takes.
+        seal.update(self._number.to_bytes(8, "big"))
+        seal.update(body)
         self._number += 1
-        return hmac.digest(self._key, number + body, "sha256")[:SEAL_BYTES]
+        return seal.digest()
 
 
 def ticket_key(run_key: bytes) -> bytes:
