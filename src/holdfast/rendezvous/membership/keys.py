@@ -3,7 +3,7 @@
     token     what the user gives to every node, at least 16 bytes
     run key   HMAC(token, run id). `holdfast token --run ID` prints it; it opens that run and no other
     keys of a connection, one for each direction: HMAC(run key, both nonces, run id, endpoint as the agent dialled it)
-    seal      BLAKE2b, keyed with the key of the direction, of the number of the frame and its body; in front of the body
+    seal      BLAKE2b with the key of the direction over the number of the frame and its body; in front of the body
 
 The first sealed frame of each side proves that it knows the token; the coordinator sends its own first. A relay can
 pass sealed frames on, but it can neither make one nor change, repeat, drop or reorder one without being noticed.
