@@ -14,23 +14,21 @@ job.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
 import logging
 import os
-import select
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from holdfast.errors import UserError
-from holdfast.loop import Wakeup
 from holdfast.telemetry.status import AgentStatus
 
 __all__ = ["AgentAlive", "HealthCheckServer", "create_healthcheck_server"]
@@ -196,113 +194,82 @@ def _answer(status: int, content: Mapping[str, Any], more_headers: str = "", *, 
     return head.encode() + (body if has_body else b"")
 
 
-@dataclass(slots=True)
-class _Caller:
-    """One connection."""
-
-    sock: socket.socket
-    deadline: float
-    said: bytes = b""
-    is_answered: bool = False
-
-
 class _Desk:
     """The port and the thread that answers there."""
 
     def __init__(self, port: int, ask: Callable[[], Mapping[str, Any]]) -> None:
         self._ask = ask
-        self._closing = threading.Event()
-        self._callers: dict[int, _Caller] = {}  # In the order in which they came.
-        self._listener = _listen(port)
-        self._wakeup = Wakeup()
+        self._is_closing = False
+        self._callers: dict[socket.socket, asyncio.Task[None]] = {}  # In the order in which they came.
+        # Every interface, IPv4 and, where there is such a thing, IPv6. Not inherited by what is executed.
+        has_both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if has_both else socket.AF_INET
+        self._listener = socket.create_server(("", port), family=family, dualstack_ipv6=has_both)
+        self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         _desks.add(self)
         self._thread = threading.Thread(target=self._run, name="holdfast-health", daemon=True)
         try:
+            self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+            self._runner.get_loop()  # Made here, where a lack of descriptors is told.
             self._thread.start()
-        except RuntimeError:
+        except BaseException:
             self.release()
             raise
 
     def close(self) -> None:
-        self._closing.set()
-        # Even if the thread is stuck in a callback, the port is free from here on.
+        self._is_closing = True
+        # It ends the thread's accept. Even if the thread is stuck in a callback, the port is free from here on.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._wakeup.wake()
         self._thread.join(_STOP_PATIENCE_S)
 
     def release(self) -> None:
-        """Let go of the port and of all callers: the last thing that the thread does, or in place of it."""
-        for sock in (self._listener, *(caller.sock for caller in self._callers.values())):
+        """Let go of the port and of all callers."""
+        for sock in (self._listener, *self._callers):
             sock.close()
 
     # In the thread.
 
     def _run(self) -> None:
         try:
-            while not self._closing.is_set():
-                self._turn()
+            with self._runner:
+                self._runner.run(self._serve())
         except Exception as error:
             logger.warning("the health check has ended: %s: %s", type(error).__name__, error)
         finally:
             self.release()
 
-    def _turn(self) -> None:
-        poller = select.poll()
-        for fd in (self._wakeup.fileno(), self._listener.fileno(), *self._callers):
-            poller.register(fd, select.POLLIN)
-        deadline = min((caller.deadline for caller in self._callers.values()), default=None)
-        for fd, _ in poller.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000):
-            if fd == self._listener.fileno():
-                self._take_caller()
-            elif fd in self._callers:
-                self._hear(self._callers[fd])
-        now = time.monotonic()
-        for caller in [each for each in self._callers.values() if each.deadline <= now]:
-            self._drop(caller)
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._is_closing:
+            try:
+                sock, _ = await loop.sock_accept(self._listener)
+            except OSError:
+                if not self._is_closing:
+                    # No descriptor or memory for it. The caller stays in the queue, and we must not spin meanwhile.
+                    await asyncio.sleep(_SHORTAGE_PAUSE_S)
+                continue
+            if len(self._callers) >= _MOST_CALLERS:
+                next(iter(self._callers.values())).cancel()
+            self._callers[sock] = asyncio.create_task(self._hear(sock))
 
-    def _take_caller(self) -> None:
-        if len(self._callers) >= _MOST_CALLERS:
-            self._drop(next(iter(self._callers.values())))
+    async def _hear(self, sock: socket.socket) -> None:
+        loop, said, answer = asyncio.get_running_loop(), b"", None
         try:
-            sock, _ = self._listener.accept()
-        except ConnectionError:
-            return
-        except OSError:
-            # No descriptor or memory for it. The caller stays in the queue, and we must not spin meanwhile.
-            self._closing.wait(_SHORTAGE_PAUSE_S)
-            return
-        sock.setblocking(False)
-        self._callers[sock.fileno()] = _Caller(sock, time.monotonic() + _CALL_LIMIT_S)
-
-    def _hear(self, caller: _Caller) -> None:
-        try:
-            said = caller.sock.recv(4096)
-            caller.said += said
-            if not said or len(caller.said) > 4 * _CALL_LIMIT_BYTES:
-                self._drop(caller)
-            elif not caller.is_answered and (answer := respond(caller.said, self._ask)) is not None:
-                caller.is_answered = True
-                # It fits into the empty buffer of a connection. Closing it while something is unread would take the
-                # answer back, so the caller hangs up first, or is dropped when its time is up.
-                caller.sock.send(answer)
-                caller.sock.shutdown(socket.SHUT_WR)
-        except BlockingIOError:
+            async with asyncio.timeout(_CALL_LIMIT_S):
+                while len(said) <= 4 * _CALL_LIMIT_BYTES and (heard := await loop.sock_recv(sock, 4096)):
+                    said += heard
+                    if answer is None and (answer := respond(said, self._ask)) is not None:
+                        # Closing the connection while something is unread would take the answer back, so the caller
+                        # hangs up first, or is dropped when its time is up.
+                        await loop.sock_sendall(sock, answer)
+                        sock.shutdown(socket.SHUT_WR)
+        except OSError:  # It is gone, or its time is up.
             pass
-        except OSError:
-            self._drop(caller)
-
-    def _drop(self, caller: _Caller) -> None:
-        del self._callers[caller.sock.fileno()]
-        caller.sock.close()
-
-
-def _listen(port: int) -> socket.socket:
-    """Every interface, IPv4 and, where there is such a thing, IPv6. Not inherited by what is executed."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
+        finally:
+            del self._callers[sock]
+            sock.close()
 
 
 _desks: weakref.WeakSet[_Desk] = weakref.WeakSet()
