@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast import loop, procfs, signals
+from holdfast import loop, procfs, signals, stdio
 from holdfast.agent import lifecycle
 from holdfast.agent.agent import SimpleElasticAgent
 from holdfast.agent.environment import log_line_prefixes, macros, worker_environments
@@ -34,7 +34,6 @@ from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.lease import Lease
 from holdfast.process.workers.group import PContext
 from holdfast.process.workers.start import GroupSpec, new_group
-from holdfast.telemetry import fallback_log
 from holdfast.telemetry.metrics import prof, put_call, put_metric
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         group: GroupSpec | None = None,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
-        fallback_log.install()
+        stdio.prefix_warnings()
         self._group = group or _group_spec(spec, logs_specs, start_method, log_line_prefix_template)
         self._health_check_server = health_check_server
         self._stuck_timeout_s = _stuck_timeout_s(uninterruptible_state_timeout)
