@@ -187,11 +187,11 @@ def find(*, of_all_users: bool = False) -> tuple[list[dict[str, Any]], list[int]
     of agents that did not answer in time. Stale sockets are removed. Root may ask the agents of all users; those of
     others have a bounded time for all of them together."""
     statuses, silent = [], []
-    own = {path: pid for path, pid in _paths().items() if _owner_of(path) == os.geteuid()}
-    others = {path: pid for path, pid in _paths().items() if path not in own} if of_all_users else {}
     until = time.monotonic() + _OTHERS_LIMIT_S
-    for path, pid in [*sorted(own.items()), *sorted(others.items())]:
-        limit_s = _ASK_LIMIT_S if path in own else min(_ASK_LIMIT_S, max(0.01, until - time.monotonic()))
+    for is_foreign, path, pid in sorted((not _is_own(path), path, pid) for path, pid in _paths().items()):
+        if is_foreign and not of_all_users:
+            break
+        limit_s = min(_ASK_LIMIT_S, max(0.01, until - time.monotonic())) if is_foreign else _ASK_LIMIT_S
         try:
             answer, peer = ask(path, {"command": "status"}, limit_s)
         except ConnectionRefusedError:
@@ -241,11 +241,10 @@ def directories() -> list[str]:
     return found + [f"{directory}/holdfast-agents-{os.geteuid()}" for directory in temporary]
 
 
-def _owner_of(path: str) -> int | None:
-    try:
-        return os.lstat(path).st_uid
-    except OSError:
-        return None
+def _is_own(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return os.lstat(path).st_uid == os.geteuid()
+    return False
 
 
 def _is_private(directory: str) -> bool:

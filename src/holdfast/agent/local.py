@@ -42,11 +42,8 @@ if TYPE_CHECKING:
     from holdfast.timer import FileTimerRequest
 
 __all__ = [
-    "LocalElasticAgent",
-    "TORCHELASTIC_ENABLE_FILE_TIMER",
-    "TORCHELASTIC_HEALTH_CHECK_PORT",
-    "TORCHELASTIC_TIMER_FILE",
-]
+    "LocalElasticAgent", "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT", "TORCHELASTIC_TIMER_FILE"
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
