@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from holdfast import signals
 
@@ -130,6 +130,26 @@ class Wakeup:
     def close(self) -> None:
         with self._lock:
             self._closer()
+
+
+class _Held(Protocol):
+    def release(self) -> None: ...
+
+
+_held: weakref.WeakSet[_Held] = weakref.WeakSet()
+
+
+def release_in_children(holder: _Held) -> None:
+    """Call `holder.release()` in each process that is forked: it must not keep what its parent listens on."""
+    _held.add(holder)
+
+
+def _release() -> None:
+    for holder in list(_held):
+        holder.release()
+
+
+os.register_at_fork(after_in_child=_release)
 
 
 def call_interruptibly(function: Callable[..., T], *args: Any) -> T:

@@ -27,9 +27,10 @@ import stat
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from holdfast.loop import release_in_children
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class ControlSocket:
         self._owner = os.getpid()
         self._is_closing = threading.Event()
         self._listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-        _open.add(self)
+        release_in_children(self)
         self.path = ""
         try:
             self.path = _bind(self._listener, run_id)
@@ -97,6 +98,10 @@ class ControlSocket:
         with contextlib.suppress(OSError):
             self._listener.shutdown(_socket.SHUT_RDWR)  # Ends the thread's accept.
         self._thread.join(_CLOSE_PATIENCE_S)
+
+    def release(self) -> None:
+        """In a forked process, which must not look like its agent when that is gone."""
+        self._listener.close()
 
     def _remove(self) -> None:
         with contextlib.suppress(OSError):
@@ -165,18 +170,6 @@ def _bind(listener: _socket.socket, run_id: str) -> str:
         except OSError as error:
             trouble = error
     raise trouble
-
-
-_open: weakref.WeakSet[ControlSocket] = weakref.WeakSet()
-
-
-def _release_in_child() -> None:
-    """A forked process must not look like its agent when that is gone."""
-    for control in list(_open):
-        control._listener.close()
-
-
-os.register_at_fork(after_in_child=_release_in_child)
 
 
 # The other side.

@@ -23,12 +23,12 @@ import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
 from holdfast.errors import UserError
+from holdfast.loop import release_in_children
 from holdfast.telemetry.status import AgentStatus
 
 __all__ = ["AgentAlive", "HealthCheckServer", "create_healthcheck_server"]
@@ -207,7 +207,7 @@ class _Desk:
         self._listener = socket.create_server(("", port), family=family, dualstack_ipv6=has_both)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        _desks.add(self)
+        release_in_children(self)
         self._thread = threading.Thread(target=self._run, name="holdfast-health", daemon=True)
         try:
             self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -225,7 +225,7 @@ class _Desk:
         self._thread.join(_STOP_PATIENCE_S)
 
     def release(self) -> None:
-        """Let go of the port and of all callers."""
+        """Let go of the port and of all callers; also in a forked process."""
         for sock in (self._listener, *self._callers):
             sock.close()
 
@@ -270,15 +270,3 @@ class _Desk:
         finally:
             del self._callers[sock]
             sock.close()
-
-
-_desks: weakref.WeakSet[_Desk] = weakref.WeakSet()
-
-
-def _release_in_child() -> None:
-    """A forked process must not keep the port when its parent is gone, nor hold its callers."""
-    for desk in list(_desks):
-        desk.release()
-
-
-os.register_at_fork(after_in_child=_release_in_child)
