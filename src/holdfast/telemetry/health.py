@@ -60,39 +60,60 @@ class AgentAlive:
 class HealthCheckServer:
     """Answers for whatever `alive_callback` speaks for. If that is an agent, `status` is how it stands.
 
-    Port 0 is any free port; `port` says which, once the server is started. It may be started again after a stop.
+    Port 0 is any free port; `port` says which, while the server is started. It may be started again after a stop.
     """
 
     def __init__(self, alive_callback: Callable[[], float], port: int, timeout: float) -> None:
         self.alive_callback = alive_callback
-        self._wanted_port = port
-        self._timeout_s = timeout
-        self._desk: _Desk | None = None
         self.status: Callable[[], AgentStatus | None] = lambda: None
-
-    @property
-    def port(self) -> int:
-        return self._wanted_port if self._desk is None else self._desk.port
+        self.port = self._wanted_port = port
+        self._timeout_s = timeout
+        self._listener: socket.socket | None = None
+        self._callers: dict[socket.socket, asyncio.Task[None]] = {}  # In the order in which they came.
+        release_in_children(self)
 
     def start(self) -> None:
         """Serve from now on. Does nothing if it serves already, and warns if it cannot."""
-        if self._desk is not None:
+        if self._listener is not None:
             return
+        # Every interface, IPv4 and, where there is such a thing, IPv6. Not inherited by what is executed.
+        has_both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if has_both else socket.AF_INET
         try:
-            self._desk = _Desk(self._wanted_port, self.condition)
+            listener = socket.create_server(("", self._wanted_port), family=family, dualstack_ipv6=has_both)
+            with contextlib.ExitStack() as undo:
+                undo.callback(listener.close)
+                listener.setblocking(False)
+                runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+                runner.get_loop()  # Made here, where a lack of descriptors is told.
+                self._thread = threading.Thread(
+                    target=self._run, args=(runner, listener), name="holdfast-health", daemon=True
+                )
+                self._listener, self.port = listener, listener.getsockname()[1]
+                self._thread.start()
+                undo.pop_all()
         except (OSError, RuntimeError) as error:
+            self._listener = None
             is_taken = getattr(error, "errno", None) == errno.EADDRINUSE
             what = "is taken" if is_taken else f"cannot be used: {error}"
             logger.warning("no health check: port %d %s", self._wanted_port, what)
             return
-        level = logging.DEBUG if self._wanted_port else logging.INFO
-        logger.log(level, "health check on port %d", self._desk.port)
+        logger.log(logging.DEBUG if self._wanted_port else logging.INFO, "health check on port %d", self.port)
 
     def stop(self) -> None:
         """Release the port. Does nothing if it does not serve."""
-        desk, self._desk = self._desk, None
-        if desk is not None:
-            desk.close()
+        listener, self._listener, self.port = self._listener, None, self._wanted_port
+        if listener is not None:
+            # It ends the thread's accept. Even if the thread is stuck in a callback, the port is free from here on.
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            self._thread.join(_STOP_PATIENCE_S)
+
+    def release(self) -> None:
+        """In a forked process: let go of the port and of all callers."""
+        for sock in (self._listener, *self._callers):
+            if sock is not None:
+                sock.close()
 
     def condition(self) -> dict[str, Any]:
         """What is answered: `status` is `alive` or `stuck`, the latter with a `reason`."""
@@ -109,6 +130,46 @@ class HealthCheckServer:
         where = f" in phase {status.phase}" if status is not None else ""
         reason = f"no sign of life for {silent_s:.0f} s{where}, the limit is {self._timeout_s:g} s"
         return {"status": "stuck", "reason": reason, **told}
+
+    # In the thread.
+
+    def _run(self, runner: asyncio.Runner, listener: socket.socket) -> None:
+        try:
+            with listener, runner:
+                runner.run(self._serve(listener))
+        except Exception as error:
+            logger.warning("the health check has ended: %s: %s", type(error).__name__, error)
+
+    async def _serve(self, listener: socket.socket) -> None:
+        while self._listener is listener:
+            try:
+                sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError:
+                if self._listener is listener:
+                    # No descriptor or memory for it. The caller stays in the queue, and we must not spin meanwhile.
+                    await asyncio.sleep(_SHORTAGE_PAUSE_S)
+                continue
+            if len(self._callers) >= _MOST_CALLERS:
+                next(iter(self._callers.values())).cancel()
+            self._callers[sock] = asyncio.create_task(self._hear(sock))
+            await asyncio.sleep(0)  # Let it begin: a task that is cancelled before that would not close its socket.
+
+    async def _hear(self, sock: socket.socket) -> None:
+        loop, said, answer = asyncio.get_running_loop(), b"", None
+        try:
+            async with asyncio.timeout(_CALL_LIMIT_S):
+                while len(said) <= 4 * _CALL_LIMIT_BYTES and (heard := await loop.sock_recv(sock, 4096)):
+                    said += heard
+                    if answer is None and (answer := respond(said, self.condition)) is not None:
+                        # Closing the connection while something is unread would take the answer back, so the caller
+                        # hangs up first, or is dropped when its time is up.
+                        await loop.sock_sendall(sock, answer)
+                        sock.shutdown(socket.SHUT_WR)
+        except OSError:  # It is gone, or its time is up.
+            pass
+        finally:
+            del self._callers[sock]
+            sock.close()
 
 
 def create_healthcheck_server(alive_callback: Callable[[], float], port: int, timeout: float) -> HealthCheckServer:
@@ -167,7 +228,7 @@ def _attempt(server: Any, what: str) -> None:
         logger.warning("the health check server failed to %s: %s: %s", what, type(error).__name__, error)
 
 
-# The server.
+# The answers.
 
 
 def respond(request: bytes, ask: Callable[[], Mapping[str, Any]]) -> bytes | None:
@@ -192,81 +253,3 @@ def _answer(status: int, content: Mapping[str, Any], more_headers: str = "", *, 
         f"Cache-Control: no-store\r\nConnection: close\r\n{more_headers}\r\n"
     )
     return head.encode() + (body if has_body else b"")
-
-
-class _Desk:
-    """The port and the thread that answers there."""
-
-    def __init__(self, port: int, ask: Callable[[], Mapping[str, Any]]) -> None:
-        self._ask = ask
-        self._is_closing = False
-        self._callers: dict[socket.socket, asyncio.Task[None]] = {}  # In the order in which they came.
-        # Every interface, IPv4 and, where there is such a thing, IPv6. Not inherited by what is executed.
-        has_both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if has_both else socket.AF_INET
-        self._listener = socket.create_server(("", port), family=family, dualstack_ipv6=has_both)
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
-        release_in_children(self)
-        self._thread = threading.Thread(target=self._run, name="holdfast-health", daemon=True)
-        try:
-            self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-            self._runner.get_loop()  # Made here, where a lack of descriptors is told.
-            self._thread.start()
-        except BaseException:
-            self.release()
-            raise
-
-    def close(self) -> None:
-        self._is_closing = True
-        # It ends the thread's accept. Even if the thread is stuck in a callback, the port is free from here on.
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join(_STOP_PATIENCE_S)
-
-    def release(self) -> None:
-        """Let go of the port and of all callers; also in a forked process."""
-        for sock in (self._listener, *self._callers):
-            sock.close()
-
-    # In the thread.
-
-    def _run(self) -> None:
-        try:
-            with self._runner:
-                self._runner.run(self._serve())
-        except Exception as error:
-            logger.warning("the health check has ended: %s: %s", type(error).__name__, error)
-        finally:
-            self.release()
-
-    async def _serve(self) -> None:
-        loop = asyncio.get_running_loop()
-        while not self._is_closing:
-            try:
-                sock, _ = await loop.sock_accept(self._listener)
-            except OSError:
-                if not self._is_closing:
-                    # No descriptor or memory for it. The caller stays in the queue, and we must not spin meanwhile.
-                    await asyncio.sleep(_SHORTAGE_PAUSE_S)
-                continue
-            if len(self._callers) >= _MOST_CALLERS:
-                next(iter(self._callers.values())).cancel()
-            self._callers[sock] = asyncio.create_task(self._hear(sock))
-
-    async def _hear(self, sock: socket.socket) -> None:
-        loop, said, answer = asyncio.get_running_loop(), b"", None
-        try:
-            async with asyncio.timeout(_CALL_LIMIT_S):
-                while len(said) <= 4 * _CALL_LIMIT_BYTES and (heard := await loop.sock_recv(sock, 4096)):
-                    said += heard
-                    if answer is None and (answer := respond(said, self._ask)) is not None:
-                        # Closing the connection while something is unread would take the answer back, so the caller
-                        # hangs up first, or is dropped when its time is up.
-                        await loop.sock_sendall(sock, answer)
-                        sock.shutdown(socket.SHUT_WR)
-        except OSError:  # It is gone, or its time is up.
-            pass
-        finally:
-            del self._callers[sock]
-            sock.close()
