@@ -63,10 +63,8 @@ def served(run_id: str, commands: Mapping[str, Command]) -> Iterator[None]:
         logger.debug("no control socket, so `holdfast stacks` will not find this agent: %s", error)
         yield
         return
-    try:
+    with contextlib.closing(control):
         yield
-    finally:
-        control.close()
 
 
 class ControlSocket:

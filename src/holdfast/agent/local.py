@@ -331,9 +331,6 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._timer_server.stop()
             self._timer_server = None
 
-    def _unkillable(self) -> tuple[int, ...]:
-        return tuple(pid for pid, _ in self._context.survivors) if self._context is not None else ()
-
     def _killed_ranks(self) -> tuple[int, ...]:
         stopped = self._context.stopped() if self._context is not None else {}
         return tuple(rank for rank, how in self._by_global_rank(stopped).items() if how.startswith("SIGKILL"))
