@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from holdfast import signals
 
@@ -132,14 +132,10 @@ class Wakeup:
             self._closer()
 
 
-class _Held(Protocol):
-    def release(self) -> None: ...
+_held: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-_held: weakref.WeakSet[_Held] = weakref.WeakSet()
-
-
-def release_in_children(holder: _Held) -> None:
+def release_in_children(holder: Any) -> None:
     """Call `holder.release()` in each process that is forked: it must not keep what its parent listens on."""
     _held.add(holder)
 
