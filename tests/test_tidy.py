@@ -26,7 +26,8 @@ LAYERS = {
     "telemetry": _BASE,
     "loop": {"signals"},
     "signals": {"errors"},
-    **{name: set() for name in ("errors", "escape", "frozen", "lazy", "procfs", "progress_board", "stdio")},
+    "stdio": {"escape"},
+    **{name: set() for name in ("errors", "escape", "frozen", "lazy", "procfs", "progress_board")},
     # The package itself resolves names for its users, and the entry point starts the command line.
     "__init__": {"lazy", "launcher", "process", "progress_board", "signals"},
     "__main__": {"cli", "process", "signals"},

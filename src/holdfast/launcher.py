@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from holdfast import stdio
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT, RunResult, WorkerSpec
 from holdfast.errors import UserError, mark_as_from_run
@@ -28,7 +29,7 @@ from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
 from holdfast.rendezvous.membership import restart_policy
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, SignalException, parse_signals
-from holdfast.telemetry import events, fallback_log, metrics
+from holdfast.telemetry import events, metrics
 
 if TYPE_CHECKING:
     from holdfast.hangs.policy import HangPolicy
@@ -151,7 +152,7 @@ def launch_agent(
     health_check_server: Any = None,
 ) -> dict[int, Any]:
     """Run one agent to its end. See `elastic_launch`."""
-    fallback_log.install()
+    stdio.prefix_warnings()
     serving: Any = nullcontext()
     if health_check_server is not None or config.health_port is not None:
         from holdfast.telemetry import health

@@ -132,6 +132,22 @@ class Wakeup:
             self._closer()
 
 
+_held: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def release_in_children(holder: Any) -> None:
+    """Call `holder.release()` in each process that is forked: it must not keep what its parent listens on."""
+    _held.add(holder)
+
+
+def _release() -> None:
+    for holder in list(_held):
+        holder.release()
+
+
+os.register_at_fork(after_in_child=_release)
+
+
 def call_interruptibly(function: Callable[..., T], *args: Any) -> T:
     """Make a blocking call in a thread; a signal that comes meanwhile surfaces as a `SignalException`. Then the call
     goes on in its thread, because it cannot be ended from outside, and its result is ignored."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.agent import watchdog
 from holdfast.agent.model import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
-from holdfast.agent.watchdog import Watchdog
 from holdfast.launcher import LaunchConfig, elastic_launch
 from holdfast.process.errors import ChildFailedError
 
@@ -105,7 +105,7 @@ def test_without_any_place_for_a_pipe_workers_run_without_a_watchdog(
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "missing"))
     monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, "1")
     monkeypatch.setenv(TORCHELASTIC_TIMER_FILE, str(tmp_path))
-    assert Watchdog(lambda name, request: None).start("run") is None
+    assert watchdog.start("run", lambda name, request: None) == (None, None)
     assert caplog.messages[-1].endswith("; workers run without a watchdog")
 
 
@@ -115,6 +115,6 @@ def test_a_wish_that_is_not_understood_is_said(
 ) -> None:
     monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, wish)
     monkeypatch.delenv(TORCHELASTIC_TIMER_FILE, raising=False)
-    assert Watchdog(lambda name, request: None).start("run") is None
+    assert watchdog.start("run", lambda name, request: None) == (None, None)
     said = ["TORCHELASTIC_ENABLE_FILE_TIMER=true is not 1, so there is no watchdog"]
     assert caplog.messages == (said if is_said else [])

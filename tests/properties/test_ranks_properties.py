@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
+import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast.agent import exchange, ranks
 from holdfast.agent.model import Worker
-from holdfast.agent.ranks import Assignment, Member
+from holdfast.agent.ranks import Member
 
 members = st.builds(Member, role=st.sampled_from(["ps", "trainer", "", "ü"]), local_world_size=st.integers(1, 9))
 worlds = st.lists(members, min_size=1, max_size=12)
@@ -71,10 +73,9 @@ def test_the_exchange_through_a_store_gives_the_same_ranks(world: list[Member]) 
     heard = [exchange.decode_member(store[exchange.role_info_key(rank)], rank) for rank in range(len(world))]
     assert heard == world
     for rank, assignment in enumerate(ranks.assign_nodes(heard)):
-        store[exchange.assigned_ranks_key(rank)] = exchange.encode_assignment(assignment)
+        store[exchange.assigned_ranks_key(rank)] = msgspec.json.encode(assignment)
     for rank, member in enumerate(world):
-        assignment = exchange.decode_assignment(store[exchange.assigned_ranks_key(rank)], rank)
-        placed = ranks.place_workers(assignment, member.local_world_size)
+        placed = exchange.decode_workers(store[exchange.assigned_ranks_key(rank)], rank, member.local_world_size)
         assert facts(placed) == facts(ranks.assign_ranks(world, rank))
 
 
@@ -111,7 +112,10 @@ def outcome(decode: Callable[[bytes | str, int], object], data: bytes | str) -> 
 
 @given(st.binary() | st.text() | (json_values | member_like).map(json.dumps))
 def test_junk_in_the_store_is_a_value_error_that_names_the_key(data: bytes | str) -> None:
-    for decode, kind in ((exchange.decode_member, Member), (exchange.decode_assignment, Assignment)):
+    for decode, kind in (
+        (exchange.decode_member, Member),
+        (partial(exchange.decode_workers, local_world_size=1), list),
+    ):
         result = outcome(decode, data)
         assert isinstance(result, kind) or str(result).startswith("torchelastic/")
 

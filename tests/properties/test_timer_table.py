@@ -20,7 +20,7 @@ class TableAgainstModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table: TimerTable[int] = TimerTable()
+        self.table = TimerTable()
         self.started: dict[int, int | None] = {}
         self.timers: dict[tuple[int, str], tuple[float, int]] = {}
         self.serial = 0

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from holdfast import escape
+from holdfast import escape, stdio
 from holdfast.cli import console
-from holdfast.telemetry import fallback_log
 from tests import support
 
 LOGGER = logging.getLogger("holdfast")
@@ -113,7 +112,7 @@ def test_a_program_without_logging_has_one_line_too(
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     LOGGER.handlers[:] = []
-    fallback_log.install()
+    stdio.prefix_warnings()
     SPEAKER.warning("it said: %s", HOSTILE)
     assert capsys.readouterr().err == f"holdfast: it said: {SHOWN}\n"
 

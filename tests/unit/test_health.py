@@ -230,6 +230,7 @@ def test_slow_callers_do_not_keep_others_from_being_answered(no_descriptor_leak:
             slow = callers.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             slow.sendall(b"GET / HT")
         assert ask(server.port) == (200, ALIVE)
+        assert len(server._callers) <= health._MOST_CALLERS + 1
 
 
 def test_a_slow_caller_is_dropped_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

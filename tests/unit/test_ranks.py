@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from holdfast.agent import exchange, ranks
@@ -84,23 +85,22 @@ def test_keys_and_texts_are_those_that_users_know() -> None:
         "rank": 3,
         "local_world_size": 4,
     }
-    assert json.loads(exchange.encode_assignment(Assignment(10, 15, 4, 9))) == [10, 15, 4, 9]
+    assert json.loads(msgspec.json.encode(Assignment(10, 15, 4, 9))) == [10, 15, 4, 9]
 
 
 def test_the_exchange_gives_what_computing_alone_gives() -> None:
     published = [exchange.encode_member(member, rank) for rank, member in enumerate(WORLD)]
     world = [exchange.decode_member(data, rank) for rank, data in enumerate(published)]
-    answers = [exchange.encode_assignment(assignment) for assignment in ranks.assign_nodes(world)]
+    answers = [msgspec.json.encode(assignment) for assignment in ranks.assign_nodes(world)]
     for rank, member in enumerate(WORLD):
-        assignment = exchange.decode_assignment(answers[rank], rank)
-        placed = ranks.place_workers(assignment, member.local_world_size)
+        placed = exchange.decode_workers(answers[rank], rank, member.local_world_size)
         assert facts(placed) == facts(ranks.assign_ranks(WORLD, rank))
 
 
 def test_text_is_as_good_as_bytes_and_unknown_fields_are_let_through() -> None:
     text = '{"role": "r\\u00fc", "rank": 0, "local_world_size": 2, "colour": "red"}'
     assert exchange.decode_member(text, 0) == Member("rü", 2)
-    assert exchange.decode_assignment("[0, 2, 0, 2]", 0) == Assignment(0, 2, 0, 2)
+    assert facts(exchange.decode_workers("[0, 2, 0, 2]", 0, 1)) == [(0, 0, 0, 2, 2)]
 
 
 NOT_JSON = [b"", b"\xff\xfe\xfd", b"nonsense", b"[" * 100_000, b"{", b"9" * 5000]
@@ -112,7 +112,7 @@ def test_what_is_not_json_is_refused_with_the_key(data: bytes) -> None:
         exchange.decode_member(data, 7)
     assert len(str(caught.value)) < 200
     with pytest.raises(ValueError, match=r"torchelastic/assigned_ranks/7: .*, found"):
-        exchange.decode_assignment(data, 7)
+        exchange.decode_workers(data, 7, 1)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +157,6 @@ def test_a_wrong_member_is_refused_with_the_field_and_the_value(value: object, t
 )
 def test_a_wrong_assignment_is_refused_with_the_value(value: object, text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        exchange.decode_assignment(json.dumps(value).encode(), 7)
+        exchange.decode_workers(json.dumps(value).encode(), 7, 1)
     assert str(caught.value).startswith("torchelastic/assigned_ranks/7: ")
     assert text in str(caught.value)

@@ -9,8 +9,8 @@ from holdfast.timer.table import TimerTable
 PID, OTHER = 100, 200
 
 
-def armed(*timers: tuple[int, str, float]) -> TimerTable[str]:
-    table: TimerTable[str] = TimerTable()
+def armed(*timers: tuple[int, str, float]) -> TimerTable:
+    table = TimerTable()
     for pid, scope, deadline in timers:
         table.register(pid, scope, deadline, f"{pid}/{scope}", started=1)
     return table
@@ -66,7 +66,7 @@ def test_what_is_not_armed_can_be_released_and_forgotten() -> None:
     ],
 )
 def test_a_new_life_of_a_pid_inherits_no_timer(first: int | None, second: int | None, kept: list[str]) -> None:
-    table: TimerTable[str] = TimerTable()
+    table = TimerTable()
     table.register(PID, "a", 1.0, "a", first)
     table.register(PID, "b", 2.0, "b", second)
     assert table.expired(9.0) == {PID: kept}
@@ -74,6 +74,6 @@ def test_a_new_life_of_a_pid_inherits_no_timer(first: int | None, second: int | 
 
 
 def test_an_empty_table_knows_nothing() -> None:
-    table: TimerTable[str] = TimerTable()
+    table = TimerTable()
     assert (len(table), table.next_deadline(), table.expired(1e9), table.pids()) == (0, None, {}, [])
     assert table.started(PID) is None

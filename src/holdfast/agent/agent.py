@@ -131,7 +131,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _unkillable(self) -> tuple[int, ...]:
         """After a stop: the pids that even SIGKILL did not end."""
-        return ()
+        return tuple(pid for pid, _ in self._context.survivors) if self._context is not None else ()
 
     def _killed_ranks(self) -> tuple[int, ...]:
         """After a stop: the global ranks that did not end by themselves within the grace period."""

@@ -27,9 +27,10 @@ import stat
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from holdfast.loop import release_in_children
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +63,8 @@ def served(run_id: str, commands: Mapping[str, Command]) -> Iterator[None]:
         logger.debug("no control socket, so `holdfast stacks` will not find this agent: %s", error)
         yield
         return
-    try:
+    with contextlib.closing(control):
         yield
-    finally:
-        control.close()
 
 
 class ControlSocket:
@@ -76,7 +75,7 @@ class ControlSocket:
         self._owner = os.getpid()
         self._is_closing = threading.Event()
         self._listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-        _open.add(self)
+        release_in_children(self)
         self.path = ""
         try:
             self.path = _bind(self._listener, run_id)
@@ -97,6 +96,10 @@ class ControlSocket:
         with contextlib.suppress(OSError):
             self._listener.shutdown(_socket.SHUT_RDWR)  # Ends the thread's accept.
         self._thread.join(_CLOSE_PATIENCE_S)
+
+    def release(self) -> None:
+        """In a forked process, which must not look like its agent when that is gone."""
+        self._listener.close()
 
     def _remove(self) -> None:
         with contextlib.suppress(OSError):
@@ -167,18 +170,6 @@ def _bind(listener: _socket.socket, run_id: str) -> str:
     raise trouble
 
 
-_open: weakref.WeakSet[ControlSocket] = weakref.WeakSet()
-
-
-def _release_in_child() -> None:
-    """A forked process must not look like its agent when that is gone."""
-    for control in list(_open):
-        control._listener.close()
-
-
-os.register_at_fork(after_in_child=_release_in_child)
-
-
 # The other side.
 
 
@@ -187,11 +178,11 @@ def find(*, of_all_users: bool = False) -> tuple[list[dict[str, Any]], list[int]
     of agents that did not answer in time. Stale sockets are removed. Root may ask the agents of all users; those of
     others have a bounded time for all of them together."""
     statuses, silent = [], []
-    own = {path: pid for path, pid in _paths().items() if _owner_of(path) == os.geteuid()}
-    others = {path: pid for path, pid in _paths().items() if path not in own} if of_all_users else {}
     until = time.monotonic() + _OTHERS_LIMIT_S
-    for path, pid in [*sorted(own.items()), *sorted(others.items())]:
-        limit_s = _ASK_LIMIT_S if path in own else min(_ASK_LIMIT_S, max(0.01, until - time.monotonic()))
+    for is_foreign, path, pid in sorted((not _is_own(path), path, pid) for path, pid in _paths().items()):
+        if is_foreign and not of_all_users:
+            break
+        limit_s = min(_ASK_LIMIT_S, max(0.01, until - time.monotonic())) if is_foreign else _ASK_LIMIT_S
         try:
             answer, peer = ask(path, {"command": "status"}, limit_s)
         except ConnectionRefusedError:
@@ -241,11 +232,10 @@ def directories() -> list[str]:
     return found + [f"{directory}/holdfast-agents-{os.geteuid()}" for directory in temporary]
 
 
-def _owner_of(path: str) -> int | None:
-    try:
-        return os.lstat(path).st_uid
-    except OSError:
-        return None
+def _is_own(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return os.lstat(path).st_uid == os.geteuid()
+    return False
 
 
 def _is_private(directory: str) -> bool:

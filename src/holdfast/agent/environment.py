@@ -13,8 +13,6 @@ from typing import Any
 from holdfast.agent.model import TORCHELASTIC_TIMER_FILE, Worker, WorkerGroup
 from holdfast.errors import InternalError, UserError
 
-__all__ = ["log_line_prefixes", "macros", "worker_environments"]
-
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 

@@ -4,7 +4,6 @@ every node's `Assignment`. What is read was written by another process, so it is
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -29,9 +28,8 @@ def exchange_ranks(store: Any, group_rank: int, group_world_size: int, spec: Wor
         published = store.multi_get([role_info_key(i) for i in range(group_world_size)])
         assignments = ranks.assign_nodes([decode_member(data, i) for i, data in enumerate(published)])
         keys = [assigned_ranks_key(i) for i in range(group_world_size)]
-        store.multi_set(keys, [encode_assignment(each) for each in assignments])
-    assignment = decode_assignment(store.get(assigned_ranks_key(group_rank)), group_rank)
-    return ranks.place_workers(assignment, spec.local_world_size)
+        store.multi_set(keys, [msgspec.json.encode(each) for each in assignments])
+    return decode_workers(store.get(assigned_ranks_key(group_rank)), group_rank, spec.local_world_size)
 
 
 def role_info_key(group_rank: int) -> str:
@@ -56,15 +54,12 @@ def decode_member(data: bytes | str, group_rank: int) -> ranks.Member:
     return ranks.Member(info.role, info.local_world_size)
 
 
-def encode_assignment(assignment: ranks.Assignment) -> bytes:
-    return msgspec.json.encode(astuple(assignment))
-
-
-def decode_assignment(data: bytes | str, group_rank: int) -> ranks.Assignment:
+def decode_workers(data: bytes | str, group_rank: int, local_world_size: int) -> list[Worker]:
+    """The workers of a node of that size, from its assignment."""
     key = assigned_ranks_key(group_rank)
-    numbers = _decode(data, tuple[int, int, int, int], key)
+    assignment = _decode(data, ranks.Assignment, key)
     try:
-        return ranks.Assignment(*numbers)
+        return ranks.place_workers(assignment, local_world_size)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
 

@@ -133,34 +133,26 @@ Command = Join | StartWorkers | StopWorkers | ReportFailure | ReportSuccess | En
 # When, in which phase, what happened, and what was to be done.
 Step = tuple[float, Phase, Event, tuple[Command, ...]]
 
+# In which phase, what may happen, and in which phase the machine may be then.
 TRANSITIONS: dict[tuple[Phase, type[Event]], set[Phase]] = {
-    (Phase.IDLE, RunRequested): {Phase.JOINING},
-    (Phase.JOINING, Sealed): {Phase.STARTING},
-    (Phase.JOINING, PlaceLost): {Phase.JOINING},
-    (Phase.JOINING, Stop): {Phase.JOINING},
-    (Phase.JOINING, Ended): {Phase.ENDED},
-    (Phase.STARTING, WorkersStarted): {Phase.RUNNING},
-    (Phase.STARTING, WorkersFailed): {Phase.STOPPING},
-    (Phase.STARTING, Stop): {Phase.STOPPING},
-    (Phase.STARTING, PlaceLost): {Phase.STOPPING},
-    (Phase.STARTING, Ended): {Phase.STOPPING},
-    (Phase.RUNNING, WorkersSucceeded): {Phase.WAITING},
-    (Phase.RUNNING, WorkersFailed): {Phase.STOPPING},
-    (Phase.RUNNING, Stop): {Phase.STOPPING},
-    (Phase.RUNNING, PlaceLost): {Phase.STOPPING},
-    (Phase.RUNNING, Ended): {Phase.STOPPING},
-    (Phase.STOPPING, WorkersStopped): {Phase.JOINING, Phase.ENDED},
-    (Phase.STOPPING, PlaceLost): {Phase.STOPPING},
-    (Phase.STOPPING, Ended): {Phase.STOPPING},
-    # What was on its way when the stop began changes nothing any more.
-    (Phase.STOPPING, WorkersStarted): {Phase.STOPPING},
-    (Phase.STOPPING, WorkersSucceeded): {Phase.STOPPING},
-    (Phase.STOPPING, WorkersFailed): {Phase.STOPPING},
-    (Phase.STOPPING, Stop): {Phase.STOPPING},
-    (Phase.WAITING, Stop): {Phase.JOINING},
-    (Phase.WAITING, PlaceLost): {Phase.JOINING},
-    (Phase.WAITING, Ended): {Phase.ENDED},
-    (Phase.WAITING, TimePassed): {Phase.ENDED},
+    (phase, event): targets
+    for phase, events, targets in (
+        (Phase.IDLE, (RunRequested,), {Phase.JOINING}),
+        (Phase.JOINING, (Sealed,), {Phase.STARTING}),
+        (Phase.JOINING, (PlaceLost, Stop), {Phase.JOINING}),
+        (Phase.JOINING, (Ended,), {Phase.ENDED}),
+        (Phase.STARTING, (WorkersStarted,), {Phase.RUNNING}),
+        (Phase.STARTING, (WorkersFailed, Stop, PlaceLost, Ended), {Phase.STOPPING}),
+        (Phase.RUNNING, (WorkersSucceeded,), {Phase.WAITING}),
+        (Phase.RUNNING, (WorkersFailed, Stop, PlaceLost, Ended), {Phase.STOPPING}),
+        (Phase.STOPPING, (WorkersStopped,), {Phase.JOINING, Phase.ENDED}),
+        (Phase.STOPPING, (PlaceLost, Ended), {Phase.STOPPING}),
+        # What was on its way when the stop began changes nothing any more.
+        (Phase.STOPPING, (WorkersStarted, WorkersSucceeded, WorkersFailed, Stop), {Phase.STOPPING}),
+        (Phase.WAITING, (Stop, PlaceLost), {Phase.JOINING}),
+        (Phase.WAITING, (Ended, TimePassed), {Phase.ENDED}),
+    )
+    for event in events
 }
 
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast import loop, procfs, signals
-from holdfast.agent import lifecycle
+from holdfast import loop, procfs, signals, stdio
+from holdfast.agent import lifecycle, watchdog
 from holdfast.agent.agent import SimpleElasticAgent
 from holdfast.agent.environment import log_line_prefixes, macros, worker_environments
 from holdfast.agent.model import (
@@ -27,27 +27,22 @@ from holdfast.agent.model import (
     WorkerSpec,
     WorkerState,
 )
-from holdfast.agent.watchdog import Watchdog
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.lease import Lease
 from holdfast.process.workers.group import PContext
 from holdfast.process.workers.start import GroupSpec, new_group
-from holdfast.telemetry import fallback_log
 from holdfast.telemetry.metrics import prof, put_call, put_metric
 
 if TYPE_CHECKING:
     from holdfast.hangs.compare import Picture
     from holdfast.process.output.watch import OutputWatch
-    from holdfast.timer import FileTimerRequest
+    from holdfast.timer import FileTimerRequest, FileTimerServer
 
 __all__ = [
-    "LocalElasticAgent",
-    "TORCHELASTIC_ENABLE_FILE_TIMER",
-    "TORCHELASTIC_HEALTH_CHECK_PORT",
-    "TORCHELASTIC_TIMER_FILE",
-]
+    "LocalElasticAgent", "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT", "TORCHELASTIC_TIMER_FILE"
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +76,14 @@ class LocalElasticAgent(SimpleElasticAgent):
         group: GroupSpec | None = None,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
-        fallback_log.install()
+        stdio.prefix_warnings()
         self._group = group or _group_spec(spec, logs_specs, start_method, log_line_prefix_template)
         self._health_check_server = health_check_server
         self._stuck_timeout_s = _stuck_timeout_s(uninterruptible_state_timeout)
         self._stuck_since: dict[int, float] = {}
         self._link: SpawnerLink | None = None
         self._held_lease: Lease | None = None
-        self._watchdog = Watchdog(self._record_watchdog)
+        self._timer_server: FileTimerServer | None = None
 
     # Starting and stopping are events, unless a subclass has hooks of its own: those block.
 
@@ -137,6 +132,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         spec, handler = worker_group.spec, self._handler
         args = {w.local_rank: tuple(macros.substitute(spec.args, w.local_rank)) for w in worker_group.workers}
         self._stop_watching()
+        self._timer_server, timer_path = watchdog.start(handler.get_run_id(), self._record_watchdog)
         envs = worker_environments(
             worker_group,
             os.environ,
@@ -146,7 +142,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             max_restarts=self._policy.max_restarts,
             # A handler that was written for another launcher may not know the question.
             use_agent_store=getattr(handler, "use_agent_store", False),
-            timer_path=self._watchdog.start(handler.get_run_id()),
+            timer_path=timer_path,
         )
         watch = self._prepare_hang_watch(envs)
         prefixes = log_line_prefixes(self._group.log_line_prefix_template, spec.role, worker_group.workers)
@@ -197,7 +193,8 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _get_watchdog_progress_time(self) -> float:
         """For subclasses whose `_get_alive_time` is to mean this: when the watchdog last completed a turn; now, if
         there is none. By default a watchdog that hangs must not make a scheduler end a healthy job."""
-        return self._watchdog.last_progress_time()
+        server = self._timer_server
+        return time.time() if server is None else server.get_last_progress_time()
 
     def _record_watchdog(self, name: str, request: FileTimerRequest | None) -> None:
         shown = ("worker_pid", "scope_id", "expiration_time", "signal") if request is not None else ()
@@ -330,10 +327,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         if self._hangs is not None:
             self._hangs.end()
             self._hangs = None
-        self._watchdog.stop()
-
-    def _unkillable(self) -> tuple[int, ...]:
-        return tuple(pid for pid, _ in self._context.survivors) if self._context is not None else ()
+        if self._timer_server is not None:
+            self._timer_server.stop()
+            self._timer_server = None
 
     def _killed_ranks(self) -> tuple[int, ...]:
         stopped = self._context.stopped() if self._context is not None else {}

@@ -16,17 +16,6 @@ if TYPE_CHECKING:
     from holdfast.rendezvous.api import RendezvousHandler
     from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
-__all__ = [
-    "RunResult",
-    "TORCHELASTIC_ENABLE_FILE_TIMER",
-    "TORCHELASTIC_HEALTH_CHECK_PORT",
-    "TORCHELASTIC_TIMER_FILE",
-    "Worker",
-    "WorkerGroup",
-    "WorkerSpec",
-    "WorkerState",
-]
-
 # Environment variables: 1 makes the agent watch its workers' file timers; the port of the health check, if no other is
 # given; the path through which workers reach the agent's file timer.
 TORCHELASTIC_ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"

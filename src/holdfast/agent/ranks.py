@@ -16,33 +16,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from holdfast.agent.model import Worker
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """What a node brings into the world."""
 
     role: str
     local_world_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(NamedTuple):
     """A node's place: its first worker's ranks, and how many workers there are, in all and of its role."""
 
     base_global_rank: int
     world_size: int
     base_role_rank: int
     role_world_size: int
-
-    def __post_init__(self) -> None:
-        in_world = 0 <= self.base_global_rank < self.world_size
-        in_role = 0 <= self.base_role_rank < self.role_world_size <= self.world_size
-        if not (in_world and in_role):
-            raise ValueError(f"no world has a place like {self}")
 
 
 def assign_nodes(members: Sequence[Member]) -> list[Assignment]:
@@ -70,16 +62,9 @@ def assign_ranks(members: Sequence[Member], group_rank: int) -> list[Worker]:
 
 def place_workers(assignment: Assignment, local_world_size: int) -> list[Worker]:
     """The workers of a node that has this place and this size, by local rank."""
-    a = assignment
-    if a.base_global_rank + local_world_size > a.world_size or a.base_role_rank + local_world_size > a.role_world_size:
+    base, world_size, base_in_role, role_size = assignment
+    fits_world = 0 <= base <= world_size - local_world_size
+    fits_role = 0 <= base_in_role <= role_size - local_world_size <= world_size - local_world_size
+    if not (fits_world and fits_role):
         raise ValueError(f"{local_world_size} workers do not fit into {assignment}")
-    return [
-        Worker(
-            local_rank=local_rank,
-            global_rank=a.base_global_rank + local_rank,
-            role_rank=a.base_role_rank + local_rank,
-            world_size=a.world_size,
-            role_world_size=a.role_world_size,
-        )
-        for local_rank in range(local_world_size)
-    ]
+    return [Worker(rank, base + rank, base_in_role + rank, world_size, role_size) for rank in range(local_world_size)]

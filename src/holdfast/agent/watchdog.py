@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -25,45 +24,30 @@ logger = logging.getLogger(__name__)
 _TURN_S = 0.1
 
 
-class Watchdog:
-    """`tell(name, timer)` is called, in the server's thread, for each event of the watchdog."""
+def start(
+    run_id: str, tell: Callable[[str, FileTimerRequest | None], None]
+) -> tuple[FileTimerServer | None, str | None]:
+    """Watch a new life of the group. Returns the server and the path that its workers are told, as far as there are
+    such. `tell(name, timer)` is called, in the server's thread, for each event of the watchdog."""
+    path = os.environ.get(TORCHELASTIC_TIMER_FILE) or None
+    wish = os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER, "")
+    if wish != "1":
+        if wish not in ("", "0"):
+            logger.warning("%s=%s is not 1, so there is no watchdog", TORCHELASTIC_ENABLE_FILE_TIMER, wish)
+        return None, path
+    import tempfile
 
-    def __init__(self, tell: Callable[[str, FileTimerRequest | None], None]) -> None:
-        self._tell = tell
-        self._server: FileTimerServer | None = None
+    from holdfast.timer import FileTimerServer
 
-    def start(self, run_id: str) -> str | None:
-        """Watch a new life of the group; returns the path that its workers are told, if there is one."""
-        path = os.environ.get(TORCHELASTIC_TIMER_FILE) or None
-        wish = os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER, "")
-        if wish != "1":
-            if wish not in ("", "0"):
-                logger.warning("%s=%s is not 1, so there is no watchdog", TORCHELASTIC_ENABLE_FILE_TIMER, wish)
-            return path
-        import tempfile
-
-        private_path = os.path.join(tempfile.gettempdir(), f"watchdog_timer_{os.urandom(16).hex()}")
-        served_path = path and self._serve(path, run_id, "a private pipe is used instead")
-        return served_path or self._serve(private_path, run_id, "workers run without a watchdog")
-
-    def _serve(self, path: str, run_id: str, else_what: str) -> str | None:
-        from holdfast.timer import FileTimerServer
-
+    private_path = os.path.join(tempfile.gettempdir(), f"watchdog_timer_{os.urandom(16).hex()}")
+    attempts = {path: "a private pipe is used instead", private_path: "workers run without a watchdog"}
+    for each, else_what in attempts.items():
+        if each is None:
+            continue
         try:
-            server = FileTimerServer(path, run_id, max_interval=_TURN_S, daemon=True, log_event=self._tell)
+            server = FileTimerServer(each, run_id, max_interval=_TURN_S, daemon=True, log_event=tell)
             server.start()
+            return server, each
         except (HoldfastError, OSError) as error:
             logger.warning("%s; %s", error, else_what)
-            return None
-        self._server = server
-        return path
-
-    def last_progress_time(self) -> float:
-        """When its last turn ended, in seconds since the epoch; now, if there is no watchdog."""
-        server = self._server
-        return time.time() if server is None else server.get_last_progress_time()
-
-    def stop(self) -> None:
-        if self._server is not None:
-            self._server.stop()
-            self._server = None
+    return None, None

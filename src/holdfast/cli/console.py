@@ -76,24 +76,12 @@ class LineFormatter(escape.LogFormatter):
         return "\n".join(f"{lead} {_paint(line, colour)}".rstrip() for line in text.split("\n"))
 
 
-class StderrHandler(logging.Handler):
-    """Writes to whatever stderr is at the moment."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            text = self.format(record)
-        except Exception:
-            self.handleError(record)
-        else:
-            stdio.write(sys.stderr, text + "\n")
-
-
 def set_up(*, quiet: bool = False, verbose: bool = False) -> None:
     """Let the `holdfast` logger speak on stderr. A second call replaces the first."""
     logger = logging.getLogger("holdfast")
-    for old in [known for known in logger.handlers if isinstance(known, StderrHandler)]:
+    for old in [known for known in logger.handlers if isinstance(known, stdio.StderrHandler)]:
         logger.removeHandler(old)
-    handler = StderrHandler()
+    handler = stdio.StderrHandler()
     handler.setFormatter(LineFormatter(detail=verbose, colour=wants_colour()))
     logger.addHandler(handler)
     wish = os.environ.get("LOGLEVEL", "").strip() or "info"

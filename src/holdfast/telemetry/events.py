@@ -112,13 +112,6 @@ class RdzvEvent(_JsonEvent):
     error_trace: str = ""
 
 
-class _StderrHandler(logging.Handler):
-    """Writes to the current `sys.stderr`, which tests and notebooks replace."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        stdio.write(sys.stderr, self.format(record) + "\n")
-
-
 class JsonLinesHandler(logging.Handler):
     """Appends each event to a file as one line, with one write, so that several writers never mix lines.
 
@@ -171,7 +164,7 @@ def _open_for_append(path: str) -> int:
 
 log_handlers: dict[str, HandlerOrFactory] = {
     "null": logging.NullHandler,
-    "console": _StderrHandler,
+    "console": stdio.StderrHandler,
     _RDZV_DESTINATION: logging.NullHandler,
 }
 """Handlers by name. The first use of a factory replaces it by the handler that it makes."""

@@ -14,23 +14,21 @@ job.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
 import logging
 import os
-import select
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from holdfast.errors import UserError
-from holdfast.loop import Wakeup
+from holdfast.loop import release_in_children
 from holdfast.telemetry.status import AgentStatus
 
 __all__ = ["AgentAlive", "HealthCheckServer", "create_healthcheck_server"]
@@ -62,39 +60,60 @@ class AgentAlive:
 class HealthCheckServer:
     """Answers for whatever `alive_callback` speaks for. If that is an agent, `status` is how it stands.
 
-    Port 0 is any free port; `port` says which, once the server is started. It may be started again after a stop.
+    Port 0 is any free port; `port` says which, while the server is started. It may be started again after a stop.
     """
 
     def __init__(self, alive_callback: Callable[[], float], port: int, timeout: float) -> None:
         self.alive_callback = alive_callback
-        self._wanted_port = port
-        self._timeout_s = timeout
-        self._desk: _Desk | None = None
         self.status: Callable[[], AgentStatus | None] = lambda: None
-
-    @property
-    def port(self) -> int:
-        return self._wanted_port if self._desk is None else self._desk.port
+        self.port = self._wanted_port = port
+        self._timeout_s = timeout
+        self._listener: socket.socket | None = None
+        self._callers: dict[socket.socket, asyncio.Task[None]] = {}  # In the order in which they came.
+        release_in_children(self)
 
     def start(self) -> None:
         """Serve from now on. Does nothing if it serves already, and warns if it cannot."""
-        if self._desk is not None:
+        if self._listener is not None:
             return
+        # Every interface, IPv4 and, where there is such a thing, IPv6. Not inherited by what is executed.
+        has_both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if has_both else socket.AF_INET
         try:
-            self._desk = _Desk(self._wanted_port, self.condition)
+            listener = socket.create_server(("", self._wanted_port), family=family, dualstack_ipv6=has_both)
+            with contextlib.ExitStack() as undo:
+                undo.callback(listener.close)
+                listener.setblocking(False)
+                runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+                runner.get_loop()  # Made here, where a lack of descriptors is told.
+                self._thread = threading.Thread(
+                    target=self._run, args=(runner, listener), name="holdfast-health", daemon=True
+                )
+                self._listener, self.port = listener, listener.getsockname()[1]
+                self._thread.start()
+                undo.pop_all()
         except (OSError, RuntimeError) as error:
+            self._listener = None
             is_taken = getattr(error, "errno", None) == errno.EADDRINUSE
             what = "is taken" if is_taken else f"cannot be used: {error}"
             logger.warning("no health check: port %d %s", self._wanted_port, what)
             return
-        level = logging.DEBUG if self._wanted_port else logging.INFO
-        logger.log(level, "health check on port %d", self._desk.port)
+        logger.log(logging.DEBUG if self._wanted_port else logging.INFO, "health check on port %d", self.port)
 
     def stop(self) -> None:
         """Release the port. Does nothing if it does not serve."""
-        desk, self._desk = self._desk, None
-        if desk is not None:
-            desk.close()
+        listener, self._listener, self.port = self._listener, None, self._wanted_port
+        if listener is not None:
+            # It ends the thread's accept. Even if the thread is stuck in a callback, the port is free from here on.
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            self._thread.join(_STOP_PATIENCE_S)
+
+    def release(self) -> None:
+        """In a forked process: let go of the port and of all callers."""
+        for sock in (self._listener, *self._callers):
+            if sock is not None:
+                sock.close()
 
     def condition(self) -> dict[str, Any]:
         """What is answered: `status` is `alive` or `stuck`, the latter with a `reason`."""
@@ -111,6 +130,46 @@ class HealthCheckServer:
         where = f" in phase {status.phase}" if status is not None else ""
         reason = f"no sign of life for {silent_s:.0f} s{where}, the limit is {self._timeout_s:g} s"
         return {"status": "stuck", "reason": reason, **told}
+
+    # In the thread.
+
+    def _run(self, runner: asyncio.Runner, listener: socket.socket) -> None:
+        try:
+            with listener, runner:
+                runner.run(self._serve(listener))
+        except Exception as error:
+            logger.warning("the health check has ended: %s: %s", type(error).__name__, error)
+
+    async def _serve(self, listener: socket.socket) -> None:
+        while self._listener is listener:
+            try:
+                sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError:
+                if self._listener is listener:
+                    # No descriptor or memory for it. The caller stays in the queue, and we must not spin meanwhile.
+                    await asyncio.sleep(_SHORTAGE_PAUSE_S)
+                continue
+            if len(self._callers) >= _MOST_CALLERS:
+                next(iter(self._callers.values())).cancel()
+            self._callers[sock] = asyncio.create_task(self._hear(sock))
+            await asyncio.sleep(0)  # Let it begin: a task that is cancelled before that would not close its socket.
+
+    async def _hear(self, sock: socket.socket) -> None:
+        loop, said, answer = asyncio.get_running_loop(), b"", None
+        try:
+            async with asyncio.timeout(_CALL_LIMIT_S):
+                while len(said) <= 4 * _CALL_LIMIT_BYTES and (heard := await loop.sock_recv(sock, 4096)):
+                    said += heard
+                    if answer is None and (answer := respond(said, self.condition)) is not None:
+                        # Closing the connection while something is unread would take the answer back, so the caller
+                        # hangs up first, or is dropped when its time is up.
+                        await loop.sock_sendall(sock, answer)
+                        sock.shutdown(socket.SHUT_WR)
+        except OSError:  # It is gone, or its time is up.
+            pass
+        finally:
+            del self._callers[sock]
+            sock.close()
 
 
 def create_healthcheck_server(alive_callback: Callable[[], float], port: int, timeout: float) -> HealthCheckServer:
@@ -169,7 +228,7 @@ def _attempt(server: Any, what: str) -> None:
         logger.warning("the health check server failed to %s: %s: %s", what, type(error).__name__, error)
 
 
-# The server.
+# The answers.
 
 
 def respond(request: bytes, ask: Callable[[], Mapping[str, Any]]) -> bytes | None:
@@ -194,124 +253,3 @@ def _answer(status: int, content: Mapping[str, Any], more_headers: str = "", *, 
         f"Cache-Control: no-store\r\nConnection: close\r\n{more_headers}\r\n"
     )
     return head.encode() + (body if has_body else b"")
-
-
-@dataclass(slots=True)
-class _Caller:
-    """One connection."""
-
-    sock: socket.socket
-    deadline: float
-    said: bytes = b""
-    is_answered: bool = False
-
-
-class _Desk:
-    """The port and the thread that answers there."""
-
-    def __init__(self, port: int, ask: Callable[[], Mapping[str, Any]]) -> None:
-        self._ask = ask
-        self._closing = threading.Event()
-        self._callers: dict[int, _Caller] = {}  # In the order in which they came.
-        self._listener = _listen(port)
-        self._wakeup = Wakeup()
-        self.port: int = self._listener.getsockname()[1]
-        _desks.add(self)
-        self._thread = threading.Thread(target=self._run, name="holdfast-health", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:
-            self.release()
-            raise
-
-    def close(self) -> None:
-        self._closing.set()
-        # Even if the thread is stuck in a callback, the port is free from here on.
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._wakeup.wake()
-        self._thread.join(_STOP_PATIENCE_S)
-
-    def release(self) -> None:
-        """Let go of the port and of all callers: the last thing that the thread does, or in place of it."""
-        for sock in (self._listener, *(caller.sock for caller in self._callers.values())):
-            sock.close()
-
-    # In the thread.
-
-    def _run(self) -> None:
-        try:
-            while not self._closing.is_set():
-                self._turn()
-        except Exception as error:
-            logger.warning("the health check has ended: %s: %s", type(error).__name__, error)
-        finally:
-            self.release()
-
-    def _turn(self) -> None:
-        poller = select.poll()
-        for fd in (self._wakeup.fileno(), self._listener.fileno(), *self._callers):
-            poller.register(fd, select.POLLIN)
-        deadline = min((caller.deadline for caller in self._callers.values()), default=None)
-        for fd, _ in poller.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000):
-            if fd == self._listener.fileno():
-                self._take_caller()
-            elif fd in self._callers:
-                self._hear(self._callers[fd])
-        now = time.monotonic()
-        for caller in [each for each in self._callers.values() if each.deadline <= now]:
-            self._drop(caller)
-
-    def _take_caller(self) -> None:
-        if len(self._callers) >= _MOST_CALLERS:
-            self._drop(next(iter(self._callers.values())))
-        try:
-            sock, _ = self._listener.accept()
-        except ConnectionError:
-            return
-        except OSError:
-            # No descriptor or memory for it. The caller stays in the queue, and we must not spin meanwhile.
-            self._closing.wait(_SHORTAGE_PAUSE_S)
-            return
-        sock.setblocking(False)
-        self._callers[sock.fileno()] = _Caller(sock, time.monotonic() + _CALL_LIMIT_S)
-
-    def _hear(self, caller: _Caller) -> None:
-        try:
-            said = caller.sock.recv(4096)
-            caller.said += said
-            if not said or len(caller.said) > 4 * _CALL_LIMIT_BYTES:
-                self._drop(caller)
-            elif not caller.is_answered and (answer := respond(caller.said, self._ask)) is not None:
-                caller.is_answered = True
-                # It fits into the empty buffer of a connection. Closing it while something is unread would take the
-                # answer back, so the caller hangs up first, or is dropped when its time is up.
-                caller.sock.send(answer)
-                caller.sock.shutdown(socket.SHUT_WR)
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._drop(caller)
-
-    def _drop(self, caller: _Caller) -> None:
-        del self._callers[caller.sock.fileno()]
-        caller.sock.close()
-
-
-def _listen(port: int) -> socket.socket:
-    """Every interface, IPv4 and, where there is such a thing, IPv6. Not inherited by what is executed."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
-
-
-_desks: weakref.WeakSet[_Desk] = weakref.WeakSet()
-
-
-def _release_in_child() -> None:
-    """A forked process must not keep the port when its parent is gone, nor hold its callers."""
-    for desk in list(_desks):
-        desk.release()
-
-
-os.register_at_fork(after_in_child=_release_in_child)

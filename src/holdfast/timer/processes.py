@@ -42,7 +42,7 @@ class ProcessTimerServer(TimerServer):
     ) -> None:
         super().__init__(request_queue, max_interval, daemon)
         self._dump_stacks = dump_stacks or stacks.dump_with_py_spy
-        self._timers: TimerTable[Any] = TimerTable()
+        self._timers = TimerTable()
         self._fatal: dict[int, Any] = {}  # By pid, the timer whose signal to send at this turn.
         self._request_count = 0
 

@@ -7,17 +7,15 @@ old timers are dropped.
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
-
-R = TypeVar("R")
+from typing import Any
 
 
-class TimerTable(Generic[R]):
+class TimerTable:
     """Armed timers by (pid, scope), each with the request that armed it. A process without timers is not kept."""
 
     def __init__(self) -> None:
         # By pid: by scope, in the order of arming, the deadline and the request; and when the process had started.
-        self._timers: dict[int, dict[str, tuple[float, R]]] = {}
+        self._timers: dict[int, dict[str, tuple[float, Any]]] = {}
         self._started: dict[int, int | None] = {}
 
     def __len__(self) -> int:
@@ -27,7 +25,7 @@ class TimerTable(Generic[R]):
         pid, scope = key
         return scope in self._timers.get(pid, ())
 
-    def register(self, pid: int, scope: str, deadline: float, request: R, started: int | None = None) -> None:
+    def register(self, pid: int, scope: str, deadline: float, request: Any, started: int | None = None) -> None:
         """Arm a timer, or move its deadline. `started` is None if the start time is not known."""
         if pid not in self._timers or started not in (None, self._started[pid]):
             self._timers[pid], self._started[pid] = {}, started
@@ -44,7 +42,7 @@ class TimerTable(Generic[R]):
         self._timers.pop(pid, None)
         self._started.pop(pid, None)
 
-    def expired(self, now: float) -> dict[int, list[R]]:
+    def expired(self, now: float) -> dict[int, list[Any]]:
         """The requests whose deadline is not after `now`, earliest first, by pid. They stay armed."""
         by_pid = {}
         for pid, timers in self._timers.items():
