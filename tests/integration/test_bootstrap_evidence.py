@@ -314,7 +314,7 @@ def test_error_data_as_record_uses_it() -> None:
 
 def call(function: Callable[..., Any], directory: Path, *args: Any) -> Outcome:
     payload = pickle.dumps((sys.path, ["train.py", "--lr"], cloudpickle.dumps((function, args))))
-    return launch(list(function_command().argv), directory, payload)
+    return launch(list(function_command()), directory, payload)
 
 
 def value(outcome: Outcome) -> Any:
@@ -445,7 +445,7 @@ def test_value_that_does_not_fit(tmp_path: Path) -> None:
     ],
 )
 def test_payload_that_cannot_be_read(payload: bytes, message: str, tmp_path: Path) -> None:
-    outcome = launch(list(function_command().argv), tmp_path, payload)
+    outcome = launch(list(function_command()), tmp_path, payload)
     assert outcome.status == 1
     assert outcome.message.startswith(message)
     assert message in outcome.stderr

@@ -19,8 +19,7 @@ from holdfast.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerSta
 from holdfast.process import DefaultLogsSpecs, start_processes
 from holdfast.process.spawner import client
 from holdfast.process.spawner.client import SpawnerLink
-from holdfast.process.spawner.lease import Lease
-from holdfast.process.spawner.wire import Message
+from holdfast.process.spawner.wire import Lease, Message
 from holdfast.process.workers import ladder
 from holdfast.process.workers.group import PContext, SubprocessContext
 from holdfast.process.workers.start import GroupSpec, new_group

@@ -31,7 +31,7 @@ from holdfast.agent.watchdog import Watchdog
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
-from holdfast.process.spawner.lease import Lease
+from holdfast.process.spawner.wire import Lease
 from holdfast.process.workers.group import PContext
 from holdfast.process.workers.start import GroupSpec, new_group
 from holdfast.telemetry import fallback_log

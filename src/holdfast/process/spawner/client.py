@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from holdfast import loop, procfs, signals
 from holdfast.errors import HostError
-from holdfast.process.spawner.lease import Lease
-from holdfast.process.spawner.wire import Channel, Message, channel_pair
+from holdfast.process.spawner.wire import Channel, Lease, Message, channel_pair
 
 if TYPE_CHECKING:
     from holdfast.process.spawner.server import Call

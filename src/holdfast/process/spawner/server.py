@@ -47,8 +47,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from holdfast import procfs
-from holdfast.process.spawner.lease import drain
-from holdfast.process.spawner.wire import Channel, Message
+from holdfast.process.spawner.wire import Channel, Message, drain
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

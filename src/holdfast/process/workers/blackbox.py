@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.process.spawner.bootstrap import ERROR, EVIDENCE_LIMIT, MAGIC, OWN_FILE, VALUE
@@ -17,45 +18,29 @@ _MOST_RECORDS = 64  # Of a program. Usually there is one.
 _READ_BYTES = 1 << 20
 
 
+@dataclass(slots=True)
 class BlackBox:
     """The content of a black box. `torn`: a record in it was cut short or cannot be read."""
 
-    def __init__(self) -> None:
-        self.value: bytes | None = None
-        self.error: dict[str, Any] | None = None
-        self.text = ""
-        self.torn = False
-
-    def take(self, kind: bytes, payload: bytes) -> None:
-        if kind == VALUE:
-            self.value = payload
-            return
-        try:
-            error = json.loads(payload)
-        except (ValueError, RecursionError):
-            error = None
-        self.error, self.torn = (error, self.torn) if isinstance(error, dict) else (self.error, True)
+    value: bytes | None = None
+    error: dict[str, Any] | None = None
+    text: str = ""
+    torn: bool = False
 
 
-def read_of_function(fd: int) -> BlackBox:
-    """Never raises. The worker can write to the box, and cut it, while it is read."""
-    data = bytearray()
-    while piece := os.pread(fd, _READ_BYTES, len(data)):
-        data += piece
-    return read_blackbox(bytes(data))
-
-
-def read_of_program(fd: int) -> BlackBox:
-    """Never raises. Costs milliseconds, whatever the program has left."""
+def read_of(fd: int, *, is_function: bool) -> BlackBox:
+    """Never raises. The worker can write to the box, and cut it, while it is read. That of a program costs
+    milliseconds, whatever it has left."""
+    if is_function:
+        whole = bytearray()
+        while piece := os.pread(fd, _READ_BYTES, len(whole)):
+            whole += piece
+        return read_blackbox(bytes(whole))
     data = os.pread(fd, EVIDENCE_LIMIT, max(0, os.fstat(fd).st_size - EVIDENCE_LIMIT))
     start = len(data)
     for _ in range(_MOST_RECORDS):
-        if (start := data.rfind(MAGIC, 0, start)) < 0:
-            return _without_value(read_blackbox(data))
-    return _without_value(read_blackbox(data[start:]))
-
-
-def _without_value(box: BlackBox) -> BlackBox:
+        start = max(0, data.rfind(MAGIC, 0, start))
+    box = read_blackbox(data[start:])
     box.value = None
     return box
 
@@ -76,7 +61,12 @@ def read_blackbox(data: bytes) -> BlackBox:
         if max(body, unread) > len(data):
             box.torn = True
             break
-        box.take(kind, data[body:unread])
+        if kind == VALUE:
+            box.value = data[body:unread]
+        elif (error := _error_in(data[body:unread])) is not None:
+            box.error = error
+        else:
+            box.torn = True
     tail = data[unread:]
     for cut in (MAGIC[:3], MAGIC[:2], MAGIC[:1]):
         if tail.endswith(cut):
@@ -86,3 +76,11 @@ def read_blackbox(data: bytes) -> BlackBox:
     if own in box.text:
         box.text = "\n".join(line for line in box.text.split("\n") if own not in line)
     return box
+
+
+def _error_in(payload: bytes) -> dict[str, Any] | None:
+    try:
+        error = json.loads(payload)
+    except (ValueError, RecursionError):
+        return None
+    return error if isinstance(error, dict) else None

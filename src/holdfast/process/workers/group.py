@@ -28,12 +28,11 @@ from holdfast.failures.report import Evidence
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import LogsDest, LogsSpecs
 from holdfast.process.output.streams import Outlets, dup_or_null
-from holdfast.process.spawner import calls, command
+from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink, allow_descriptors_for, starting
-from holdfast.process.spawner.lease import Lease
-from holdfast.process.spawner.wire import memory_file
+from holdfast.process.spawner.wire import Lease, Peers, memory_file
 from holdfast.process.workers.ladder import Action, Ladder
-from holdfast.process.workers.worker import RunProcsResult, Slot, Stop
+from holdfast.process.workers.worker import RunProcsResult, Slot
 
 if TYPE_CHECKING:
     from holdfast.process.output.watch import OutputWatch
@@ -93,7 +92,6 @@ class PContext(abc.ABC):
         self._slots: dict[int, Slot] = {}
         self._resources = ExitStack()
         self._kills_before: oom.MemoryKills | None = None
-        self._stop: Stop | None = None
         self._ladder: Ladder | None = None
         self._lost_how = ""
         self._is_swept = False
@@ -108,7 +106,7 @@ class PContext(abc.ABC):
         try:
             while not self.poll_start():
                 signals.inbox().raise_pending()
-                self._wait_for_reports(None)
+                self._spawner.wait(None)
         except signals.SignalException as received:
             self.close(received.sigval)
             raise
@@ -131,17 +129,16 @@ class PContext(abc.ABC):
 
     def poll_start(self) -> bool:
         """Whether every process runs; sends more orders if not. If one cannot be started this raises the reason."""
-        assert self._link is not None
         with self._all_or_none():
             self._take_reports()
             for slot in self._slots.values():
                 if slot.refusal is not None:
-                    name = self.entrypoint if isinstance(self.entrypoint, str) else calls.name_of(self.entrypoint)
+                    name = self.entrypoint if isinstance(self.entrypoint, str) else command.name_of(self.entrypoint)
                     raise OSError(slot.refusal, os.strerror(slot.refusal), name)
             if self._lost_how and any(slot.pid is None for slot in self._slots.values()):
                 raise HostError(f"the processes of {self.name} were not all started: the spawner {self._lost_how}")
             with starting:
-                self._order_more(self._link)
+                self._order_more(self._spawner)
         return not any(slot.is_underway for slot in self._slots.values())
 
     @contextmanager
@@ -194,13 +191,17 @@ class PContext(abc.ABC):
 
     def fileno(self) -> int:
         """Readable when something happened to a process; for a loop that waits for other things too."""
-        if self._link is None:
-            raise ValueError(f"the processes of {self.name!r} have not been started")
-        return self._link.fileno()
+        return self._spawner.fileno()
 
     def unsent_fds(self) -> list[int]:
         """`fileno()`, if a loop must wait until it can be written as well."""
-        return self._link.unsent_fds() if self._link is not None else []
+        return self._spawner.unsent_fds()
+
+    @property
+    def _spawner(self) -> SpawnerLink:
+        if self._link is None:
+            raise ValueError(f"the processes of {self.name!r} have not been started")
+        return self._link
 
     def has_ended(self) -> bool:
         """Whether `wait` would return a result at once, of what was heard so far."""
@@ -242,11 +243,7 @@ class PContext(abc.ABC):
             left_s = None if deadline is None else deadline - time.monotonic()
             if left_s is not None and left_s <= 0:
                 return None
-            self._wait_for_reports(left_s)
-
-    def _wait_for_reports(self, timeout_s: float | None, *, new_signals_only: bool = False) -> None:
-        if self._link is not None:
-            self._link.wait(timeout_s, new_signals_only=new_signals_only)
+            self._spawner.wait(left_s)
 
     def _take_reports(self) -> None:
         for report in self._link.reports() if self._link is not None else ():
@@ -254,12 +251,12 @@ class PContext(abc.ABC):
                 case ("started", rank, pid, pidfd):
                     self._slots[rank].pid, self._slots[rank].pidfd = pid, pidfd
                     # It was on its way when the others got their signal. Without a pidfd its pid may be reused.
-                    if self._stop is not None and pidfd is not None:
-                        self._slots[rank].send(self._stop.signal)
+                    if self._ladder is not None and pidfd is not None:
+                        self._slots[rank].send(self._ladder.signal)
                 case ("refused", rank, number):
                     self._slots[rank].refusal = number
                 case ("exited", rank, exitcode, order):
-                    self._slots[rank].end(exitcode, order, self._stop)
+                    self._slots[rank].end(exitcode, order, self._ladder)
                 case ("swept", survivors):
                     self._is_swept = True
                     self.survivors = tuple(survivors)
@@ -272,7 +269,7 @@ class PContext(abc.ABC):
         for slot in self._slots.values():
             if slot.exitcode is None:
                 slot.note = f"the spawner that owned it {how}"
-                slot.end(-signal.SIGKILL, None, self._stop)
+                slot.end(-signal.SIGKILL, None, self._ladder)
 
     # Results.
 
@@ -337,7 +334,7 @@ class PContext(abc.ABC):
             while not self.poll_stop():
                 deadline = self.next_deadline()
                 left_s = None if deadline is None else deadline - time.monotonic()
-                self._wait_for_reports(left_s, new_signals_only=True)
+                self._spawner.wait(left_s, new_signals_only=True)
         finally:
             self._release()
 
@@ -350,7 +347,7 @@ class PContext(abc.ABC):
             self._release()
         elif not self._is_closed:
             self._take_reports()
-            self._stop = Stop(number, grace_s)
+            self._ladder = Ladder(number, grace_s, time.monotonic())
             for slot in self._slots.values():
                 slot.was_starting = slot.is_underway
             self._dismiss_returned()
@@ -359,13 +356,11 @@ class PContext(abc.ABC):
                     slot.send(number)
                     if slot.hang:  # It may be stopped, and would not hear of it.
                         slot.send(signal.SIGCONT)
-            self._ladder = Ladder(grace_s, time.monotonic())
 
     def poll_stop(self) -> bool:
         """Whether nothing is left but `survivors`, which cannot be killed; then everything is released."""
         if self._ladder is None or self._is_closed:
             return self._is_closed
-        assert self._link is not None
         self._take_reports()
         now = time.monotonic()
         if signals.inbox().wants_haste:
@@ -373,10 +368,10 @@ class PContext(abc.ABC):
         has_leaders = any(slot.is_running for slot in self._slots.values())
         match self._ladder.climb(now, has_leaders=has_leaders, is_swept=self._is_swept):
             case Action.KILL_TREES:
-                self._link.kill_all()
+                self._spawner.kill_all()
             case Action.KILL_SPAWNER:
                 logger.error("the spawner of %s does not answer and is killed with everything below it", self.name)
-                self._link.kill_spawner()
+                self._spawner.kill_spawner()
                 self._lose_everything("did not answer and was killed")
         if self._ladder.deadline is None:
             self._release()
@@ -409,10 +404,10 @@ class SubprocessContext(PContext):
     def _describe(self, rank: int, fds: dict[str, int]) -> tuple[str, tuple[str, ...]]:
         assert isinstance(self.entrypoint, str)
         args = [os.fsdecode(each) if isinstance(each, str | bytes) else str(each) for each in self.args[rank]]
-        described = command.command_for(self.entrypoint, args)
-        if described.is_python:
+        argv, needs_box = command.command_for(self.entrypoint, args)
+        if needs_box:
             fds["HOLDFAST_BLACKBOX"] = os.dup(self._slots[rank].blackbox_fd)
-        return "exec", described.argv
+        return "exec", argv
 
 
 class MultiprocessContext(PContext):
@@ -433,11 +428,11 @@ class MultiprocessContext(PContext):
             raise UserError(f"unknown start method {start_method!r}; there are spawn, fork and forkserver")
         self.start_method = start_method
         sent = args if start_method != "fork" else {}
-        self._payloads = {rank: calls.pickled_call(entrypoint, values) for rank, values in sent.items()}
+        self._payloads = {rank: command.pickled_call(entrypoint, values) for rank, values in sent.items()}
         if start_method != "spawn":  # Neither a cold spawner nor one that is older than this call will do.
             link = None
         super().__init__(name, entrypoint, args, envs, *others, link=link, **more)
-        self._peers = calls.Peers()
+        self._peers = Peers()
         self._resources.callback(self._peers.close)
 
     def _make_link(self) -> SpawnerLink:
@@ -455,7 +450,7 @@ class MultiprocessContext(PContext):
         fds["HOLDFAST_PAYLOAD"] = memory_file(self._payloads[rank])
         if self.start_method == "forkserver":
             return "payload", ()
-        return "exec", command.function_command().argv
+        return "exec", command.function_command()
 
     def _dismiss_returned(self) -> None:
         self._peers.dismiss()

@@ -19,7 +19,8 @@ from typing import Any
 
 from holdfast import procfs
 from holdfast.process.errors import ProcessFailure
-from holdfast.process.workers.blackbox import BlackBox, read_of_function, read_of_program
+from holdfast.process.workers.blackbox import BlackBox, read_of
+from holdfast.process.workers.ladder import Ladder
 
 # A worker that ends so after it was told to stop still failed by itself.
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS})
@@ -42,14 +43,6 @@ class RunProcsResult:
         return bool(self.failures)
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """How the group is being stopped."""
-
-    signal: signal.Signals
-    grace_s: float
-
-
 @dataclass(slots=True)
 class Slot:
     """What is known of one worker."""
@@ -62,7 +55,7 @@ class Slot:
     exitcode: int | None = None
     order: int | None = None
     refusal: int | None = None  # The number of the error for which it could not be started.
-    stop: Stop | None = None  # Set if it ended while the group was being stopped.
+    stop: Ladder | None = None  # Set if it ended while the group was being stopped.
     note: str = ""  # Why it counts as failed, whatever its exit code says.
     # For how long the group had shown no progress, and where this worker was then; it counts as failed, too.
     hang: str = ""
@@ -81,7 +74,7 @@ class Slot:
     def is_running(self) -> bool:
         return self.pid is not None and self.exitcode is None
 
-    def end(self, exitcode: int, order: int | None, stop: Stop | None) -> None:
+    def end(self, exitcode: int, order: int | None, stop: Ladder | None) -> None:
         self.exitcode, self.order, self.stop = exitcode, order, stop
 
     def send(self, number: signal.Signals) -> None:
@@ -131,8 +124,7 @@ class Slot:
         """What is in its black box. It is read again only if it has changed; after `close` it does not."""
         size = os.fstat(self.blackbox_fd).st_size if self.blackbox_fd >= 0 else self._box_size
         if self._box is None or size != self._box_size:
-            read = read_of_function if self.is_function else read_of_program
-            self._box, self._box_size = read(self.blackbox_fd), size
+            self._box, self._box_size = read_of(self.blackbox_fd, is_function=self.is_function), size
         return self._box
 
     def stack(self) -> str:
