@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
 from holdfast import escape
-from holdfast.failures import report, wire_evidence
+from holdfast.failures import report
 from holdfast.failures.report import NOT_AVAILABLE, Evidence, FailureFacts
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
@@ -89,12 +89,12 @@ class ProcessFailure:
         """A failure that another node has sent; `text` is its cause line, for a node that sent no more than that."""
         note = f"node {node} did not send its evidence of this failure"
         known_by_text = (-1, 0, "", Evidence(error={"message": {"message": text}}, note=note))
-        local_rank, pid, error_file, evidence = wire_evidence.decode(sent) or known_by_text
+        local_rank, pid, error_file, evidence = report.decode_evidence(sent) or known_by_text
         return cls(local_rank, pid, exitcode, error_file, evidence, node=node)
 
     def encoded(self) -> str:
         """The failure with its evidence, for the other nodes of the run."""
-        return wire_evidence.encode(self.local_rank, self.pid, self.error_file, self._error(), self.evidence)
+        return report.encode_evidence(self.local_rank, self.pid, self.error_file, self._error(), self.evidence)
 
     def signal_name(self) -> str:
         return report.signal_name(self.exitcode) or NOT_AVAILABLE

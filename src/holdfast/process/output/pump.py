@@ -33,6 +33,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TextIO, TypeVar
@@ -45,8 +46,6 @@ from holdfast.process.output.lines import HeldLine, LineFilter, LinePrefixer, Ta
 
 if TYPE_CHECKING:
     from holdfast.process.output.watch import StreamWatch
-
-__all__ = ["Pump", "Stream", "Tail"]
 
 # With its prefixes such a piece still fits into memory that malloc has at hand. From 128 KiB on malloc asks the kernel
 # for every piece anew, and the page faults cost more than the system calls that larger pieces save.
@@ -86,25 +85,19 @@ class Stream:
     label: str  # Names the stream in warnings: "rank 3 stdout".
     file_fd: int | None  # Already open; the pump owns it and closes it.
     console_fd: int | TextIO | None  # Never closed. An object that has replaced sys.stdout has no descriptor.
-    prefix: bytes | None  # None: the console gets the bytes as they come.
     tail: Tail | None
-    filters: tuple[bytes, ...] = ()
+    prefixer: LinePrefixer | None = None  # None: the console gets the bytes as they come.
+    filter: LineFilter | None = None
     filtered_fd: int | None = None  # May be shared between streams; the caller owns it.
     watch: StreamWatch | None = None
 
     # The pump's own.
-    prefixer: LinePrefixer | None = field(default=None, init=False)
-    filter: LineFilter | None = field(default=None, init=False)
     held: HeldLine = field(default_factory=HeldLine, init=False)
     is_split: bool = field(default=False, init=False)
     followed_fd: int | None = field(default=None, init=False)  # The terminal whose size the worker's terminal follows.
     error_count: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if self.console_fd is not None and self.prefix is not None:
-            self.prefixer = LinePrefixer(self.prefix)
-        if self.filters and self.filtered_fd is not None:
-            self.filter = LineFilter(self.filters, self.prefix or b"")
         if isinstance(self.console_fd, int) and os.isatty(self.read_fd):
             self.followed_fd = self.console_fd
 
@@ -119,7 +112,8 @@ class Stream:
 
     def close_file(self) -> None:
         if self.file_fd is not None:
-            _close_quietly(self.file_fd)
+            with suppress(OSError):  # A late error of a network file system.
+                os.close(self.file_fd)
             self.file_fd = None
 
 
@@ -269,7 +263,9 @@ class Pump:
                     self._streams[stream.read_fd] = stream
                     self._poller.register(stream.read_fd, select.POLLIN)
                 if is_closing:
-                    self._finish()
+                    for stream in list(self._streams.values()):
+                        self._guarded(stream, self._read_rest)
+                        self._end(stream)
                     return
                 self._serve_ready()
             except Exception as error:
@@ -285,11 +281,6 @@ class Pump:
                 self._wakeup.clear()
             elif stream := self._streams.get(fd):
                 self._guarded(stream, self._serve)
-
-    def _finish(self) -> None:
-        for stream in list(self._streams.values()):
-            self._guarded(stream, self._read_rest)
-            self._end(stream)
 
     def _guarded(self, stream: Stream, action: Callable[[Stream], object]) -> None:
         """Do something for one stream. An unexpected error costs that stream outlets and leaves the others alone."""
@@ -365,25 +356,23 @@ class Pump:
                 self._warn_once(f"{stream.label}: a line is split on the console after {len(line)} bytes; {limit}")
         self._held_at_most = held_bytes
 
-    def _write_held(self, stream: Stream) -> None:
-        self._write_lines(stream, stream.held.flush(), is_last=True)
-
     def _end(self, stream: Stream) -> None:
-        if stream.read_fd in self._streams:
-            self._guarded(stream, self._write_held)
-            self._release(stream)
+        self._guarded(stream, lambda each: self._write_lines(each, each.held.flush(), is_last=True))
+        self._release(stream)
 
     def _release(self, stream: Stream) -> None:
-        if self._streams.pop(stream.read_fd, None) is None:
-            return
-        self._poller.unregister(stream.read_fd)
-        _close_quietly(stream.read_fd)
-        stream.close_file()
+        if self._streams.pop(stream.read_fd, None) is not None:
+            self._poller.unregister(stream.read_fd)
+            with suppress(OSError):  # A program may have closed it.
+                os.close(stream.read_fd)
+            stream.close_file()
 
     def _ends(self, what: str, fd: int, data: bytes) -> bool:
         """Write to a file. True, after a warning, if it takes no more."""
+        view = memoryview(data)
         try:
-            _write_all(fd, data)
+            while view:
+                view = view[stdio.write_some(fd, view) :]
         except OSError as error:
             self._warn_once(f"{what} {_path_of(fd)} ends here: {error.strerror}")
             return True
@@ -439,12 +428,6 @@ def _write_some(fd: int | TextIO, data: memoryview) -> int:
     return len(data)
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[_write_some(fd, view) :]
-
-
 def _path_of(fd: int | TextIO) -> str:
     if not isinstance(fd, int):
         return repr(fd)
@@ -452,10 +435,3 @@ def _path_of(fd: int | TextIO) -> str:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
         return f"(descriptor {fd})"
-
-
-def _close_quietly(fd: int) -> None:
-    try:
-        os.close(fd)
-    except OSError:
-        pass  # A late error of a network file system, or a program has closed it: there is nothing to do.
