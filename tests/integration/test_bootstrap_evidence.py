@@ -26,7 +26,7 @@ from holdfast.process.spawner.bootstrap import (
     write_json_atomically,
 )
 from holdfast.process.spawner.command import BOOTSTRAP_PATH, function_command
-from holdfast.process.workers.blackbox import BlackBox, read_blackbox
+from holdfast.process.workers.worker import BlackBox, read_blackbox
 
 VARIABLES = {"HOLDFAST_BLACKBOX", "HOLDFAST_PAYLOAD", "HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE"}
 
@@ -499,7 +499,7 @@ FORKED = """
     if pid == 0:
         bootstrap.finish_forked(bootstrap.run_function(lambda: (function, ()), box))
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    from holdfast.process.workers.blackbox import read_blackbox
+    from holdfast.process.workers.worker import read_blackbox
     found = read_blackbox(os.pread(box, 1 << 20, 0))
     import pickle
     value = found.value and pickle.loads(found.value)

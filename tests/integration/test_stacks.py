@@ -18,8 +18,7 @@ from holdfast.errors import HostError
 from holdfast.hangs import stacks
 from holdfast.hangs.compare import Look
 from holdfast.process.spawner import bootstrap, command
-from holdfast.process.workers.group import PContext
-from holdfast.process.workers.start import start_processes
+from holdfast.process.workers.group import PContext, start_processes
 from tests.support import halt, wait_until, write_script
 
 DEADLOCK = """

@@ -21,8 +21,7 @@ from holdfast.process.spawner import client
 from holdfast.process.spawner.client import SpawnerLink
 from holdfast.process.spawner.wire import Lease, Message
 from holdfast.process.workers import ladder
-from holdfast.process.workers.group import PContext, SubprocessContext
-from holdfast.process.workers.start import GroupSpec, new_group
+from holdfast.process.workers.group import GroupSpec, PContext, SubprocessContext, new_group
 from holdfast.rendezvous.coordination import Push
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, PlaceLost, Stop
 from holdfast.rendezvous.membership.restart_policy import Failure

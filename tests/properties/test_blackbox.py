@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.process.spawner.bootstrap import ERROR, MAGIC, VALUE, write_record
-from holdfast.process.workers.blackbox import BlackBox, read_blackbox, read_of
+from holdfast.process.workers.worker import BlackBox, read_blackbox, read_of
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
 errors = st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.text(max_size=10), max_size=3)

@@ -32,8 +32,7 @@ from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.wire import Lease
-from holdfast.process.workers.group import PContext
-from holdfast.process.workers.start import GroupSpec, new_group
+from holdfast.process.workers.group import GroupSpec, PContext, new_group
 from holdfast.telemetry import fallback_log
 from holdfast.telemetry.metrics import prof, put_call, put_metric
 

@@ -6,11 +6,17 @@ counts as ours, unless the worker left evidence of a failure of its own.
 A worker whose exception has left the program may take long to end: exit handlers, libraries that take themselves down,
 a large heap. Its peers notice that it is gone, and may be faster. So a worker that has raised counts as failed from
 the moment that another one has.
+
+The opening text of `bootstrap` has the format of a black box. A program may write anything into its box, and has other
+rights than this process, perhaps. So of its box only the last part is read, a few records at most, and its values are
+never touched: they are pickles. A function is trusted as its caller is. Its box is read whole, because a value may have
+any size.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import signal
@@ -19,7 +25,7 @@ from typing import Any
 
 from holdfast import procfs
 from holdfast.process.errors import ProcessFailure
-from holdfast.process.workers.blackbox import BlackBox, read_of
+from holdfast.process.spawner.bootstrap import ERROR, EVIDENCE_LIMIT, MAGIC, OWN_FILE, VALUE
 from holdfast.process.workers.ladder import Ladder
 
 # A worker that ends so after it was told to stop still failed by itself.
@@ -28,6 +34,9 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGIL
 # How faulthandler begins what it writes on a fatal signal.
 _CRASH = "Fatal Python error"
 _STACK_LIMIT_CHARS = 1 << 16  # The report shows 60 lines of it, the first of which say most.
+
+_MOST_RECORDS = 64  # Of a program. Usually there is one.
+_READ_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -41,6 +50,74 @@ class RunProcsResult:
 
     def is_failed(self) -> bool:
         return bool(self.failures)
+
+
+@dataclass(slots=True)
+class BlackBox:
+    """The content of a black box. `torn`: a record in it was cut short or cannot be read."""
+
+    value: bytes | None = None
+    error: dict[str, Any] | None = None
+    text: str = ""
+    torn: bool = False
+
+
+def read_of(fd: int, *, is_function: bool) -> BlackBox:
+    """Never raises. The worker can write to the box, and cut it, while it is read. That of a program costs
+    milliseconds, whatever it has left."""
+    if is_function:
+        whole = bytearray()
+        while piece := os.pread(fd, _READ_BYTES, len(whole)):
+            whole += piece
+        return read_blackbox(bytes(whole))
+    data = os.pread(fd, EVIDENCE_LIMIT, max(0, os.fstat(fd).st_size - EVIDENCE_LIMIT))
+    start = len(data)
+    for _ in range(_MOST_RECORDS):
+        start = max(0, data.rfind(MAGIC, 0, start))
+    box = read_blackbox(data[start:])
+    box.value = None
+    return box
+
+
+def read_blackbox(data: bytes) -> BlackBox:
+    """Never raises. Of several records of a kind the last one counts."""
+    box = BlackBox()
+    texts = []
+    unread = search = 0
+    while (start := data.find(MAGIC, search)) >= 0:
+        body = start + len(MAGIC) + 9
+        kind = data[start + len(MAGIC) : body - 8]
+        if kind not in (VALUE, ERROR, b""):
+            search = start + 1
+            continue
+        texts.append(data[unread:start])
+        unread = search = body + int.from_bytes(data[body - 8 : body], "big")
+        if max(body, unread) > len(data):
+            box.torn = True
+            break
+        if kind == VALUE:
+            box.value = data[body:unread]
+        elif (error := _error_in(data[body:unread])) is not None:
+            box.error = error
+        else:
+            box.torn = True
+    tail = data[unread:]
+    for cut in (MAGIC[:3], MAGIC[:2], MAGIC[:1]):
+        if tail.endswith(cut):
+            box.torn, tail = True, tail[: -len(cut)]
+            break
+    box.text, own = b"".join([*texts, tail]).decode("utf-8", "replace"), f'"{OWN_FILE}", line '
+    if own in box.text:
+        box.text = "\n".join(line for line in box.text.split("\n") if own not in line)
+    return box
+
+
+def _error_in(payload: bytes) -> dict[str, Any] | None:
+    try:
+        error = json.loads(payload)
+    except (ValueError, RecursionError):
+        return None
+    return error if isinstance(error, dict) else None
 
 
 @dataclass(slots=True)
