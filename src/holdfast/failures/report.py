@@ -314,19 +314,11 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 def encode_evidence(local_rank: int, pid: int, error_file: str, error: Mapping[str, Any], evidence: Evidence) -> str:
     message, callstack, timestamp = read_error(error)
+    facts = {"local_rank": local_rank, "pid": pid, "timestamp": timestamp, "is_waiting": evidence.is_waiting}
+    texts = {"error_file": error_file, "message": message, "callstack": callstack}
+    texts |= {name: getattr(evidence, name) for name in _TEXTS}
     for limit in (1 << 15, 1 << 13, 1 << 11, 1 << 9, 0):
-        text = json.dumps(
-            {
-                "local_rank": local_rank,
-                "pid": pid,
-                "error_file": cut_middle(error_file, limit),
-                "message": cut_middle(message, limit),
-                "callstack": cut_middle(callstack, limit),
-                "timestamp": timestamp,
-                "is_waiting": evidence.is_waiting,
-                **{name: cut_middle(getattr(evidence, name), limit) for name in _TEXTS},
-            }
-        )
+        text = json.dumps({**facts, **{name: cut_middle(each, limit) for name, each in texts.items()}})
         if len(text) <= EVIDENCE_LIMIT_CHARS:
             return text
     return ""
