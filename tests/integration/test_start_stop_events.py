@@ -111,7 +111,7 @@ def test_a_program_that_cannot_be_executed_is_refused_and_never_exits(spawner: S
 
 def test_the_lease_is_enforced_while_an_exec_hangs(spawner: Spawner, hanging: str) -> None:
     lease = Lease()
-    spawner.link.lend_lease(lease)
+    spawner.link.prepare(lease)
     spawner.start(0, "sleep", "600")
     spawner.hear("started")
     spawner.start(1, hanging)

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.process.output.lines import HeldLine, LineFilter, LinePrefixer
-from holdfast.process.output.pump import Pump, Stream, Tail
-from holdfast.process.output.terminal import open_channel
+from holdfast.process.output.pump import Pump, Stream, Tail, open_channel
 
 # Line ends and needles are rare in random bytes, so most texts are made of interesting pieces.
 TEXTS = st.one_of(

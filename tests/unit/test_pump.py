@@ -26,8 +26,7 @@ from holdfast import stdio
 from holdfast.errors import InternalError
 from holdfast.process.output import pump as pump_module
 from holdfast.process.output.lines import HeldLine, LineFilter, LinePrefixer
-from holdfast.process.output.pump import Pump, Stream, Tail
-from holdfast.process.output.terminal import open_channel
+from holdfast.process.output.pump import Pump, Stream, Tail, open_channel
 
 DEADLINE_S = 60.0
 
@@ -580,7 +579,7 @@ class TestTrouble:
         code = (
             "import os, resource, signal, sys\n"
             "from holdfast.process.output.pump import LinePrefixer, Pump, Stream\n"
-            "from holdfast.process.output.terminal import open_channel\n"
+            "from holdfast.process.output.pump import open_channel\n"
             "signal.signal(signal.SIGPIPE, signal.SIG_DFL); signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
             "gone, console = os.pipe(); os.close(gone)\n"
@@ -947,7 +946,7 @@ class TestDrainAndClose:
         code = (
             "import os, sys\n"
             "from holdfast.process.output.pump import LinePrefixer, Pump, Stream\n"
-            "from holdfast.process.output.terminal import open_channel\n"
+            "from holdfast.process.output.pump import open_channel\n"
             "pump = Pump(print); pump.start()\n"
             "read_fd, write_fd = open_channel(None)\n"
             "pump.add(Stream(read_fd, 'rank 0', None, 1, None, LinePrefixer(b'[w0]:')))\n"

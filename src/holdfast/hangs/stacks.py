@@ -27,6 +27,7 @@ from holdfast import escape, procfs
 from holdfast.errors import HostError
 from holdfast.failures.report import shorten
 from holdfast.hangs.compare import Frame, Look, Thread
+from holdfast.process.spawner.bootstrap import DUMP_SIGNAL
 
 T = TypeVar("T")
 
@@ -34,8 +35,6 @@ DUMP_TIMEOUT_S = 5.0
 # Dumps that run at the same time. Each is a short-lived process of its own.
 _PARALLEL_DUMPS = 8
 
-# The bootstrap registers faulthandler on the same number. It is far from the signals that programs use.
-DUMP_SIGNAL = 58
 _BLACKBOX_LINK = re.compile(r"/memfd:holdfast-\d+ ")
 _SIGNAL_PATIENCE_S = 2.0
 _STILL_S = 0.1

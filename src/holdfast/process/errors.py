@@ -33,6 +33,8 @@ _NOT_SOUGHT = Evidence()
 _ERROR_FILE_LIMIT_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
+# A failure is described before its group is stopped, and again when the evidence is complete.
+_warn_once = functools.lru_cache(maxsize=64)(logger.warning)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -124,7 +126,7 @@ class ProcessFailure:
             return _load_error_file(self.error_file)
         except (OSError, ValueError, RecursionError) as e:
             problem = getattr(e, "strerror", None) or str(e)
-            _warn_unreadable(self.error_file, self.pid, problem)
+            _warn_once("the error file %s of pid %d is unreadable: %s", self.error_file, self.pid, problem)
             notes = [self.evidence.note, f"its error file {self.error_file} is unreadable: {problem}"]
             self.evidence = replace(self.evidence, note="; ".join(filter(None, notes)))
             return None
@@ -321,12 +323,6 @@ def _write_root_cause(handler: ErrorHandler, error: ChildFailedError) -> None:
         details = {"py_callstack": callstack, "timestamp": str(failure.timestamp)}
         data = {"message": {"message": error.cause(), "extraInfo": details}}
     handler.dump_error_data(f"the evidence of rank {rank}", data, failure.exitcode)
-
-
-@functools.lru_cache(maxsize=64)
-def _warn_unreadable(path: str, pid: int, problem: str) -> None:
-    """Once: a failure is described before its group is stopped, and again when the evidence is complete."""
-    logger.warning("the error file %s of pid %d is unreadable: %s", path, pid, problem)
 
 
 def _load_error_file(path: str) -> dict[str, Any]:

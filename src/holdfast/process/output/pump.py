@@ -1,6 +1,6 @@
 """The tee pump: one thread that copies the output of workers to log files and to the console.
 
-Every worker stream that is teed, filtered or remembered comes through a pipe (or a pty, see `terminal`).
+Every worker stream that is teed, filtered or remembered comes through a pipe (or a pty, see `open_channel`).
 Each piece that arrives goes, in this order, to
 
     the log file       exactly the worker's bytes, at once
@@ -26,9 +26,11 @@ The thread is a daemon. A forked child has no such thread and must not touch the
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import select
 import signal
+import termios
 import threading
 import time
 from collections import deque
@@ -41,11 +43,13 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 from holdfast import stdio
 from holdfast.errors import HostError, InternalError
 from holdfast.loop import Wakeup
-from holdfast.process.output import terminal
 from holdfast.process.output.lines import HeldLine, LineFilter, LinePrefixer, Tail
 
 if TYPE_CHECKING:
     from holdfast.process.output.watch import StreamWatch
+
+# An ordinary user may have 64 MiB in pipes; two hundred workers must fit.
+_PIPE_BYTES = 256 * 1024
 
 # With its prefixes such a piece still fits into memory that malloc has at hand. From 128 KiB on malloc asks the kernel
 # for every piece anew, and the page faults cost more than the system calls that larger pieces save.
@@ -59,7 +63,7 @@ _CONSOLE_WRITE_BYTES = 256 * 1024
 
 # When it is closed the pump reads at most this much more from a stream, which is more than a channel holds. A
 # process that was left behind and keeps writing therefore cannot keep `close` busy.
-_LAST_READ_BYTES = 2 * terminal.PIPE_BYTES
+_LAST_READ_BYTES = 2 * _PIPE_BYTES
 
 # `close` gives the thread this long without progress, and this long in all, before it replaces it.
 _CLOSE_PATIENCE_S = 1.0
@@ -307,7 +311,7 @@ class Pump:
             now = self._moved_at = time.monotonic()
             if stream.watch is not None:
                 stream.watch.saw(data, now)
-            if stream.followed_fd is not None and not terminal.copy_size(stream.followed_fd, stream.read_fd):
+            if stream.followed_fd is not None and not _copy_size(stream.followed_fd, stream.read_fd):
                 stream.followed_fd = None
             self._pass_on(stream, data)
         else:
@@ -435,3 +439,41 @@ def _path_of(fd: int | TextIO) -> str:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
         return f"(descriptor {fd})"
+
+
+def open_channel(console_fd: int | None) -> tuple[int, int]:
+    """A read end for the pump and a write end for a worker, both closed on exec.
+
+    On a terminal, programs show colours and progress bars and write line by line. So a worker whose output ends on a
+    terminal gets a pty, whose size follows that of the terminal; or a pipe if there is no pty left.
+    """
+    if console_fd is not None and os.isatty(console_fd):
+        try:
+            master_fd, worker_fd = os.openpty()
+        except OSError:
+            pass
+        else:
+            import tty
+
+            tty.setraw(worker_fd)  # The terminal at the end translates line ends, and must do so only once.
+            _copy_size(console_fd, worker_fd)
+            return master_fd, worker_fd
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+    with suppress(OSError):  # The user's limit for pipe memory is reached; the default size works too, only slower.
+        fcntl.fcntl(write_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return read_fd, write_fd
+
+
+def _copy_size(from_fd: int, to_fd: int) -> bool:
+    """Give a worker's terminal the size of the one on which its output ends. False if there is none any more.
+
+    The pump does so whenever the worker writes. That costs less than a handler of SIGWINCH, which only the main thread
+    of a program could have.
+    """
+    try:
+        size = fcntl.ioctl(from_fd, termios.TIOCGWINSZ, bytes(8))
+        if size != fcntl.ioctl(to_fd, termios.TIOCGWINSZ, bytes(8)):
+            fcntl.ioctl(to_fd, termios.TIOCSWINSZ, size)
+    except OSError:
+        return False
+    return True

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from holdfast.process.output import pump, terminal
+from holdfast.process.output import pump
 from holdfast.process.output.lines import TAIL_BYTES, LineFilter, LinePrefixer, Tail
 from holdfast.process.output.logs import LogsDest, open_left_file
 
@@ -87,7 +87,7 @@ class Outlets:
     def _open_through_pump(self, stream: str, rank: int, path: str, is_teed: bool) -> int:
         fd = 1 if stream == "stdout" else 2
         tail = self._tails.setdefault(rank, Tail()) if stream == "stderr" else None
-        read_fd, write_fd = terminal.open_channel(None if path else fd)
+        read_fd, write_fd = pump.open_channel(None if path else fd)
         made = pump.Stream(read_fd, f"rank {rank} {stream}", None, None if path else fd, tail)
         if self._watch is not None:
             made.watch = self._watch.stream(rank)

@@ -35,7 +35,7 @@ else:
 MAGIC, VALUE, ERROR = b"\0HF1", b"V", b"E"
 MESSAGE_LIMIT, CALLSTACK_LIMIT = 64 << 10, 256 << 10
 EVIDENCE_LIMIT = 1 << 20  # The agent reads no more of a black box or of an error file, so a record must fit into it.
-DUMP_SIGNAL = 58  # Sent by the agent to a worker that hangs: faulthandler writes the stacks of all threads.
+DUMP_SIGNAL = 58  # From the agent to a worker that hangs: faulthandler writes all stacks. Programs use others.
 # Where `library` looks first, so that a program's own json.py is not taken for the standard one.
 library_path = sys.path[:0]
 

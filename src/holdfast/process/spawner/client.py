@@ -115,10 +115,11 @@ class SpawnerLink:
         """Whether the spawner is there and has nothing to say, as it should be between two lives of a group."""
         return not self.reports() and not self._is_gone.is_set()
 
-    def prepare(self) -> None:
+    def prepare(self, lease: Lease | None = None) -> None:
         """Workers inherit this process's environment, directory and ignored signals as they are now. From now on the
-        spawner does not stay stopped."""
-        self._channel.send(("prepare", _environment(), _directory(), _ignored_signals()))
+        spawner does not stay stopped, and kills its workers when the lease runs out."""
+        fds = (lease.descriptor_for_spawner(),) if lease is not None else ()
+        self._channel.send(("prepare", _environment(), _directory(), _ignored_signals()), fds)
         if not self._is_guarded:
             self._is_guarded = True
             # It gets no link, which may be dropped without a word.
@@ -135,10 +136,6 @@ class SpawnerLink:
         changes = {os.fsencode(name): os.fsencode(value) for name, value in env.items()}
         order = (kind, [os.fsencode(part) for part in argv], sorted(cpus))
         self._channel.send(("start", id_, order, changes, tuple(fds)), tuple(fds.values()))
-
-    def lend_lease(self, lease: Lease) -> None:
-        """From now on the spawner kills its workers when the lease runs out."""
-        self._channel.send(("lease",), (lease.descriptor_for_spawner(),))
 
     def kill_all(self) -> None:
         self._channel.send(("kill",))

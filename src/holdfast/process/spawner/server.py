@@ -5,10 +5,10 @@ killed, and no worker may survive it; and the orphans of a worker need a parent 
 subreaper, so every orphan of every worker becomes its child. It ignores every signal that can be ignored. It does what
 the agent says:
 
-    prepare(environment, directory, ignored signals)     what the next workers inherit
+    prepare(environment, directory, ignored signals)     what the next workers inherit; perhaps with the lease, a pipe
+                                                         that says until when workers may live
     start(id, (kind, argv, cpus), changes to the environment, names of the descriptors)
     kill()                                               end every tree, say `swept` when it is done
-    lease()                                              with a pipe that says until when workers may live
     goodbye()                                            end every tree and yourself
 
 and reports:
@@ -148,10 +148,10 @@ class Spawner:
         match message:
             case ("prepare", environment, directory, ignored):
                 self._environment, self._directory, self._ignored = environment, directory, ignored
+                for fd in fds:
+                    self._take_lease(fd)
             case ("start", id_, order, changes, names):
                 self._start(id_, order, changes, dict(zip(names, fds, strict=True)))
-            case ("lease",):
-                self._take_lease(fds[0])
             case ("kill",):
                 self._sweep_deadline = time.monotonic() + procfs.KILL_PATIENCE_S
                 self._go_on_sweeping()

@@ -140,12 +140,10 @@ class PContext(abc.ABC):
             self._kills_before = oom.memory_killer_counter()
             if self._link is None:
                 self._link = self._make_link()
-            if self._lease is not None:
-                self._link.lend_lease(self._lease)
             allow_descriptors_for(self.nprocs)
-            self._link.prepare()
+            self._link.prepare(self._lease)
             self._outlets.start()
-            self._order_more(self._link)
+            self._order_more()
 
     def poll_start(self) -> bool:
         """Whether every process runs; sends more orders if not. If one cannot be started this raises the reason."""
@@ -158,7 +156,7 @@ class PContext(abc.ABC):
             if self._lost_how and any(slot.pid is None for slot in self._slots.values()):
                 raise HostError(f"the processes of {self.name} were not all started: the spawner {self._lost_how}")
             with starting:
-                self._order_more(self._spawner)
+                self._order_more()
         return not any(slot.is_underway for slot in self._slots.values())
 
     @contextmanager
@@ -169,12 +167,12 @@ class PContext(abc.ABC):
             self.close(signal.SIGKILL, 0)
             raise
 
-    def _order_more(self, link: SpawnerLink) -> None:
+    def _order_more(self) -> None:
         underway = sum(slot.is_underway for slot in self._slots.values())
         for rank in range(len(self._slots), min(self.nprocs, len(self._slots) + _MOST_UNDERWAY - underway)):
-            self._order(link, rank)
+            self._order(rank)
 
-    def _order(self, link: SpawnerLink, rank: int) -> None:
+    def _order(self, rank: int) -> None:
         box = os.memfd_create(f"holdfast-{rank}", os.MFD_CLOEXEC)
         self._slots[rank] = Slot(rank, box, is_function=callable(self.entrypoint))
         fds: dict[str, int] = {}
@@ -183,7 +181,7 @@ class PContext(abc.ABC):
             fds["stdout"] = self._outlets.open("stdout", rank)
             fds["stderr"] = self._outlets.open("stderr", rank)
             kind, argv = self._describe(rank, fds)
-            link.start(rank, kind, argv, self.envs[rank], self._cpus(rank), fds)
+            self._spawner.start(rank, kind, argv, self.envs[rank], self._cpus(rank), fds)
         except BaseException:
             for fd in fds.values():
                 os.close(fd)

@@ -97,10 +97,11 @@ def read_blackbox(data: bytes) -> BlackBox:
             break
         if kind == VALUE:
             box.value = data[body:unread]
-        elif (error := _error_in(data[body:unread])) is not None:
-            box.error = error
-        else:
-            box.torn = True
+            continue
+        error = None
+        with contextlib.suppress(ValueError, RecursionError):
+            error = json.loads(data[body:unread])
+        box.error, box.torn = (error, box.torn) if isinstance(error, dict) else (box.error, True)
     tail = data[unread:]
     for cut in (MAGIC[:3], MAGIC[:2], MAGIC[:1]):
         if tail.endswith(cut):
@@ -110,14 +111,6 @@ def read_blackbox(data: bytes) -> BlackBox:
     if own in box.text:
         box.text = "\n".join(line for line in box.text.split("\n") if own not in line)
     return box
-
-
-def _error_in(payload: bytes) -> dict[str, Any] | None:
-    try:
-        error = json.loads(payload)
-    except (ValueError, RecursionError):
-        return None
-    return error if isinstance(error, dict) else None
 
 
 @dataclass(slots=True)
