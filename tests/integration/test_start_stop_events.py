@@ -278,7 +278,7 @@ def test_a_stopped_worker_that_hung_gets_its_signal(mailbox: support.Mailbox) ->
     assert mailbox.take()[0].startswith("worker ")
     pid = context.pids()[0]
     support.halt(pid)
-    context.blame(pid, "", "for 10 s")
+    context.blame(pid, hang="for 10 s")
     context.begin_stop(signal.SIGTERM, 600)
     assert mailbox.take()[0].startswith("worker-SIGTERM ")
     context.close(signal.SIGKILL, 0)

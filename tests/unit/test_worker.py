@@ -58,7 +58,7 @@ def test_who_failed(slot: Slot, exitcode: int | None, stop: Ladder | None, error
         write(slot, bootstrap.ERROR, json.dumps(error).encode())
     if exitcode is not None:
         slot.end(exitcode, 1, stop)
-    slot.note = note
+    slot.blame(note=note)
     assert slot.failed_by_itself() is failed
 
 
@@ -130,7 +130,7 @@ def test_values_that_are_never_read(is_function: bool, exitcode: int | None) -> 
     if exitcode is not None:
         slot.end(exitcode, 1, None)
     assert slot.return_value() is None
-    assert not slot.note
+    assert not slot.blamed.note
     slot.close()
 
 
@@ -171,7 +171,7 @@ def test_a_value_that_cannot_be_read(slot: Slot) -> None:
     slot.end(0, 1, None)
     assert not slot.failed_by_itself()
     assert slot.return_value() is None
-    assert slot.note.startswith("its return value cannot be read back: UnpicklingError")
+    assert slot.blamed.note.startswith("its return value cannot be read back: UnpicklingError")
     assert slot.failed_by_itself()
 
 

@@ -94,7 +94,6 @@ class Spawner:
         self._lease_fds: tuple[int, ...] = ()
         self._lease_until = math.inf
         self._is_lease_enforced = False
-        self._is_over = False
         self._poller = select.poll()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -106,7 +105,7 @@ class Spawner:
         self._agent = _pidfd(os.getppid())
         for fd in self._agent:
             self._poller.register(fd, select.POLLIN)
-        while self._channel.is_open and not self._is_over:
+        while self._channel.is_open:
             wanted = select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0)
             self._poller.register(self._channel.fileno(), wanted)
             ready = [fd for fd, _ in self._poller.poll(self._poll_timeout_ms())]
@@ -156,7 +155,7 @@ class Spawner:
                 self._sweep_deadline = time.monotonic() + procfs.KILL_PATIENCE_S
                 self._go_on_sweeping()
             case ("goodbye",):
-                self._is_over = True
+                self._channel.close()
             case _:
                 raise ValueError(f"the spawner does not know the message {message[0]!r}")
 

@@ -19,12 +19,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from holdfast import signals
 from holdfast.errors import HostError, UserError
 from holdfast.failures import oom
-from holdfast.failures.report import Evidence
 from holdfast.frozen import frozen
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import LogsDest, LogsSpecs
@@ -226,14 +226,13 @@ class PContext(abc.ABC):
         codes = [slot.exitcode for slot in self._slots.values()]
         return None not in codes or any(codes)
 
-    def blame(self, pid: int, note: str, hang: str = "", stack: str = "", *, is_waiting: bool = False) -> None:
-        """Whatever its end, this process counts as failed, for the reason in the note. `hang` says for how long the
-        group has shown no progress, and where this process was found; `is_waiting`: it waits for the one that hangs."""
+    def blame(self, pid: int, **known: Any) -> None:
+        """Whatever its end, this process counts as failed. `known` are fields of `Evidence`: a `note` that says why; or
+        `hang`, for how long the group has shown no progress and where this process was found, with its `stack`, and
+        `is_waiting` if it waits for the one that hangs."""
         for slot in self._slots.values():
             if slot.pid == pid:
-                slot.note = note
-                if hang:
-                    slot.hang, slot.hang_stack, slot.is_waiting = hang, stack, is_waiting
+                slot.blame(**known)
 
     def running(self) -> dict[int, int]:
         """Local rank -> pid of those that still work: they have neither ended, as far as was heard, nor returned."""
@@ -286,7 +285,7 @@ class PContext(abc.ABC):
         self._lost_how = how
         for slot in self._slots.values():
             if slot.exitcode is None:
-                slot.note = f"the spawner that owned it {how}"
+                slot.blame(note=f"the spawner that owned it {how}")
                 slot.end(-signal.SIGKILL, None, self._ladder)
 
     # Results.
@@ -322,15 +321,8 @@ class PContext(abc.ABC):
 
     def _failure(self, slot: Slot) -> ProcessFailure:
         assert slot.pid is not None
-        evidence = Evidence(
-            error=slot.box().error,
-            stack=slot.stack(),
-            stderr_tail=self._outlets.stderr_tail(slot.local_rank),
-            memory=self._memory_evidence(slot),
-            note=slot.note,
-            hang=slot.hang,
-            is_waiting=slot.is_waiting,
-        )
+        tail, memory = self._outlets.stderr_tail(slot.local_rank), self._memory_evidence(slot)
+        evidence = replace(slot.blamed, error=slot.box().error, stack=slot.stack(), stderr_tail=tail, memory=memory)
         error_file = self.error_files.get(slot.local_rank, "")
         # One that hangs has no exit status yet, or never will; the one that it has got says how it was stopped. One
         # that has raised is about to end with 1.
@@ -372,7 +364,7 @@ class PContext(abc.ABC):
             for slot in self._slots.values():
                 if slot.is_running:
                     slot.send(number)
-                    if slot.hang:  # It may be stopped, and would not hear of it.
+                    if slot.blamed.hang:  # It may be stopped, and would not hear of it.
                         slot.send(signal.SIGCONT)
 
     def poll_stop(self) -> bool:

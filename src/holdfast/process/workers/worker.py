@@ -20,10 +20,11 @@ import json
 import os
 import pickle
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast import procfs
+from holdfast.failures.report import Evidence
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.spawner.bootstrap import ERROR, EVIDENCE_LIMIT, MAGIC, OWN_FILE, VALUE
 from holdfast.process.workers.ladder import Ladder
@@ -126,11 +127,9 @@ class Slot:
     order: int | None = None
     refusal: int | None = None  # The number of the error for which it could not be started.
     stop: Ladder | None = None  # Set if it ended while the group was being stopped.
-    note: str = ""  # Why it counts as failed, whatever its exit code says.
-    # For how long the group had shown no progress, and where this worker was then; it counts as failed, too.
-    hang: str = ""
-    hang_stack: str = ""
-    is_waiting: bool = False
+    # Why it counts as failed, whatever its exit code says: a note; or for how long the group had shown no progress, and
+    # where this worker was then.
+    blamed: Evidence = field(default_factory=Evidence)
     was_starting: bool = False  # When its group was stopped: it is killed, as it has nothing to end in order.
     _box: BlackBox | None = None
     _box_size: int = 0
@@ -143,6 +142,9 @@ class Slot:
     @property
     def is_running(self) -> bool:
         return self.pid is not None and self.exitcode is None
+
+    def blame(self, **known: Any) -> None:
+        self.blamed = replace(self.blamed, **known)
 
     def end(self, exitcode: int, order: int | None, stop: Ladder | None) -> None:
         self.exitcode, self.order, self.stop = exitcode, order, stop
@@ -158,9 +160,9 @@ class Slot:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def failed_by_itself(self) -> bool:
-        if self.pid is None or (self.exitcode is None and not self.hang):
+        if self.pid is None or (self.exitcode is None and not self.blamed.hang):
             return False
-        if self.hang or self.note:
+        if self.blamed.hang or self.blamed.note:
             return True
         if not self.exitcode:
             return False
@@ -199,8 +201,8 @@ class Slot:
 
     def stack(self) -> str:
         """Where it was when it crashed or was found hanging."""
-        if self.hang:
-            return self.hang_stack
+        if self.blamed.hang:
+            return self.blamed.stack
         # What stands before was asked for, while it was well.
         text = self.box().text
         return text[text.rindex(_CRASH) :][:_STACK_LIMIT_CHARS] if _CRASH in text else ""
@@ -212,7 +214,7 @@ class Slot:
         try:
             return None if data is None else pickle.loads(data)
         except Exception as error:
-            self.note = f"its return value cannot be read back: {type(error).__name__}: {error}"
+            self.blame(note=f"its return value cannot be read back: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Let go of the descriptors, and keep what was in the black box."""
