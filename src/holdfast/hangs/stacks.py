@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import IO, Any, Generic, TypeVar
 
 from holdfast import escape, procfs
@@ -72,10 +73,8 @@ def look_at(pid: int, *, native: bool = False, timeout_s: float = DUMP_TIMEOUT_S
             troubles += [str(error)] if str(error) not in troubles else []
             continue
         if native and how == "py-spy":
-            try:  # Native frames take a second or more, so the Python frames come first.
+            with suppress(HostError):  # Native frames take a second or more, so the Python frames come first.
                 how, threads = "py-spy, with native frames", _py_spy_threads(pid, ["--native"], left_s())
-            except HostError:
-                pass
         return Look(pid, threads=threads, how=how, **facts)
     return Look(pid, trouble=escape.one_line("; ".join(troubles)) if state else "the process has ended", **facts)
 
@@ -221,11 +220,9 @@ def _open_black_box(pid: int) -> IO[bytes]:
         raise HostError("it has no faulthandler of holdfast")
     for name in os.listdir(f"/proc/{pid}/fd"):
         link = f"/proc/{pid}/fd/{name}"
-        try:
+        with suppress(FileNotFoundError):
             if _BLACKBOX_LINK.match(os.readlink(link)):
                 return open(link, "rb", buffering=0)
-        except FileNotFoundError:
-            continue
     raise HostError("it has closed its black box, into which faulthandler would write")
 
 

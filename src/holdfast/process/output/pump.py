@@ -251,11 +251,8 @@ class Pump:
         # Python ignores these two from the start, but a user's program may have changed that. While they are blocked,
         # writes fail with EPIPE and EFBIG instead.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE, signal.SIGXFSZ})
-        try:
-            with self._turn:
-                self._copy_until_closed()
-        except _Replaced:
-            pass
+        with suppress(_Replaced), self._turn:
+            self._copy_until_closed()
 
     def _copy_until_closed(self) -> None:
         while True:

@@ -158,10 +158,9 @@ class Lease(Pipe):
             self._write()
 
     def _write(self) -> None:
-        try:
+        # Else thousands are unread: the spawner is gone or stuck, and holds an older, earlier time.
+        with contextlib.suppress(BlockingIOError):
             os.write(self._write_fd, TIME.pack(self._until))
-        except BlockingIOError:
-            pass  # Thousands are unread: the spawner is gone or stuck, and holds an older, earlier time.
 
     def descriptor_for_spawner(self) -> int:
         """For a spawner that has just been started; it is told at once what holds now."""
@@ -174,11 +173,9 @@ class Lease(Pipe):
 def drain(read_fd: int) -> float | None:
     """The last time that was written, if any was since the last look."""
     last = None
-    try:
+    with contextlib.suppress(BlockingIOError):
         while data := os.read(read_fd, TIME.size * 512):
             (last,) = TIME.unpack(data[-TIME.size :])
-    except BlockingIOError:
-        pass
     return last
 
 
