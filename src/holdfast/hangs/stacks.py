@@ -243,34 +243,26 @@ def _await_text(fd: int, start: int, until_s: float) -> str:
 # Several processes.
 
 
-def text_for(pid: int, dump: Callable[[int], str]) -> str:
-    """The stacks of a process, or a line that says why there are none."""
-    try:
-        return dump(pid)
-    except Exception as error:
-        return f"no stacks of process {pid}: {error or type(error).__name__}"
-
-
 class Dumps(Generic[T]):
-    """Dumps of several processes, in threads that need not be waited for. `dump` must not raise."""
+    """Dumps of several processes, in threads that need not be waited for."""
 
     def __init__(self, pids: Iterable[int], dump: Callable[[int], T], on_each: Callable[[], object]) -> None:
         self._pids = list(pids)
         self._dump = dump
         self._on_each = on_each
         self._todo = deque(self._pids)
-        self._found: dict[int, T] = {}
+        self._found: dict[int, T | Exception] = {}
         for _ in range(min(len(self._pids), _PARALLEL_DUMPS)):
             threading.Thread(target=self._work, name="holdfast-stacks", daemon=True).start()
 
     def are_complete(self) -> bool:
         return len(self._found) == len(self._pids)
 
-    def finish(self, missing: Callable[[int], T]) -> dict[int, T]:
-        """The dumps that are complete now. Those that have not begun are cancelled."""
+    def finish(self) -> dict[int, T | Exception]:
+        """The dumps that are complete now, or why there is none. Those that have not begun are cancelled."""
         self._todo.clear()
-        found = dict(self._found)
-        return {pid: found[pid] if pid in found else missing(pid) for pid in self._pids}
+        late = HostError("the dump did not finish in time")
+        return {pid: self._found.get(pid, late) for pid in self._pids}
 
     def _work(self) -> None:
         while self._todo:
@@ -278,13 +270,8 @@ class Dumps(Generic[T]):
                 pid = self._todo.popleft()
             except IndexError:
                 return
-            self._found[pid] = self._dump(pid)
+            try:
+                self._found[pid] = self._dump(pid)
+            except Exception as error:
+                self._found[pid] = error
             self._on_each()
-
-
-def late(pid: int) -> Look:
-    return Look(pid, trouble="the dump did not finish in time")
-
-
-def late_text(pid: int) -> str:
-    return f"no stacks of process {pid}: {late(pid).trouble}"
