@@ -218,11 +218,13 @@ def _keep_going(pid: int, is_gone: threading.Event) -> None:
             if not _is_stopped(pid, os.WNOHANG):
                 continue
             relapses = relapses + 1 if time.monotonic() < continued_at + _RELAPSE_S else 0
-            is_hopeless, continued_at = relapses >= _MOST_RELAPSES, time.monotonic()
-            known = "is stopped again and again by a signal; it is killed with all workers"
-            text = known if is_hopeless else "was stopped by a signal; it is continued"
+            continued_at = time.monotonic()
+            if relapses >= _MOST_RELAPSES:
+                number, text = signal.SIGKILL, "is stopped again and again by a signal; it is killed with all workers"
+            else:
+                number, text = signal.SIGCONT, "was stopped by a signal; it is continued"
             logging.getLogger(__name__).warning("the spawner (process %d) %s", pid, text)
-            procfs.kill(pid, signal.SIGKILL if is_hopeless else signal.SIGCONT)
+            procfs.kill(pid, number)
 
 
 def _is_stopped(pid: int, flags: int) -> bool:
