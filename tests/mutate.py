@@ -39,7 +39,11 @@ TESTS = {
     "hangs/policy.py": ("tests/unit/test_hang_policy.py", "tests/properties/test_hang_properties.py"),
     "hangs/compare.py": ("tests/unit/test_stack_compare.py",),
     "procfs.py": ("tests/unit/test_procfs.py", "tests/integration/test_ownership.py"),
-    "process/spawner/lease.py": ("tests/unit/test_spawner.py", "tests/integration/test_ownership.py"),
+    "process/spawner/wire.py": (
+        "tests/unit/test_spawner_wire.py",
+        "tests/unit/test_spawner.py",
+        "tests/integration/test_ownership.py",
+    ),
     "process/spawner/server.py": ("tests/unit/test_spawner.py", "tests/integration/test_ownership.py"),
     "rendezvous/coordinator/kv_store.py": ("tests/unit/test_kv_store.py", "tests/properties/test_kv_store.py"),
     "rendezvous/etcd/election.py": ("tests/unit/test_election.py", "tests/sim/test_election_rules.py"),

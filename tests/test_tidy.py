@@ -54,7 +54,6 @@ PURE = {
     "agent/ranks.py": {"holdfast.agent.model"},
     "agent/environment.py": {"holdfast.agent.model", "holdfast.errors"},
     "failures/report.py": {"holdfast.escape"},
-    "failures/wire_evidence.py": {"holdfast.escape", "holdfast.failures.report"},
     "hangs/policy.py": {"holdfast.errors", "holdfast.frozen"},
     "hangs/compare.py": {"holdfast.failures.report", "holdfast.frozen"},
     "process/output/lines.py": set(),

@@ -22,7 +22,7 @@ from holdfast.process import devices
 from holdfast.process.errors import ChildFailedError
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.spawner import command
-from holdfast.process.workers.start import GroupSpec
+from holdfast.process.workers.group import GroupSpec
 from holdfast.rendezvous import registry
 from holdfast.rendezvous.api import DefaultTimeout, RendezvousHandler, RendezvousParameters
 from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint

@@ -26,7 +26,7 @@ from holdfast.process.spawner.bootstrap import (
     write_json_atomically,
 )
 from holdfast.process.spawner.command import BOOTSTRAP_PATH, function_command
-from holdfast.process.workers.blackbox import BlackBox, read_blackbox
+from holdfast.process.workers.worker import BlackBox, read_blackbox
 
 VARIABLES = {"HOLDFAST_BLACKBOX", "HOLDFAST_PAYLOAD", "HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE"}
 
@@ -314,7 +314,7 @@ def test_error_data_as_record_uses_it() -> None:
 
 def call(function: Callable[..., Any], directory: Path, *args: Any) -> Outcome:
     payload = pickle.dumps((sys.path, ["train.py", "--lr"], cloudpickle.dumps((function, args))))
-    return launch(list(function_command().argv), directory, payload)
+    return launch(list(function_command()), directory, payload)
 
 
 def value(outcome: Outcome) -> Any:
@@ -445,7 +445,7 @@ def test_value_that_does_not_fit(tmp_path: Path) -> None:
     ],
 )
 def test_payload_that_cannot_be_read(payload: bytes, message: str, tmp_path: Path) -> None:
-    outcome = launch(list(function_command().argv), tmp_path, payload)
+    outcome = launch(list(function_command()), tmp_path, payload)
     assert outcome.status == 1
     assert outcome.message.startswith(message)
     assert message in outcome.stderr
@@ -499,7 +499,7 @@ FORKED = """
     if pid == 0:
         bootstrap.finish_forked(bootstrap.run_function(lambda: (function, ()), box))
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    from holdfast.process.workers.blackbox import read_blackbox
+    from holdfast.process.workers.worker import read_blackbox
     found = read_blackbox(os.pread(box, 1 << 20, 0))
     import pickle
     value = found.value and pickle.loads(found.value)

@@ -20,6 +20,7 @@ from holdfast.errors import HostError
 from holdfast.process import DefaultLogsSpecs, start_processes
 from holdfast.process.spawner import client
 from holdfast.process.spawner.client import SpawnerLink
+from holdfast.process.spawner.wire import Lease
 from holdfast.process.workers import ladder
 from tests import support
 
@@ -273,8 +274,8 @@ def test_the_spawner_is_killed_before_all_workers_are_started(
     """Nothing is known of the rest, so nothing can be restarted; it is said, and nothing is left."""
     prepare = SpawnerLink.prepare
 
-    def prepare_and_die(link: SpawnerLink) -> None:
-        prepare(link)
+    def prepare_and_die(link: SpawnerLink, lease: Lease | None) -> None:
+        prepare(link, lease)
         os.kill(link._pid, signal.SIGKILL)
 
     monkeypatch.setattr(SpawnerLink, "prepare", prepare_and_die)

@@ -487,7 +487,7 @@ HELD_PIPES = """
     import os, sys
     from holdfast import signals
     from holdfast.process import DefaultLogsSpecs, start_processes
-    from holdfast.process.spawner.lease import Lease
+    from holdfast.process.spawner.wire import Lease
 
     def held():
         links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd") if int(name) > 2]

@@ -18,8 +18,7 @@ from holdfast.errors import HostError
 from holdfast.hangs import stacks
 from holdfast.hangs.compare import Look
 from holdfast.process.spawner import bootstrap, command
-from holdfast.process.workers.group import PContext
-from holdfast.process.workers.start import start_processes
+from holdfast.process.workers.group import PContext, start_processes
 from tests.support import halt, wait_until, write_script
 
 DEADLOCK = """
@@ -246,7 +245,7 @@ def test_a_users_handler_for_that_signal_stays(tmp_path: Path) -> None:
         print("survived")
         """,
     )
-    argv = command.command_for(sys.executable, [script]).argv
+    argv = command.command_for(sys.executable, [script])[0]
     done = subprocess.run(
         ["sh", "-c", f'trap "" {stacks.DUMP_SIGNAL}; exec "$@"', "sh", *argv], capture_output=True, text=True
     )

@@ -19,11 +19,9 @@ from holdfast.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerSta
 from holdfast.process import DefaultLogsSpecs, start_processes
 from holdfast.process.spawner import client
 from holdfast.process.spawner.client import SpawnerLink
-from holdfast.process.spawner.lease import Lease
-from holdfast.process.spawner.wire import Message
+from holdfast.process.spawner.wire import Lease, Message
 from holdfast.process.workers import ladder
-from holdfast.process.workers.group import PContext, SubprocessContext
-from holdfast.process.workers.start import GroupSpec, new_group
+from holdfast.process.workers.group import GroupSpec, PContext, SubprocessContext, new_group
 from holdfast.rendezvous.coordination import Push
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, PlaceLost, Stop
 from holdfast.rendezvous.membership.restart_policy import Failure
@@ -113,7 +111,7 @@ def test_a_program_that_cannot_be_executed_is_refused_and_never_exits(spawner: S
 
 def test_the_lease_is_enforced_while_an_exec_hangs(spawner: Spawner, hanging: str) -> None:
     lease = Lease()
-    spawner.link.lend_lease(lease)
+    spawner.link.prepare(lease)
     spawner.start(0, "sleep", "600")
     spawner.hear("started")
     spawner.start(1, hanging)
@@ -280,7 +278,7 @@ def test_a_stopped_worker_that_hung_gets_its_signal(mailbox: support.Mailbox) ->
     assert mailbox.take()[0].startswith("worker ")
     pid = context.pids()[0]
     support.halt(pid)
-    context.blame(pid, "", "for 10 s")
+    context.blame(pid, hang="for 10 s")
     context.begin_stop(signal.SIGTERM, 600)
     assert mailbox.take()[0].startswith("worker-SIGTERM ")
     context.close(signal.SIGKILL, 0)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.process.spawner.bootstrap import ERROR, MAGIC, VALUE, write_record
-from holdfast.process.workers.blackbox import BlackBox, read_blackbox, read_of_program
+from holdfast.process.workers.worker import BlackBox, read_blackbox, read_of
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
 errors = st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.text(max_size=10), max_size=3)
@@ -98,7 +98,7 @@ def test_of_a_program_all_is_read_but_values(content: list[tuple[str, object]]) 
     fd = os.memfd_create("box")
     os.write(fd, written(content))
     own = [each for each in content if each[0] != "value"]
-    box = read_of_program(fd)
+    box = read_of(fd, is_function=False)
     os.close(fd)
     assert (box.value, box.error) == (None, last(own, "error"))
     assert box.text == read_blackbox(written(content)).text

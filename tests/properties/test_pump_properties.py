@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.process.output.lines import HeldLine, LineFilter, LinePrefixer
-from holdfast.process.output.pump import Pump, Stream, Tail
-from holdfast.process.output.terminal import open_channel
+from holdfast.process.output.pump import Pump, Stream, Tail, open_channel
 
 # Line ends and needles are rare in random bytes, so most texts are made of interesting pieces.
 TEXTS = st.one_of(
@@ -102,7 +101,7 @@ def test_through_real_pipes(cuts: list[tuple[bytes, list[bytes]]]) -> None:
             read_fd, write_fd = open_channel(None)
             file_fd = os.open(directory / f"log{number}", os.O_WRONLY | os.O_CREAT)
             console_fds.append(os.open(console, os.O_WRONLY | os.O_CREAT))
-            pump.add(Stream(read_fd, f"rank {number}", file_fd, console_fds[-1], b"[w]:", None))
+            pump.add(Stream(read_fd, f"rank {number}", file_fd, console_fds[-1], None, LinePrefixer(b"[w]:")))
             writers.append(write_fd)
         for turn in range(max(len(pieces) for _, pieces in cuts)):
             for write_fd, (_, pieces) in zip(writers, cuts, strict=True):

@@ -13,7 +13,7 @@ from holdfast.failures.report import (
     Evidence,
     FailureFacts,
     cause_line,
-    is_consequence,
+    follows_from_another,
     root_cause,
 )
 
@@ -32,7 +32,7 @@ groups = st.dictionaries(st.integers(0, 100), facts, min_size=1, max_size=8)
 
 
 def speaks_for_itself(failure: FailureFacts) -> bool:
-    return not is_consequence(failure.exitcode, failure.text, failure.evidence.stderr_tail)
+    return not follows_from_another(failure)
 
 
 def rank_key(failure: FailureFacts) -> tuple[bool, int | None, float]:
@@ -103,4 +103,5 @@ def test_the_cause_line_is_one_bounded_printable_line(rank: int, failure: Failur
 
 @given(st.integers(-100, 300), any_text, any_text)
 def test_every_failure_can_be_judged(exitcode: int, text: str, stderr_tail: str) -> None:
-    assert isinstance(is_consequence(exitcode, text, stderr_tail), bool)
+    facts = FailureFacts(exitcode, text, evidence=Evidence(stderr_tail=stderr_tail))
+    assert isinstance(follows_from_another(facts), bool)

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.errors import HostError
 from holdfast.process.spawner import bootstrap, command
-from holdfast.process.spawner.command import BOOTSTRAP_PATH, Command, command_for
+from holdfast.process.spawner.command import BOOTSTRAP_PATH, command_for
 
 B = BOOTSTRAP_PATH
 
@@ -48,19 +48,19 @@ LEFT_ALONE = [
 @pytest.mark.parametrize(("given", "expected"), UNDERSTOOD)
 def test_bootstrap_stands_before_the_program(given: str, expected: str) -> None:
     wanted = tuple(B if word == "B" else word for word in expected.split())
-    assert command_for("python3", given.split()) == Command(("python3", *wanted), is_python=True)
+    assert command_for("python3", given.split()) == (("python3", *wanted), True)
 
 
 @pytest.mark.parametrize("given", LEFT_ALONE)
 def test_what_is_not_certain_is_left_alone(given: str) -> None:
-    assert command_for("python3", given.split()) == Command(("python3", *given.split()), is_python=False)
+    assert command_for("python3", given.split()) == (("python3", *given.split()), False)
 
 
 def test_empty_words() -> None:
-    assert command_for("python3", [""]).is_python is False
-    assert command_for("python3", ["--", ""]).is_python is False
-    assert command_for("python3", ["-c", ""]).argv == ("python3", B, "-c", "")
-    assert command_for("python3", ["x.py", ""]).argv == ("python3", B, "x.py", "")
+    assert command_for("python3", [""])[1] is False
+    assert command_for("python3", ["--", ""])[1] is False
+    assert command_for("python3", ["-c", ""])[0] == ("python3", B, "-c", "")
+    assert command_for("python3", ["x.py", ""])[0] == ("python3", B, "x.py", "")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_empty_words() -> None:
     ],
 )  # fmt: skip
 def test_interpreters(name: str) -> None:
-    assert command_for(name, ["x.py"]) == Command((name, B, "x.py"), is_python=True)
+    assert command_for(name, ["x.py"]) == ((name, B, "x.py"), True)
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_interpreters(name: str) -> None:
     ],
 )  # fmt: skip
 def test_other_programs(name: str) -> None:
-    assert command_for(name, ["-u", "x.py"]) == Command((name, "-u", "x.py"), is_python=False)
+    assert command_for(name, ["-u", "x.py"]) == ((name, "-u", "x.py"), False)
 
 
 def test_own_interpreter_by_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/opt/frozen/app")
-    assert command_for("/opt/frozen/app", ["-u", "x.py"]).is_python
+    assert command_for("/opt/frozen/app", ["-u", "x.py"])[1]
 
 
 def accepts(args: str) -> bool:
@@ -113,9 +113,9 @@ def test_own_interpreter_takes_the_cached_bootstrap(tmp_path: Path, monkeypatch:
     cached = compile_to(tmp_path / "b.pyc")
     assert bootstrap.__spec__ is not None
     monkeypatch.setattr(bootstrap.__spec__, "cached", cached)
-    assert command_for(sys.executable, ["x.py"]).argv == (sys.executable, cached, "x.py")
-    assert command_for("python3", ["x.py"]).argv == ("python3", B, "x.py")
-    assert command.function_command().argv[-2:] == (cached, "--holdfast-function")
+    assert command_for(sys.executable, ["x.py"])[0] == (sys.executable, cached, "x.py")
+    assert command_for("python3", ["x.py"])[0] == ("python3", B, "x.py")
+    assert command.function_command()[-2:] == (cached, "--holdfast-function")
 
 
 @pytest.mark.parametrize("change", ["stale", "other magic", "checked by hash", "empty", "missing"])
@@ -136,15 +136,14 @@ def test_cached_bootstrap_that_will_not_do(change: str, tmp_path: Path, monkeypa
         path.unlink()
     assert bootstrap.__spec__ is not None
     monkeypatch.setattr(bootstrap.__spec__, "cached", str(path))
-    assert command_for(sys.executable, ["x.py"]).argv == (sys.executable, B, "x.py")
+    assert command_for(sys.executable, ["x.py"])[0] == (sys.executable, B, "x.py")
 
 
 def test_function_command() -> None:
     made = command.function_command()
-    assert made.is_python
-    assert made.argv[0] == sys.executable
-    assert made.argv[1] == "-u"
-    assert made.argv[-1] == "--holdfast-function"
+    assert made[0] == sys.executable
+    assert made[1] == "-u"
+    assert made[-1] == "--holdfast-function"
 
 
 def test_function_command_without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +157,8 @@ def test_function_command_without_interpreter(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_flags_make_an_interpreter_like_this_one(flags: list[str]) -> None:
     show = "import sys; print(sys.flags, sys.warnoptions, sys._xoptions, flush=True)"
-    again = "import subprocess; from holdfast.process.spawner.command import python_flags_for_function as flags"
-    run = f"subprocess.run([sys.executable, *flags(), '-c', {show!r}])"
+    again = "import subprocess; from holdfast.process.spawner.command import function_command as made"
+    run = f"subprocess.run([*made()[:-2], '-c', {show!r}])"
     line = [sys.executable, *flags, "-c", "\n".join([show, again, run])]
     first, second = subprocess.run(line, capture_output=True, text=True, check=False).stdout.splitlines()
     assert first == second

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from signal import SIGTERM
+
 from holdfast import procfs
 from holdfast.process.workers.ladder import ANSWER_PATIENCE_S, Action, Ladder
 
 
 def test_nothing_is_killed_before_the_grace_is_over() -> None:
-    ladder = Ladder(30.0, 100.0)
+    ladder = Ladder(SIGTERM, 30.0, 100.0)
     assert (ladder.is_killed, ladder.deadline) == (False, 130.0)
     assert ladder.climb(129.9, has_leaders=True, is_swept=False) is None
     assert ladder.climb(130.0, has_leaders=True, is_swept=False) is Action.KILL_TREES
@@ -15,7 +17,7 @@ def test_nothing_is_killed_before_the_grace_is_over() -> None:
 
 
 def test_the_trees_are_killed_as_soon_as_no_leader_is_left() -> None:
-    ladder = Ladder(30.0, 100.0)
+    ladder = Ladder(SIGTERM, 30.0, 100.0)
     assert ladder.climb(101.0, has_leaders=False, is_swept=False) is Action.KILL_TREES
     assert ladder.climb(102.0, has_leaders=False, is_swept=False) is None, "once"
     assert ladder.climb(103.0, has_leaders=False, is_swept=True) is None
@@ -23,7 +25,7 @@ def test_the_trees_are_killed_as_soon_as_no_leader_is_left() -> None:
 
 
 def test_haste_only_shortens_the_grace() -> None:
-    ladder = Ladder(30.0, 100.0)
+    ladder = Ladder(SIGTERM, 30.0, 100.0)
     ladder.hurry(60.0, 101.0)
     assert ladder.deadline == 130.0
     ladder.hurry(0.0, 102.0)
@@ -34,7 +36,7 @@ def test_haste_only_shortens_the_grace() -> None:
 
 def test_a_spawner_that_does_not_answer_is_killed_once() -> None:
     assert ANSWER_PATIENCE_S > procfs.KILL_PATIENCE_S, "it names what it cannot kill"
-    ladder = Ladder(0.0, 100.0)
+    ladder = Ladder(SIGTERM, 0.0, 100.0)
     assert ladder.climb(100.0, has_leaders=True, is_swept=False) is Action.KILL_TREES
     assert ladder.climb(100.0 + ANSWER_PATIENCE_S, has_leaders=True, is_swept=False) is Action.KILL_SPAWNER
     assert ladder.climb(200.0, has_leaders=True, is_swept=False) is None
@@ -42,6 +44,6 @@ def test_a_spawner_that_does_not_answer_is_killed_once() -> None:
 
 
 def test_a_spawner_that_is_gone_leaves_nothing_to_kill() -> None:
-    ladder = Ladder(30.0, 100.0)
+    ladder = Ladder(SIGTERM, 30.0, 100.0)
     assert ladder.climb(101.0, has_leaders=False, is_swept=True) is None
     assert (ladder.is_killed, ladder.deadline) == (False, None)

@@ -15,7 +15,7 @@ import pytest
 import holdfast.agent
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.process.output.logs import DefaultLogsSpecs
-from holdfast.process.workers.start import GroupSpec
+from holdfast.process.workers.group import GroupSpec
 
 
 class Job:

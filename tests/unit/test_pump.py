@@ -22,11 +22,11 @@ from pathlib import Path
 
 import pytest
 
+from holdfast import stdio
 from holdfast.errors import InternalError
 from holdfast.process.output import pump as pump_module
 from holdfast.process.output.lines import HeldLine, LineFilter, LinePrefixer
-from holdfast.process.output.pump import Pump, Stream, Tail
-from holdfast.process.output.terminal import open_channel
+from holdfast.process.output.pump import Pump, Stream, Tail, open_channel
 
 DEADLINE_S = 60.0
 
@@ -88,7 +88,9 @@ class Rig:
             file_fd = self.create(name)
         if console_fd == -1:
             console_fd = self.console_fd
-        self.pump.add(Stream(read_fd, name, file_fd, console_fd, prefix, tail, filters, filtered_fd))
+        prefixer = LinePrefixer(prefix) if prefix is not None and console_fd is not None else None
+        picker = LineFilter(filters, prefix or b"") if filters else None
+        self.pump.add(Stream(read_fd, name, file_fd, console_fd, tail, prefixer, picker, filtered_fd))
         return write_fd
 
     def spawn(self, write_fd: int, code: str, *args: str) -> subprocess.Popen[bytes]:
@@ -576,15 +578,15 @@ class TestTrouble:
         """SIGPIPE and SIGXFSZ at their defaults, as a user's program may have set them."""
         code = (
             "import os, resource, signal, sys\n"
-            "from holdfast.process.output.pump import Pump, Stream\n"
-            "from holdfast.process.output.terminal import open_channel\n"
+            "from holdfast.process.output.pump import LinePrefixer, Pump, Stream\n"
+            "from holdfast.process.output.pump import open_channel\n"
             "signal.signal(signal.SIGPIPE, signal.SIG_DFL); signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
             "gone, console = os.pipe(); os.close(gone)\n"
             "warnings = []; pump = Pump(warnings.append); pump.start()\n"
             "read_fd, write_fd = open_channel(None)\n"
             "log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)\n"
-            "pump.add(Stream(read_fd, 'rank 0', log, console, b'', None))\n"
+            "pump.add(Stream(read_fd, 'rank 0', log, console, None, LinePrefixer(b'')))\n"
             "os.write(write_fd, b'x' * 5000 + b'\\n'); os.close(write_fd)\n"
             "print(pump.drain(60), len(warnings), warnings)\n"
             "pump.close()\n"
@@ -621,7 +623,7 @@ class TestTrouble:
         def fail(fd: int, data: bytes) -> None:
             raise ZeroDivisionError("a bug")
 
-        monkeypatch.setattr(pump_module, "_write_all", fail)
+        monkeypatch.setattr(stdio, "write_some", fail)
         write_fd = rig.add("log", b"[w0]:")
         # Far more than the pipe holds: this returns only because somebody reads.
         for _ in range(5):
@@ -668,7 +670,7 @@ class TestTrouble:
     def test_read_end_closed_by_somebody_else(self, rig: Rig) -> None:
         read_fd, write_fd = open_channel(None)
         spare_fd = os.dup(read_fd)
-        rig.pump.add(Stream(read_fd, "rank 0 stdout", None, None, None, None))
+        rig.pump.add(Stream(read_fd, "rank 0 stdout", None, None, None))
         # Not os.close: the number must stay taken, or another test's descriptor could get it.
         directory_fd = os.open("/", os.O_RDONLY)
         os.dup2(directory_fd, read_fd)
@@ -892,7 +894,7 @@ class TestDrainAndClose:
 
     def test_close_is_not_kept_busy_by_an_endless_stream(self, rig: Rig) -> None:
         tail = Tail()
-        rig.pump.add(Stream(os.open("/dev/zero", os.O_RDONLY), "endless", None, None, None, tail))
+        rig.pump.add(Stream(os.open("/dev/zero", os.O_RDONLY), "endless", None, None, tail))
         wait_until(lambda: tail.text() != "", "bytes flow")
         rig.pump.close()
         thread = rig.pump._thread
@@ -935,7 +937,7 @@ class TestDrainAndClose:
         rig.pump.close()
         read_fd, write_fd = open_channel(None)
         with pytest.raises(InternalError, match="rank 7 stdout"):
-            rig.pump.add(Stream(read_fd, "rank 7 stdout", None, None, None, None))
+            rig.pump.add(Stream(read_fd, "rank 7 stdout", None, None, None))
         os.close(read_fd)
         os.close(write_fd)
 
@@ -943,11 +945,11 @@ class TestDrainAndClose:
         """Neither the child of a fork nor the process itself waits for the thread at its end."""
         code = (
             "import os, sys\n"
-            "from holdfast.process.output.pump import Pump, Stream\n"
-            "from holdfast.process.output.terminal import open_channel\n"
+            "from holdfast.process.output.pump import LinePrefixer, Pump, Stream\n"
+            "from holdfast.process.output.pump import open_channel\n"
             "pump = Pump(print); pump.start()\n"
             "read_fd, write_fd = open_channel(None)\n"
-            "pump.add(Stream(read_fd, 'rank 0', None, 1, b'[w0]:', None))\n"
+            "pump.add(Stream(read_fd, 'rank 0', None, 1, None, LinePrefixer(b'[w0]:')))\n"
             "pid = os.fork()\n"
             "if pid == 0: sys.exit(7)\n"
             "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"

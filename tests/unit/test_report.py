@@ -16,7 +16,6 @@ from holdfast.failures.report import (
     exception_name,
     failure_block,
     follows_from_another,
-    is_consequence,
     ranks_text,
     read_error,
     report,
@@ -87,7 +86,7 @@ Current thread 0x00007f2 (most recent call first):
     ],
 )
 def test_an_exception_is_judged_by_its_type_and_words(text: str, expected: bool) -> None:
-    assert is_consequence(1, text) is expected
+    assert follows_from_another(FailureFacts(1, text)) is expected
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,8 @@ def test_an_exception_is_judged_by_its_type_and_words(text: str, expected: bool)
     ],
 )
 def test_an_end_is_judged_by_what_is_known(exitcode: int, text: str, stderr_tail: str, expected: bool) -> None:
-    assert is_consequence(exitcode, text, stderr_tail) is expected
+    facts = FailureFacts(exitcode, text, evidence=Evidence(stderr_tail=stderr_tail))
+    assert follows_from_another(facts) is expected
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import pytest
 
 from holdfast import procfs
 from holdfast.process.spawner import server
-from holdfast.process.spawner.lease import TIME
 from holdfast.process.spawner.server import Spawner
-from holdfast.process.spawner.wire import Channel, channel_pair
+from holdfast.process.spawner.wire import TIME, Channel, channel_pair
 
 
 class Clock:

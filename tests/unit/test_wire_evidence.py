@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.failures import wire_evidence
+from holdfast.failures import report
 from holdfast.failures.report import Evidence
 from holdfast.process.errors import ChildFailedError, ProcessFailure
 from holdfast.rendezvous.membership import protocol
@@ -41,7 +41,7 @@ def test_evidence_is_bounded(filler: str) -> None:
     huge = filler * 1_000_000
     error = {"message": {"message": huge, "extraInfo": {"py_callstack": f"begin {huge} end"}}}
     sent = ProcessFailure(0, 1, 1, "", Evidence(error, huge, huge, huge, huge)).encoded()
-    assert 0 < len(sent) <= wire_evidence.LIMIT_CHARS <= protocol.MAX_EVIDENCE
+    assert 0 < len(sent) <= report.EVIDENCE_LIMIT_CHARS <= protocol.MAX_EVIDENCE
     assert sent.isascii()
     shown = ProcessFailure.on_another_node("b", 1, "", sent).traceback_text()
     assert shown.startswith("begin ")
@@ -61,4 +61,4 @@ def test_fields_of_another_type_count_as_absent_and_no_control_character_passes(
     sent = json.dumps(
         {"pid": "1", "local_rank": 1 << 80, "stack": 7, "note": "\x1b]0;title\x07\x1b[31ma\nb", "is_waiting": 1}
     )
-    assert wire_evidence.decode(sent) == (-1, -1, "", Evidence(note="\\x1b]0;title\\x07a\nb"))
+    assert report.decode_evidence(sent) == (-1, -1, "", Evidence(note="\\x1b]0;title\\x07a\nb"))

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from holdfast.process.spawner import bootstrap
-from holdfast.process.workers.worker import Slot, Stop
+from holdfast.process.workers.ladder import Ladder
+from holdfast.process.workers.worker import Slot
 
-STOP = Stop(signal.SIGTERM, 2.5)
+STOP = Ladder(signal.SIGTERM, 2.5, 0.0)
 ERROR = {"message": {"message": "ValueError: x", "extraInfo": {}}}
 
 
@@ -52,12 +53,12 @@ def write(slot: Slot, kind: bytes, payload: bytes) -> None:
         (-9, STOP, None, "it was stuck", True),
     ],
 )
-def test_who_failed(slot: Slot, exitcode: int | None, stop: Stop | None, error: Any, note: str, failed: bool) -> None:
+def test_who_failed(slot: Slot, exitcode: int | None, stop: Ladder | None, error: Any, note: str, failed: bool) -> None:
     if error:
         write(slot, bootstrap.ERROR, json.dumps(error).encode())
     if exitcode is not None:
         slot.end(exitcode, 1, stop)
-    slot.note = note
+    slot.blame(note=note)
     assert slot.failed_by_itself() is failed
 
 
@@ -68,12 +69,12 @@ def test_who_failed(slot: Slot, exitcode: int | None, stop: Stop | None, error: 
         (0, STOP, "SIGTERM"),
         (-9, STOP, "SIGKILL, 2.5 s after SIGTERM"),
         (1, STOP, "SIGTERM, exit code 1"),
-        (-2, Stop(signal.SIGINT, 30.0), "SIGINT"),
-        (-9, Stop(signal.SIGINT, 30.0), "SIGKILL, 30 s after SIGINT"),
+        (-2, Ladder(signal.SIGINT, 30.0, 0.0), "SIGINT"),
+        (-9, Ladder(signal.SIGINT, 30.0, 0.0), "SIGKILL, 30 s after SIGINT"),
         (None, None, "SIGKILL, but process 4711 cannot be killed"),
     ],
 )
-def test_how_it_was_stopped(slot: Slot, exitcode: int | None, stop: Stop | None, how: str) -> None:
+def test_how_it_was_stopped(slot: Slot, exitcode: int | None, stop: Ladder | None, how: str) -> None:
     if exitcode is not None:
         slot.end(exitcode, 1, stop)
     assert slot.how_stopped() == how
@@ -129,7 +130,7 @@ def test_values_that_are_never_read(is_function: bool, exitcode: int | None) -> 
     if exitcode is not None:
         slot.end(exitcode, 1, None)
     assert slot.return_value() is None
-    assert not slot.note
+    assert not slot.blamed.note
     slot.close()
 
 
@@ -170,7 +171,7 @@ def test_a_value_that_cannot_be_read(slot: Slot) -> None:
     slot.end(0, 1, None)
     assert not slot.failed_by_itself()
     assert slot.return_value() is None
-    assert slot.note.startswith("its return value cannot be read back: UnpicklingError")
+    assert slot.blamed.note.startswith("its return value cannot be read back: UnpicklingError")
     assert slot.failed_by_itself()
 
 
@@ -199,5 +200,5 @@ def test_a_box_that_is_cut_while_it_is_read(slot: Slot, monkeypatch: pytest.Monk
 def test_a_worker_that_was_being_started_did_not_have_to_be_killed() -> None:
     slot = Slot(0, -1, was_starting=True)
     slot.pid = 7
-    slot.end(-signal.SIGKILL, 1, Stop(signal.SIGTERM, 30.0))
+    slot.end(-signal.SIGKILL, 1, Ladder(signal.SIGTERM, 30.0, 0.0))
     assert slot.how_stopped() == "while it was being started"

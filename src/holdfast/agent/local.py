@@ -30,9 +30,8 @@ from holdfast.agent.model import (
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
-from holdfast.process.spawner.lease import Lease
-from holdfast.process.workers.group import PContext
-from holdfast.process.workers.start import GroupSpec, new_group
+from holdfast.process.spawner.wire import Lease
+from holdfast.process.workers.group import GroupSpec, PContext, new_group
 from holdfast.telemetry.metrics import prof, put_call, put_metric
 
 if TYPE_CHECKING:
@@ -200,7 +199,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         shown = ("worker_pid", "scope_id", "expiration_time", "signal") if request is not None else ()
         details = {"watchdog_event": name} | {each: str(getattr(request, each)) for each in shown}
         if request is not None and name == "kill worker process" and self._context is not None:
-            self._context.blame(request.worker_pid, f"its timer {request.scope_id} had expired")
+            self._context.blame(request.worker_pid, note=f"its timer {request.scope_id} had expired")
         self._record("RUNNING", details=details, watchdog_event=name)
 
     def _wait_for_change(self, worker_group: WorkerGroup, pushes_fd: int, timeout_s: float | None) -> None:
@@ -303,7 +302,7 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _blame(self, context: PContext, picture: Picture, reason: str, path: str) -> RunResult:
         note = f"every thread of every worker is in {path}" if path else ""
         for pid, words, stack in picture.blamed(reason):
-            context.blame(pid, note, words, stack, is_waiting=not picture.is_cause_here)
+            context.blame(pid, note=note, hang=words, stack=stack, is_waiting=not picture.is_cause_here)
         return self._failed_result(context)
 
     def _is_stuck(self, context: PContext) -> bool:
@@ -319,7 +318,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 logger.warning("worker %d is in uninterruptible sleep", pid)
             if now - since >= self._stuck_timeout_s:
                 logger.error("worker %d has been in uninterruptible sleep for %g s", pid, self._stuck_timeout_s)
-                context.blame(pid, f"it had been in uninterruptible sleep for {self._stuck_timeout_s:g} s")
+                context.blame(pid, note=f"it had been in uninterruptible sleep for {self._stuck_timeout_s:g} s")
                 return True
         return False
 

@@ -20,17 +20,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 
 from holdfast.frozen import frozen
 
 # v1 writes "no limit" as the largest multiple of the page size; no real limit is a quarter of that.
 _UNLIMITED_BYTES = 1 << 61
 
-# The files of each version: the count, the limit and the peak.
-_Files = tuple[str, str, str]
-_V1 = ("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes")
-_V2 = ("memory.events", "memory.max", "memory.peak")
+# For each version: its line in /proc/self/cgroup (`<id>:<controllers>:<path>`) and its lines in /proc/self/mountinfo
+# (`<id> <parent> <dev> <root> <mount point> <options>... - <type> <source> <super options>`), and the files of the
+# count, the limit and the peak.
+_MOUNT = r"^\S+ \S+ \S+ (\S+) (\S+) .*? - "
+_VERSIONS = (
+    (
+        r"^\d+:(?:[^:\n]*,)?memory(?:,[^:\n]*)?:(.*?)(?: \(deleted\))?$",
+        _MOUNT + r"cgroup \S+ (?:\S*,)?memory(?:,|\s|$)",
+        ("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
+    ),
+    (r"^0::(.*?)(?: \(deleted\))?$", _MOUNT + "cgroup2 ", ("memory.events", "memory.max", "memory.peak")),
+)
 
 
 @frozen
@@ -52,19 +59,17 @@ def memory_killer_counter(root: str = "/") -> MemoryKills | None:
 
     `root` is the directory to use as `/`, for /proc and for the mount points.
     """
-    paths = _cgroup_paths(_read(root, "proc/self/cgroup"))
-    mounts = list(_cgroup_mounts(_read(root, "proc/self/mountinfo")))
-    for files in (_V1, _V2):
-        path = paths.get(files)
-        if path is None:
-            continue
-        tops = [(_below(path, base), point) for base, point, version in mounts if version is files]
-        # A hierarchy may be mounted several times; a mount that contains the group comes first. A mount that does not
-        # contain the group's path occurs in containers, where it shows the group itself.
-        for relative, point in sorted(tops, key=lambda top: top[0] is None):
-            found = _read_group(path, os.path.join(root, point.lstrip("/")), relative or "", files)
-            if found is not None:
-                return found
+    groups, mounts = _read(root, "proc/self/cgroup"), _read(root, "proc/self/mountinfo")
+    for group_line, mount_line, files in _VERSIONS:
+        for path in re.findall(group_line, groups, re.MULTILINE)[-1:]:
+            found = re.findall(mount_line, mounts, re.MULTILINE)
+            tops = [(_below(path, _unescaped(base)), _unescaped(point)) for base, point in found]
+            # A hierarchy may be mounted several times; a mount that contains the group comes first. A mount that does
+            # not contain the group's path occurs in containers, where it shows the group itself.
+            for relative, point in sorted(tops, key=lambda top: top[0] is None):
+                count = _read_group(path, os.path.join(root, point.lstrip("/")), relative or "", files)
+                if count is not None:
+                    return count
     kills = _kills(_read(root, "proc/vmstat"))
     return None if kills is None else MemoryKills("", kills)
 
@@ -90,30 +95,12 @@ def _size_text(size: float) -> str:
     return f"{size / 1024:.1f} TiB"
 
 
-def _cgroup_paths(text: str) -> dict[_Files, str]:
-    """`<id>:<controllers>:<path>` a line; v2 has id 0 and no controllers."""
-    found = {}
-    for number, controllers, path in re.findall(r"^(\d+):([^:\n]*):(.*?)(?: \(deleted\))?$", text, re.MULTILINE):
-        if "memory" in controllers.split(","):
-            found[_V1] = path
-        elif number == "0" and not controllers:
-            found[_V2] = path
-    return found
+def _unescaped(path: str) -> str:
+    """The kernel writes blank, tab, newline and backslash in a path as three octal digits."""
+    return re.sub(r"\\([01][0-7]{2})", lambda code: chr(int(code[1], 8)), path)
 
 
-def _cgroup_mounts(text: str) -> Iterator[tuple[str, str, _Files]]:
-    """`<id> <parent> <dev> <root> <mount point> <options>... - <type> <source> <super options>` a line."""
-    line = r"^\S+ \S+ \S+ (\S+) (\S+) .*? - (cgroup2?) \S+ (\S+)"
-    for *fields, kind, options in re.findall(line, text, re.MULTILINE):
-        # The kernel writes blank, tab, newline and backslash in a path as three octal digits.
-        base, point = (re.sub(r"\\([01][0-7]{2})", lambda code: chr(int(code[1], 8)), field) for field in fields)
-        if kind == "cgroup2":
-            yield base, point, _V2
-        elif "memory" in options.split(","):
-            yield base, point, _V1
-
-
-def _read_group(path: str, top: str, relative: str, files: _Files) -> MemoryKills | None:
+def _read_group(path: str, top: str, relative: str, files: tuple[str, str, str]) -> MemoryKills | None:
     """Read the nearest group that has the memory controller: the group at `relative` below the mount, or one above."""
     events, limit, peak = files
     parts = relative.split("/") if relative else []

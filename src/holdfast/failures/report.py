@@ -10,10 +10,15 @@ may still be writing its traceback. Within a kind the order of reaping or of arr
 that order is unknown: they are coarse and may come from several hosts.
 
 The report quotes workers and peers. Their text is escaped, and none of its lines begins where the report's lines do.
+
+So that every node of a run can show a failure, its node sends the evidence with its next join, after its workers have
+ended, and the coordinator passes it on with the outcome: JSON in ASCII, whose long texts are cut in the middle until it
+fits. The reader does not trust it: a field of an unexpected type counts as absent, and control characters are escaped.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +39,8 @@ _BORDER_LIMIT_CHARS = 60
 _MESSAGE_LIMIT_CHARS = 1 << 16
 _CALLSTACK_LIMIT_CHARS = 1 << 18
 _SEARCHED_CHARS = 1 << 14
+EVIDENCE_LIMIT_CHARS = 1 << 16
+_TEXTS = ("stack", "stderr_tail", "memory", "note", "hang")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +106,6 @@ _CONSEQUENCE_PHRASE = re.compile(
 _CONSEQUENCE_CODES = {code for number in (Signals.SIGTERM, Signals.SIGPIPE) for code in (-number, 128 + number)}
 
 
-def is_consequence(exitcode: int, text: str = "", stderr_tail: str = "") -> bool:
-    """Whether a failure like this is typically caused by another failure.
-
-    The exception decides if there is one, whatever the exit code: a worker that raised and was then stopped during its
-    cleanup has exit code -SIGTERM and still explains itself. Without one, a signal explains itself, except those from
-    outside and except an abort: watchdogs inside the process end it with SIGABRT and say why on stderr, in the midst of
-    a native backtrace. For an exit code, the last line of stderr decides.
-    """
-    if text:
-        return _points_elsewhere(text)
-    if exitcode in _CONSEQUENCE_CODES:
-        return True
-    if exitcode == -Signals.SIGABRT:
-        return _CONSEQUENCE_PHRASE.search(stderr_tail[-_SEARCHED_CHARS:]) is not None
-    return exitcode >= 0 and _points_elsewhere(last_line(stderr_tail))
-
-
 def exception_name(text: str) -> str:
     """The type in `<type>: <message>`, without its module; empty if the text does not start with one."""
     # torch's hook prefixes every line of a traceback with the rank.
@@ -145,10 +135,24 @@ def root_cause(failures: Mapping[K, FailureFacts]) -> K:
 
 
 def follows_from_another(failure: FailureFacts) -> bool:
-    """Whether another failure typically causes it. The way in which a hung worker was stopped does not count."""
+    """Whether another failure typically causes one like this.
+
+    Of a hung worker the way in which it was stopped does not count. The exception decides if there is one, whatever the
+    exit code: a worker that raised and was then stopped during its cleanup has exit code -SIGTERM and still explains
+    itself. Without one, a signal explains itself, except those from outside and except an abort: watchdogs inside the
+    process end it with SIGABRT and say why on stderr, in the midst of a native backtrace. For an exit code, the last
+    line of stderr decides.
+    """
+    exitcode, stderr_tail = failure.exitcode, failure.evidence.stderr_tail
     if failure.evidence.hang:
         return failure.evidence.is_waiting
-    return is_consequence(failure.exitcode, failure.text, failure.evidence.stderr_tail)
+    if failure.text:
+        return _points_elsewhere(failure.text)
+    if exitcode in _CONSEQUENCE_CODES:
+        return True
+    if exitcode == -Signals.SIGABRT:
+        return _CONSEQUENCE_PHRASE.search(stderr_tail[-_SEARCHED_CHARS:]) is not None
+    return exitcode >= 0 and _points_elsewhere(last_line(stderr_tail))
 
 
 def signal_name(exitcode: int) -> str:
@@ -248,31 +252,23 @@ def failure_block(index: int, fields: Mapping[str, str], evidence: Evidence) -> 
     stack = _lines(evidence.stack.strip("\n"))
     if (hidden := len(stack) - _STACK_LIMIT_LINES) > 0:  # The most recent call is first.
         stack[_STACK_LIMIT_LINES:] = [f"... ({hidden} more lines)"]
-    tail, traceback = _text_in(evidence.stderr_tail), _text_in(fields.get("traceback", ""))
+    texts = (evidence.stderr_tail, fields.get("traceback", ""))
+    tail, traceback = (without_colours(text).strip("\n") for text in texts)
     if "\n" in traceback:  # It is shown already. A single line is not a traceback but a message.
         tail = tail.removesuffix(traceback).rstrip("\n")
     stderr = _lines(tail)
     if (hidden := len(stderr) - _STDERR_LIMIT_LINES) > 0:
         stderr[:hidden] = [f"... ({hidden} lines before)"]
-    lines = [f"[{index}]:", *_field_lines(fields)]
+    lines = [f"[{index}]:"]
+    for name, text in fields.items():
+        shown = escape.lines(traceback).replace("\n", "\n  ") if name == "traceback" else escape.one_line(text)
+        lines.append(f"  {name:<10}: {shown}")
     for name, section in (("stack", stack), ("stderr", stderr)):
         if any(map(str.strip, section)):
             lines += [f"  {name:<10}:", *(f"    {escape.lines(line)}".rstrip() for line in section)]
-    sentences = {"memory": evidence.memory, "note": evidence.note}
-    return "\n".join([*lines, *_field_lines({name: text for name, text in sentences.items() if text})])
-
-
-def _field_lines(fields: Mapping[str, str]) -> list[str]:
-    shown = {name: escape.one_line(text) if name != "traceback" else _indented(text) for name, text in fields.items()}
-    return [f"  {name:<10}: {text}" for name, text in shown.items()]
-
-
-def _indented(text: str) -> str:
-    return escape.lines(_text_in(text)).replace("\n", "\n  ")
-
-
-def _text_in(text: str) -> str:
-    return without_colours(text).strip("\n")
+    for name, text in (("memory", evidence.memory), ("note", evidence.note)):
+        lines += [f"  {name:<10}: {escape.one_line(text)}"] if text else []
+    return "\n".join(lines)
 
 
 def without_colours(text: str) -> str:
@@ -314,3 +310,39 @@ def ranks_text(ranks: Iterable[int]) -> str:
     words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     plural = "" if len(runs) == 1 and len(runs[0]) == 1 else "s"
     return f"rank{plural} {', '.join(words)}"
+
+
+def encode_evidence(local_rank: int, pid: int, error_file: str, error: Mapping[str, Any], evidence: Evidence) -> str:
+    message, callstack, timestamp = read_error(error)
+    facts = {"local_rank": local_rank, "pid": pid, "timestamp": timestamp, "is_waiting": evidence.is_waiting}
+    texts = {"error_file": error_file, "message": message, "callstack": callstack}
+    texts |= {name: getattr(evidence, name) for name in _TEXTS}
+    for limit in (1 << 15, 1 << 13, 1 << 11, 1 << 9, 0):
+        text = json.dumps({**facts, **{name: cut_middle(each, limit) for name, each in texts.items()}})
+        if len(text) <= EVIDENCE_LIMIT_CHARS:
+            return text
+    return ""
+
+
+def decode_evidence(text: str) -> tuple[int, int, str, Evidence] | None:
+    """Local rank, pid, error file and evidence of a failed worker. None if the text is empty or invalid."""
+    try:
+        said = json.loads(text) if len(text) <= EVIDENCE_LIMIT_CHARS else None
+    except (ValueError, RecursionError):
+        said = None
+    if not isinstance(said, dict):
+        return None
+    texts = {name: _plain(said.get(name)) for name in (*_TEXTS, "message", "callstack", "error_file")}
+    numbers = {name: _number(said.get(name)) for name in ("local_rank", "pid", "timestamp")}
+    extra = {"py_callstack": texts["callstack"], "timestamp": str(max(numbers["timestamp"], 0))}
+    error = {"message": {"message": texts["message"], "extraInfo": extra}} if texts["message"] else None
+    evidence = Evidence(error, **{name: texts[name] for name in _TEXTS}, is_waiting=said.get("is_waiting") is True)
+    return numbers["local_rank"], numbers["pid"], texts["error_file"], evidence
+
+
+def _plain(value: object) -> str:
+    return escape.lines(without_colours(value)) if isinstance(value, str) else ""
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) and abs(value) < 1 << 53 else -1

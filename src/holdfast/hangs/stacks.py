@@ -21,12 +21,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import IO, Any, Generic, TypeVar
 
 from holdfast import escape, procfs
 from holdfast.errors import HostError
 from holdfast.failures.report import shorten
 from holdfast.hangs.compare import Frame, Look, Thread
+from holdfast.process.spawner.bootstrap import DUMP_SIGNAL
 
 T = TypeVar("T")
 
@@ -34,8 +36,6 @@ DUMP_TIMEOUT_S = 5.0
 # Dumps that run at the same time. Each is a short-lived process of its own.
 _PARALLEL_DUMPS = 8
 
-# The bootstrap registers faulthandler on the same number. It is far from the signals that programs use.
-DUMP_SIGNAL = 58
 _BLACKBOX_LINK = re.compile(r"/memfd:holdfast-\d+ ")
 _SIGNAL_PATIENCE_S = 2.0
 _STILL_S = 0.1
@@ -73,10 +73,8 @@ def look_at(pid: int, *, native: bool = False, timeout_s: float = DUMP_TIMEOUT_S
             troubles += [str(error)] if str(error) not in troubles else []
             continue
         if native and how == "py-spy":
-            try:  # Native frames take a second or more, so the Python frames come first.
+            with suppress(HostError):  # Native frames take a second or more, so the Python frames come first.
                 how, threads = "py-spy, with native frames", _py_spy_threads(pid, ["--native"], left_s())
-            except HostError:
-                pass
         return Look(pid, threads=threads, how=how, **facts)
     return Look(pid, trouble=escape.one_line("; ".join(troubles)) if state else "the process has ended", **facts)
 
@@ -222,11 +220,9 @@ def _open_black_box(pid: int) -> IO[bytes]:
         raise HostError("it has no faulthandler of holdfast")
     for name in os.listdir(f"/proc/{pid}/fd"):
         link = f"/proc/{pid}/fd/{name}"
-        try:
+        with suppress(FileNotFoundError):
             if _BLACKBOX_LINK.match(os.readlink(link)):
                 return open(link, "rb", buffering=0)
-        except FileNotFoundError:
-            continue
     raise HostError("it has closed its black box, into which faulthandler would write")
 
 
@@ -247,34 +243,26 @@ def _await_text(fd: int, start: int, until_s: float) -> str:
 # Several processes.
 
 
-def text_for(pid: int, dump: Callable[[int], str]) -> str:
-    """The stacks of a process, or a line that says why there are none."""
-    try:
-        return dump(pid)
-    except Exception as error:
-        return f"no stacks of process {pid}: {error or type(error).__name__}"
-
-
 class Dumps(Generic[T]):
-    """Dumps of several processes, in threads that need not be waited for. `dump` must not raise."""
+    """Dumps of several processes, in threads that need not be waited for."""
 
     def __init__(self, pids: Iterable[int], dump: Callable[[int], T], on_each: Callable[[], object]) -> None:
         self._pids = list(pids)
         self._dump = dump
         self._on_each = on_each
         self._todo = deque(self._pids)
-        self._found: dict[int, T] = {}
+        self._found: dict[int, T | Exception] = {}
         for _ in range(min(len(self._pids), _PARALLEL_DUMPS)):
             threading.Thread(target=self._work, name="holdfast-stacks", daemon=True).start()
 
     def are_complete(self) -> bool:
         return len(self._found) == len(self._pids)
 
-    def finish(self, missing: Callable[[int], T]) -> dict[int, T]:
-        """The dumps that are complete now. Those that have not begun are cancelled."""
+    def finish(self) -> dict[int, T | Exception]:
+        """The dumps that are complete now, or why there is none. Those that have not begun are cancelled."""
         self._todo.clear()
-        found = dict(self._found)
-        return {pid: found[pid] if pid in found else missing(pid) for pid in self._pids}
+        late = HostError("the dump did not finish in time")
+        return {pid: self._found.get(pid, late) for pid in self._pids}
 
     def _work(self) -> None:
         while self._todo:
@@ -282,13 +270,8 @@ class Dumps(Generic[T]):
                 pid = self._todo.popleft()
             except IndexError:
                 return
-            self._found[pid] = self._dump(pid)
+            try:
+                self._found[pid] = self._dump(pid)
+            except Exception as error:
+                self._found[pid] = error
             self._on_each()
-
-
-def late(pid: int) -> Look:
-    return Look(pid, trouble="the dump did not finish in time")
-
-
-def late_text(pid: int) -> str:
-    return f"no stacks of process {pid}: {late(pid).trouble}"

@@ -168,7 +168,8 @@ def _look_at_all(pids: Iterable[int], native: bool) -> dict[int, Look]:
         loop.wait_readable([wakeup.fileno()], left_s)
         wakeup.clear()
     wakeup.close()
-    return dumps.finish(stacks.late)
+    found = dumps.finish().items()
+    return {pid: each if isinstance(each, Look) else Look(pid, trouble=str(each)) for pid, each in found}
 
 
 def tell(picture: Picture, destinations: LogsDest, heading: str) -> str:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
 from holdfast import escape
-from holdfast.failures import report, wire_evidence
+from holdfast.failures import report
 from holdfast.failures.report import NOT_AVAILABLE, Evidence, FailureFacts
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
@@ -33,6 +33,8 @@ _NOT_SOUGHT = Evidence()
 _ERROR_FILE_LIMIT_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
+# A failure is described before its group is stopped, and again when the evidence is complete.
+_warn_once = functools.lru_cache(maxsize=64)(logger.warning)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,12 +91,12 @@ class ProcessFailure:
         """A failure that another node has sent; `text` is its cause line, for a node that sent no more than that."""
         note = f"node {node} did not send its evidence of this failure"
         known_by_text = (-1, 0, "", Evidence(error={"message": {"message": text}}, note=note))
-        local_rank, pid, error_file, evidence = wire_evidence.decode(sent) or known_by_text
+        local_rank, pid, error_file, evidence = report.decode_evidence(sent) or known_by_text
         return cls(local_rank, pid, exitcode, error_file, evidence, node=node)
 
     def encoded(self) -> str:
         """The failure with its evidence, for the other nodes of the run."""
-        return wire_evidence.encode(self.local_rank, self.pid, self.error_file, self._error(), self.evidence)
+        return report.encode_evidence(self.local_rank, self.pid, self.error_file, self._error(), self.evidence)
 
     def signal_name(self) -> str:
         return report.signal_name(self.exitcode) or NOT_AVAILABLE
@@ -124,7 +126,7 @@ class ProcessFailure:
             return _load_error_file(self.error_file)
         except (OSError, ValueError, RecursionError) as e:
             problem = getattr(e, "strerror", None) or str(e)
-            _warn_unreadable(self.error_file, self.pid, problem)
+            _warn_once("the error file %s of pid %d is unreadable: %s", self.error_file, self.pid, problem)
             notes = [self.evidence.note, f"its error file {self.error_file} is unreadable: {problem}"]
             self.evidence = replace(self.evidence, note="; ".join(filter(None, notes)))
             return None
@@ -321,12 +323,6 @@ def _write_root_cause(handler: ErrorHandler, error: ChildFailedError) -> None:
         details = {"py_callstack": callstack, "timestamp": str(failure.timestamp)}
         data = {"message": {"message": error.cause(), "extraInfo": details}}
     handler.dump_error_data(f"the evidence of rank {rank}", data, failure.exitcode)
-
-
-@functools.lru_cache(maxsize=64)
-def _warn_unreadable(path: str, pid: int, problem: str) -> None:
-    """Once: a failure is described before its group is stopped, and again when the evidence is complete."""
-    logger.warning("the error file %s of pid %d is unreadable: %s", path, pid, problem)
 
 
 def _load_error_file(path: str) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from holdfast import escape, procfs
@@ -117,13 +116,14 @@ class ProcessTimerServer(TimerServer):
 
     def _log_stacks(self, pids: Iterable[int]) -> None:
         """Log the stacks of these processes. Requests are read meanwhile; `stop` ends it."""
-        dumps = stacks.Dumps(pids, partial(stacks.text_for, dump=self._dump_stacks), self._request_queue.wake)
+        dumps = stacks.Dumps(pids, self._dump_stacks, self._request_queue.wake)
         until_s = time.monotonic() + _DUMPS_TIMEOUT_S
         while not dumps.are_complete() and not self._is_stopping and (left_s := until_s - time.monotonic()) > 0:
             self._fetch(left_s)
-        for text in filter(None, dumps.finish(stacks.late_text).values()):
-            # Indented, so that no name in them can begin a line of the log.
-            logger.warning("%s", text.replace("\n", "\n  "), extra=escape.HAS_LINES)
+        for pid, found in dumps.finish().items():
+            text = found if isinstance(found, str) else f"no stacks of process {pid}: {found}"
+            if text:  # Indented, so that no name in it can begin a line of the log.
+                logger.warning("%s", text.replace("\n", "\n  "), extra=escape.HAS_LINES)
 
     def _reap_worker(self, worker_id: int) -> bool:
         """Signal a process, which may have ended while its stacks were taken. False means: try again."""

@@ -1,6 +1,6 @@
 """The tee pump: one thread that copies the output of workers to log files and to the console.
 
-Every worker stream that is teed, filtered or remembered comes through a pipe (or a pty, see `terminal`).
+Every worker stream that is teed, filtered or remembered comes through a pipe (or a pty, see `open_channel`).
 Each piece that arrives goes, in this order, to
 
     the log file       exactly the worker's bytes, at once
@@ -26,13 +26,16 @@ The thread is a daemon. A forked child has no such thread and must not touch the
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import select
 import signal
+import termios
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TextIO, TypeVar
@@ -40,13 +43,13 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 from holdfast import stdio
 from holdfast.errors import HostError, InternalError
 from holdfast.loop import Wakeup
-from holdfast.process.output import terminal
 from holdfast.process.output.lines import HeldLine, LineFilter, LinePrefixer, Tail
 
 if TYPE_CHECKING:
     from holdfast.process.output.watch import StreamWatch
 
-__all__ = ["Pump", "Stream", "Tail"]
+# An ordinary user may have 64 MiB in pipes; two hundred workers must fit.
+_PIPE_BYTES = 256 * 1024
 
 # With its prefixes such a piece still fits into memory that malloc has at hand. From 128 KiB on malloc asks the kernel
 # for every piece anew, and the page faults cost more than the system calls that larger pieces save.
@@ -60,7 +63,7 @@ _CONSOLE_WRITE_BYTES = 256 * 1024
 
 # When it is closed the pump reads at most this much more from a stream, which is more than a channel holds. A
 # process that was left behind and keeps writing therefore cannot keep `close` busy.
-_LAST_READ_BYTES = 2 * terminal.PIPE_BYTES
+_LAST_READ_BYTES = 2 * _PIPE_BYTES
 
 # `close` gives the thread this long without progress, and this long in all, before it replaces it.
 _CLOSE_PATIENCE_S = 1.0
@@ -86,25 +89,19 @@ class Stream:
     label: str  # Names the stream in warnings: "rank 3 stdout".
     file_fd: int | None  # Already open; the pump owns it and closes it.
     console_fd: int | TextIO | None  # Never closed. An object that has replaced sys.stdout has no descriptor.
-    prefix: bytes | None  # None: the console gets the bytes as they come.
     tail: Tail | None
-    filters: tuple[bytes, ...] = ()
+    prefixer: LinePrefixer | None = None  # None: the console gets the bytes as they come.
+    filter: LineFilter | None = None
     filtered_fd: int | None = None  # May be shared between streams; the caller owns it.
     watch: StreamWatch | None = None
 
     # The pump's own.
-    prefixer: LinePrefixer | None = field(default=None, init=False)
-    filter: LineFilter | None = field(default=None, init=False)
     held: HeldLine = field(default_factory=HeldLine, init=False)
     is_split: bool = field(default=False, init=False)
     followed_fd: int | None = field(default=None, init=False)  # The terminal whose size the worker's terminal follows.
     error_count: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if self.console_fd is not None and self.prefix is not None:
-            self.prefixer = LinePrefixer(self.prefix)
-        if self.filters and self.filtered_fd is not None:
-            self.filter = LineFilter(self.filters, self.prefix or b"")
         if isinstance(self.console_fd, int) and os.isatty(self.read_fd):
             self.followed_fd = self.console_fd
 
@@ -119,7 +116,8 @@ class Stream:
 
     def close_file(self) -> None:
         if self.file_fd is not None:
-            _close_quietly(self.file_fd)
+            with suppress(OSError):  # A late error of a network file system.
+                os.close(self.file_fd)
             self.file_fd = None
 
 
@@ -253,11 +251,8 @@ class Pump:
         # Python ignores these two from the start, but a user's program may have changed that. While they are blocked,
         # writes fail with EPIPE and EFBIG instead.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE, signal.SIGXFSZ})
-        try:
-            with self._turn:
-                self._copy_until_closed()
-        except _Replaced:
-            pass
+        with suppress(_Replaced), self._turn:
+            self._copy_until_closed()
 
     def _copy_until_closed(self) -> None:
         while True:
@@ -269,7 +264,9 @@ class Pump:
                     self._streams[stream.read_fd] = stream
                     self._poller.register(stream.read_fd, select.POLLIN)
                 if is_closing:
-                    self._finish()
+                    for stream in list(self._streams.values()):
+                        self._guarded(stream, self._read_rest)
+                        self._end(stream)
                     return
                 self._serve_ready()
             except Exception as error:
@@ -285,11 +282,6 @@ class Pump:
                 self._wakeup.clear()
             elif stream := self._streams.get(fd):
                 self._guarded(stream, self._serve)
-
-    def _finish(self) -> None:
-        for stream in list(self._streams.values()):
-            self._guarded(stream, self._read_rest)
-            self._end(stream)
 
     def _guarded(self, stream: Stream, action: Callable[[Stream], object]) -> None:
         """Do something for one stream. An unexpected error costs that stream outlets and leaves the others alone."""
@@ -316,7 +308,7 @@ class Pump:
             now = self._moved_at = time.monotonic()
             if stream.watch is not None:
                 stream.watch.saw(data, now)
-            if stream.followed_fd is not None and not terminal.copy_size(stream.followed_fd, stream.read_fd):
+            if stream.followed_fd is not None and not _copy_size(stream.followed_fd, stream.read_fd):
                 stream.followed_fd = None
             self._pass_on(stream, data)
         else:
@@ -365,25 +357,23 @@ class Pump:
                 self._warn_once(f"{stream.label}: a line is split on the console after {len(line)} bytes; {limit}")
         self._held_at_most = held_bytes
 
-    def _write_held(self, stream: Stream) -> None:
-        self._write_lines(stream, stream.held.flush(), is_last=True)
-
     def _end(self, stream: Stream) -> None:
-        if stream.read_fd in self._streams:
-            self._guarded(stream, self._write_held)
-            self._release(stream)
+        self._guarded(stream, lambda each: self._write_lines(each, each.held.flush(), is_last=True))
+        self._release(stream)
 
     def _release(self, stream: Stream) -> None:
-        if self._streams.pop(stream.read_fd, None) is None:
-            return
-        self._poller.unregister(stream.read_fd)
-        _close_quietly(stream.read_fd)
-        stream.close_file()
+        if self._streams.pop(stream.read_fd, None) is not None:
+            self._poller.unregister(stream.read_fd)
+            with suppress(OSError):  # A program may have closed it.
+                os.close(stream.read_fd)
+            stream.close_file()
 
     def _ends(self, what: str, fd: int, data: bytes) -> bool:
         """Write to a file. True, after a warning, if it takes no more."""
+        view = memoryview(data)
         try:
-            _write_all(fd, data)
+            while view:
+                view = view[stdio.write_some(fd, view) :]
         except OSError as error:
             self._warn_once(f"{what} {_path_of(fd)} ends here: {error.strerror}")
             return True
@@ -439,12 +429,6 @@ def _write_some(fd: int | TextIO, data: memoryview) -> int:
     return len(data)
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[_write_some(fd, view) :]
-
-
 def _path_of(fd: int | TextIO) -> str:
     if not isinstance(fd, int):
         return repr(fd)
@@ -454,8 +438,39 @@ def _path_of(fd: int | TextIO) -> str:
         return f"(descriptor {fd})"
 
 
-def _close_quietly(fd: int) -> None:
+def open_channel(console_fd: int | None) -> tuple[int, int]:
+    """A read end for the pump and a write end for a worker, both closed on exec.
+
+    On a terminal, programs show colours and progress bars and write line by line. So a worker whose output ends on a
+    terminal gets a pty, whose size follows that of the terminal; or a pipe if there is no pty left.
+    """
+    if console_fd is not None and os.isatty(console_fd):
+        try:
+            master_fd, worker_fd = os.openpty()
+        except OSError:
+            pass
+        else:
+            import tty
+
+            tty.setraw(worker_fd)  # The terminal at the end translates line ends, and must do so only once.
+            _copy_size(console_fd, worker_fd)
+            return master_fd, worker_fd
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+    with suppress(OSError):  # The user's limit for pipe memory is reached; the default size works too, only slower.
+        fcntl.fcntl(write_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return read_fd, write_fd
+
+
+def _copy_size(from_fd: int, to_fd: int) -> bool:
+    """Give a worker's terminal the size of the one on which its output ends. False if there is none any more.
+
+    The pump does so whenever the worker writes. That costs less than a handler of SIGWINCH, which only the main thread
+    of a program could have.
+    """
     try:
-        os.close(fd)
+        size = fcntl.ioctl(from_fd, termios.TIOCGWINSZ, bytes(8))
+        if size != fcntl.ioctl(to_fd, termios.TIOCGWINSZ, bytes(8)):
+            fcntl.ioctl(to_fd, termios.TIOCSWINSZ, size)
     except OSError:
-        pass  # A late error of a network file system, or a program has closed it: there is nothing to do.
+        return False
+    return True

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from holdfast.process.output import pump, terminal
-from holdfast.process.output.lines import TAIL_BYTES, Tail
+from holdfast.process.output import pump
+from holdfast.process.output.lines import TAIL_BYTES, LineFilter, LinePrefixer, Tail
 from holdfast.process.output.logs import LogsDest, open_left_file
 
 if TYPE_CHECKING:
@@ -87,16 +87,16 @@ class Outlets:
     def _open_through_pump(self, stream: str, rank: int, path: str, is_teed: bool) -> int:
         fd = 1 if stream == "stdout" else 2
         tail = self._tails.setdefault(rank, Tail()) if stream == "stderr" else None
-        watch = None if self._watch is None else self._watch.stream(rank)
-        read_fd, write_fd = terminal.open_channel(None if path else fd)
-        label = f"rank {rank} {stream}"
+        read_fd, write_fd = pump.open_channel(None if path else fd)
+        made = pump.Stream(read_fd, f"rank {rank} {stream}", None, None if path else fd, tail)
+        if self._watch is not None:
+            made.watch = self._watch.stream(rank)
         if is_teed:
             prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:").encode(errors="surrogateescape")
-            filters, filtered_fd = self._filters[stream], self._filtered_fds.get(stream)
-            outlets = (self._open_log(path), _console(fd), prefix, tail, filters, filtered_fd)
-            self._pump.add(pump.Stream(read_fd, label, *outlets, watch=watch))
-        else:
-            self._pump.add(pump.Stream(read_fd, label, None, None if path else fd, None, tail, watch=watch))
+            made.file_fd, made.console_fd, made.prefixer = self._open_log(path), _console(fd), LinePrefixer(prefix)
+            if (filtered_fd := self._filtered_fds.get(stream)) is not None:
+                made.filter, made.filtered_fd = LineFilter(self._filters[stream], prefix), filtered_fd
+        self._pump.add(made)
         return write_fd
 
     def _open_log(self, path: str) -> int | None:

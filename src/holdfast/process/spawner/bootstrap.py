@@ -23,16 +23,19 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from functools import partial
     from types import TracebackType
     from typing import Any, NoReturn
 
     Program = Callable[[], object]
     Call = tuple[Callable[..., Any], tuple[Any, ...]]
+else:
+    from _functools import partial  # It saves a frame on the stack, and the import of functools.
 
 MAGIC, VALUE, ERROR = b"\0HF1", b"V", b"E"
 MESSAGE_LIMIT, CALLSTACK_LIMIT = 64 << 10, 256 << 10
 EVIDENCE_LIMIT = 1 << 20  # The agent reads no more of a black box or of an error file, so a record must fit into it.
-DUMP_SIGNAL = 58  # Sent by the agent to a worker that hangs: faulthandler writes the stacks of all threads.
+DUMP_SIGNAL = 58  # From the agent to a worker that hangs: faulthandler writes all stacks. Programs use others.
 # Where `library` looks first, so that a program's own json.py is not taken for the standard one.
 library_path = sys.path[:0]
 
@@ -246,13 +249,7 @@ def prepare_module(rest: "list[str]", is_path_safe: bool) -> "Program":
 def run_as_main(name: str, alter_argv: bool) -> "Program":
     from runpy import _run_module_as_main as run  # type: ignore[attr-defined]  # `-m` calls it.
 
-    return bound(run, name, alter_argv)
-
-
-def bound(function: "Callable[..., object]", *args: object) -> "Program":
-    from _functools import partial  # type: ignore[import-not-found]  # Saves a frame and the import of functools.
-
-    return partial(function, *args)  # type: ignore[no-any-return]
+    return partial(run, name, alter_argv)
 
 
 def prepare_command(rest: "list[str]", is_path_safe: bool) -> "Program":
@@ -266,7 +263,7 @@ def prepare_command(rest: "list[str]", is_path_safe: bool) -> "Program":
         lines = [line + "\n" for line in source.splitlines()]
         library("linecache").cache["<string>"] = (len(source), None, lines, "<string>")
     code = compile(source, "<string>", "exec", dont_inherit=True)
-    return bound(exec, code, sys.modules["__main__"].__dict__)
+    return partial(exec, code, sys.modules["__main__"].__dict__)
 
 
 def prepare_script(script: str, rest: "list[str]", is_path_safe: bool, evidence: Evidence) -> "Program":
@@ -283,26 +280,22 @@ def prepare_script(script: str, rest: "list[str]", is_path_safe: bool, evidence:
     loader = importing.SourcelessFileLoader if is_compiled else importing.SourceFileLoader
     reset_main(loader("__main__", path), path)
     if is_compiled:
-        return bound(exec, compiled_code(content, importing.MAGIC_NUMBER), evidence.main_names)
+        return partial(exec, compiled_code(content, importing.MAGIC_NUMBER), evidence.main_names)
     try:
-        return bound(exec, compile(content, path, "exec", dont_inherit=True), evidence.main_names)
+        return partial(exec, compile(content, path, "exec", dont_inherit=True), evidence.main_names)
     except (SyntaxError, ValueError) as error:
         if sys.version_info >= (3, 10) and is_oddly_encoded(content) and os.path.isfile(path):
-            leave_to_python(error, evidence)
+            # Run it without the bootstrap: `compile` handles encodings differently from the interpreter.
+            evidence.record(error)
+            try:
+                os.execv(sys.executable, sys.orig_argv)
+            except OSError:
+                pass
         raise
 
 
 def is_oddly_encoded(content: bytes) -> bool:
     return b"coding" in content[:200] or b"\0" in content or content.decode("utf-8", "ignore").encode() != content
-
-
-def leave_to_python(error: Exception, evidence: Evidence) -> None:
-    """Run the script without the bootstrap: `compile` handles encodings differently from the interpreter."""
-    evidence.record(error)
-    try:
-        os.execv(sys.executable, sys.orig_argv)
-    except OSError:
-        pass
 
 
 def absolute(path: str) -> str:
@@ -328,7 +321,7 @@ def read_script(path: str, evidence: Evidence) -> bytes:
     raise SystemExit(2)
 
 
-def compiled_code(content: bytes, magic: bytes) -> object:
+def compiled_code(content: bytes, magic: bytes) -> "Any":
     import marshal
 
     if content[:4] != magic:

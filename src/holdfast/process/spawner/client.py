@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from holdfast import loop, procfs, signals
 from holdfast.errors import HostError
-from holdfast.process.spawner.lease import Lease
-from holdfast.process.spawner.wire import Channel, Message, channel_pair
+from holdfast.process.spawner.wire import Channel, Lease, Message, channel_pair
 
 if TYPE_CHECKING:
     from holdfast.process.spawner.server import Call
@@ -52,8 +51,8 @@ class SpawnerLink:
         self._token = token
         self._sessions: set[int] = set()
         self._has_survivors = False
-        self._is_lost = False
-        self._guard: _Guard | None = None
+        self._is_gone = threading.Event()
+        self._is_guarded = False
 
     @classmethod
     def launch(cls, *, with_site_packages: bool = False) -> SpawnerLink:
@@ -114,14 +113,21 @@ class SpawnerLink:
 
     def is_idle(self) -> bool:
         """Whether the spawner is there and has nothing to say, as it should be between two lives of a group."""
-        return not self.reports() and not self._is_lost
+        return not self.reports() and not self._is_gone.is_set()
 
-    def prepare(self) -> None:
+    def prepare(self, lease: Lease | None = None) -> None:
         """Workers inherit this process's environment, directory and ignored signals as they are now. From now on the
-        spawner does not stay stopped."""
-        self._channel.send(("prepare", _environment(), _directory(), _ignored_signals()))
-        if self._guard is None:
-            self._guard = _Guard(self._pid)
+        spawner does not stay stopped, and kills its workers when the lease runs out."""
+        fds = (lease.descriptor_for_spawner(),) if lease is not None else ()
+        self._channel.send(("prepare", _environment(), _directory(), _ignored_signals()), fds)
+        if not self._is_guarded:
+            self._is_guarded = True
+            # It gets no link, which may be dropped without a word.
+            guard = threading.Thread(
+                target=_keep_going, args=(self._pid, self._is_gone), name="holdfast-spawner", daemon=True
+            )
+            with contextlib.suppress(RuntimeError):  # No thread is to be had in a process at its limit.
+                guard.start()
 
     def start(
         self, id_: int, kind: str, argv: Iterable[str], env: Mapping[str, str], cpus: Iterable[int], fds: dict[str, int]
@@ -131,17 +137,13 @@ class SpawnerLink:
         order = (kind, [os.fsencode(part) for part in argv], sorted(cpus))
         self._channel.send(("start", id_, order, changes, tuple(fds)), tuple(fds.values()))
 
-    def lend_lease(self, lease: Lease) -> None:
-        """From now on the spawner kills its workers when the lease runs out."""
-        self._channel.send(("lease",), (lease.descriptor_for_spawner(),))
-
     def kill_all(self) -> None:
         self._channel.send(("kill",))
 
     def reports(self) -> list[Message]:
         """What the spawner has said since the last call (see `server`), and `lost(how)` if it is gone and every worker
         with it. Never waits. `started` has the pidfd as one more value; it is None if the kernel has none."""
-        if self._is_lost:
+        if self._is_gone.is_set():
             return []
         self._channel.flush()
         reports: list[Message] = []
@@ -160,7 +162,7 @@ class SpawnerLink:
 
     def wait(self, timeout_s: float | None, *, new_signals_only: bool = False) -> None:
         """Wait until the spawner says something or takes more orders, a signal comes, or the time is up."""
-        if not self._is_lost:
+        if not self._is_gone.is_set():
             unsent = self.unsent_fds()
             loop.wait_readable([self.fileno()], timeout_s, writable=unsent, new_signals_only=new_signals_only)
 
@@ -170,7 +172,7 @@ class SpawnerLink:
 
     def _lose(self) -> str:
         """The spawner died. Its workers were killed by the kernel; find and kill what they had started."""
-        self._note_end()
+        self._is_gone.set()
         self._channel.close()
         how = _describe_end(_reap(self._pid, _GOODBYE_PATIENCE_S))
         deadline = time.monotonic() + (0.0 if self._has_survivors else procfs.KILL_PATIENCE_S)
@@ -183,66 +185,52 @@ class SpawnerLink:
 
     def close(self) -> None:
         """Hang up: the spawner kills whatever is left and ends. If it does not, it is killed itself."""
-        if self._is_lost:
+        if self._is_gone.is_set():
             return
         self._channel.send(("goodbye",))  # Closing the socket would do, if no other process held a copy of it.
         self._channel.close()
         patience_s = 0.0 if self._has_survivors else _GOODBYE_PATIENCE_S
         if _wait_until_gone(self._pid, time.monotonic() + patience_s):
-            self._note_end()
+            self._is_gone.set()
             _reap(self._pid, 0.0)
         else:
             self.kill_spawner()
 
-    def _note_end(self) -> None:
-        self._is_lost = True
-        if self._guard is not None:
-            self._guard.is_over.set()
-
     def kill_spawner(self) -> None:
         """For a spawner that does not answer: end it, and what it owned with it."""
-        if not self._is_lost:
+        if not self._is_gone.is_set():
             procfs.kill(self._pid)
             self._lose()
 
 
-class _Guard:
-    """Keeps the spawner from standing still.
+def _keep_going(pid: int, is_gone: threading.Event) -> None:
+    """Keeps the spawner from standing still, in a thread.
 
     A worker of the same user can stop it (SIGSTOP). Then no end of a worker is reported, and no lease enforced. The
-    kernel tells the parent, so a thread waits for that. It continues the spawner; one that is stopped again and again
-    it kills, and everything that the spawner owns goes with it. It holds no link, which may be dropped without a word.
+    kernel tells the parent, who waits for that. A spawner that is stopped is continued; one that is stopped again and
+    again is killed, and everything that it owns goes with it.
     """
+    import logging
 
-    def __init__(self, pid: int) -> None:
-        self.is_over = threading.Event()
-        self._pid = pid
-        with contextlib.suppress(RuntimeError):  # No thread is to be had in a process at its limit.
-            threading.Thread(target=self._watch, name="holdfast-spawner", daemon=True).start()
+    relapses, continued_at = 0, -_RELAPSE_S
+    with contextlib.suppress(ChildProcessError):  # It was reaped.
+        while _is_stopped(pid, 0) and not is_gone.wait(_STANDSTILL_S):
+            if not _is_stopped(pid, os.WNOHANG):
+                continue
+            relapses = relapses + 1 if time.monotonic() < continued_at + _RELAPSE_S else 0
+            continued_at = time.monotonic()
+            if relapses >= _MOST_RELAPSES:
+                number, text = signal.SIGKILL, "is stopped again and again by a signal; it is killed with all workers"
+            else:
+                number, text = signal.SIGCONT, "was stopped by a signal; it is continued"
+            logging.getLogger(__name__).warning("the spawner (process %d) %s", pid, text)
+            procfs.kill(pid, number)
 
-    def _watch(self) -> None:
-        relapses, continued_at = 0, -_RELAPSE_S
-        with contextlib.suppress(ChildProcessError):  # It was reaped.
-            while self._is_stopped(0) and not self.is_over.wait(_STANDSTILL_S):
-                if not self._is_stopped(os.WNOHANG):
-                    continue
-                relapses = relapses + 1 if time.monotonic() < continued_at + _RELAPSE_S else 0
-                if relapses >= _MOST_RELAPSES:
-                    self._act(signal.SIGKILL, "is stopped again and again by a signal; it is killed with all workers")
-                    return
-                continued_at = time.monotonic()
-                self._act(signal.SIGCONT, "was stopped by a signal; it is continued")
 
-    def _is_stopped(self, flags: int) -> bool:
-        """Waits until it is stopped or has ended, unless the flags say otherwise. Its end stays for others to reap."""
-        found = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT | flags)
-        return found is not None and found.si_code == os.CLD_STOPPED
-
-    def _act(self, number: signal.Signals, text: str) -> None:
-        import logging
-
-        logging.getLogger(__name__).warning("the spawner (process %d) %s", self._pid, text)
-        procfs.kill(self._pid, number)
+def _is_stopped(pid: int, flags: int) -> bool:
+    """Waits until it is stopped or has ended, unless the flags say otherwise. Its end stays for others to reap."""
+    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT | flags)
+    return found is not None and found.si_code == os.CLD_STOPPED
 
 
 _early: list[SpawnerLink] = []

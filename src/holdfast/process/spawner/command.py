@@ -1,4 +1,4 @@
-"""The command line of a worker.
+"""What a worker runs: its command line, or the call of a function.
 
 A Python program is started through `bootstrap.py`, which runs it as the interpreter would and keeps evidence of its
 failure. That needs the place in the command line where the interpreter's own options end and the program begins.
@@ -9,13 +9,13 @@ status.
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from holdfast.errors import HostError
-from holdfast.frozen import frozen
+from holdfast.errors import HostError, UserError
 from holdfast.process.spawner import bootstrap
 
 BOOTSTRAP_PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bootstrap.py")
@@ -26,20 +26,13 @@ _INTERPRETER_NAME = re.compile(r"(python|pypy)(3(\.([89]|[1-9]\d+)(\.\d+)*)?)?(t
 _OPTIONS = re.compile(r"-([bBdEIOPqRsSuv]*)(?:([WXcm])(.*))?", re.DOTALL)
 
 
-@frozen
-class Command:
-    """A command line. `is_python`: it goes through the bootstrap, which needs a black box."""
-
-    argv: tuple[str, ...]
-    is_python: bool
-
-
-def command_for(entrypoint: str, args: Sequence[str]) -> Command:
+def command_for(entrypoint: str, args: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+    """The command line, and whether it goes through the bootstrap, which needs a black box."""
     split = _split(args) if _is_interpreter(entrypoint) else None
     if split is None:
-        return Command((entrypoint, *args), is_python=False)
+        return (entrypoint, *args), False
     options, program = split
-    return Command((entrypoint, *options, _bootstrap_for(entrypoint), *program), is_python=True)
+    return (entrypoint, *options, _bootstrap_for(entrypoint), *program), True
 
 
 def program_name(entrypoint: Callable[..., Any] | str | None, args: Sequence[Any]) -> str:
@@ -54,19 +47,42 @@ def program_name(entrypoint: Callable[..., Any] | str | None, args: Sequence[Any
     return named[0] if named else "" if entrypoint == sys.executable else entrypoint
 
 
-def function_command() -> Command:
-    """The command line of a new interpreter that calls the function in its payload."""
-    if not sys.executable:
-        raise HostError("cannot start an interpreter for a function: sys.executable is empty")
-    flags = python_flags_for_function()
-    return Command((sys.executable, *flags, _bootstrap_for(sys.executable), "--holdfast-function"), is_python=True)
-
-
-def python_flags_for_function() -> list[str]:
-    """The options with which another interpreter behaves like this one, with its output unbuffered."""
+def function_command() -> tuple[str, ...]:
+    """The command line of a new interpreter that calls the function in its payload. It behaves like this one, with its
+    output unbuffered."""
     import subprocess
 
-    return ["-u", *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]  # multiprocessing's source
+    if not sys.executable:
+        raise HostError("cannot start an interpreter for a function: sys.executable is empty")
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # As multiprocessing does.
+    return sys.executable, "-u", *flags, _bootstrap_for(sys.executable), "--holdfast-function"
+
+
+def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """The call, for `bootstrap.load_call`."""
+    import cloudpickle
+
+    try:
+        call = cloudpickle.dumps((function, args))
+    except Exception as error:
+        culprit = _unpicklable_part(function, args)
+        raise UserError(f"{culprit} cannot be sent to a worker: {type(error).__name__}: {error}") from None
+    return pickle.dumps((list(sys.path), list(sys.argv), call))
+
+
+def _unpicklable_part(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    import cloudpickle
+
+    for index, value in enumerate(args):
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return f"argument {index} of {name_of(function)}"
+    return f"the function {name_of(function)}"
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 def _is_interpreter(entrypoint: str) -> bool:

@@ -5,10 +5,10 @@ killed, and no worker may survive it; and the orphans of a worker need a parent 
 subreaper, so every orphan of every worker becomes its child. It ignores every signal that can be ignored. It does what
 the agent says:
 
-    prepare(environment, directory, ignored signals)     what the next workers inherit
+    prepare(environment, directory, ignored signals)     what the next workers inherit; perhaps with the lease, a pipe
+                                                         that says until when workers may live
     start(id, (kind, argv, cpus), changes to the environment, names of the descriptors)
     kill()                                               end every tree, say `swept` when it is done
-    lease()                                              with a pipe that says until when workers may live
     goodbye()                                            end every tree and yourself
 
 and reports:
@@ -47,8 +47,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from holdfast import procfs
-from holdfast.process.spawner.lease import drain
-from holdfast.process.spawner.wire import Channel, Message
+from holdfast.process.spawner.wire import Channel, Message, drain
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -95,7 +94,6 @@ class Spawner:
         self._lease_fds: tuple[int, ...] = ()
         self._lease_until = math.inf
         self._is_lease_enforced = False
-        self._is_over = False
         self._poller = select.poll()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -107,7 +105,7 @@ class Spawner:
         self._agent = _pidfd(os.getppid())
         for fd in self._agent:
             self._poller.register(fd, select.POLLIN)
-        while self._channel.is_open and not self._is_over:
+        while self._channel.is_open:
             wanted = select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0)
             self._poller.register(self._channel.fileno(), wanted)
             ready = [fd for fd, _ in self._poller.poll(self._poll_timeout_ms())]
@@ -149,15 +147,15 @@ class Spawner:
         match message:
             case ("prepare", environment, directory, ignored):
                 self._environment, self._directory, self._ignored = environment, directory, ignored
+                for fd in fds:
+                    self._take_lease(fd)
             case ("start", id_, order, changes, names):
                 self._start(id_, order, changes, dict(zip(names, fds, strict=True)))
-            case ("lease",):
-                self._take_lease(fds[0])
             case ("kill",):
                 self._sweep_deadline = time.monotonic() + procfs.KILL_PATIENCE_S
                 self._go_on_sweeping()
             case ("goodbye",):
-                self._is_over = True
+                self._channel.close()
             case _:
                 raise ValueError(f"the spawner does not know the message {message[0]!r}")
 

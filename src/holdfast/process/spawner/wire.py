@@ -1,9 +1,14 @@
-"""Messages with file descriptors between the agent and its spawner.
+"""What goes between the agent, its spawner and the workers: messages with file descriptors, and two pipes.
 
 A message is one packet on a Unix socket: marshalled plain data (both ends are the same interpreter, started by the same
 agent, so marshal is safe and costs no import) with the descriptors that belong to it. A body that is too large for a
 packet travels in a memory file, which is then the last descriptor. Neither end ever blocks in here: what the socket
 does not take is kept and sent later.
+
+The lease is until when the workers may live. A node that the run can no longer reach must lose its workers in time,
+whatever its agent is doing: stopping other workers, hanging, or frozen. So the time is held by the spawner, which kills
+everything below it when the time passes. The agent's client thread writes each new time into a pipe that the spawner
+reads; both are on one host and read the same monotonic clock.
 
 `_socket` is the C half of the standard library's `socket`; the spawner needs nothing of the other half, and
 starts faster without it.
@@ -12,10 +17,13 @@ starts faster without it.
 from __future__ import annotations
 
 import _socket
+import contextlib
 import errno
 import marshal
+import math
 import os
 import struct
+import threading
 from _weakrefset import WeakSet  # `weakref` has it from there; the spawner starts faster without the rest.
 from collections import deque
 from collections.abc import Iterable
@@ -25,6 +33,8 @@ _PACKET_BYTES = 1 << 15  # The kernel takes a packet that is smaller than its bu
 _MOST_DESCRIPTORS = 253  # What the kernel takes in one message.
 
 Message = tuple[Any, ...]
+
+TIME = struct.Struct("=d")
 
 _held: WeakSet[Any] = WeakSet()
 
@@ -131,6 +141,66 @@ class Pipe:
         fds = (self._read_fd, self._write_fd)
         self._read_fd = self._write_fd = -1  # First: another thread may fork at any moment.
         _close_all(fd for fd in fds if fd >= 0)
+
+
+class Lease(Pipe):
+    """The writing end. `set` may be called from any thread."""
+
+    def __init__(self) -> None:
+        super().__init__(os.O_NONBLOCK)
+        self._lock = threading.Lock()
+        self._until = math.inf
+
+    def set(self, until: float | None) -> None:
+        """None means no expiry."""
+        with self._lock:
+            self._until = math.inf if until is None else until
+            self._write()
+
+    def _write(self) -> None:
+        # Else thousands are unread: the spawner is gone or stuck, and holds an older, earlier time.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write_fd, TIME.pack(self._until))
+
+    def descriptor_for_spawner(self) -> int:
+        """For a spawner that has just been started; it is told at once what holds now."""
+        with self._lock:
+            drain(self._read_fd)
+            self._write()
+            return os.dup(self._read_fd)
+
+
+def drain(read_fd: int) -> float | None:
+    """The last time that was written, if any was since the last look."""
+    last = None
+    with contextlib.suppress(BlockingIOError):
+        while data := os.read(read_fd, TIME.size * 512):
+            (last,) = TIME.unpack(data[-TIME.size :])
+    return last
+
+
+class Peers(Pipe):
+    """The pipe by which function workers know that all have returned; `bootstrap.Peers` is their side of it.
+
+    This process holds the writing end until the last worker is described, and the reading end as long as they live.
+    """
+
+    def descriptors(self, *, is_last: bool) -> dict[str, int]:
+        """Copies for one worker, by the names of the environment variables."""
+        copies = {"HOLDFAST_PEERS_READ": os.dup(self._read_fd), "HOLDFAST_PEERS_WRITE": os.dup(self._write_fd)}
+        if is_last:
+            os.close(self._write_fd)
+            self._write_fd = -1
+        return copies
+
+    def dismiss(self) -> None:
+        """The group is being stopped: workers that have returned may end."""
+        with contextlib.suppress(OSError):  # Without /proc they wait for their signal.
+            fd = os.open(f"/proc/self/fd/{self._read_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.write(fd, b"x")
+            finally:
+                os.close(fd)
 
 
 def channel_pair() -> tuple[Channel, _socket.socket]:

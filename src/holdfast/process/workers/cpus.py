@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -62,8 +62,11 @@ def cpus_for(
     usable = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
     try:
         root = root.rstrip("/")
-        devices = _visible(_device_nodes(root), os.environ if environ is None else environ)
-        return _chosen(_Machine(root, usable), devices, options.affinity_mode, local_rank, local_world_size)
+        nodes = _nodes_with_cpus(f"{root}/sys/devices/system/node", usable)
+        devices = _visible(_device_nodes(root), os.environ if environ is None else environ)[:local_world_size]
+        spread = [list(nodes)[rank * len(nodes) // local_world_size] for rank in range(local_world_size)]
+        cpu_path, places = f"{root}/sys/devices/system/cpu/cpu", devices or spread
+        return _chosen(cpu_path, nodes, places, options.affinity_mode, local_rank)
     except HostError as error:
         if not options.should_fall_back_if_binding_fails:
             raise
@@ -71,81 +74,59 @@ def cpus_for(
         return usable
 
 
-class _Machine:
-    """The NUMA nodes with their CPUs. Only CPUs that may be used appear in it."""
-
-    def __init__(self, root: str, usable: frozenset[int]) -> None:
-        self._cpus = f"{root}/sys/devices/system/cpu"
-        base = f"{root}/sys/devices/system/node"
-        numbers = [int(name[4:]) for name in names(base) if name.startswith("node") and name[4:].isdecimal()]
-        lists = {number: parse_cpu_list(_read(f"{base}/node{number}/cpulist")) & usable for number in sorted(numbers)}
-        self.nodes = {number: cpus for number, cpus in lists.items() if cpus}
-        if not self.nodes:
-            raise HostError(f"no NUMA node with a usable CPU is described in {base}")
-
-    def package(self, node: int) -> str:
-        return _read(f"{self._cpus}/cpu{min(self.nodes[node])}/topology/physical_package_id")
-
-    def cores(self, node: int) -> list[list[int]]:
-        return self._groups(node, lambda cpu: f"{self._cpus}/cpu{cpu}/topology/thread_siblings_list")
-
-    def cache_groups(self, node: int) -> list[list[int]]:
-        """CPUs that share their last data cache, largest group first."""
-        return sorted(self._groups(node, self._last_cache), key=len, reverse=True)
-
-    def _groups(self, node: int, shared_list: Callable[[int], str]) -> list[list[int]]:
-        cpus = self.nodes[node]
-        groups = {frozenset(parse_cpu_list(_read(shared_list(cpu))) & cpus) for cpu in cpus}
-        return sorted(sorted(group) for group in groups)
-
-    def _last_cache(self, cpu: int) -> str:
-        directory = f"{self._cpus}/cpu{cpu}/cache"
-        caches = [f"{directory}/{name}" for name in names(directory) if name.startswith("index")]
-        levels = {int(_read(f"{path}/level")): path for path in caches if _read(f"{path}/type") != "Instruction"}
-        if not levels:
-            raise HostError(f"the caches of CPU {cpu} are not described in {directory}")
-        return f"{levels[max(levels)]}/shared_cpu_list"
+def _nodes_with_cpus(base: str, usable: frozenset[int]) -> dict[int, frozenset[int]]:
+    """The NUMA nodes with those of their CPUs that may be used, in order; only nodes that have any."""
+    numbers = sorted(int(name[4:]) for name in names(base) if re.fullmatch(r"node[0-9]+", name))
+    lists = {number: parse_cpu_list(_read(f"{base}/node{number}/cpulist")) & usable for number in numbers}
+    if not any(lists.values()):
+        raise HostError(f"no NUMA node with a usable CPU is described in {base}")
+    return {number: cpus for number, cpus in lists.items() if cpus}
 
 
 def _chosen(
-    machine: _Machine, devices: list[int], mode: AffinityMode, local_rank: int, local_world_size: int
+    cpu_path: str, nodes: Mapping[int, frozenset[int]], places: list[int], mode: AffinityMode, local_rank: int
 ) -> frozenset[int]:
-    """`devices` has the NUMA node of each visible device."""
-    known = list(machine.nodes)
-    spread = [known[rank * len(known) // local_world_size] for rank in range(local_world_size)]
-    nodes = devices[:local_world_size] or spread
-    if local_rank >= len(nodes):
+    """`cpu_path` followed by a number describes that CPU; `places` has the NUMA node of each worker."""
+    if local_rank >= len(places):
         raise HostError(
-            f"local rank {local_rank} has no device of its own: {len(nodes)} visible "
+            f"local rank {local_rank} has no device of its own: {len(places)} visible "
             "(set CUDA_VISIBLE_DEVICES to nothing to spread workers over the NUMA nodes instead)"
         )
-    node = nodes[local_rank]
-    if node not in machine.nodes:
+    node = places[local_rank]
+    if node not in nodes:
         raise HostError(f"NUMA node {node} has no CPU that this process may use")
-    place, sharers = nodes[:local_rank].count(node), nodes.count(node)
-    groups: Sequence[Collection[int]]
+    cpus, place, sharers = nodes[node], places[:local_rank].count(node), places.count(node)
+
+    def groups(shared_list: Callable[[str], str]) -> list[list[int]]:
+        """The node's CPUs, by the list of the CPUs that share something with them."""
+        return sorted(map(sorted, {parse_cpu_list(_read(shared_list(f"{cpu_path}{cpu}"))) & cpus for cpu in cpus}))
+
     match mode:
         case AffinityMode.NODE:
-            groups = [machine.nodes[node]]
+            return cpus
         case AffinityMode.SOCKET:
-            mine = machine.package(node)
-            groups = [cpus for number, cpus in machine.nodes.items() if machine.package(number) == mine]
+            sockets = {each: _read(f"{cpu_path}{min(nodes[each])}/topology/physical_package_id") for each in nodes}
+            return frozenset().union(*(nodes[each] for each in nodes if sockets[each] == sockets[node]))
         case AffinityMode.EXCLUSIVE:
-            groups = _share(machine.cores(node), node, place, sharers)
+            cores = groups(lambda cpu: f"{cpu}/topology/thread_siblings_list")
+            if len(cores) < sharers:
+                number = f"{len(cores)} usable cores for {sharers} workers"
+                raise HostError(f"NUMA node {node} has {number}; exclusive needs one each")
+            size, left_over = divmod(len(cores), sharers)
+            start = place * size + min(place, left_over)
+            return frozenset().union(*cores[start : start + size + (place < left_over)])
         case AffinityMode.CORE_COMPLEX:
-            complexes = machine.cache_groups(node)
-            groups = [complexes[place % len(complexes)]]
-    return frozenset(cpu for group in groups for cpu in group)
+            complexes = sorted(groups(_last_cache), key=len, reverse=True)
+            return frozenset(complexes[place % len(complexes)])
 
 
-def _share(cores: list[list[int]], node: int, place: int, sharers: int) -> list[list[int]]:
-    if len(cores) < sharers:
-        raise HostError(
-            f"NUMA node {node} has {len(cores)} usable cores for {sharers} workers; exclusive needs one each"
-        )
-    size, left_over = divmod(len(cores), sharers)
-    start = place * size + min(place, left_over)
-    return cores[start : start + size + (place < left_over)]
+def _last_cache(cpu: str) -> str:
+    """The list of the CPUs that share the last data cache."""
+    caches = [f"{cpu}/cache/{name}" for name in names(cpu, "cache") if name.startswith("index")]
+    levels = {int(_read(f"{path}/level")): path for path in caches if _read(f"{path}/type") != "Instruction"}
+    if not levels:
+        raise HostError(f"the caches of CPU {cpu.rpartition('cpu')[2]} are not described in {cpu}/cache")
+    return f"{levels[max(levels)]}/shared_cpu_list"
 
 
 def _device_nodes(root: str) -> list[int]:
@@ -153,12 +134,11 @@ def _device_nodes(root: str) -> list[int]:
     base = f"{root}/sys/bus/pci/devices"
     # `0000:3b:00.0` as numbers: the domain may have more than four digits.
     in_order = sorted(names(base), key=lambda address: [int(part, 16) for part in re.split("[:.]", address)])
-    gpus = [f"{base}/{address}" for address in in_order if _is_gpu(f"{base}/{address}")]
-    return [max(0, int(_read(f"{gpu}/numa_node"))) for gpu in gpus]
-
-
-def _is_gpu(device: str) -> bool:
-    return _read(f"{device}/class").startswith(_GPU_CLASSES.get(_read(f"{device}/vendor"), ()))
+    found = []
+    for device in (f"{base}/{address}" for address in in_order):
+        if _read(f"{device}/class").startswith(_GPU_CLASSES.get(_read(f"{device}/vendor"), ())):
+            found.append(max(0, int(_read(f"{device}/numa_node"))))
+    return found
 
 
 def _visible(devices: list[int], environ: Mapping[str, str]) -> list[int]:
@@ -176,13 +156,10 @@ def _visible(devices: list[int], environ: Mapping[str, str]) -> list[int]:
     return visible
 
 
-def parse_cpu_list(text: str) -> Set[int]:
+def parse_cpu_list(text: str) -> frozenset[int]:
     """`0-3,8` as CPU numbers; an empty text is no CPU."""
-    cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
+    ranges = (part.partition("-") for part in filter(None, text.strip().split(",")))
+    return frozenset(cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1))
 
 
 def _read(path: str) -> str:

@@ -19,21 +19,21 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from holdfast import signals
 from holdfast.errors import HostError, UserError
 from holdfast.failures import oom
-from holdfast.failures.report import Evidence
+from holdfast.frozen import frozen
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import LogsDest, LogsSpecs
 from holdfast.process.output.streams import Outlets, dup_or_null
-from holdfast.process.spawner import calls, command
+from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink, allow_descriptors_for, starting
-from holdfast.process.spawner.lease import Lease
-from holdfast.process.spawner.wire import memory_file
+from holdfast.process.spawner.wire import Lease, Peers, memory_file
 from holdfast.process.workers.ladder import Action, Ladder
-from holdfast.process.workers.worker import RunProcsResult, Slot, Stop
+from holdfast.process.workers.worker import RunProcsResult, Slot
 
 if TYPE_CHECKING:
     from holdfast.process.output.watch import OutputWatch
@@ -43,6 +43,25 @@ logger = logging.getLogger(__name__)
 DEFAULT_GRACE_S = 30.0
 # Each order has about five descriptors in flight. More at once would not start anything sooner.
 _MOST_UNDERWAY = 16
+
+
+@frozen
+class GroupSpec:
+    """The settings of a group that stay the same in every life of it.
+
+    `entrypoint` is a function or the program to execute; `start_method` is for functions. In
+    `log_line_prefix_template`, `${role_name}`, `${rank}` and `${local_rank}` are filled in. The launcher fills these
+    fields from those of `LaunchConfig` that have the same names.
+    """
+
+    role: str
+    entrypoint: Callable[..., Any] | str
+    logs_specs: LogsSpecs
+    start_method: str = "spawn"
+    log_line_prefix_template: str | None = None
+    numa_options: Any = None
+    duplicate_stdout_filters: Sequence[str] | None = None
+    duplicate_stderr_filters: Sequence[str] | None = None
 
 
 class PContext(abc.ABC):
@@ -93,7 +112,6 @@ class PContext(abc.ABC):
         self._slots: dict[int, Slot] = {}
         self._resources = ExitStack()
         self._kills_before: oom.MemoryKills | None = None
-        self._stop: Stop | None = None
         self._ladder: Ladder | None = None
         self._lost_how = ""
         self._is_swept = False
@@ -108,7 +126,7 @@ class PContext(abc.ABC):
         try:
             while not self.poll_start():
                 signals.inbox().raise_pending()
-                self._wait_for_reports(None)
+                self._spawner.wait(None)
         except signals.SignalException as received:
             self.close(received.sigval)
             raise
@@ -122,26 +140,23 @@ class PContext(abc.ABC):
             self._kills_before = oom.memory_killer_counter()
             if self._link is None:
                 self._link = self._make_link()
-            if self._lease is not None:
-                self._link.lend_lease(self._lease)
             allow_descriptors_for(self.nprocs)
-            self._link.prepare()
+            self._link.prepare(self._lease)
             self._outlets.start()
-            self._order_more(self._link)
+            self._order_more()
 
     def poll_start(self) -> bool:
         """Whether every process runs; sends more orders if not. If one cannot be started this raises the reason."""
-        assert self._link is not None
         with self._all_or_none():
             self._take_reports()
             for slot in self._slots.values():
                 if slot.refusal is not None:
-                    name = self.entrypoint if isinstance(self.entrypoint, str) else calls.name_of(self.entrypoint)
+                    name = self.entrypoint if isinstance(self.entrypoint, str) else command.name_of(self.entrypoint)
                     raise OSError(slot.refusal, os.strerror(slot.refusal), name)
             if self._lost_how and any(slot.pid is None for slot in self._slots.values()):
                 raise HostError(f"the processes of {self.name} were not all started: the spawner {self._lost_how}")
             with starting:
-                self._order_more(self._link)
+                self._order_more()
         return not any(slot.is_underway for slot in self._slots.values())
 
     @contextmanager
@@ -152,12 +167,12 @@ class PContext(abc.ABC):
             self.close(signal.SIGKILL, 0)
             raise
 
-    def _order_more(self, link: SpawnerLink) -> None:
+    def _order_more(self) -> None:
         underway = sum(slot.is_underway for slot in self._slots.values())
         for rank in range(len(self._slots), min(self.nprocs, len(self._slots) + _MOST_UNDERWAY - underway)):
-            self._order(link, rank)
+            self._order(rank)
 
-    def _order(self, link: SpawnerLink, rank: int) -> None:
+    def _order(self, rank: int) -> None:
         box = os.memfd_create(f"holdfast-{rank}", os.MFD_CLOEXEC)
         self._slots[rank] = Slot(rank, box, is_function=callable(self.entrypoint))
         fds: dict[str, int] = {}
@@ -166,7 +181,7 @@ class PContext(abc.ABC):
             fds["stdout"] = self._outlets.open("stdout", rank)
             fds["stderr"] = self._outlets.open("stderr", rank)
             kind, argv = self._describe(rank, fds)
-            link.start(rank, kind, argv, self.envs[rank], self._cpus(rank), fds)
+            self._spawner.start(rank, kind, argv, self.envs[rank], self._cpus(rank), fds)
         except BaseException:
             for fd in fds.values():
                 os.close(fd)
@@ -194,27 +209,30 @@ class PContext(abc.ABC):
 
     def fileno(self) -> int:
         """Readable when something happened to a process; for a loop that waits for other things too."""
-        if self._link is None:
-            raise ValueError(f"the processes of {self.name!r} have not been started")
-        return self._link.fileno()
+        return self._spawner.fileno()
 
     def unsent_fds(self) -> list[int]:
         """`fileno()`, if a loop must wait until it can be written as well."""
-        return self._link.unsent_fds() if self._link is not None else []
+        return self._spawner.unsent_fds()
+
+    @property
+    def _spawner(self) -> SpawnerLink:
+        if self._link is None:
+            raise ValueError(f"the processes of {self.name!r} have not been started")
+        return self._link
 
     def has_ended(self) -> bool:
         """Whether `wait` would return a result at once, of what was heard so far."""
         codes = [slot.exitcode for slot in self._slots.values()]
         return None not in codes or any(codes)
 
-    def blame(self, pid: int, note: str, hang: str = "", stack: str = "", *, is_waiting: bool = False) -> None:
-        """Whatever its end, this process counts as failed, for the reason in the note. `hang` says for how long the
-        group has shown no progress, and where this process was found; `is_waiting`: it waits for the one that hangs."""
+    def blame(self, pid: int, **known: Any) -> None:
+        """Whatever its end, this process counts as failed. `known` are fields of `Evidence`: a `note` that says why; or
+        `hang`, for how long the group has shown no progress and where this process was found, with its `stack`, and
+        `is_waiting` if it waits for the one that hangs."""
         for slot in self._slots.values():
             if slot.pid == pid:
-                slot.note = note
-                if hang:
-                    slot.hang, slot.hang_stack, slot.is_waiting = hang, stack, is_waiting
+                slot.blame(**known)
 
     def running(self) -> dict[int, int]:
         """Local rank -> pid of those that still work: they have neither ended, as far as was heard, nor returned."""
@@ -242,11 +260,7 @@ class PContext(abc.ABC):
             left_s = None if deadline is None else deadline - time.monotonic()
             if left_s is not None and left_s <= 0:
                 return None
-            self._wait_for_reports(left_s)
-
-    def _wait_for_reports(self, timeout_s: float | None, *, new_signals_only: bool = False) -> None:
-        if self._link is not None:
-            self._link.wait(timeout_s, new_signals_only=new_signals_only)
+            self._spawner.wait(left_s)
 
     def _take_reports(self) -> None:
         for report in self._link.reports() if self._link is not None else ():
@@ -254,12 +268,12 @@ class PContext(abc.ABC):
                 case ("started", rank, pid, pidfd):
                     self._slots[rank].pid, self._slots[rank].pidfd = pid, pidfd
                     # It was on its way when the others got their signal. Without a pidfd its pid may be reused.
-                    if self._stop is not None and pidfd is not None:
-                        self._slots[rank].send(self._stop.signal)
+                    if self._ladder is not None and pidfd is not None:
+                        self._slots[rank].send(self._ladder.signal)
                 case ("refused", rank, number):
                     self._slots[rank].refusal = number
                 case ("exited", rank, exitcode, order):
-                    self._slots[rank].end(exitcode, order, self._stop)
+                    self._slots[rank].end(exitcode, order, self._ladder)
                 case ("swept", survivors):
                     self._is_swept = True
                     self.survivors = tuple(survivors)
@@ -271,8 +285,8 @@ class PContext(abc.ABC):
         self._lost_how = how
         for slot in self._slots.values():
             if slot.exitcode is None:
-                slot.note = f"the spawner that owned it {how}"
-                slot.end(-signal.SIGKILL, None, self._stop)
+                slot.blame(note=f"the spawner that owned it {how}")
+                slot.end(-signal.SIGKILL, None, self._ladder)
 
     # Results.
 
@@ -307,15 +321,8 @@ class PContext(abc.ABC):
 
     def _failure(self, slot: Slot) -> ProcessFailure:
         assert slot.pid is not None
-        evidence = Evidence(
-            error=slot.box().error,
-            stack=slot.stack(),
-            stderr_tail=self._outlets.stderr_tail(slot.local_rank),
-            memory=self._memory_evidence(slot),
-            note=slot.note,
-            hang=slot.hang,
-            is_waiting=slot.is_waiting,
-        )
+        tail, memory = self._outlets.stderr_tail(slot.local_rank), self._memory_evidence(slot)
+        evidence = replace(slot.blamed, error=slot.box().error, stack=slot.stack(), stderr_tail=tail, memory=memory)
         error_file = self.error_files.get(slot.local_rank, "")
         # One that hangs has no exit status yet, or never will; the one that it has got says how it was stopped. One
         # that has raised is about to end with 1.
@@ -337,7 +344,7 @@ class PContext(abc.ABC):
             while not self.poll_stop():
                 deadline = self.next_deadline()
                 left_s = None if deadline is None else deadline - time.monotonic()
-                self._wait_for_reports(left_s, new_signals_only=True)
+                self._spawner.wait(left_s, new_signals_only=True)
         finally:
             self._release()
 
@@ -350,22 +357,20 @@ class PContext(abc.ABC):
             self._release()
         elif not self._is_closed:
             self._take_reports()
-            self._stop = Stop(number, grace_s)
+            self._ladder = Ladder(number, grace_s, time.monotonic())
             for slot in self._slots.values():
                 slot.was_starting = slot.is_underway
             self._dismiss_returned()
             for slot in self._slots.values():
                 if slot.is_running:
                     slot.send(number)
-                    if slot.hang:  # It may be stopped, and would not hear of it.
+                    if slot.blamed.hang:  # It may be stopped, and would not hear of it.
                         slot.send(signal.SIGCONT)
-            self._ladder = Ladder(grace_s, time.monotonic())
 
     def poll_stop(self) -> bool:
         """Whether nothing is left but `survivors`, which cannot be killed; then everything is released."""
         if self._ladder is None or self._is_closed:
             return self._is_closed
-        assert self._link is not None
         self._take_reports()
         now = time.monotonic()
         if signals.inbox().wants_haste:
@@ -373,10 +378,10 @@ class PContext(abc.ABC):
         has_leaders = any(slot.is_running for slot in self._slots.values())
         match self._ladder.climb(now, has_leaders=has_leaders, is_swept=self._is_swept):
             case Action.KILL_TREES:
-                self._link.kill_all()
+                self._spawner.kill_all()
             case Action.KILL_SPAWNER:
                 logger.error("the spawner of %s does not answer and is killed with everything below it", self.name)
-                self._link.kill_spawner()
+                self._spawner.kill_spawner()
                 self._lose_everything("did not answer and was killed")
         if self._ladder.deadline is None:
             self._release()
@@ -409,10 +414,10 @@ class SubprocessContext(PContext):
     def _describe(self, rank: int, fds: dict[str, int]) -> tuple[str, tuple[str, ...]]:
         assert isinstance(self.entrypoint, str)
         args = [os.fsdecode(each) if isinstance(each, str | bytes) else str(each) for each in self.args[rank]]
-        described = command.command_for(self.entrypoint, args)
-        if described.is_python:
+        argv, needs_box = command.command_for(self.entrypoint, args)
+        if needs_box:
             fds["HOLDFAST_BLACKBOX"] = os.dup(self._slots[rank].blackbox_fd)
-        return "exec", described.argv
+        return "exec", argv
 
 
 class MultiprocessContext(PContext):
@@ -433,11 +438,11 @@ class MultiprocessContext(PContext):
             raise UserError(f"unknown start method {start_method!r}; there are spawn, fork and forkserver")
         self.start_method = start_method
         sent = args if start_method != "fork" else {}
-        self._payloads = {rank: calls.pickled_call(entrypoint, values) for rank, values in sent.items()}
+        self._payloads = {rank: command.pickled_call(entrypoint, values) for rank, values in sent.items()}
         if start_method != "spawn":  # Neither a cold spawner nor one that is older than this call will do.
             link = None
         super().__init__(name, entrypoint, args, envs, *others, link=link, **more)
-        self._peers = calls.Peers()
+        self._peers = Peers()
         self._resources.callback(self._peers.close)
 
     def _make_link(self) -> SpawnerLink:
@@ -455,7 +460,46 @@ class MultiprocessContext(PContext):
         fds["HOLDFAST_PAYLOAD"] = memory_file(self._payloads[rank])
         if self.start_method == "forkserver":
             return "payload", ()
-        return "exec", command.function_command().argv
+        return "exec", command.function_command()
 
     def _dismiss_returned(self) -> None:
         self._peers.dismiss()
+
+
+def new_group(
+    spec: GroupSpec,
+    args: dict[int, tuple[Any, ...]],
+    envs: dict[int, dict[str, str]],
+    log_line_prefixes: dict[int, str] | None = None,
+    **more: Any,
+) -> PContext:
+    """One life of a group, before its start. `more` are the `link`, `lease` and `watch` of `PContext`."""
+    logs = (spec.logs_specs, log_line_prefixes, spec.duplicate_stdout_filters, spec.duplicate_stderr_filters)
+    more["numa_options"] = spec.numa_options
+    if isinstance(spec.entrypoint, str):
+        return SubprocessContext(spec.role, spec.entrypoint, args, envs, *logs, **more)
+    return MultiprocessContext(spec.role, spec.entrypoint, args, envs, spec.start_method, *logs, **more)
+
+
+def start_processes(
+    name: str,
+    entrypoint: Callable[..., Any] | str,
+    args: dict[int, tuple[Any, ...]],
+    envs: dict[int, dict[str, str]],
+    logs_specs: LogsSpecs,
+    log_line_prefixes: dict[int, str] | None = None,
+    start_method: str = "spawn",
+    numa_options: Any = None,
+    duplicate_stdout_filters: list[str] | None = None,
+    duplicate_stderr_filters: list[str] | None = None,
+    **more: Any,
+) -> PContext:
+    """Start one process for each local rank: of a program (a text entry point) or of a function.
+
+    `args` and `envs` map each local rank 0..n-1 to its arguments and its additional environment.
+    """
+    filters = (duplicate_stdout_filters, duplicate_stderr_filters)
+    spec = GroupSpec(name, entrypoint, logs_specs, start_method, None, numa_options, *filters)
+    context = new_group(spec, args, envs, log_line_prefixes, **more)
+    context.start()
+    return context

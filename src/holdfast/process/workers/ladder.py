@@ -16,6 +16,7 @@ every path (a failure, a restart, a signal, the end):
 from __future__ import annotations
 
 from enum import StrEnum
+from signal import Signals
 
 # The spawner needs up to 5 s (`procfs.KILL_PATIENCE_S`) to find out that a process cannot be killed.
 ANSWER_PATIENCE_S = 6.0
@@ -27,9 +28,11 @@ class Action(StrEnum):
 
 
 class Ladder:
-    """Where one stop is. Made when the leaders have been sent their signal; it is over when it has no deadline."""
+    """One stop of a group: with which signal, and where it is. It is over when it has no deadline."""
 
-    def __init__(self, grace_s: float, now: float) -> None:
+    def __init__(self, number: Signals, grace_s: float, now: float) -> None:
+        self.signal = number
+        self.grace_s = grace_s
         self.is_killed = False
         self.deadline: float | None = now + grace_s
 

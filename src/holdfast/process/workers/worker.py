@@ -6,20 +6,28 @@ counts as ours, unless the worker left evidence of a failure of its own.
 A worker whose exception has left the program may take long to end: exit handlers, libraries that take themselves down,
 a large heap. Its peers notice that it is gone, and may be faster. So a worker that has raised counts as failed from
 the moment that another one has.
+
+The opening text of `bootstrap` has the format of a black box. A program may write anything into its box, and has other
+rights than this process, perhaps. So of its box only the last part is read, a few records at most, and its values are
+never touched: they are pickles. A function is trusted as its caller is. Its box is read whole, because a value may have
+any size.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast import procfs
+from holdfast.failures.report import Evidence
 from holdfast.process.errors import ProcessFailure
-from holdfast.process.workers.blackbox import BlackBox, read_of_function, read_of_program
+from holdfast.process.spawner.bootstrap import ERROR, EVIDENCE_LIMIT, MAGIC, OWN_FILE, VALUE
+from holdfast.process.workers.ladder import Ladder
 
 # A worker that ends so after it was told to stop still failed by itself.
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS})
@@ -27,6 +35,9 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGIL
 # How faulthandler begins what it writes on a fatal signal.
 _CRASH = "Fatal Python error"
 _STACK_LIMIT_CHARS = 1 << 16  # The report shows 60 lines of it, the first of which say most.
+
+_MOST_RECORDS = 64  # Of a program. Usually there is one.
+_READ_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -42,12 +53,65 @@ class RunProcsResult:
         return bool(self.failures)
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """How the group is being stopped."""
+@dataclass(slots=True)
+class BlackBox:
+    """The content of a black box. `torn`: a record in it was cut short or cannot be read."""
 
-    signal: signal.Signals
-    grace_s: float
+    value: bytes | None = None
+    error: dict[str, Any] | None = None
+    text: str = ""
+    torn: bool = False
+
+
+def read_of(fd: int, *, is_function: bool) -> BlackBox:
+    """Never raises. The worker can write to the box, and cut it, while it is read. That of a program costs
+    milliseconds, whatever it has left."""
+    if is_function:
+        whole = bytearray()
+        while piece := os.pread(fd, _READ_BYTES, len(whole)):
+            whole += piece
+        return read_blackbox(bytes(whole))
+    data = os.pread(fd, EVIDENCE_LIMIT, max(0, os.fstat(fd).st_size - EVIDENCE_LIMIT))
+    start = len(data)
+    for _ in range(_MOST_RECORDS):
+        start = max(0, data.rfind(MAGIC, 0, start))
+    box = read_blackbox(data[start:])
+    box.value = None
+    return box
+
+
+def read_blackbox(data: bytes) -> BlackBox:
+    """Never raises. Of several records of a kind the last one counts."""
+    box = BlackBox()
+    texts = []
+    unread = search = 0
+    while (start := data.find(MAGIC, search)) >= 0:
+        body = start + len(MAGIC) + 9
+        kind = data[start + len(MAGIC) : body - 8]
+        if kind not in (VALUE, ERROR, b""):
+            search = start + 1
+            continue
+        texts.append(data[unread:start])
+        unread = search = body + int.from_bytes(data[body - 8 : body], "big")
+        if max(body, unread) > len(data):
+            box.torn = True
+            break
+        if kind == VALUE:
+            box.value = data[body:unread]
+            continue
+        error = None
+        with contextlib.suppress(ValueError, RecursionError):
+            error = json.loads(data[body:unread])
+        box.error, box.torn = (error, box.torn) if isinstance(error, dict) else (box.error, True)
+    tail = data[unread:]
+    for cut in (MAGIC[:3], MAGIC[:2], MAGIC[:1]):
+        if tail.endswith(cut):
+            box.torn, tail = True, tail[: -len(cut)]
+            break
+    box.text, own = b"".join([*texts, tail]).decode("utf-8", "replace"), f'"{OWN_FILE}", line '
+    if own in box.text:
+        box.text = "\n".join(line for line in box.text.split("\n") if own not in line)
+    return box
 
 
 @dataclass(slots=True)
@@ -62,12 +126,10 @@ class Slot:
     exitcode: int | None = None
     order: int | None = None
     refusal: int | None = None  # The number of the error for which it could not be started.
-    stop: Stop | None = None  # Set if it ended while the group was being stopped.
-    note: str = ""  # Why it counts as failed, whatever its exit code says.
-    # For how long the group had shown no progress, and where this worker was then; it counts as failed, too.
-    hang: str = ""
-    hang_stack: str = ""
-    is_waiting: bool = False
+    stop: Ladder | None = None  # Set if it ended while the group was being stopped.
+    # Why it counts as failed, whatever its exit code says: a note; or for how long the group had shown no progress, and
+    # where this worker was then.
+    blamed: Evidence = field(default_factory=Evidence)
     was_starting: bool = False  # When its group was stopped: it is killed, as it has nothing to end in order.
     _box: BlackBox | None = None
     _box_size: int = 0
@@ -81,7 +143,10 @@ class Slot:
     def is_running(self) -> bool:
         return self.pid is not None and self.exitcode is None
 
-    def end(self, exitcode: int, order: int | None, stop: Stop | None) -> None:
+    def blame(self, **known: Any) -> None:
+        self.blamed = replace(self.blamed, **known)
+
+    def end(self, exitcode: int, order: int | None, stop: Ladder | None) -> None:
         self.exitcode, self.order, self.stop = exitcode, order, stop
 
     def send(self, number: signal.Signals) -> None:
@@ -95,9 +160,9 @@ class Slot:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def failed_by_itself(self) -> bool:
-        if self.pid is None or (self.exitcode is None and not self.hang):
+        if self.pid is None or (self.exitcode is None and not self.blamed.hang):
             return False
-        if self.hang or self.note:
+        if self.blamed.hang or self.blamed.note:
             return True
         if not self.exitcode:
             return False
@@ -131,14 +196,13 @@ class Slot:
         """What is in its black box. It is read again only if it has changed; after `close` it does not."""
         size = os.fstat(self.blackbox_fd).st_size if self.blackbox_fd >= 0 else self._box_size
         if self._box is None or size != self._box_size:
-            read = read_of_function if self.is_function else read_of_program
-            self._box, self._box_size = read(self.blackbox_fd), size
+            self._box, self._box_size = read_of(self.blackbox_fd, is_function=self.is_function), size
         return self._box
 
     def stack(self) -> str:
         """Where it was when it crashed or was found hanging."""
-        if self.hang:
-            return self.hang_stack
+        if self.blamed.hang:
+            return self.blamed.stack
         # What stands before was asked for, while it was well.
         text = self.box().text
         return text[text.rindex(_CRASH) :][:_STACK_LIMIT_CHARS] if _CRASH in text else ""
@@ -150,7 +214,7 @@ class Slot:
         try:
             return None if data is None else pickle.loads(data)
         except Exception as error:
-            self.note = f"its return value cannot be read back: {type(error).__name__}: {error}"
+            self.blame(note=f"its return value cannot be read back: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Let go of the descriptors, and keep what was in the black box."""

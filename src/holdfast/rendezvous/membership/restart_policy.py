@@ -36,7 +36,7 @@ class Failure:
     """What the policy and the final report need to know of a worker that failed. `exception` is the class name of the
     exception, or empty. `text` is the line that says what happened. `is_consequence`: it looks like the result of
     another failure (a connection closed by a peer). `evidence` is what the other nodes show of it, as
-    `failures.wire_evidence` writes it; it comes when the workers of its node are gone."""
+    `failures.report` writes it; it comes when the workers of its node are gone."""
 
     node: wire.Name = ""
     rank: wire.AnyInt = -1
