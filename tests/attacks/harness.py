@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.membership import frames, model, protocol
 from holdfast.rendezvous.membership.model import End, NodeFacts, Sealed, Settings
 from tests.coordinators import CoordinatorProcess
+from tests.e2e.command import Running
 
 MIB = 1 << 20
 CEILING_BYTES = 3 << 30  # Of address space: an attack must not harm the machine that runs the tests.
@@ -348,6 +351,16 @@ def at_most(server: CoordinatorProcess, bound_bytes: int) -> Iterator[Meter]:
     yield meter
     print(f"the coordinator took at most {meter.peak_bytes / MIB:.1f} MiB more")
     assert meter.peak_bytes <= bound_bytes, f"it took {meter.peak_bytes / MIB:.0f} MiB more\n{server.log[-2000:]}"
+
+
+def end(running: Running) -> None:
+    """Kill a command that should have ended, and all that it has started."""
+    if running.process.poll() is None:
+        running.process.kill()
+        running.process.wait()
+        for pid in running.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def check_plain(text: str) -> None:

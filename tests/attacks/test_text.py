@@ -19,7 +19,7 @@ from holdfast.rendezvous.membership.model import NodeFacts, Sealed, Settings
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 from holdfast.rendezvous.options import Options
 from tests import support
-from tests.attacks.harness import ESCAPE, Peer, check_plain, neighbour
+from tests.attacks.harness import ESCAPE, Peer, check_plain, end, neighbour
 from tests.coordinators import CoordinatorProcess, listener
 from tests.e2e.command import Holdfast, Running
 
@@ -172,9 +172,7 @@ def agent(holdfast: Holdfast, server: CoordinatorProcess) -> Iterator[Running]:
         yield running
         check_plain(running.wait().err)
     finally:
-        if running.process.poll() is None:
-            running.process.kill()
-            running.process.wait()
+        end(running)
 
 
 def as_closer(peer: Peer, name: str) -> None:
