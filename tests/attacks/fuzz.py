@@ -275,6 +275,7 @@ def attack(server: CoordinatorProcess, seconds: float, seed: int) -> dict[str, A
         "peak MiB": meter.peak_bytes // MIB,
         "log KiB": len(server.log) >> 10,
     }
+    print(figures)
     again = f"{figures}; again with: python -m tests.attacks.fuzz --seed {seed} --minutes {seconds / 60:.2g}"
     assert not trouble, f"{trouble}\n{again}\n{server.log[-3000:]}"
     assert not report["problem"], f"{report}\n{again}"
@@ -294,7 +295,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=17)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as home, coordinator(Path(home)) as server:
-        print(attack(server, 60 * args.minutes, args.seed))
+        attack(server, 60 * args.minutes, args.seed)
     return 0
 
 

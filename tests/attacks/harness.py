@@ -26,6 +26,7 @@ from typing import Any
 from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.membership import frames, model, protocol
 from holdfast.rendezvous.membership.model import End, NodeFacts, Sealed, Settings
+from tests import support
 from tests.coordinators import CoordinatorProcess
 from tests.e2e.command import Running
 
@@ -354,13 +355,13 @@ def at_most(server: CoordinatorProcess, bound_bytes: int) -> Iterator[Meter]:
 
 
 def end(running: Running) -> None:
-    """Kill a command that should have ended, and all that it has started."""
+    """Kill what is left of a command that should have ended: itself, and all that it has started."""
     if running.process.poll() is None:
         running.process.kill()
         running.process.wait()
-        for pid in running.left():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    for pid in support.marked(running._mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def check_plain(text: str) -> None:

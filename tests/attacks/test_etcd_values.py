@@ -6,32 +6,37 @@ Plain junk in either key is in tests/integration/test_etcd_backend.py; here it h
 from __future__ import annotations
 
 import json
+import subprocess
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from holdfast.rendezvous.etcd import memory
 from holdfast.testing.etcd_server import EtcdServer
-from tests.attacks.harness import ESCAPE, check_plain
+from tests.attacks.harness import ESCAPE, check_plain, end
 from tests.e2e.command import Ended, Holdfast
 
 HIGHEST = 1 << 53
 
 
-def run(holdfast: Holdfast, etcd: EtcdServer, which: int, value: Any, deadline_s: float = 60) -> Ended:
+def run(holdfast: Holdfast, etcd: EtcdServer, which: int, value: Any) -> Ended:
     """A run of one node whose leader key (0) or memory key (1) has that value before it begins."""
     run_id = uuid.uuid4().hex
     key = memory.keys_of("/holdfast", run_id)[which]
-    conf = "lease=1,heartbeat=0.3,drop_timeout=1.5,leader_lease=2,last_call=0.2,close_linger=0.2,join_timeout=20"
+    conf = "lease=1,heartbeat=0.3,drop_timeout=1.5,leader_lease=2,last_call=0.2,close_linger=0.2,join_timeout=12"
     place = ("--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.get_endpoint(), "--rdzv-id", run_id)
     with etcd.get_client() as gateway:
         gateway.put(key, value if isinstance(value, bytes) else json.dumps(value).encode())
+        running = holdfast.start("--nnodes", "1", *place, "--rdzv-conf", conf, holdfast.script("pass"))
         try:
-            return holdfast.run(
-                "--nnodes", "1", *place, "--rdzv-conf", conf, holdfast.script("pass"), deadline_s=deadline_s
-            )
+            running.process.wait(25)
+            return replace(running.so_far(), code=running.process.returncode)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it has not ended after 25 s\n{running.so_far()}") from None
         finally:
+            end(running)
             for each in memory.keys_of("/holdfast", run_id):
                 gateway.delete(each)
 

@@ -16,6 +16,5 @@ SEED = int(os.environ.get("HOLDFAST_FUZZ_SEED", "17"))
 @pytest.mark.timeout(SECONDS + 180)
 def test_honest_runs_finish_among_hostile_peers(server: CoordinatorProcess) -> None:
     figures = fuzz.attack(server, SECONDS, SEED)
-    print(figures)
     assert figures["honest runs"] > 3
     assert figures["hostile acts"] > 200

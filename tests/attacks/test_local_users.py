@@ -98,7 +98,8 @@ def stacks(holdfast: Holdfast, *options: str) -> tuple[Ended, float, int]:
             found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{running.pid}/status").read_text())
             most = max(most, int(found[1]) << 10 if found else 0)
         time.sleep(0.005)
-    end(running)
+    running.process.kill()
+    running.process.wait()
     return replace(running.so_far(), code=running.process.returncode), time.monotonic() - began, most
 
 

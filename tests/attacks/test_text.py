@@ -157,7 +157,7 @@ CONF = {"last_call": "0.2", "heartbeat": "0.2", "lease": "5", "close_linger": "0
 
 def agreed(port: int, run_id: str) -> Settings:
     """What an agent with these settings agrees to, by the product's own reading of them."""
-    params = RendezvousParameters("tcp", f"127.0.0.1:{port}", run_id, 1, 2, None, **CONF)
+    params = RendezvousParameters("tcp", f"127.0.0.1:{port}", run_id, 2, 2, None, **CONF)
     return Options.from_parameters(params).settings(RestartPolicy())
 
 
@@ -167,10 +167,12 @@ def agent(holdfast: Holdfast, server: CoordinatorProcess) -> Iterator[Running]:
     conf = ",".join(f"{name}={value}" for name, value in CONF.items())
     place = ("--rdzv-backend", "tcp", "--rdzv-endpoint", f"127.0.0.1:{server.port}", "--rdzv-id", "shared")
     script = holdfast.script("import time\ntime.sleep(60)")
-    running = holdfast.start("--nnodes", "1:2", *place, "--rdzv-conf", conf, script)
+    running = holdfast.start("--nnodes", "2", *place, "--rdzv-conf", conf, script)
     try:
         yield running
-        check_plain(running.wait().err)
+        ended = running.wait()
+        print(ended.err)
+        check_plain(ended.err)
     finally:
         end(running)
 
@@ -180,38 +182,47 @@ def as_closer(peer: Peer, name: str) -> None:
 
 
 def as_failure(peer: Peer, name: str) -> None:
-    failure = Failure(name, 0, 1, f"Error{ESCAPE}", f"text{ESCAPE}", evidence=f'{{"message": "{"x"}"}}')
+    failure = Failure(name, 0, 1, f"Error{ESCAPE}", f"text{ESCAPE}")
     peer.send(protocol.Failed(1, failure))
     peer.until(model.Stop)
-    peer.send(protocol.Join(NodeFacts(name), agreed(0, "shared"), failure=failure))
+    peer.send(protocol.Left())
 
 
 def as_leaver(peer: Peer, name: str) -> None:
+    peer.send(protocol.Leaving())
+    time.sleep(0.5)
+    peer.send(protocol.Left())
+
+
+def as_newcomer(peer: Peer, name: str) -> None:
+    """With settings that are refused, while the others wait: they are told."""
     peer.send(protocol.Leaving(), protocol.Left())
-    time.sleep(1.0)
-    peer.send(protocol.Close("over"))
+    time.sleep(0.5)
+    policy = RestartPolicy(fatal_exceptions=frozenset({ESCAPE}))
+    peer.send(protocol.Join(NodeFacts(name, 1), Settings(2, 2, policy=policy)))
 
 
-@pytest.mark.parametrize("act", [as_closer, as_failure, as_leaver])
+@pytest.mark.parametrize("act", [as_closer, as_failure, as_leaver, as_newcomer])
 def test_on_the_terminal_of_another_node(
     server: CoordinatorProcess, holdfast: Holdfast, act: Callable[[Peer, str], None]
 ) -> None:
-    name = f"node{ESCAPE}"
+    """Both are in a round; then the hostile one says something, and the run is ended."""
+    name, settings = f"node{ESCAPE}", agreed(server.port, "shared")
     with Peer(server.port, "shared") as peer:
-        peer.send(protocol.Join(NodeFacts(name, address="127.0.0.1", port=1), agreed(server.port, "shared")))
-        peer.ask("check", "anything")
-        with agent(holdfast, server):
-            ends = time.monotonic() + 15
-            while time.monotonic() < ends:  # It is silent to nobody until there is a round.
-                peer.send(protocol.Heartbeat(1))
-                if isinstance(peer.until(Sealed, protocol.HeartbeatAnswer), Sealed):
-                    break
-                time.sleep(0.05)
+        peer.send(protocol.Join(NodeFacts(name, address="127.0.0.1", port=1), settings))
+        with agent(holdfast, server) as running:
+            support.wait_until(lambda: beats_until_sealed(peer), "a round of both")
+            support.wait_until(lambda: "started" in running.so_far().err, "the worker of the agent runs")
             act(peer, name)
-            with Peer(server.port, "shared") as member:
-                member.send(protocol.Join(NodeFacts("closer"), agreed(server.port, "shared")))
-                time.sleep(1.0)
-                member.send(protocol.Close("over"))
+            with Peer(server.port, "shared") as closer:
+                closer.send(protocol.Join(NodeFacts("closer", address="127.0.0.1", port=1), settings))
+                time.sleep(1.5)
+                closer.send(protocol.Close("over"))
+
+
+def beats_until_sealed(peer: Peer) -> bool:
+    peer.send(protocol.Heartbeat(1))
+    return isinstance(peer.until(Sealed, protocol.HeartbeatAnswer), Sealed)
 
 
 def test_a_coordinator_that_denies_with_control_characters(holdfast: Holdfast) -> None:
