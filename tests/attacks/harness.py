@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from holdfast.rendezvous.membership import frames, model, protocol
 from holdfast.rendezvous.membership.model import End, NodeFacts, Sealed, Settings
 from tests import support
 from tests.coordinators import CoordinatorProcess
-from tests.e2e.command import Running
+from tests.e2e.command import Ended, Running
 
 MIB = 1 << 20
 CEILING_BYTES = 3 << 30  # Of address space: an attack must not harm the machine that runs the tests.
@@ -37,7 +38,7 @@ LEASE_S = 5.0
 # For honest nodes. Without an attack it is 0.03 s; the attacks that succeed stall for much longer than this.
 LONGEST_ANSWER_S = 1.0
 HEARTBEAT_S = 0.1
-HONEST = Settings(2, 2, heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S, last_call_s=0.2, close_linger_s=0.1)
+HONEST = Settings(2, 2, heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S, last_call_s=0.2, close_linger_s=1.0)
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\nholdfast coordinator: forged\r\x9b31m"
 
 
@@ -203,6 +204,8 @@ class LightRun:
         try:
             act()
         except (OSError, frames.Malformed) as error:
+            if self.outcome is not None:  # The coordinator has forgotten a run that is over.
+                return
             self.disturbed.append(f"{name}: {type(error).__name__}: {error}")
             raise ConnectionError("; ".join(self.disturbed)) from None
 
@@ -248,7 +251,8 @@ class LightRun:
         if self.outcome.end is not End.SUCCEEDED:
             self.disturbed.append(str(self.outcome))
         for peer in self._peers:
-            peer.send(protocol.Left())
+            with contextlib.suppress(OSError):
+                peer.send(protocol.Left())
 
     def _turn_until(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
         ends = time.monotonic() + deadline_s
@@ -359,9 +363,20 @@ def end(running: Running) -> None:
     if running.process.poll() is None:
         running.process.kill()
         running.process.wait()
-    for pid in support.marked(running._mark):
+    left = support.marked(running._mark)
+    for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    support.survivors(left)
+
+
+def result_of(running: Running, deadline_s: float = DEADLINE_S) -> Ended:
+    """How a command ended, whatever it has left running; `end` sees to that."""
+    try:
+        code = running.process.wait(deadline_s)
+        return replace(running.so_far(), code=code)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"it has not ended after {deadline_s:g} s\n{running.so_far()}") from None
 
 
 def check_plain(text: str) -> None:

@@ -6,16 +6,14 @@ Plain junk in either key is in tests/integration/test_etcd_backend.py; here it h
 from __future__ import annotations
 
 import json
-import subprocess
 import uuid
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from holdfast.rendezvous.etcd import memory
 from holdfast.testing.etcd_server import EtcdServer
-from tests.attacks.harness import ESCAPE, check_plain, end
+from tests.attacks.harness import ESCAPE, check_plain, end, result_of
 from tests.e2e.command import Ended, Holdfast
 
 HIGHEST = 1 << 53
@@ -31,10 +29,7 @@ def run(holdfast: Holdfast, etcd: EtcdServer, which: int, value: Any) -> Ended:
         gateway.put(key, value if isinstance(value, bytes) else json.dumps(value).encode())
         running = holdfast.start("--nnodes", "1", *place, "--rdzv-conf", conf, holdfast.script("pass"))
         try:
-            running.process.wait(25)
-            return replace(running.so_far(), code=running.process.returncode)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"it has not ended after 25 s\n{running.so_far()}") from None
+            return result_of(running, 25)
         finally:
             end(running)
             for each in memory.keys_of("/holdfast", run_id):

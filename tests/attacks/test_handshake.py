@@ -17,7 +17,7 @@ from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.frames import encode
 from holdfast.rendezvous.membership.model import End, Ended, Expelled, NodeFacts, Outcome, Settings, Stop
 from tests import support
-from tests.attacks.harness import MIB, Meter, Peer, check_plain, end, neighbour
+from tests.attacks.harness import MIB, Meter, Peer, check_plain, end, neighbour, result_of
 from tests.certificates import make_certificates
 from tests.coordinators import CoordinatorProcess, coordinator, form, node
 from tests.e2e.command import COMMAND, Holdfast
@@ -154,9 +154,13 @@ def test_a_token_that_can_be_guessed(holdfast: Holdfast, tmp_path: Path, size: i
 def check_token_file(holdfast: Holdfast, path: Path, is_taken: bool) -> None:
     """By the coordinator and by an agent, in one line."""
     options = ("--listen", "127.0.0.1:0", "--token-file", str(path), "--idle-timeout", "0.2")
-    served = holdfast.run(*options, command=(COMMAND, "coordinator"))
     place = ("--rdzv-backend", "tcp", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-conf", f"token_file={path}")
-    ran = holdfast.run("--nnodes", "1", *place, holdfast.script("pass"))
+    serving = holdfast.start(*options, command=(COMMAND, "coordinator"))
+    running = holdfast.start("--nnodes", "1", *place, holdfast.script("pass"))
+    try:
+        served, ran = result_of(serving), result_of(running)
+    finally:
+        end(running)
     assert (served.code == 0, ran.code == 0) == (is_taken, is_taken), f"{served}\n{ran}"
     for ended in () if is_taken else (served, ran):
         assert str(path) in ended.last

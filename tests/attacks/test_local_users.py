@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests import support
-from tests.attacks.harness import ESCAPE, MIB, check_plain, end
+from tests.attacks.harness import ESCAPE, MIB, check_plain, end, result_of
 from tests.e2e.command import COMMAND, Ended, Holdfast
 
 NOBODY = 65534
@@ -181,7 +181,11 @@ def test_a_state_directory_that_another_user_has_made(holdfast: Holdfast, tmp_pa
     port = support.free_port()
     place = ("--rdzv-backend", "tcp", "--rdzv-endpoint", f"127.0.0.1:{port}")
     env = {"XDG_RUNTIME_DIR": str(runtime)}
-    ended = holdfast.run("--nnodes", "1", *place, holdfast.script("pass"), env=env)
+    running = holdfast.start("--nnodes", "1", *place, holdfast.script("pass"), env=env)
+    try:
+        ended = result_of(running)
+    finally:
+        end(running)
     assert ended.code == 0, str(ended)
     assert len([line for line in ended.own if str(directory) in line]) == 1, str(ended)
     assert not list(directory.iterdir())

@@ -27,7 +27,7 @@ def place(**fields: Any) -> Place:
 # Times.
 
 
-@pytest.mark.parametrize("lease_s", [0.0, 1e-16, 5e-324, 0.0999, -1.0, 3600.1, 1e10, float("inf")])
+@pytest.mark.parametrize("lease_s", [0.0, 1e-16, 0.0999, 3600.1, float("inf")])
 def test_a_lease_that_makes_no_sense_followed_by_junk(server: CoordinatorProcess, lease_s: float) -> None:
     """In one write, so that the end of the connection finds the node overdue already."""
     with neighbour(server), Peer(server.port) as peer:
