@@ -81,3 +81,18 @@ def test_five_peers_that_connect_and_go(server: CoordinatorProcess) -> None:
             for number, peer in enumerate(peers):
                 peer.send(protocol.Join(NodeFacts(f"n{number}"), Settings(1, 1)))
                 peer.close()
+
+
+def test_a_dozen_peers_that_make_it_write(server: CoordinatorProcess) -> None:
+    """Each join knows of a later round than the memory, which is written to a file before anything else is done."""
+    rounds = itertools.count(1)
+    settings = Settings(2, 2)
+    with neighbour(server):
+        peers = [Peer(server.port, f"writer {number}") for number in range(12)]
+
+        def joins(peer: Peer) -> bytes:
+            told = (protocol.Join(NodeFacts("a"), settings, heard_round=next(rounds)) for _ in range(2000))
+            return b"".join(map(peer.frame, told))
+
+        with flood(peers, joins):
+            time.sleep(ATTACK_S)
