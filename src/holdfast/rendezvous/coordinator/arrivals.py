@@ -138,24 +138,38 @@ class Strangers:
 
 
 class Held:
-    """What peers have sent and what was not taken, because a message is incomplete or has to wait. When that is too
-    much, the connection that holds most, of the run that holds most, is cut off. Small amounts do not count."""
+    """What is kept for peers: what they have sent and what was not taken, because a message is incomplete or has to
+    wait; or what they are sent and do not read. When that is too much, the connection for which most is kept, of the
+    run for which most is kept, is cut off. Small amounts do not count."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(self, limit_bytes: int, bytes_of: Callable[[Connection], int], problem: str) -> None:
+        self._limit_bytes, self._bytes_now, self._problem = limit_bytes, bytes_of, problem
         self._bytes_of: dict[Connection, int] = {}
         self._sum_bytes = 0
 
-    def note(self, connection: Connection, held_bytes: int) -> None:
-        if held_bytes <= _SMALL_BYTES and connection not in self._bytes_of:
-            return
-        self._sum_bytes += held_bytes - self._bytes_of.pop(connection, 0)
-        if held_bytes:
-            self._bytes_of[connection] = held_bytes
+    def note(self, connection: Connection) -> None:
+        """It may have become more or less."""
+        self._measure(connection)
+        if self._sum_bytes > self._limit_bytes:
+            for each in [*self._bytes_of]:  # What was sent meanwhile is noted now.
+                self._measure(each)
         while self._sum_bytes > self._limit_bytes:
             greediest = self._greediest()
-            self._sum_bytes -= self._bytes_of.pop(greediest)
-            greediest.cut_off(f"has sent more than can be taken ({self._limit_bytes // MIB} MiB of all peers)")
+            self.drop(greediest)
+            greediest.cut_off(f"{self._problem} ({self._limit_bytes // MIB} MiB of all peers)")
+
+    def _measure(self, connection: Connection) -> None:
+        held_bytes = self._bytes_now(connection)
+        if held_bytes <= _SMALL_BYTES and connection not in self._bytes_of:
+            return
+        self.drop(connection)
+        if held_bytes > _SMALL_BYTES:
+            self._bytes_of[connection] = held_bytes
+            self._sum_bytes += held_bytes
+
+    def drop(self, connection: Connection) -> None:
+        """It is gone."""
+        self._sum_bytes -= self._bytes_of.pop(connection, 0)
 
     def _greediest(self) -> Connection:
         of_run: dict[object, int] = {}
