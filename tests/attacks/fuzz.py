@@ -51,6 +51,7 @@ class Hostile(threading.Thread):
         self._random = random.Random(seed)
         self._peers: list[Peer] = []
         self._strangers: list[socket.socket] = []
+        self._tickets: dict[tuple[str, str], bytes] = {}
         self.did: Counter[str] = Counter()
         self.start()
 
@@ -77,14 +78,21 @@ class Hostile(threading.Thread):
             self._forget(self._random.choice(self._peers))
         run_id = self._random.choice([f"hostile {self._random.randrange(8)}", f"new {self._random.random()}", ESCAPE])
         term = self._random.choice([0, 0, 0, 1, 1 << 40, _HIGHEST // 2])
-        self._peers.append(Peer(self._port, run_id, term=term))
+        name = self._random.choice(["a", "b", "c", "", f"node {self._random.randrange(1 << 20)}", self._text()])
+        ticket = self._random.choice([b"", self._random.choice([*self._tickets.values(), b""]), bytes(32)])
+        if self._random.random() < 0.7:
+            ticket = self._tickets.get((run_id, name), b"")
+        peer = Peer(self._port, run_id, name, ticket=ticket, term=term)
+        self._peers.append(peer)
+        if len(self._tickets) < 1000:
+            self._tickets[run_id, name] = peer.welcome.ticket
 
     def _knock(self) -> None:
         if len(self._strangers) >= _CONNECTIONS:
             self._strangers.pop(0).close()
         sock = socket.create_connection(("127.0.0.1", self._port), 2.0)
         self._strangers.append(sock)
-        sock.sendall(self._changed(encode(self._hello())))
+        sock.sendall(encode(self._hello()) + self._changed(encode(self._introduction())))
 
     def _knock_slowly(self) -> None:
         with socket.create_connection(("127.0.0.1", self._port), 2.0) as sock:
@@ -94,25 +102,25 @@ class Hostile(threading.Thread):
     def _say(self) -> None:
         peer = self._peer()
         peer.sock.settimeout(0.5)
-        peer.sock.sendall(b"".join(peer.frame(self._message()) for _ in range(self._random.randrange(1, 6))))
+        peer.sock.sendall(b"".join(peer.frame(self._message(peer.name)) for _ in range(self._random.randrange(1, 6))))
 
     def _say_much(self) -> None:
         """Many small messages, or one that is large."""
         peer = self._peer()
         peer.sock.settimeout(0.5)
-        message = self._message()
+        message = self._message(peer.name)
         frame = peer.frame(message)
         peer.sock.sendall(frame * min(2000, max(1, (1 << 18) // len(frame))))
 
     def _say_junk(self) -> None:
         peer = self._peer()
         peer.sock.settimeout(0.5)
-        peer.sock.sendall(self._changed(peer.frame(self._message())))
+        peer.sock.sendall(self._changed(peer.frame(self._message(peer.name))))
 
     def _speak_halfway(self) -> None:
         peer = self._peer()
         peer.sock.settimeout(0.5)
-        frame = peer.frame(self._message())
+        frame = peer.frame(self._message(peer.name))
         peer.sock.sendall(frame[: self._random.randrange(1, len(frame))])
 
     def _read(self) -> None:
@@ -142,9 +150,15 @@ class Hostile(threading.Thread):
     def _hello(self) -> protocol.Hello:
         version = self._random.choice([protocol.MAJOR, protocol.MAJOR, 0, -1, 1 << 62])
         nonce = self._random.randbytes(self._random.choice([32, 32, 0, 31, 1024]))
-        return protocol.Hello(version, self._text(), nonce, self._random.choice([b"", b"x"]), term=self._count())
+        has_token = self._random.random() < 0.2
+        return protocol.Hello(version, self._text(), nonce, self._count(), has_token, self._text())
 
-    def _message(self) -> Any:
+    def _introduction(self) -> protocol.Introduction:
+        ticket = self._random.randbytes(self._random.choice([0, 32, 1024]))
+        return protocol.Introduction(self._text(), ticket, self._count())
+
+    def _message(self, name: str) -> Any:
+        """What a peer says that is the node `name`, mostly."""
         pick = self._random.choice
         match self._random.randrange(12):
             case 0 | 1 | 2:
@@ -152,10 +166,10 @@ class Hostile(threading.Thread):
                 failure = self._failure() if self._random.random() < 0.2 else None
                 stop = model.Stop(self._count(), self._text(), pick([True, False])) if place and failure else None
                 return protocol.Join(
-                    self._facts(), self._settings(), place, self._count(), pick([True, False]), failure, stop
+                    self._facts(name), self._settings(), place, self._count(), pick([True, False]), failure, stop
                 )
             case 3:
-                return protocol.Return(self._facts(), self._settings(), self._place(), pick([*Stage]))
+                return protocol.Return(self._facts(name), self._settings(), self._place(), pick([*Stage]))
             case 4:
                 return protocol.Failed(pick([1, 1, 2, self._count()]), self._failure())
             case 5:
@@ -171,9 +185,9 @@ class Hostile(threading.Thread):
         sender, number = pick([b"", b"h", b"hh"]), self._random.randrange(1000)
         return protocol.StoreRequest(sender, number, operation, keys, values, amount, pick([0.0, 0.01, 1.0, 1e10]))
 
-    def _facts(self) -> NodeFacts:
+    def _facts(self, name: str) -> NodeFacts:
         pick = self._random.choice
-        name = pick(["a", "b", "c", "a", "b", f"node {self._random.randrange(1 << 20)}", self._text()])
+        name = pick([*[name] * 30, "a", self._text()])
         incarnation = pick([0, 0, 0, 1, 2, self._count()])
         rank = pick([None, None, 0, 1, self._count()])
         size = pick([1, 1, 2, self._count()])

@@ -9,12 +9,12 @@ import pytest
 
 from holdfast.rendezvous.client.handshake import TurnedAway
 from holdfast.rendezvous.membership import protocol
-from holdfast.rendezvous.membership.model import NodeFacts, Place, Settings, Stage
+from holdfast.rendezvous.membership.model import MAX_SHAPES, NodeFacts, Place, Settings, Stage
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 from tests.attacks.harness import MIB, Peer, at_most, neighbour
 from tests.coordinators import CoordinatorProcess
 
-ATTACK_S = 10.0
+ATTACK_S = 2.0
 BUDGET_BYTES = 512 * MIB  # For all runs together: no less than any sensible budget.
 
 
@@ -39,7 +39,7 @@ def test_the_stores_of_many_runs(server: CoordinatorProcess) -> None:
 def test_the_stories_of_many_runs(server: CoordinatorProcess) -> None:
     """Long messages, of which a run's machine keeps the last few for its own report."""
     settings = Settings(1, 2)
-    shapes = tuple((f"{number:04}" + "r" * 900, 1) for number in range(1024))
+    shapes = tuple((f"{number:04}" + "r" * 120, 1) for number in range(MAX_SHAPES))
     place = Place(1, 1, 0, 2, shapes)
     with neighbour(server), at_most(server, 256 * MIB) as meter, contextlib.ExitStack() as stack:
         for run in range(20):
@@ -73,53 +73,58 @@ def test_many_runs_that_are_deserted(server: CoordinatorProcess) -> None:
                 break
 
 
-@pytest.mark.parametrize("lease_s", [2.0, 3600.0])
-def test_ever_new_nodes_on_one_connection(server: CoordinatorProcess, lease_s: float) -> None:
-    """One connection speaks for one node at a time; those that it gave up are forgotten."""
-    settings = Settings(131072, 131072, lease_s=lease_s)
+@pytest.mark.parametrize("goes", [(), (protocol.Left(),)], ids=["vanish", "leave"])
+def test_ever_new_nodes(server: CoordinatorProcess, goes: tuple[object, ...]) -> None:
+    """Each on a connection of its own, as a connection speaks for one node, with all that a node can say of itself."""
+    settings = Settings(131072, 131072, lease_s=3600.0)
     ends = time.monotonic() + ATTACK_S
-    with (
-        neighbour(server),
-        at_most(server, 64 * MIB) as meter,
-        Peer(server.port) as peer,
-        contextlib.suppress(ConnectionError),
-    ):
-        for batch in range(400):
-            facts = [NodeFacts(f"{batch} {number} {'n' * 900}", address="a" * 1000) for number in range(250)]
-            peer.raw(b"".join(peer.frame(protocol.Join(each, settings)) for each in facts))
-            if meter.growth_bytes > 64 * MIB or time.monotonic() > ends:
-                break
-        peer.ask("check", "anything")
+    count = 0
+    with neighbour(server), at_most(server, 64 * MIB) as meter:
+        while meter.growth_bytes <= 64 * MIB and time.monotonic() < ends:
+            count += 1
+            with Peer(server.port, name=f"{count} {'n' * 240}") as peer:
+                facts = NodeFacts(peer.name, address="a" * 256, role="r" * 128)
+                peer.send(protocol.Join(facts, settings), *goes).ask("check", "anything")
+    assert count > 100, "that was no attack"
 
 
-def test_ever_new_nodes_that_leave(server: CoordinatorProcess) -> None:
-    settings = Settings(2, 2)
-    ends = time.monotonic() + ATTACK_S
-    with neighbour(server), at_most(server, 64 * MIB) as meter, Peer(server.port) as peer:
-        for batch in range(200):
-            for number in range(250):
-                facts = NodeFacts(f"{batch} {number} {'n' * 900}", address="a" * 1000, requested_rank=number % 2)
-                peer.raw(peer.frame(protocol.Join(facts, settings)) + peer.frame(protocol.Left()))
-            if meter.growth_bytes > 64 * MIB or time.monotonic() > ends:
-                break
-            peer.ask("check", "anything")
+def test_one_connection_for_many_nodes(server: CoordinatorProcess) -> None:
+    """It speaks for the node as which it introduced itself, and is cut off when it speaks for another one."""
+    with neighbour(server), Peer(server.port) as peer:
+        peer.send(protocol.Join(NodeFacts("a"), Settings(2, 2)), protocol.Join(NodeFacts("b"), Settings(2, 2)))
+        assert peer.until() is None
+        server.await_line("speaks for 'b', which is another node")
 
 
 def test_ever_new_incarnations_that_return(server: CoordinatorProcess) -> None:
     settings = Settings(1, 4, lease_s=3600.0)
     place = Place(1, 1, 0, 4)
-    with (
-        neighbour(server),
-        at_most(server, 32 * MIB),
-        Peer(server.port) as peer,
-        contextlib.suppress(ConnectionError),
-    ):
-        for number in range(20_000):
-            peer.send(protocol.Return(NodeFacts("n" * 1000, number), settings, place, Stage.RUNNING))
+    ticket, ends, number = b"", time.monotonic() + ATTACK_S, 0
+    with neighbour(server), at_most(server, 32 * MIB):
+        while time.monotonic() < ends:
+            number += 1
+            with Peer(server.port, name="n" * 256, ticket=ticket) as peer:
+                ticket = peer.welcome.ticket
+                peer.send(protocol.Return(NodeFacts(peer.name, number), settings, place, Stage.RUNNING))
+                assert peer.is_turned_out() == (number > 1), "the place is that of the first incarnation"
+    assert number > 100, "that was no attack"
+
+
+def test_answers_that_no_peer_reads(server: CoordinatorProcess) -> None:
+    """One set wakes several waiting requests of each of many connections, and none of them reads its answers, which are
+    as long as they can be. What waits for all together is bounded: beyond it those with most of it are cut off."""
+    with neighbour(server), at_most(server, 144 * MIB), contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(Peer(server.port, name=f"n{number}")) for number in range(60)]
+        for peer in peers:
+            waits = [protocol.StoreRequest(b"h", at, "get", ("key",), timeout_s=60.0) for at in range(6)]
+            peer.send(*waits).ask("check", "anything")
+        with Peer(server.port, name="talker") as talker:
+            talker.ask("set", "key", values=(bytes(MIB - 1000),))
+            server.await_line("does not read what it is sent")
 
 
 def test_one_peer_does_not_use_up_the_waiting_of_its_run(server: CoordinatorProcess) -> None:
-    with Peer(server.port, "shared") as greedy, Peer(server.port, "shared") as modest:
+    with Peer(server.port, "shared") as greedy, Peer(server.port, "shared", "b") as modest:
         wait = greedy.frame(protocol.StoreRequest(b"g", 1, "wait", ("never",), timeout_s=3600.0))
         for _ in range(40):
             greedy.raw(wait * 1000)
