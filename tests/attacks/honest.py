@@ -25,13 +25,13 @@ def main(port: int, run_id: str, token_file: str = "") -> None:
             run.form()
             print("formed", flush=True)
             while not select.select([sys.stdin], [], [], 0)[0]:
-                run.run_for(0.5)
+                run.run_for(0.1)
             other = LightRun(port, f"{run_id} too", token)
             runs.append(other)
             with contextlib.closing(other):
                 other.form(DEADLINE_S / 2)
                 other.finish(DEADLINE_S / 2)
-            run.run_for(0.5)
+            run.run_for(0.2)
             run.finish()
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"

@@ -58,7 +58,7 @@ def test_a_stranger_introduces_itself_as_a_member(tmp_path: Path, token: bytes |
         run.run_for(0.3)
         run.finish()
         assert not run.disturbed
-        assert len(server.lines("is another node's")) == 1
+        assert 1 <= len(server.lines("is another node's")) <= 2, "it is said once a minute"
 
 
 def test_a_stranger_takes_the_name_of_a_member_that_is_away(server: CoordinatorProcess) -> None:
@@ -107,7 +107,7 @@ def test_a_stranger_speaks_for_a_member(
                 assert stranger.is_turned_out(), f"the stranger was taken for the member ({incarnation})"
             run.run_for(0.2)
             assert not run.disturbed, (incarnation, run.disturbed)
-        assert len(server.lines("speaks for")) == 1
+        assert 1 <= len(server.lines("speaks for")) <= 2, "it is said once a minute"
         run.finish()
         assert not run.disturbed
 

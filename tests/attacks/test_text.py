@@ -151,9 +151,8 @@ def test_a_line_of_the_log_has_an_end(server: CoordinatorProcess) -> None:
 def test_one_run_does_not_fill_the_log(server: CoordinatorProcess) -> None:
     """Lines are rationed: a run that stops and starts all the time says so a few times, and that there was more."""
     settings = Settings(1, 1, policy=RestartPolicy(max_restarts=1 << 40), last_call_s=0.0)
-    ends = time.monotonic() + 2.0
-    with neighbour(server), Peer(server.port) as peer:
-        place = None
+    with Peer(server.port) as peer:
+        place, ends = None, time.monotonic() + 2.0
         while time.monotonic() < ends:
             peer.send(protocol.Join(NodeFacts("a"), settings, place))
             if (sealed := peer.until(Sealed)) is None:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ import pytest
 from holdfast.rendezvous.client.handshake import TurnedAway
 from holdfast.rendezvous.coordinator import run as runs
 from holdfast.rendezvous.coordinator.limits import Limits
+from holdfast.rendezvous.coordinator.memory import StateFiles
 from holdfast.rendezvous.membership import frames, model, protocol
 from holdfast.rendezvous.membership.model import NodeFacts, Settings
 from tests import support
@@ -209,6 +210,29 @@ def test_half_messages_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixt
         await_line(caplog, "has sent more than can be taken (1 MiB of all peers), and is cut off")
         modest.sock.sendall(b"\0")
         assert modest.await_kind(protocol.StoreAnswer).problem == ""
+
+
+@pytest.mark.parametrize("waiting", [1000, 3], ids=["all are taken", "some wait"])
+def test_a_run_writes_its_memory_down_a_few_times_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: int
+) -> None:
+    """The newest one, which says what the ones before it say."""
+    written: list[int] = []
+    remember = StateFiles.remember
+
+    def note(self: StateFiles, run_id: str, memory: model.Memory, then: Callable[[], None]) -> None:
+        written.append(memory.last_round)
+        remember(self, run_id, memory, then)
+
+    monkeypatch.setattr(StateFiles, "remember", note)
+    limits = {"writes_a_second": 5, "writes_at_once": 2, "waiting_commands": waiting}
+    with limited(tmp_path, **limits) as port, Peer(port) as peer:
+        peer.enter()
+        peer.send(*(protocol.Join(NodeFacts("a"), Settings(2, 2), heard_round=at) for at in range(1, 21)))
+        support.wait_until(lambda: 20 in written, "the last one is written down")
+        assert written == sorted(written)
+        assert len(written) <= (5 if waiting > 20 else 12)
+        assert peer.ask("check", "k").problem == ""
 
 
 # Strangers.

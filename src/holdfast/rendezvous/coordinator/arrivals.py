@@ -66,9 +66,12 @@ class Door:
             self._sock.close()
 
     def _accept_some(self) -> None:
-        highest = descriptor_limit() - self._limits.spare_descriptors
+        limit = descriptor_limit()
+        highest = limit - self._limits.spare_descriptors
+        # Those of this turn must not use up what is left beside strangers before the oldest ones are cut off.
+        most = min(self._limits.accepted_in_a_turn, max(1, limit // 32))
         served, ends_at = 0, self._loop.time() + _TURN_S
-        while served < self._limits.accepted_in_a_turn and self._loop.time() < ends_at:
+        while served < most and self._loop.time() < ends_at:
             try:
                 sock, address = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
