@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.rendezvous.api import RendezvousError, RendezvousTimeoutError
 from holdfast.rendezvous.client.handshake import TurnedAway
 from holdfast.rendezvous.coordinator import run as runs
 from holdfast.rendezvous.coordinator.limits import Limits
@@ -22,7 +23,7 @@ from holdfast.rendezvous.coordinator.memory import StateFiles
 from holdfast.rendezvous.membership import frames, model, protocol
 from holdfast.rendezvous.membership.model import NodeFacts, Settings
 from tests import support
-from tests.coordinators import Peer, coordinator_thread
+from tests.coordinators import Peer, coordinator_thread, form, listener, node
 
 ONE = Settings(1, 1)
 
@@ -238,6 +239,17 @@ def test_a_run_writes_its_memory_down_a_few_times_a_second(
 # Strangers.
 
 
+@pytest.mark.parametrize("is_passing", [True, False])
+def test_an_agent_tries_again_if_it_may_be_let_in_later(is_passing: bool) -> None:
+    with (
+        listener(frames.encode(protocol.Denied("there are too many", is_passing))) as port,
+        node(port, join_timeout=1.0) as handler,
+        pytest.raises(RendezvousError, match="there are too many") as caught,
+    ):
+        form(handler)
+    assert isinstance(caught.value, RendezvousTimeoutError) == is_passing, "after the join timeout, or at once"
+
+
 def test_the_oldest_stranger_makes_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with limited(tmp_path, strangers=3) as port, contextlib.ExitStack() as stack:
         known = stack.enter_context(Peer(port)).enter()
@@ -255,7 +267,7 @@ def test_the_oldest_stranger_makes_room(tmp_path: Path, caplog: pytest.LogCaptur
 def test_the_last_descriptors_are_kept_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     with limited(tmp_path, spare_descriptors=soft - 3) as port, Peer(port) as peer:
-        assert peer.receive() == protocol.Denied("this coordinator has too many connections")
+        assert peer.receive() == protocol.Denied("this coordinator has too many connections", is_passing=True)
         assert peer.is_hung_up()
     await_line(caplog, "is turned away: this coordinator has too many connections")
 

@@ -107,7 +107,7 @@ class Door:
             self._complaints.add(endpoint_text(*address[:2]), f"is turned away: {_TOO_MANY}", self._loop.time())
             if not self._has_tls:
                 try:
-                    sock.send(frames.encode(protocol.Denied(_TOO_MANY)))
+                    sock.send(frames.encode(protocol.Denied(_TOO_MANY, is_passing=True)))
                 except OSError:
                     pass  # It has gone already.
 
