@@ -358,7 +358,8 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
 def fuzz(name: str, seconds: int, seed: int) -> None:
     """Does not return: libFuzzer ends the process."""
     logging.disable()
-    home = Path(tempfile.mkdtemp(prefix="holdfast-guided-"))
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # Some targets write a file each time.
+    home = Path(tempfile.mkdtemp(prefix="holdfast-guided-", dir=memory))
     target, corpus = TARGETS[name](home), home / "corpus"
     corpus.mkdir()
     for number, each in enumerate(target.seeds):

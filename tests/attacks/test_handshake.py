@@ -15,9 +15,9 @@ import pytest
 from holdfast.rendezvous.api import RendezvousConnectionError
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.frames import encode
-from holdfast.rendezvous.membership.model import End, Ended, Expelled, NodeFacts, Outcome, Settings, Stop
+from holdfast.rendezvous.membership.model import End, Ended, Expelled, Outcome, Stop
 from tests import support
-from tests.attacks.harness import MIB, Meter, Peer, check_plain, end, neighbour, result_of
+from tests.attacks.harness import MIB, Meter, check_plain, end, neighbour, result_of
 from tests.certificates import make_certificates
 from tests.coordinators import CoordinatorProcess, coordinator, form, node
 from tests.e2e.command import COMMAND, Holdfast
@@ -309,21 +309,3 @@ def test_the_token_of_one_run_opens_that_run_only(holdfast: Holdfast, tmp_path: 
             form(a)
         with node(server.port, run_id="other", token_file=str(path)) as b, pytest.raises(RendezvousConnectionError):
             form(b)
-
-
-# The audit.
-
-
-def test_each_decision_that_a_peer_caused_is_one_line(server: CoordinatorProcess) -> None:
-    """Joined, refused, expelled, closed: with the node's id and its address."""
-
-    def lines(word: str, name: str) -> list[str]:
-        return [line for line in server.log.splitlines() if word in line and name in line and "127.0.0.1:" in line]
-
-    with Peer(server.port, "audited", "node-a") as first, Peer(server.port, "audited", "node-b") as second:
-        first.send(protocol.Join(NodeFacts("node-a", 3), Settings(1, 2, last_call_s=0.0))).ask("check", "x")
-        second.send(protocol.Join(NodeFacts("node-b"), Settings(1, 3))).ask("check", "x")
-        first.send(protocol.Close("enough")).until(Ended)
-    assert len(lines("joined", "node-a")) == 1, server.log
-    assert len(lines("refused", "node-b")) == 1, server.log
-    assert len(lines("closed", "node-a")) == 1, server.log

@@ -47,20 +47,6 @@ def await_line(caplog: pytest.LogCaptureFixture, *words: str) -> str:
     return support.wait_until(find, f"{words} in the log")
 
 
-def test_a_node_is_answered_while_another_run_floods(tmp_path: Path) -> None:
-    """Everything that the chatty peer sends is in the coordinator's hands, or on its way, before the other one asks."""
-    with limited(tmp_path) as port, Peer(port) as chatty, Peer(port) as modest:
-        chatty.enter("chatty")
-        modest.enter("modest")
-        chatty.sock.settimeout(0.2)
-        with contextlib.suppress(TimeoutError):
-            chatty.sock.sendall(frames.encode(protocol.StoreRequest(b"", 1, "check", ("k",) * 1000)) * 2000)
-        began = time.monotonic()
-        modest.send(protocol.Heartbeat(1))
-        assert modest.await_kind(protocol.HeartbeatAnswer).number == 1
-        assert time.monotonic() - began < 1.0
-
-
 def test_whoever_is_too_fast_waits_and_loses_nothing(tmp_path: Path) -> None:
     with limited(tmp_path, bytes_a_second=6554 * 500) as port, Peer(port) as peer:
         peer.enter()
