@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,8 +45,8 @@ with atheris.instrument_imports(include=["holdfast"], enable_loader_override=Fal
     from holdfast.timer.fifo import FileTimerRequest, RequestPipe
 
 FACTS, SETTINGS = NodeFacts("a", 1, "host", 1, "role", 2, 0, 1.0), Settings(1, 2, policy=RestartPolicy(3, 1.0, 0.5))
-PLACE = Place(1, 2, 0, 2, (("a", 1), ("b", 2)), b"x\x9cc``d\x00\x00\x00\x05\x00\x02", "host", 5, 1)
-MEMORY = Memory(1, 2, settings=SETTINGS, members=("a/1",), restarts_used=1, restart_ages_s=(0.5,))
+PLACE = Place(1, 2, 0, 2, (("a", 1), ("b", 2)), zlib.compress(b"\0\0\0\1"), "host", 5, 1)
+MEMORY = Memory(1, 1, 2, settings=SETTINGS, members=("a/1",), restarts_used=1, restart_ages_s=(0.5,))
 ERROR = {"message": {"message": "m\x1b", "extraInfo": {"py_callstack": "c\nd", "timestamp": "5"}}}
 
 UPWARD = [
@@ -170,15 +171,12 @@ def check_deadline(machine: Membership, now: float) -> None:
 class Shapes(Target):
     """A world of any pattern, in bounded time and space."""
 
-    seeds = (
-        PLACE.pattern + b"\x02",
-        b"\x02",
-    )
+    seeds = (b"\0\0\1\2" + PLACE.pattern, b"\0\0\5\1", b"\1\xff\xff\4" + zlib.compress(bytes(1 << 18)))
 
     def take(self, data: bytes) -> None:
-        count = 1 + int.from_bytes(data[-3:], "big") % model.MAX_NODES
-        shapes = tuple((f"r{number}", 1) for number in range(len(data) % 5))
-        place = Place(1, 1, 0, count, shapes, data[:-3])
+        count = 1 + int.from_bytes(data[:3], "big") % model.MAX_NODES
+        shapes = tuple((f"r{number}", 1) for number in range(sum(data[3:4]) % 5))
+        place = Place(1, 1, 0, count, shapes, data[4:])
         with contextlib.suppress(ValueError):
             assert len(place.shape_of_each()) in (count, 0)
 
@@ -220,7 +218,7 @@ class EtcdMemory(Target):
 class EtcdLeader(Target):
     seeds = (
         b'{"host": "h", "port": 1, "token": "t", "term": 1}',
-        b'{"host": "::1", "port": 65535, "term": 0}',
+        b'{"host": "::1", "port": 65535, "token": "", "term": 0}',
     )
 
     def take(self, data: bytes) -> None:
