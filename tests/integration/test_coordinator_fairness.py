@@ -10,18 +10,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from holdfast.rendezvous.api import RendezvousError, RendezvousTimeoutError
 from holdfast.rendezvous.client.handshake import TurnedAway
 from holdfast.rendezvous.coordinator import run as runs
 from holdfast.rendezvous.coordinator.limits import Limits
+from holdfast.rendezvous.coordinator.memory import StateFiles
 from holdfast.rendezvous.membership import frames, model, protocol
 from holdfast.rendezvous.membership.model import NodeFacts, Settings
 from tests import support
-from tests.coordinators import Peer, coordinator_thread
+from tests.coordinators import Peer, coordinator_thread, form, listener, node
 
 ONE = Settings(1, 1)
 
@@ -43,20 +45,6 @@ def await_line(caplog: pytest.LogCaptureFixture, *words: str) -> str:
         return next((line for line in lines if all(word in line for word in words)), "")
 
     return support.wait_until(find, f"{words} in the log")
-
-
-def test_a_node_is_answered_while_another_run_floods(tmp_path: Path) -> None:
-    """Everything that the chatty peer sends is in the coordinator's hands, or on its way, before the other one asks."""
-    with limited(tmp_path) as port, Peer(port) as chatty, Peer(port) as modest:
-        chatty.enter("chatty")
-        modest.enter("modest")
-        chatty.sock.settimeout(0.2)
-        with contextlib.suppress(TimeoutError):
-            chatty.sock.sendall(frames.encode(protocol.StoreRequest(b"", 1, "check", ("k",) * 1000)) * 2000)
-        began = time.monotonic()
-        modest.send(protocol.Heartbeat(1))
-        assert modest.await_kind(protocol.HeartbeatAnswer).number == 1
-        assert time.monotonic() - began < 1.0
 
 
 def test_whoever_is_too_fast_waits_and_loses_nothing(tmp_path: Path) -> None:
@@ -212,7 +200,41 @@ def test_half_messages_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixt
         assert modest.await_kind(protocol.StoreAnswer).problem == ""
 
 
+@pytest.mark.parametrize("waiting", [1000, 3], ids=["all are taken", "some wait"])
+def test_a_run_writes_its_memory_down_a_few_times_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: int
+) -> None:
+    """The newest one, which says what the ones before it say."""
+    written: list[int] = []
+    remember = StateFiles.remember
+
+    def note(self: StateFiles, run_id: str, memory: model.Memory, then: Callable[[], None]) -> None:
+        written.append(memory.last_round)
+        remember(self, run_id, memory, then)
+
+    monkeypatch.setattr(StateFiles, "remember", note)
+    limits = {"writes_a_second": 5, "writes_at_once": 2, "waiting_commands": waiting}
+    with limited(tmp_path, **limits) as port, Peer(port) as peer:
+        peer.enter()
+        peer.send(*(protocol.Join(NodeFacts("a"), Settings(2, 2), heard_round=at) for at in range(1, 21)))
+        support.wait_until(lambda: 20 in written, "the last one is written down")
+        assert written == sorted(written)
+        assert len(written) <= (5 if waiting > 20 else 12)
+        assert peer.ask("check", "k").problem == ""
+
+
 # Strangers.
+
+
+@pytest.mark.parametrize("is_passing", [True, False])
+def test_an_agent_tries_again_if_it_may_be_let_in_later(is_passing: bool) -> None:
+    with (
+        listener(frames.encode(protocol.Denied("there are too many", is_passing))) as port,
+        node(port, join_timeout=1.0) as handler,
+        pytest.raises(RendezvousError, match="there are too many") as caught,
+    ):
+        form(handler)
+    assert isinstance(caught.value, RendezvousTimeoutError) == is_passing, "after the join timeout, or at once"
 
 
 def test_the_oldest_stranger_makes_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -232,7 +254,7 @@ def test_the_oldest_stranger_makes_room(tmp_path: Path, caplog: pytest.LogCaptur
 def test_the_last_descriptors_are_kept_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     with limited(tmp_path, spare_descriptors=soft - 3) as port, Peer(port) as peer:
-        assert peer.receive() == protocol.Denied("this coordinator has too many connections")
+        assert peer.receive() == protocol.Denied("this coordinator has too many connections", is_passing=True)
         assert peer.is_hung_up()
     await_line(caplog, "is turned away: this coordinator has too many connections")
 

@@ -53,7 +53,7 @@ FROM_STRANGERS: list[Any] = [
     protocol.Ready(),
     protocol.Introduction("node-a", b"ticket", 5),
     protocol.Welcome(5, 7, b"ticket"),
-    protocol.Denied("no"),
+    protocol.Denied("no", is_passing=True),
 ]
 FROM_NODES: list[Any] = [
     protocol.StoreRequest(b"client", 9, "compare_set", ("key",), (b"\x00\xff", b""), -4, 2.5),

@@ -145,6 +145,7 @@ def _coordinator(
     # Thousands of nodes may join at once, with a line for each: leave out what no line shows.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # As the documentation of logging advises.
+    memory.warn_of_directory()
     return Coordinator(
         sock,
         keeper or memory.StateFiles(memory.default_directory(), *sock.getsockname()[:2]),

@@ -130,7 +130,8 @@ class Target:
         return TurnedAway(f"{self._who} does not know this agent's token")
 
     def _denied(self, denied: protocol.Denied) -> TurnedAway:
-        return TurnedAway(f"{self._who} turned this agent away: {denied.reason}")
+        obstacle = Obstacle.UNREACHABLE if denied.is_passing else Obstacle.TURNED_AWAY
+        return TurnedAway(f"{self._who} turned this agent away: {denied.reason}", obstacle)
 
     def _read(self, sock: socket.socket, stream: frames.Frames, kind: type) -> Any:
         """The next message, which is of that kind. Certificates of clients are looked at after the client's side of

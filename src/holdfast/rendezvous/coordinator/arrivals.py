@@ -66,9 +66,12 @@ class Door:
             self._sock.close()
 
     def _accept_some(self) -> None:
-        highest = descriptor_limit() - self._limits.spare_descriptors
+        limit = descriptor_limit()
+        highest = limit - self._limits.spare_descriptors
+        # Those of this turn must not use up what is left beside strangers before the oldest ones are cut off.
+        most = min(self._limits.accepted_in_a_turn, max(1, limit // 32))
         served, ends_at = 0, self._loop.time() + _TURN_S
-        while served < self._limits.accepted_in_a_turn and self._loop.time() < ends_at:
+        while served < most and self._loop.time() < ends_at:
             try:
                 sock, address = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -104,7 +107,7 @@ class Door:
             self._complaints.add(endpoint_text(*address[:2]), f"is turned away: {_TOO_MANY}", self._loop.time())
             if not self._has_tls:
                 try:
-                    sock.send(frames.encode(protocol.Denied(_TOO_MANY)))
+                    sock.send(frames.encode(protocol.Denied(_TOO_MANY, is_passing=True)))
                 except OSError:
                     pass  # It has gone already.
 
@@ -138,24 +141,38 @@ class Strangers:
 
 
 class Held:
-    """What peers have sent and what was not taken, because a message is incomplete or has to wait. When that is too
-    much, the connection that holds most, of the run that holds most, is cut off. Small amounts do not count."""
+    """What is kept for peers: what they have sent and what was not taken, because a message is incomplete or has to
+    wait; or what they are sent and do not read. When that is too much, the connection for which most is kept, of the
+    run for which most is kept, is cut off. Small amounts do not count."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(self, limit_bytes: int, bytes_of: Callable[[Connection], int], problem: str) -> None:
+        self._limit_bytes, self._bytes_now, self._problem = limit_bytes, bytes_of, problem
         self._bytes_of: dict[Connection, int] = {}
         self._sum_bytes = 0
 
-    def note(self, connection: Connection, held_bytes: int) -> None:
-        if held_bytes <= _SMALL_BYTES and connection not in self._bytes_of:
-            return
-        self._sum_bytes += held_bytes - self._bytes_of.pop(connection, 0)
-        if held_bytes:
-            self._bytes_of[connection] = held_bytes
+    def note(self, connection: Connection) -> None:
+        """It may have become more or less."""
+        self._measure(connection)
+        if self._sum_bytes > self._limit_bytes:
+            for each in [*self._bytes_of]:  # What was sent meanwhile is noted now.
+                self._measure(each)
         while self._sum_bytes > self._limit_bytes:
             greediest = self._greediest()
-            self._sum_bytes -= self._bytes_of.pop(greediest)
-            greediest.cut_off(f"has sent more than can be taken ({self._limit_bytes // MIB} MiB of all peers)")
+            self.drop(greediest)
+            greediest.cut_off(f"{self._problem} ({self._limit_bytes // MIB} MiB of all peers)")
+
+    def _measure(self, connection: Connection) -> None:
+        held_bytes = self._bytes_now(connection)
+        if held_bytes <= _SMALL_BYTES and connection not in self._bytes_of:
+            return
+        self.drop(connection)
+        if held_bytes > _SMALL_BYTES:
+            self._bytes_of[connection] = held_bytes
+            self._sum_bytes += held_bytes
+
+    def drop(self, connection: Connection) -> None:
+        """It is gone."""
+        self._sum_bytes -= self._bytes_of.pop(connection, 0)
 
     def _greediest(self) -> Connection:
         of_run: dict[object, int] = {}

@@ -35,6 +35,7 @@ _HANDSHAKE_TIMEOUT_S = 10.0
 _GOODBYE_TIMEOUT_S = 5.0
 _UNREAD_LIMIT_BYTES = 4 << 20
 _RUN_ID_LIMIT = 1024
+_BEHIND_S = 0.01
 _TLS_HELLO = b"\x16\x03"
 # asyncio gives each TLS connection a buffer of that size, filled with zeros. A record has no more than 16 KiB.
 sslproto.SSLProtocol.max_size = 1 << 14
@@ -106,6 +107,10 @@ class Connection(asyncio.Protocol):
         else:
             self._offer()
 
+    @property
+    def held_bytes(self) -> int:
+        return self._frames.held_bytes
+
     def _offer(self) -> None:
         if not self._turns.offer(self._share, self):
             self._is_waiting = True
@@ -116,7 +121,7 @@ class Connection(asyncio.Protocol):
         count = 0
         self._is_waiting = False
         try:
-            while not self._is_closing and not self._is_congested and (message := self._frames.next()) is not None:
+            while self._may_take and (message := self._frames.next()) is not None:
                 if not self._server.keeper.may_serve():
                     return
                 self.heard_at = now
@@ -139,6 +144,8 @@ class Connection(asyncio.Protocol):
             return
         owed_s = self._rate.owed_s(count * self._server.limits.message_bytes + self._uncharged_bytes)
         self._uncharged_bytes = 0
+        if self.run is not None and self.run.is_behind:
+            owed_s = max(owed_s, _BEHIND_S)
         if owed_s:
             self._is_resting = True
             self._loop.call_later(owed_s, self._rested)
@@ -147,6 +154,10 @@ class Connection(asyncio.Protocol):
             self._turns.wait(self._share, self)
         if not self._is_reading or self._frames.held_bytes:
             self._note_held()
+
+    @property
+    def _may_take(self) -> bool:
+        return not (self._is_closing or self._is_congested or (self.run is not None and self.run.is_behind))
 
     def _take_of_stranger(self, message: object) -> None:
         if isinstance(message, protocol.Hello) and self._hello is None:
@@ -167,9 +178,8 @@ class Connection(asyncio.Protocol):
 
     def _note_held(self) -> None:
         """It is not read from while enough waits that can be taken, or what it is sent is not read."""
-        held_bytes = self._frames.held_bytes
-        self._server.held.note(self, held_bytes)
-        may_wait = held_bytes <= self._server.limits.waiting_bytes
+        self._server.held.note(self)
+        may_wait = self.held_bytes <= self._server.limits.waiting_bytes
         may_read = not (self._is_congested or self._is_resting or (self._is_waiting and not may_wait))
         if may_read != self._is_reading and not self._transport.is_closing():
             self._is_reading = may_read
@@ -183,7 +193,8 @@ class Connection(asyncio.Protocol):
         self._timer.cancel()
         self._server.connections.discard(self)
         self._server.strangers.discard(self)
-        self._server.held.note(self, 0)
+        self._server.held.drop(self)
+        self._server.unsent.drop(self)
         run, self.run = self.run, None
         if run is not None:
             run.detach(self)
@@ -194,6 +205,7 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._is_congested = False
+        self._server.unsent.note(self)
         self._go_on()
 
     # The handshake.
@@ -259,6 +271,10 @@ class Connection(asyncio.Protocol):
 
     # The way out.
 
+    @property
+    def unsent_bytes(self) -> int:
+        return self._transport.get_write_buffer_size()
+
     def send(self, message: Any) -> None:
         if not self._transport.is_closing():
             self.send_frame(frames.encode(message))
@@ -267,8 +283,10 @@ class Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self._transport.write(self._frames.sealed(frame))
-        if self._transport.get_write_buffer_size() > _UNREAD_LIMIT_BYTES:
-            self.cut_off("does not read what it is sent")
+        if self._is_congested:
+            self._server.unsent.note(self)
+            if self.unsent_bytes > _UNREAD_LIMIT_BYTES:
+                self.cut_off("does not read what it is sent")
 
     def _refuse(self, problem: str) -> None:
         if not self._is_closing:

@@ -23,6 +23,7 @@ class Limits:
     store_bytes: int = 256 * MIB
     spare_bytes: int = MIB // 4  # Of each run's store; these do not count as part of `store_bytes`.
     held_bytes: int = 64 * MIB  # What peers have sent and what was not taken yet.
+    unsent_bytes: int = 64 * MIB  # What peers do not read.
     remembered_connections: int = 32_768  # Of nodes that are not connected now.
     parked_runs: int = 1024  # Deserted runs of which only the memory is left, and that may come back.
     # The store of one run. It keeps answers in case a request comes again.
@@ -30,6 +31,10 @@ class Limits:
     run_waiting_bytes: int = 32 * MIB
     run_remembered_bytes: int = 4 * MIB
     client_waiting_bytes: int = 8 * MIB
+    # How often one run writes its memory down, and what may wait for that.
+    writes_a_second: int = 100
+    writes_at_once: int = 200
+    waiting_commands: int = 1000
     # One connection: 64 MiB or 10,000 messages a second, or some of both. A full bucket may be emptied twice at once.
     bytes_a_second: int = 64 * MIB
     message_bytes: int = 6554  # What each message counts for besides its own bytes.

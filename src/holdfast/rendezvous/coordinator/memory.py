@@ -8,7 +8,6 @@ takes longer than any lease), and if it tells how the run ended, that was a mome
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import logging
 import os
@@ -114,21 +113,27 @@ def boot_id() -> str:
 def default_directory() -> Path:
     """In $XDG_RUNTIME_DIR, else among the temporary files. Another user may have taken the name there, to read what is
     written or to stop it from being written; then it is in the home directory."""
+    return _first_private()[0]
+
+
+def warn_of_directory() -> None:
+    """Say it if the usual directory cannot be used."""
+    directory, problem = _first_private()
+    if problem:
+        logger.warning("%s; the coordinator's state and log are in %s", problem, directory)
+
+
+def _first_private() -> tuple[Path, str]:
+    """The directory, and what is wrong with the usual one."""
     runtime, name = os.environ.get("XDG_RUNTIME_DIR"), f"holdfast-{os.getuid()}"
     base = runtime if runtime and os.access(runtime, os.W_OK) else tempfile.gettempdir()
-    return _first_private(Path(base) / name, Path.home() / ".cache" / name)
-
-
-@functools.cache  # So that it is said once.
-def _first_private(usual: Path, other: Path) -> Path:
+    usual, other = Path(base) / name, Path.home() / ".cache" / name
     try:
         make_private(usual)
-        return usual
+        return usual, ""
     except OSError as error:
         try:
             make_private(other)
         except OSError:
             other = usual
-        why = error.strerror or error
-        logger.warning("%s cannot be used (%s); the coordinator's state and log are in %s", usual, why, other)
-        return other
+        return other, f"{usual} cannot be used ({error.strerror or error})"

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, assert_never
 
 from holdfast.rendezvous.coordinator.kv_store import Answers, KeyValues
+from holdfast.rendezvous.coordinator.limits import Bucket
 from holdfast.rendezvous.coordinator.log import RunLog, shown
 from holdfast.rendezvous.coordinator.turns import Share, Turns
 from holdfast.rendezvous.membership import frames, keys, model, protocol
@@ -30,6 +31,7 @@ _DESERTED_S = 60.0
 _LONGEST_DESERTED_S = 300.0
 _REMEMBERED_CONNECTIONS = 4096  # Of nodes of a run that are not connected now.
 _SENT_AT_ONCE = 16  # Answers. More than that are sent when it is the run's turn.
+_EXECUTED_AT_ONCE_S = 0.005
 
 
 class Keeper(Protocol):
@@ -100,7 +102,9 @@ class Run:
         # By node id: the key of its last incarnation, and the number of the connection on which that spoke last.
         self._newest: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self._commands: deque[protocol.Command] = deque()
+        self._writes = Bucket(owner.limits.writes_a_second, owner.limits.writes_at_once, owner.clock)
         self._is_writing = False
+        self._is_waiting = False  # For its turn.
         self._timer: asyncio.TimerHandle | None = None
         self._deserted_timer: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -117,6 +121,11 @@ class Run:
         lease_s = self.machine.settings.lease_s if self.machine.settings else 0.0
         usual_s = max(self._owner.idle_timeout_s or _DESERTED_S, _SILENCE_S, min(3 * lease_s, _LONGEST_DESERTED_S))
         return max(usual_s, lease_s if self.machine.round else 0.0)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the run has to do what it has decided, or to write its memory down, before it takes any more."""
+        return self._is_waiting or len(self._commands) >= self._owner.limits.waiting_commands
 
     # Connections.
 
@@ -239,12 +248,23 @@ class Run:
             self._arm()
 
     def _execute_all(self) -> None:
-        """Commands that follow a `Remember` wait until it is written down."""
+        """Commands that follow a `Remember` wait until it is written down. If there are many, such as a place for each
+        of thousands of nodes, they are executed in the turns of the run, before it takes anything else."""
+        if not self._is_waiting:
+            self.take_turn(0.0, self._owner.clock() + _EXECUTED_AT_ONCE_S)
+
+    def take_turn(self, now: float, ends_at: float) -> None:
+        self._is_waiting = False
         try:
             while self._commands and not self._is_writing and not self._is_closed:
                 self._execute(self._commands.popleft())
+                if self._owner.clock() >= ends_at:
+                    break
         except Exception as error:
             self._owner.fail(self, error)
+        if self._commands and not self._is_writing and not self._is_closed:
+            self._is_waiting = True
+            self._owner.turns.wait(self.share, self, is_first=True)
 
     def _count_nodes(self) -> None:
         count = 0 if self._is_closed else len(self.machine.nodes)
@@ -258,7 +278,10 @@ class Run:
                 self._send(keys, message)
             case protocol.Remember(memory):
                 self._is_writing = True
-                self._keeper.remember(self.run_id, replace(memory, ticket_key=self._secret), self._written)
+                if owed_s := self._writes.owed_s(1):
+                    self._loop.call_later(owed_s, self._write, memory)
+                else:
+                    self._write(memory)
             case protocol.Expel(key, reason):
                 self._audit(self._connections.get(key), f"is expelled: {shown(reason, 800)}", key)
                 self._send((key,), model.Expelled(reason))
@@ -268,6 +291,15 @@ class Run:
                 self._owner.forget(self)
             case _:
                 assert_never(command)
+
+    def _write(self, memory: model.Memory) -> None:
+        """If the machine has gone on meanwhile, its newest memory: it contains what the ones before it say."""
+        if self._is_closed:
+            return
+        if newer := [each.memory for each in self._commands if isinstance(each, protocol.Remember)]:
+            memory = newer[-1]
+            self._commands = deque(each for each in self._commands if not isinstance(each, protocol.Remember))
+        self._keeper.remember(self.run_id, replace(memory, ticket_key=self._secret), self._written)
 
     def _written(self) -> None:
         self._is_writing = False

@@ -67,7 +67,8 @@ class Coordinator:
         self.turns = Turns(self.clock, loop.call_soon)
         self.connections: set[Connection] = set()
         self.strangers = Strangers(self.limits, has_tls=tls is not None)
-        self.held = Held(self.limits.held_bytes)
+        self.held = Held(self.limits.held_bytes, lambda each: each.held_bytes, "has sent more than can be taken")
+        self.unsent = Held(self.limits.unsent_bytes, lambda each: each.unsent_bytes, "does not read what it is sent")
         self.room = Room(self.limits.store_bytes, self.limits.spare_bytes)
         self.node_count = 0
         self.has_failed = False

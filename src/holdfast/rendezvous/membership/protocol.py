@@ -111,7 +111,10 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Denied(msgspec.Struct, frozen=True, tag=True):
+    """`is_passing`: the agent may be let in later."""
+
     reason: Text
+    is_passing: bool = False
 
 
 Handshake = Challenge | Hello | Ready | Introduction | Welcome | Denied
