@@ -174,6 +174,9 @@ class Coordinator:
         self._links[key] = link
         return True
 
+    def hears(self, key: str) -> bool:
+        return key in self._links
+
     def closed(self, link: Link) -> None:
         if link.key and self._links.get(link.key) is link:
             del self._links[link.key]

@@ -106,7 +106,7 @@ class EtcdWorld(FakeWorld):
     def _has_found_it(self, agent: Agent) -> bool:
         """A connection to an earlier coordinator may be open for a while, and mute."""
         node, newest = agent.participant, self.coordinator
-        return newest is not None and node.is_connected and node.term == newest.machine.term
+        return newest is not None and node.is_connected and newest.hears(node.facts.key)
 
     def _rest(self) -> None:
         """At rest only the coordinator talks to etcd."""
