@@ -15,9 +15,9 @@ SEED   ?= 0
 demo: $(VENV)/.runtime
 	@$(BIN)/holdfast run --standalone --nproc-per-node 4 --max-restarts 2 --tee 3 examples/demo/train.py
 
-# Most tests wait for something, so four at a time fit on two cores.
+# Most tests wait for something, so five at a time fit on two cores.
 test: $(VENV)/.test
-	$(PYTEST) -n 4 --dist worksteal $(TESTS)
+	$(PYTEST) -n 5 --dist worksteal $(TESTS)
 
 # What `test` runs, and what needs more than Python packages.
 test-all: test
