@@ -258,17 +258,8 @@ def test_half_open_tls_connections_cost_little(tmp_path: Path) -> None:
 # Without a token.
 
 
-def own_address() -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            pytest.skip("this host has no address but loopback")
-        return str(probe.getsockname()[0])
-
-
 def test_between_hosts_without_a_token_there_is_a_warning(tmp_path: Path) -> None:
-    with coordinator(tmp_path, address=own_address()) as server:
+    with coordinator(tmp_path, address="0.0.0.0") as server:
         (line,) = [line for line in server.log.splitlines() if "token" in line]
         assert "holdfast token" in line
 
