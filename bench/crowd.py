@@ -60,8 +60,8 @@ class LightClient(asyncio.Protocol):
         while (message := self._frames.next()) is not None:
             match message:
                 case protocol.Challenge():
-                    self._send(protocol.Hello(protocol.MAJOR, self._run_id, os.urandom(protocol.NONCE_BYTES)))
-                    self._send(protocol.Introduction(self._facts.node_id))
+                    hello = protocol.Hello(protocol.MAJOR, self._run_id, os.urandom(protocol.NONCE_BYTES))
+                    self._transport.write(encode(hello) + encode(protocol.Introduction(self._facts.node_id)))
                 case protocol.Welcome():
                     self._frames.expect(frames.DOWNWARD)
                     self._send(protocol.Join(self._facts, self._settings))
@@ -81,7 +81,7 @@ class LightClient(asyncio.Protocol):
         self._send(protocol.Heartbeat(self._heartbeats))
         self._timer = self._loop.call_later(self._settings.heartbeat_s, self._heartbeat)
 
-    def _send(self, message: protocol.ToCoordinator | protocol.Hello | protocol.Introduction) -> None:
+    def _send(self, message: protocol.ToCoordinator) -> None:
         self._transport.write(encode(message))
 
     def close(self) -> None:

@@ -58,6 +58,8 @@ class LogFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         message, keeps_lines = record.getMessage(), getattr(record, "has_lines", False)
+        if message.isprintable() and not (record.exc_info or record.exc_text or record.stack_info):
+            return cut(super().format(record))  # The usual case, and thousands of nodes may join at once.
         shown = lines(message) if keeps_lines else one_line(message)
         plain = logging.makeLogRecord({**record.__dict__, "msg": shown, "args": None})
         first, *others = lines(super().format(plain)).split("\n")

@@ -1211,9 +1211,7 @@ def test_deadlines(name: str) -> None:
 
 def test_phases_change_only_as_the_picture_says() -> None:
     run = after([*formed(ONE, "a"), (1.0, succeeded("a"), ended("a", SUCCESS))])
-    with pytest.raises(
-        InternalError, match=r"a run cannot go from ENDED to RUNNING; before:\n0\.000 Join from a/0 -> "
-    ):
+    with pytest.raises(InternalError, match=r"a run cannot go from ENDED to RUNNING; before:\n0\.000 Join a/0 -> "):
         run._enter(Phase.RUNNING)
     assert {after for _, _, after in PHASE_CHANGES} == set(Phase)
     assert Phase.ENDED not in {before for before, _, _ in PHASE_CHANGES}

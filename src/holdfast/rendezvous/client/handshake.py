@@ -109,13 +109,16 @@ class Target:
             raise TurnedAway(f"{self._who} speaks version {theirs} of the protocol, this agent speaks {ours}")
         nonce, dialled = os.urandom(protocol.NONCE_BYTES), endpoint_text(*sock.getpeername()[:2])
         has_token = self.token is not None
-        sock.sendall(frames.encode(protocol.Hello(ours, self.run_id, nonce, protocol.MINOR, has_token, dialled)))
-        if self.token is not None:
+        hello = frames.encode(protocol.Hello(ours, self.run_id, nonce, protocol.MINOR, has_token, dialled))
+        if self.token is None:  # Nothing has to be waited for.
+            sock.sendall(hello + frames.encode(node))
+        else:
+            sock.sendall(hello)
             key = keys.run_token(self.token, self.run_id)
             upward, downward = keys.connection_keys(key, (challenge.nonce, nonce), self.run_id, dialled)
             stream.seal(downward, upward)
             self._read(sock, stream, protocol.Ready)  # Until then the agent tells nothing of itself.
-        sock.sendall(stream.sealed(frames.encode(node)))
+            sock.sendall(stream.sealed(frames.encode(node)))
         welcome: protocol.Welcome = self._read(sock, stream, protocol.Welcome)
         return welcome
 

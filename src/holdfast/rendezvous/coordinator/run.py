@@ -133,8 +133,8 @@ class Run:
         """Why a client cannot speak for this node, or nothing. A node id belongs to the node that joined with it first
         and has its ticket. Before that nothing but the node knows its id, so a node that was cut off in the handshake
         gets its ticket once more. A coordinator that has lost its memory knows no node, and hands out new tickets."""
-        is_owner = keys.is_same(node.ticket, keys.ticket(self._ticket_key, node.node_id))
-        if node.node_id and not is_owner and self.machine.knows(node.node_id):
+        is_known = bool(node.node_id) and self.machine.knows(node.node_id)
+        if is_known and not keys.is_same(node.ticket, keys.ticket(self._ticket_key, node.node_id)):
             return f"the node id {node.node_id!r} is another node's"
         if node.term > max(self.machine.term, protocol.HIGHEST_CLAIM):
             return f"it claims to know of term {node.term}, which no coordinator can have reached"

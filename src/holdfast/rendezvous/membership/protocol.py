@@ -318,18 +318,21 @@ class ForgetRun:
 Command = Tell | Remember | Expel | ForgetRun
 
 
-def told(event: Event, commands: list[Command], now: float) -> str:
-    """A step of the machine in one short line."""
-    more = [f"{len(commands) - _TOLD_AT_MOST} more"] if len(commands) > _TOLD_AT_MOST else []
-    return f"{now:.3f} {_brief(event)} -> {', '.join([*map(_brief, commands[:_TOLD_AT_MOST]), *more]) or 'nothing'}"
+# A step of the machine in brief, for its story: messages may be large.
+Step = tuple[float, type, str, tuple[type, ...], int]
 
 
-def _brief(step: Event | Command) -> str:
-    match step:
-        case From(key, message):
-            return f"{type(message).__name__} from {key}"
-        case Tell(keys, message):
-            return f"{type(message).__name__} to {keys[0] if len(keys) == 1 else f'{len(keys)} nodes'}"
-        case ConnectionClosed(key) | Expel(key):
-            return f"{type(step).__name__} {key}"
-    return type(step).__name__
+def brief(event: Event, commands: list[Command], now: float) -> Step:
+    kind = type(event.message) if isinstance(event, From) else type(event)
+    key = "" if isinstance(event, TimePassed) else event.key
+    return now, kind, key, tuple([_kind_of(each) for each in commands[:_TOLD_AT_MOST]]), len(commands)
+
+
+def _kind_of(command: Command) -> type:
+    return type(command.message) if isinstance(command, Tell) else type(command)
+
+
+def told(step: Step) -> str:
+    now, kind, key, kinds, count = step
+    more = [f"{count - len(kinds)} more"] if count > len(kinds) else []
+    return f"{now:.3f} {kind.__name__} {key} -> {', '.join([each.__name__ for each in kinds] + more) or 'nothing'}"

@@ -76,7 +76,7 @@ class Membership:
         self._may_more_come = True  # After the end. A coordinator that finds the end in the memory does not know.
         self._forget_at: float | None = None
         self._is_forgotten = False
-        self._story: deque[str] = deque(maxlen=_STORY_LENGTH)  # In brief: messages may be large.
+        self._story: deque[protocol.Step] = deque(maxlen=_STORY_LENGTH)
 
     # What the shell calls.
 
@@ -87,7 +87,7 @@ class Membership:
                 return []
         self._now = now
         commands = self._react(event, now) + self._advance(now)
-        self._story.append(protocol.told(event, commands, now))
+        self._story.append(protocol.brief(event, commands, now))
         return commands
 
     def next_deadline(self) -> float | None:
@@ -114,7 +114,7 @@ class Membership:
         return self._nodes.has_seen(node_id) or node_id in self._past.awaited
 
     def story(self) -> str:
-        return "\n".join(self._story)
+        return "\n".join(map(protocol.told, self._story))
 
     @property
     def world(self) -> World | None:
