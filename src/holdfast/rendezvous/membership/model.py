@@ -72,6 +72,8 @@ class Settings:
 
     def difference(self, other: Settings) -> str:
         """The first difference between a node's settings and these of the run, as the user typed them; or nothing."""
+        if self == other:
+            return ""
         ours, theirs = self._nnodes(), other._nnodes()
         return f"--nnodes {theirs}, this run has --nnodes {ours}" if ours != theirs else _difference(self, other)
 
