@@ -665,10 +665,7 @@ def name_of(rule: type[Checker]) -> str:
 
 
 class Checks:
-    """All rules at once. Each hook goes to the rules that have it. `newest` is the coordinator that was started last.
-    An older one on etcd may hear of nodes for a while, but can write nothing down any more."""
-
-    newest: object = None
+    """All rules at once. Each hook goes to the rules that have it."""
 
     def __init__(self, settings: Settings, now: Callable[[], float], rules: tuple[type[Checker], ...] = RULES) -> None:
         self.rules = [rule(settings) for rule in rules]

@@ -53,6 +53,12 @@ class ElectedCoordinator(Coordinator):
         self._office_alarm.set(self.office.next_deadline())
         self._read_memory()
 
+    @property
+    def counts(self) -> bool:
+        """An older one may hear of nodes while the next one is in office."""
+        leader = self.etcd.leader
+        return leader is not None and leader.token == self.office.leader.token
+
     def _read_memory(self) -> None:
         self.gateway.ask(self, lambda: self.etcd.memory, self._memory_read, self._read_memory)
 
