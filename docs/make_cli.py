@@ -17,7 +17,8 @@ _READING_RULES = (
     "script's own. A value comes from the command line (the last one given wins), else from the environment "
     "variable named below, else it is the default. An empty variable counts as unset.",
     "Options are written with dashes or underscores, and may be shortened as long as they mean one option: "
-    "`--nproc 4` is `--nproc-per-node 4`. In the script's arguments, `${local_rank}` stands for the "
+    "`--nproc 4` is `--nproc-per-node 4`. Later versions add options that must be written in full, so a shortened name "
+    "keeps its meaning. In the script's arguments, `${local_rank}` stands for the "
     "worker's local rank, and `$$` for a dollar sign.",
 )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import options
+from holdfast.cli import options, parser
 from holdfast.cli.options import OPTIONS, Option
 from holdfast.cli.parser import RunParser, help_text
 
@@ -273,6 +273,86 @@ def test_bad_variables(
 )
 def test_bad_command_lines(tokens: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, *tokens) == line
+
+
+# These were there first. A shortened name in a user's script means one of them, so the list never grows.
+SHORTENED = frozenset(
+    [
+        "--nproc-per-node",
+        "--module",
+        "--no-python",
+        "--run-path",
+        "--start-method",
+        "--role",
+        "--virtual-local-rank",
+        "--numa-binding",
+        "--nnodes",
+        "--standalone",
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+        "--rdzv-id",
+        "--rdzv-conf",
+        "--node-rank",
+        "--master-addr",
+        "--master-port",
+        "--local-addr",
+        "--join-timeout",
+        "--last-call",
+        "--exit-barrier-timeout",
+        "--lease",
+        "--admit",
+        "--on-isolation",
+        "--token-file",
+        "--require-token",
+        "--tls-cert",
+        "--tls-key",
+        "--tls-ca",
+        "--max-restarts",
+        "--restart-window",
+        "--restart-backoff",
+        "--fatal-exit-codes",
+        "--fatal-exceptions",
+        "--uncounted-exit-codes",
+        "--uncounted-exceptions",
+        "--grace-period",
+        "--shutdown-timeout",
+        "--signals-to-handle",
+        "--monitor-interval",
+        "--hang-timeout",
+        "--start-timeout",
+        "--progress-signals",
+        "--progress-pattern",
+        "--progress-every",
+        "--log-dir",
+        "--redirects",
+        "--tee",
+        "--local-ranks-filter",
+        "--duplicate-stdout-filters",
+        "--duplicate-stderr-filters",
+        "--logs-specs",
+        "--quiet",
+        "--verbose",
+        "--event-log-handler",
+        "--health-port",
+    ]
+)
+
+
+def test_options_that_may_be_shortened() -> None:
+    assert {flag for option in OPTIONS if not option.in_full for flag in option.flags if flag[:2] == "--"} == SHORTENED
+
+
+def test_a_newer_option_must_be_written_in_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer = (
+        Option("--nprocessors N", options.WORKERS, "", in_full=True),
+        Option("--zebra", options.WORKERS, "", in_full=True),
+    )
+    monkeypatch.setattr(parser, "OPTIONS", (*OPTIONS, *newer))
+    assert parse("--nproc", "3", "--nprocessors", "4", "x.py").nproc_per_node == "3"
+    assert parse("--nprocessors", "4", "--zebra", "x.py").zebra
+    assert refused(capsys, "--zebr", "x.py") == "unknown option --zebr; did you mean --zebra?"
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ class Option:
 
     `field` is the field of `LaunchConfig` that the option sets, or as in `restart_policy.window_s` a field of a record
     in it; if it is empty, run.py or program.py uses the option. An option that is left out is None and sets no field.
-    `sets` is for a second name of an option: the name in the namespace where its value goes.
+    `sets` is for a second name of an option: the name in the namespace where its value goes. `in_full` is for options
+    that were added later: they cannot be shortened, so that a shortened name in a user's script keeps its meaning.
     """
 
     invocation: str
@@ -92,6 +93,7 @@ class Option:
     in_environment: bool = True
     sets: str = ""
     field: str = ""
+    in_full: bool = False
 
     @property
     def flags(self) -> tuple[str, ...]:

@@ -2,9 +2,10 @@
 
 For `holdfast run` the tokens are scanned from the left until the first one that is neither an option nor an option's
 value: that is the script, and all that follows is the script's own, whatever it looks like. Before the script a name
-may be shortened as long as it means one option, and dashes and underscores mean the same. Only then does argparse see
-the options, each in its full spelling, and convert the values. What the command line leaves open comes from
-`PET_<NAME>`, read at that moment, and otherwise from the default. An empty variable counts as unset.
+may be shortened as long as it means one option (options that say `in_full` do not count), and dashes and underscores
+mean the same. Only then does argparse see the options, each in its full spelling, and convert the values. What the
+command line leaves open comes from `PET_<NAME>`, read at that moment, and otherwise from the default. An empty variable
+counts as unset.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class RunParser(PlainParser):
 
     def _resolve(self, name: str) -> argparse.Action:
         full, known = name.replace("_", "-"), self._long_names()
-        matches = [full] if full in known else sorted(each for each in known if each.startswith(full))
+        in_full = {flag for option in OPTIONS if option.in_full for flag in option.flags}
+        matches = [full] if full in known else sorted(each for each in known.keys() - in_full if each.startswith(full))
         if not matches:
             self.error(f"unknown option {name}{self._suggestion(full)}")
         if len(matches) > 1:
