@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests import support
-from tests.e2e.command import COMMAND, Ended, Holdfast
+from tests.e2e.command import COMMAND, PACKAGE, Ended, Holdfast
 
 AS_MODULE = (sys.executable, "-m", "holdfast", "run")
 
@@ -236,6 +237,31 @@ def test_another_interpreter(holdfast: Holdfast) -> None:
     assert ended.own[0].startswith("holdfast: started 1 worker of job.py (pid ")
     assert "job.py FAILED" in ended.err.splitlines()
     assert ended.last.startswith("Cause: rank 0 failed: ValueError: boom")
+
+
+def test_workers_start_from_byte_code(holdfast: Holdfast, tmp_path: Path) -> None:
+    """Also without a cache: a copy of holdfast that was never compiled, which must not write any byte code."""
+    shutil.copytree(PACKAGE, tmp_path / "copy" / "holdfast", ignore=shutil.ignore_patterns("__pycache__"))
+    uncached = {"PYTHONPATH": str(tmp_path / "copy"), "PYTHONDONTWRITEBYTECODE": "1"}
+    script = holdfast.script("""
+        import os
+        with open("/proc/self/cmdline") as file:
+            print(file.read().split(chr(0))[2].rstrip("0123456789"), len(os.listdir("/proc/self/fd")))
+    """)
+    shown = {}
+    for name, env in {"installed": {}, "uncached": uncached}.items():
+        shown[name] = holdfast.run(script, env=env).out
+    other = holdfast.directory / "python3"
+    other.symlink_to(sys.executable)
+    for name, env in {"another": {}, "another, uncached": uncached}.items():
+        shown[name] = holdfast.run(script, env={**env, "PYTHON_EXEC": str(other)}).out
+    descriptors = shown["another"].split()[-1]
+    assert shown == {
+        "installed": f"/proc/self/fd/ {descriptors}\n",
+        "uncached": f"/proc/self/fd/ {descriptors}\n",
+        "another": f"{PACKAGE}/process/spawner/bootstrap.py {descriptors}\n",
+        "another, uncached": f"{tmp_path}/copy/holdfast/process/spawner/bootstrap.py {descriptors}\n",
+    }
 
 
 def test_an_interpreter_behind_a_wrapper(holdfast: Holdfast) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import glob
 import os
-import py_compile
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.process.spawner import command
 from holdfast.process.spawner.command import BOOTSTRAP_PATH
+from holdfast.process.spawner.wire import BYTECODE, memory_file
 
 FACTS = r"""
 import os, sys
@@ -38,7 +39,7 @@ print(sorted(os.environ.items()), os.getcwd())
 print(subprocess.run(["ls", "/proc/self/fd"], close_fds=False, stdout=subprocess.PIPE).stdout)
 print([signal.getsignal(n) == signal.SIG_DFL for n in (1, 2, 15, 17)], sys.stdout.line_buffering, sys.stdin)
 print(sys.getrecursionlimit(), sys.excepthook is sys.__excepthook__, [m for m in sys.modules if "holdfast" in m])
-print([e for e in sys.path_importer_cache if "holdfast" in e], __debug__)
+print([e for e in sys.path_importer_cache if "holdfast" in e or e.startswith("/proc") or e == "/"], __debug__)
 """
 
 DEEP = """
@@ -384,20 +385,23 @@ def run(case: Case, directory: Path, python: str, bootstrap: Sequence[str]) -> t
         **case.env,
     }
     box = os.memfd_create("box", os.MFD_CLOEXEC)
+    code = memory_file(command.bytecode())
+    path = [each if each != BYTECODE else f"/proc/self/fd/{code}" for each in bootstrap]
     try:
         given = {**environment, "HOLDFAST_BLACKBOX": str(box)} if bootstrap else environment
         done = subprocess.run(
-            [python, *case.flags, *bootstrap, *args],
+            [python, *case.flags, *path, *args],
             input=case.stdin.encode(),
             capture_output=True,
             cwd=directory,
             env=given,
-            pass_fds=[box] if bootstrap else [],
+            pass_fds=[box, *([code] if BYTECODE in bootstrap else [])] if bootstrap else [],
             timeout=60,
             check=False,
         )
     finally:
         os.close(box)
+        os.close(code)
     return done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
 
 
@@ -410,18 +414,11 @@ def compare(case: Case, directory: Path, python: str, bootstraps: Sequence[str])
         assert run(case, directory, python, (bootstrap,)) == plain
 
 
-@pytest.fixture(scope="module")
-def compiled_bootstrap(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = py_compile.compile(BOOTSTRAP_PATH, str(tmp_path_factory.mktemp("c") / "b.pyc"), doraise=True)
-    assert path is not None
-    return path
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_looks_like_plain_python(case: Case, tmp_path: Path, compiled_bootstrap: str) -> None:
+def test_looks_like_plain_python(case: Case, tmp_path: Path) -> None:
     if sys.version_info < case.since:
         pytest.skip(f"needs Python {case.since}")
-    ways = (BOOTSTRAP_PATH, compiled_bootstrap) if case in FACT_CASES else (BOOTSTRAP_PATH,)
+    ways = (BOOTSTRAP_PATH, BYTECODE) if case in FACT_CASES else (BOOTSTRAP_PATH,)
     compare(case, tmp_path, sys.executable, ways)
 
 

@@ -26,6 +26,7 @@ from holdfast.process.spawner.bootstrap import (
     write_json_atomically,
 )
 from holdfast.process.spawner.command import BOOTSTRAP_PATH, function_command
+from holdfast.process.spawner.wire import BYTECODE
 from holdfast.process.workers.worker import BlackBox, read_blackbox
 
 VARIABLES = {"HOLDFAST_BLACKBOX", "HOLDFAST_PAYLOAD", "HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE"}
@@ -312,9 +313,14 @@ def test_error_data_as_record_uses_it() -> None:
 # Functions in a fresh interpreter.
 
 
+def interpreter_for_function() -> list[str]:
+    """As the spawner starts it, but from the source."""
+    return [BOOTSTRAP_PATH if each == BYTECODE else each for each in function_command()]
+
+
 def call(function: Callable[..., Any], directory: Path, *args: Any) -> Outcome:
     payload = pickle.dumps((sys.path, ["train.py", "--lr"], cloudpickle.dumps((function, args))))
-    return launch(list(function_command()), directory, payload)
+    return launch(interpreter_for_function(), directory, payload)
 
 
 def value(outcome: Outcome) -> Any:
@@ -445,7 +451,7 @@ def test_value_that_does_not_fit(tmp_path: Path) -> None:
     ],
 )
 def test_payload_that_cannot_be_read(payload: bytes, message: str, tmp_path: Path) -> None:
-    outcome = launch(list(function_command()), tmp_path, payload)
+    outcome = launch(interpreter_for_function(), tmp_path, payload)
     assert outcome.status == 1
     assert outcome.message.startswith(message)
     assert message in outcome.stderr

@@ -245,7 +245,7 @@ def test_a_users_handler_for_that_signal_stays(tmp_path: Path) -> None:
         print("survived")
         """,
     )
-    argv = command.command_for(sys.executable, [script])[0]
+    argv = [sys.executable, command.BOOTSTRAP_PATH, script]
     done = subprocess.run(
         ["sh", "-c", f'trap "" {stacks.DUMP_SIGNAL}; exec "$@"', "sh", *argv], capture_output=True, text=True
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import py_compile
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 import pytest
 
 from holdfast.errors import HostError
-from holdfast.process.spawner import bootstrap, command
+from holdfast.process.spawner import command
 from holdfast.process.spawner.command import BOOTSTRAP_PATH, command_for
+from holdfast.process.spawner.wire import BYTECODE
 
 B = BOOTSTRAP_PATH
 
@@ -103,40 +103,10 @@ def test_the_interpreter_agrees(given: str, tmp_path: Path, monkeypatch: pytest.
     assert accepts(given)
 
 
-def compile_to(path: Path) -> str:
-    made = py_compile.compile(BOOTSTRAP_PATH, str(path), doraise=True)
-    assert made is not None
-    return made
-
-
-def test_own_interpreter_takes_the_cached_bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cached = compile_to(tmp_path / "b.pyc")
-    assert bootstrap.__spec__ is not None
-    monkeypatch.setattr(bootstrap.__spec__, "cached", cached)
-    assert command_for(sys.executable, ["x.py"])[0] == (sys.executable, cached, "x.py")
+def test_own_interpreter_takes_the_byte_code() -> None:
+    assert command_for(sys.executable, ["x.py"])[0] == (sys.executable, BYTECODE, "x.py")
     assert command_for("python3", ["x.py"])[0] == ("python3", B, "x.py")
-    assert command.function_command()[-2:] == (cached, "--holdfast-function")
-
-
-@pytest.mark.parametrize("change", ["stale", "other magic", "checked by hash", "empty", "missing"])
-def test_cached_bootstrap_that_will_not_do(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "b.pyc"
-    content = bytearray(Path(compile_to(path)).read_bytes())
-    match change:
-        case "stale":
-            content[8] ^= 1
-        case "other magic":
-            content[0] ^= 1
-        case "checked by hash":
-            content[4] = 1
-        case "empty":
-            content.clear()
-    path.write_bytes(content)
-    if change == "missing":
-        path.unlink()
-    assert bootstrap.__spec__ is not None
-    monkeypatch.setattr(bootstrap.__spec__, "cached", str(path))
-    assert command_for(sys.executable, ["x.py"])[0] == (sys.executable, B, "x.py")
+    assert command.function_command()[-2:] == (BYTECODE, "--holdfast-function")
 
 
 def test_function_command() -> None:

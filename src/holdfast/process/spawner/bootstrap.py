@@ -2,9 +2,9 @@
 
     python [flags] bootstrap.py script args... | -m module args... | -c code args... | --holdfast-function
 
-It is run by its path, under any CPython from 3.8 on, so it uses only the standard library and nothing of holdfast.
-It delays the start of every worker, so it is short and imports late. Even `from __future__` would load a module, which
-is why annotations are quoted.
+It is run by its path, or as byte code from a file in memory, under any CPython from 3.8 on, so it uses only the
+standard library and nothing of holdfast. It delays the start of every worker, so it is short and imports late. Even
+`from __future__` would load a module, which is why annotations are quoted.
 
 The program must find the interpreter as if it had been started by `python script.py`. So this file runs itself a
 second time under another name, resets `__main__`, and has the program run there. An exception of the program is
@@ -218,9 +218,10 @@ def prepare(evidence: Evidence) -> "Program":
     payload_fd = take_fd("HOLDFAST_PAYLOAD")
     peers_fds = [take_fd(name) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")]
     is_path_safe = bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
-    if not is_path_safe:
-        del sys.path[0]  # Our own directory.
-    for own in (evidence.main_names["__file__"], os.path.dirname(evidence.main_names["__file__"])):
+    own_file = evidence.main_names["__file__"]
+    if own_file.startswith("/proc/self/fd/"):
+        os.close(int(own_file[14:]))  # A file in memory.
+    for own in (own_file, os.path.dirname(own_file), *([] if is_path_safe else [sys.path.pop(0)])):
         sys.path_importer_cache.pop(own, None)
     library_path[:] = sys.path
     mode, *rest = sys.argv[1:] or sys.exit("bootstrap.py: there is nothing to run")

@@ -8,6 +8,8 @@ status.
 
 from __future__ import annotations
 
+import functools
+import marshal
 import os
 import pickle
 import re
@@ -17,6 +19,7 @@ from typing import Any
 
 from holdfast.errors import HostError, UserError
 from holdfast.process.spawner import bootstrap
+from holdfast.process.spawner.wire import BYTECODE
 
 BOOTSTRAP_PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bootstrap.py")
 
@@ -118,21 +121,18 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str]] | None:
 
 
 def _bootstrap_for(interpreter: str) -> str:
-    """The bootstrap, or its file in the import system's cache, if that is up to date and `interpreter` can read it.
+    """The bootstrap: as byte code if `interpreter` is certain to understand it.
 
-    Compiling the bootstrap takes several times as long as running it, and a script is compiled at each start.
+    Compiling it takes several times as long as running it, and an interpreter compiles a script at each start.
     """
+    return BYTECODE if interpreter == sys.executable else BOOTSTRAP_PATH
+
+
+@functools.cache
+def bytecode() -> bytes:
+    """The content of the file that `BYTECODE` stands for. The import system compiles it if it has no copy."""
     from importlib.util import MAGIC_NUMBER
 
-    spec = bootstrap.__spec__
-    if interpreter != sys.executable or spec is None or spec.cached is None:
-        return BOOTSTRAP_PATH
-    try:
-        with open(spec.cached, "rb") as file:
-            header = file.read(16)
-        status = os.stat(BOOTSTRAP_PATH)
-    except OSError:
-        return BOOTSTRAP_PATH
-    fields = (0, int(status.st_mtime), status.st_size)
-    expected = MAGIC_NUMBER + b"".join((each & 0xFFFFFFFF).to_bytes(4, "little") for each in fields)
-    return spec.cached if header == expected else BOOTSTRAP_PATH
+    assert bootstrap.__loader__ is not None
+    code = bootstrap.__loader__.get_code(bootstrap.__name__)  # type: ignore[attr-defined]  # all loaders of files have it
+    return MAGIC_NUMBER + bytes(12) + marshal.dumps(code)  # Of a file that is run, only the first number is checked.

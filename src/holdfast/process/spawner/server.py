@@ -47,7 +47,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from holdfast import procfs
-from holdfast.process.spawner.wire import Channel, Message, drain
+from holdfast.process.spawner.wire import BYTECODE, Channel, Message, drain
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -207,6 +207,10 @@ class Spawner:
                 os.dup2(fds[name], target)
                 os.close(fds.pop(name))
             if kind == "exec":
+                if BYTECODE in fds:
+                    fd = fds.pop(BYTECODE)
+                    os.set_inheritable(fd, True)
+                    argv[argv.index(BYTECODE.encode())] = b"/proc/self/fd/%d" % fd
                 for name, fd in fds.items():
                     os.set_inheritable(fd, True)
                     environment[name.encode()] = b"%d" % fd

@@ -32,6 +32,10 @@ from typing import Any
 _PACKET_BYTES = 1 << 15  # The kernel takes a packet that is smaller than its buffer, which has 200 KiB as a rule.
 _MOST_DESCRIPTORS = 253  # What the kernel takes in one message.
 
+# Stands in a command line for a file in memory with the bootstrap's byte code, and is the name of its descriptor. The
+# spawner puts in the path, because only it knows the number of the descriptor. No argument of a user has such a name.
+BYTECODE = "\0bootstrap"
+
 Message = tuple[Any, ...]
 
 TIME = struct.Struct("=d")

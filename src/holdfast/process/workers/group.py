@@ -31,7 +31,7 @@ from holdfast.process.output.logs import LogsDest, LogsSpecs
 from holdfast.process.output.streams import Outlets, dup_or_null
 from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink, allow_descriptors_for, starting
-from holdfast.process.spawner.wire import Lease, Peers, memory_file
+from holdfast.process.spawner.wire import BYTECODE, Lease, Peers, memory_file
 from holdfast.process.workers.ladder import Action, Ladder
 from holdfast.process.workers.worker import RunProcsResult, Slot
 
@@ -181,6 +181,8 @@ class PContext(abc.ABC):
             fds["stdout"] = self._outlets.open("stdout", rank)
             fds["stderr"] = self._outlets.open("stderr", rank)
             kind, argv = self._describe(rank, fds)
+            if BYTECODE in argv:
+                fds[BYTECODE] = memory_file(command.bytecode())
             self._spawner.start(rank, kind, argv, self.envs[rank], self._cpus(rank), fds)
         except BaseException:
             for fd in fds.values():
