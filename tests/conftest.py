@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,3 +59,24 @@ def etcd() -> Iterator[EtcdServer]:
     """An etcd for all tests that ask for one; each uses keys of its own."""
     with EtcdServer() as server:
         yield server
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """A control group (either version) with little memory."""
+    name = f"holdfast-{uuid.uuid4().hex[:8]}"
+    first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    is_first = (first / "memory.limit_in_bytes").exists()
+    group = (first if is_first else second) / name
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if is_first else "memory.max")).write_text(str(200 << 20))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"no control group for memory can be made here: {error}")
+    with contextlib.suppress(OSError):
+        (group / ("memory.swappiness" if is_first else "memory.swap.max")).write_text("0")
+    yield group
+    support.wait_until(lambda: not (group / "cgroup.procs").read_text().strip(), "all are gone")
+    group.rmdir()

@@ -236,6 +236,11 @@ class Mailbox:
         os.close(self._fd)
 
 
+def run_dirs(log_dir: Path) -> list[Path]:
+    """The directories of runs in a log directory."""
+    return sorted(path for path in log_dir.iterdir() if path.name != "latest")
+
+
 def write_secret(path: Path, secret: bytes | str) -> str:
     """In a file that only its owner can read."""
     path.touch(mode=0o600)

@@ -370,6 +370,7 @@ def neutral(text: str, root: str) -> list[str]:
     """Lines without what differs between machines: directories, pids, the time, the host, and how Python underlines."""
     text = text.replace(root, "")
     text = re.sub(r"\S*/torchelastic_\w+/\w+/", "", text)
+    text = re.sub(r"^run \w{32},", "run", text, flags=re.MULTILINE)
     text = re.sub(r"(pids? |pid: )\d+(, \d+)*", r"\1", text)
     text = re.sub(r"^(  (?:time|host) *:).*$", r"\1", text, flags=re.MULTILINE)
     return [line for line in text.splitlines() if line.strip() and not re.fullmatch(r"[ ~^]+", line)]

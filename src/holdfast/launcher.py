@@ -32,6 +32,7 @@ from holdfast.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, SignalException,
 from holdfast.telemetry import events, metrics
 
 if TYPE_CHECKING:
+    from holdfast.failures.run_report import RunReport
     from holdfast.hangs.policy import HangPolicy
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
@@ -176,7 +177,9 @@ def launch_agent(
         result = _run_to_outcome(agent, spec.rdzv_handler, config)
     if result.is_failed():
         name = _get_entrypoint_name(entrypoint, args)
-        raise ChildFailedError(name, result.failures, result.stopped, result.root, result.cause)
+        failed = ChildFailedError(name, result.failures, result.stopped, result.root, result.cause)
+        failed.run_report = result.report
+        raise failed
     return result.return_values
 
 
@@ -219,10 +222,12 @@ def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None,
     try:
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
         result = agent.run()
+        _keep_report(result.report, config.logs_specs)
         events.record(agent.get_event_succeeded(), config.event_log_handler)
         return result
     except Exception as error:
         is_leaving = isinstance(error, SignalException)
+        _keep_report(getattr(error, "run_report", None), config.logs_specs)
         mark_as_from_run(error)
         events.record(agent.get_event_failed(), config.event_log_handler)
         raise
@@ -232,6 +237,21 @@ def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None,
                 handler.shutdown()
             except Exception as error:  # It must not hide how the run ended.
                 logger.warning("the rendezvous could not be shut down: %s: %s", type(error).__name__, error)
+
+
+def _keep_report(report: RunReport | None, logs_specs: LogsSpecs | None) -> None:
+    """Write `report.json` to the run's directory, if there is a log directory."""
+    directory = getattr(logs_specs, "run_dir", None)
+    if report is None or directory is None:
+        return
+    from holdfast.failures import run_report
+    from holdfast.process.spawner import bootstrap
+
+    path = os.path.join(directory, "report.json")
+    try:
+        bootstrap.write_json_atomically(path, run_report.to_dict(report))
+    except OSError as error:
+        logger.warning("the report cannot be written to %s: %s", path, error.strerror)
 
 
 def _get_entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]) -> str:

@@ -530,7 +530,7 @@ def test_names_that_are_not_utf8(holdfast: Holdfast) -> None:
     options = [b"--role=r\xff", b"--rdzv-id=i\xff", b"--log-dir=l\xff", b"-t1"]
     ended = holdfast.run(*options, os.fsencode(name), b"a\xfe")
     assert (ended.code, ended.raw_out) == (0, b"[r\xff0]:a\xfer\xff\n"), str(ended)
-    (run,) = Path(os.fsdecode(os.fsencode(holdfast.directory) + b"/l\xff")).iterdir()
+    (run,) = support.run_dirs(Path(os.fsdecode(os.fsencode(holdfast.directory) + b"/l\xff")))
     assert (run / "attempt_0/0/stdout.log").read_bytes() == b"a\xfer\xff\n"
     holdfast.script("raise ValueError('boom')", name)
     ended = holdfast.run(*options, os.fsencode(name))

@@ -500,7 +500,7 @@ def test_the_layout_of_the_log_dir(holdfast: Holdfast) -> None:
     options = ["--log-dir", "logs/of/today", "--rdzv-id=my/run", "-r", "3", "--nproc-per-node=2", "--max-restarts=1"]
     ended = holdfast.run(*options, holdfast.script(FAIL_ONCE))
     assert (ended.code, ended.out) == (0, ""), str(ended)
-    (run,) = (holdfast.directory / "logs/of/today").iterdir()
+    (run,) = support.run_dirs(holdfast.directory / "logs/of/today")
     assert re.fullmatch(r"my_run_\w{8}", run.name)
     files = tree(run)
     error = json.loads(files.pop("attempt_0/1/error.json"))
@@ -527,7 +527,7 @@ TALK = """
 
 
 def logs_of(holdfast: Holdfast) -> dict[str, str]:
-    (run,) = (holdfast.directory / "logs").iterdir()
+    (run,) = support.run_dirs(holdfast.directory / "logs")
     return {name.removeprefix("attempt_0/"): text for name, text in tree(run).items()}
 
 

@@ -686,27 +686,6 @@ def test_a_worker_that_was_stuck_and_can_be_killed_is_a_failure(
     assert "it had been in uninterruptible sleep for 1 s" in outcome["text"]
 
 
-@pytest.fixture
-def small_memory() -> Iterator[Path]:
-    """A control group (either version) with little memory."""
-    name = f"holdfast-{uuid.uuid4().hex[:8]}"
-    first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-    is_first = (first / "memory.limit_in_bytes").exists()
-    group = (first if is_first else second) / name
-    try:
-        group.mkdir()
-        (group / ("memory.limit_in_bytes" if is_first else "memory.max")).write_text(str(200 << 20))
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            group.rmdir()
-        pytest.skip(f"no control group for memory can be made here: {error}")
-    with contextlib.suppress(OSError):
-        (group / ("memory.swappiness" if is_first else "memory.swap.max")).write_text("0")
-    yield group
-    support.wait_until(lambda: not (group / "cgroup.procs").read_text().strip(), "all are gone")
-    group.rmdir()
-
-
 @pytest.mark.parametrize("through_a_shell", [False, True])
 def test_the_kernels_memory_killer_is_named(
     launch: Any, small_memory: Path, mailbox: support.Mailbox, through_a_shell: bool

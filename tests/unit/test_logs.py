@@ -22,8 +22,10 @@ from holdfast.process.output.logs import (
     LogsSpecs,
     Std,
     get_std_cm,
+    logs_dir,
     to_map,
 )
+from tests import support
 
 Envs = dict[int, dict[str, str]]
 
@@ -100,7 +102,7 @@ class TestLayout:
         specs = DefaultLogsSpecs(str(tmp_path / "logs"), redirects={0: Std.OUT}, tee={1: Std.ERR})
         envs = envs_for(2)
         dest = specs.reify(envs)
-        (run_dir,) = (tmp_path / "logs").iterdir()
+        (run_dir,) = support.run_dirs(tmp_path / "logs")
         assert run_dir.name.startswith("job_")
         attempt = run_dir / "attempt_0"
         assert dest == LogsDest(
@@ -170,7 +172,7 @@ class TestLayout:
             seen.append(path)
         assert [path.parts[-3] for path in seen] == ["attempt_0", "attempt_1", "attempt_2"]
         assert all(path.read_text() == "kept" for path in seen)
-        assert len(list(tmp_path.iterdir())) == 1
+        assert len(support.run_dirs(tmp_path)) == 1
 
     def test_takes_the_next_free_number(self, tmp_path: Path) -> None:
         specs = DefaultLogsSpecs(str(tmp_path))
@@ -182,13 +184,12 @@ class TestLayout:
     def test_two_objects_do_not_share_a_directory(self, tmp_path: Path) -> None:
         for _ in range(2):
             DefaultLogsSpecs(str(tmp_path)).reify(envs_for(1))
-        assert len(list(tmp_path.iterdir())) == 2
+        assert len(support.run_dirs(tmp_path)) == 2
 
     def test_goes_on_if_somebody_cleaned_up(self, tmp_path: Path) -> None:
         specs = DefaultLogsSpecs(str(tmp_path / "logs"))
         first = Path(specs.reify(envs_for(1)).error_files[0])
-        for directory in (first.parent, *first.parents[1:4]):
-            directory.rmdir()
+        shutil.rmtree(first.parents[3])
         second = Path(specs.reify(envs_for(1)).error_files[0])
         assert second.parent.is_dir()
         assert second.parts[-3] == "attempt_1"
@@ -223,7 +224,7 @@ class TestLayout:
         dest = DefaultLogsSpecs(str(tmp_path)).reify({})
         assert dest.error_files == {}
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert next(tmp_path.iterdir()).name.startswith("test_run_id_")
+        assert support.run_dirs(tmp_path)[0].name.startswith("test_run_id_")
 
 
 class TestRunId:
@@ -248,7 +249,7 @@ class TestRunId:
     )
     def test_becomes_a_file_name(self, tmp_path: Path, run_id: str, start: str) -> None:
         dest = DefaultLogsSpecs(str(tmp_path), redirects=Std.OUT).reify(envs_for(1, run_id))
-        (run_dir,) = tmp_path.iterdir()
+        (run_dir,) = support.run_dirs(tmp_path)
         assert run_dir.name.startswith(start)
         assert len(os.fsencode(run_dir.name)) <= 143
         Path(dest.stdouts[0]).write_text("it is a real path")
@@ -256,7 +257,7 @@ class TestRunId:
 
     def test_without_one(self, tmp_path: Path) -> None:
         DefaultLogsSpecs(str(tmp_path)).reify({0: {}})
-        assert next(tmp_path.iterdir()).name.startswith("test_run_id_")
+        assert support.run_dirs(tmp_path)[0].name.startswith("test_run_id_")
 
 
 class TestLogDir:
@@ -428,3 +429,40 @@ def test_a_block_whose_output_goes_to_a_file_if_there_is_one(tmp_path: Path) -> 
         with get_std_cm("", redirect):
             print("not there")
     assert (tmp_path / "out").read_text() == "in the file\n"
+
+
+class TestLatest:
+    def test_leads_to_the_newest_attempt_of_the_newest_run(self, tmp_path: Path) -> None:
+        for specs in (DefaultLogsSpecs(str(tmp_path)), DefaultLogsSpecs(str(tmp_path))):
+            for attempt in range(2):
+                dest = specs.reify(envs_for(1))
+                here = os.path.dirname(os.path.dirname(dest.error_files[0]))
+                assert os.path.realpath(tmp_path / "latest") == os.path.realpath(here)
+                assert here.endswith(f"attempt_{attempt}")
+        assert not os.path.isabs(os.readlink(tmp_path / "latest")), "the directory may be moved, or mounted elsewhere"
+
+    def test_a_file_of_the_user_stays(self, tmp_path: Path) -> None:
+        (tmp_path / "latest").write_text("mine")
+        DefaultLogsSpecs(str(tmp_path)).reify(envs_for(1))
+        assert (tmp_path / "latest").read_text() == "mine"
+        assert sorted(path.name[:4] for path in tmp_path.iterdir()) == ["job_", "late"]
+
+    def test_there_is_none_in_a_temporary_directory(self, temp_dir: Path) -> None:
+        specs = DefaultLogsSpecs()
+        specs.reify(envs_for(1))
+        assert [path.name for path in temp_dir.rglob("latest")] == []
+        assert specs.run_dir is None
+
+
+@pytest.mark.parametrize(
+    ("dest", "expected"),
+    [
+        (LogsDest(), ""),
+        (LogsDest(stdouts={0: "", 1: os.devnull}), ""),
+        (LogsDest(stdouts={0: "/l/r/a/0/stdout.log", 1: ""}, stderrs={1: "/l/r/a/1/stderr.log"}), "/l/r/a"),
+        (LogsDest(stdouts={0: "/l/r/a/0/stdout.log"}), "/l/r/a/0"),
+        (LogsDest(stdouts={0: "/l/out.log"}, stderrs={0: "err.log"}), ""),
+    ],
+)
+def test_logs_dir(dest: LogsDest, expected: str) -> None:
+    assert logs_dir(dest) == expected

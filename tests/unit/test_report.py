@@ -15,7 +15,9 @@ from holdfast.failures.report import (
     cause_line,
     exception_name,
     failure_block,
+    folded,
     follows_from_another,
+    kind_of,
     ranks_text,
     read_error,
     report,
@@ -430,3 +432,37 @@ def test_long_texts_hold_up_nothing(text: str) -> None:
     assert (message[:3], message[-1], callstack[0], callstack[-1]) == ("E: ", "!", "a", "z")
     assert len(message) < 1 << 17
     assert len(callstack) < 1 << 19
+
+
+KILLED = "the kernel's memory killer ended 1 process of this host while it ran"
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (FailureFacts(1, "ValueError: boom"), "exception"),
+        (FailureFacts(-15, "ValueError: boom"), "exception"),
+        (FailureFacts(3), "exit code"),
+        (FailureFacts(-11), "signal"),
+        (FailureFacts(-9), "signal"),
+        (FailureFacts(-9, evidence=Evidence(memory=KILLED)), "out of memory"),
+        (FailureFacts(137, evidence=Evidence(memory=KILLED)), "out of memory"),
+        (FailureFacts(-15, evidence=Evidence(hang="no output for 9 s")), "hang"),
+        (FailureFacts(1, evidence=Evidence(refusal="no such file")), "could not start"),
+    ],
+)
+def test_kinds(failure: FailureFacts, expected: str) -> None:
+    assert kind_of(failure) == expected
+
+
+def test_failures_that_differ_in_numbers_only_are_one() -> None:
+    failures = {
+        4: FailureFacts(1, "RuntimeError: rank 4: pair closed by [127.0.0.1]:27528"),
+        0: FailureFacts(-11),
+        5: FailureFacts(1, "RuntimeError: rank 5: pair closed by [127.0.0.1]:1"),
+        7: FailureFacts(2, "RuntimeError: rank 7: pair closed by [127.0.0.1]:1"),
+    }
+    found = [(fold.ranks, fold.kind, fold.words) for fold in folded(failures)]
+    first = "failed: RuntimeError: rank 4: pair closed by [127.0.0.1]:27528 (exit code 1)"
+    assert found[:2] == [((4, 5), "exception", first), ((0,), "signal", "was killed by SIGSEGV")]
+    assert [ranks for ranks, _, _ in found[2:]] == [(7,)]

@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.rendezvous.membership.restart_policy import (
     FATAL_EXCEPTIONS,
+    REFUSAL,
     Budget,
     Decision,
     Failure,
@@ -63,6 +64,10 @@ DECISIONS: dict[str, tuple[RestartPolicy, list[float], Failure, Decision]] = {
     ),
     "fatal before uncounted": (
         CLASSES, [], error("BadData"), GiveUp("BadData is fatal, a restart would not cure it")
+    ),
+    "a program that cannot be started": (
+        RestartPolicy(3), [], error(REFUSAL),
+        GiveUp("workers that cannot be started on a node are fatal, a restart would not cure it"),
     ),
     "uncounted exit code": (CLASSES, [], Failure(exitcode=-15), FREE),
     "uncounted exit code, used up": (CLASSES, [0.0], Failure(exitcode=-15), FREE),

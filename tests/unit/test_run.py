@@ -28,6 +28,7 @@ from holdfast.rendezvous.membership.model import (
     Place,
     Progress,
     Refused,
+    RoundEnd,
     Sealed,
     Settings,
     Stage,
@@ -484,7 +485,7 @@ FAILING: dict[str, Script] = {
         (3.0, joined("b", RETRY, 1), [*written(1, 1), *sealed(2, "a b", 1)]),
         (4.0, failed("b", 2), broke("b", "a b", 2)),
         (5.0, joined("b", RETRY, 2), []),
-        (6.0, joined("a", RETRY, 2), ended("b a", gave_up("b", USED_UP), 2, 1)),
+        (6.0, joined("a", RETRY, 2), ended("b a", gave_up("b", USED_UP, earlier=(RoundEnd(1, "a broke", 1),)), 2, 1)),
     ],
     "backoff delays the next round": [
         (0.0, joined("a", BACKOFF), sealed(1, "a")),
@@ -865,7 +866,9 @@ def test_restarts_that_a_node_knows_of_are_used_up() -> None:
     play(run, [(1.0, TIME, progress("a b", 2, 2, 29.0)), (49.0, heard("a"), []), (49.0, heard("b"), [])])
     play(run, [(50.0, TIME, sealed(4, "a b", 1))])
     play(run, [(51.0, failed("a", 4), broke("a", "a b", 4)), (52.0, joined("a", RETRY, place(4, 0, used=1)), [])])
-    play(run, [(53.0, joined("b", RETRY, place(4, 1, used=1)), ended("a b", gave_up("a", USED_UP), 4, 1))])
+    earlier = (RoundEnd(3, "a has left the round", 1, has_departed=True),)
+    end = ended("a b", gave_up("a", USED_UP, earlier=earlier), 4, 1)
+    play(run, [(53.0, joined("b", RETRY, place(4, 1, used=1)), end)])
 
 
 def test_a_round_that_a_node_has_seen_is_never_used_again() -> None:
@@ -1252,3 +1255,19 @@ def test_a_node_that_had_finished_hears_that_its_round_is_over() -> None:
 def test_workers_of_a_round_that_is_over_are_expelled() -> None:
     machine = Membership(0.0, replace(MEMORY, is_round_over=True))
     assert machine.step(returned("a", RETRY, A3), 0.0) == [Expel("a/0", GIVEN_AWAY.format(3))]
+
+
+def test_why_rounds_ended_is_told_with_the_outcome_and_survives_the_coordinator() -> None:
+    of = settings(1, 1, max_restarts=10)
+    run = Membership(0.0)
+    run.step(joined("a", of), 0.0)
+    for round in range(1, 11):
+        run.step(failed("a", round), float(round))
+        commands = run.step(joined("a", of, place(round, 0, 1, round - 1)), float(round))
+    earlier = memory_of(commands).earlier
+    assert earlier == tuple(RoundEnd(round, "a broke", round) for round in range(3, 11)), "the last eight"
+    run = Membership(20.0, memory_of(commands))
+    run.step(returned("a", of, place(11, 0, 1, 10)), 20.0)
+    run.step(failed("a", 11), 21.0)
+    told = run.step(joined("a", of, place(11, 0, 1, 10)), 22.0)
+    assert [each.message.outcome.earlier for each in told if isinstance(each, Tell)] == [earlier]

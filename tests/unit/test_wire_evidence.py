@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast.failures import report
-from holdfast.failures.report import Evidence
+from holdfast.failures.report import Evidence, Fold, SentFailure
 from holdfast.process.errors import ChildFailedError, ProcessFailure
 from holdfast.rendezvous.membership import protocol
 
@@ -61,4 +61,27 @@ def test_fields_of_another_type_count_as_absent_and_no_control_character_passes(
     sent = json.dumps(
         {"pid": "1", "local_rank": 1 << 80, "stack": 7, "note": "\x1b]0;title\x07\x1b[31ma\nb", "is_waiting": 1}
     )
-    assert report.decode_evidence(sent) == (-1, -1, "", Evidence(note="\\x1b]0;title\\x07a\nb"))
+    assert report.decode_evidence(sent) == SentFailure(-1, -1, "", Evidence(note="\\x1b]0;title\\x07a\nb"))
+
+
+def test_the_other_failures_of_the_node_travel_along() -> None:
+    also = (
+        Fold((0, 1, 2, 7), "exception", "failed: OSError: x (exit code 1)"),
+        Fold((5,), "exit code", "exited with 3"),
+    )
+    sent = report.decode_evidence(ProcessFailure(1, 4711, 1, "", EVIDENCE).encoded(4, also))
+    assert sent is not None
+    assert (sent.round, sent.also) == (4, also)
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        7, [7], [["k", "w"]], [["k", "w", []]], [["k", "w", [[0, 1 << 60]]]], [["k", "w", [[3, 2]]]],
+        [["k", "w", [[-1, 0]]]], [["k", "w", [["a", 1]]]], [["k", 1, [[0, 1]]]], [["k", "w", [[0, 40000], [0, 40000]]]],
+    ],
+)  # fmt: skip
+def test_other_failures_that_make_no_sense_are_left_out(junk: object) -> None:
+    sent = report.decode_evidence(json.dumps({"pid": 1, "also": junk, "round": -3}))
+    assert sent is not None
+    assert (sent.also, sent.round) == ((), 0)

@@ -275,7 +275,7 @@ class SimpleElasticAgent(ElasticAgent):
                 self._begin_stop(group, at_once)
                 return self._look_at_stop(group)
             case lifecycle.ReportFailure(round):
-                failure = causes.failure_of(self._result)
+                failure = causes.failure_of(self._result, round)
                 self._failed_round = round
                 run.report_failure(round, failure)
                 cause = causes.cause_of(self._result)
@@ -339,7 +339,7 @@ class SimpleElasticAgent(ElasticAgent):
             self._record("START", group.workers[local_rank])
         group.state = WorkerState.HEALTHY
         self._put_state(group)
-        logger.info("%s", recording.start_line(group))
+        logger.info("%s", recording.start_line(group, self._context.logs_dir if self._context is not None else ""))
         where = f"master {group.master_addr}:{group.master_port}"
         logger.debug("round %d: %s, first worker %s", self._machine.round, where, group.workers[0])
         self._put_start()
@@ -424,6 +424,9 @@ class SimpleElasticAgent(ElasticAgent):
                 raise HostError(trouble)
             logger.error(trouble)
         result = RunResult(WorkerState.FAILED, failures=dict(settled.failures), stopped=settled.stopped)
+        if end is End.FAILED:
+            at_end = (self._machine.round, self._place)
+            result.report = causes.report_of(result, self._run_outcome, group, self._policy, *at_end)
         if self._run_outcome is not None:
             causes.add_agreed_cause(result, self._run_outcome, group.group_world_size or 1)
         return result
@@ -435,7 +438,8 @@ class SimpleElasticAgent(ElasticAgent):
         group.state = WorkerState.INIT if self._place is None else WorkerState.STOPPED
         self._join_began = time.monotonic()
         has_failed = self._failed_round == self._machine.round > 0 and bool(self._result.failures)
-        run.join(causes.failure_of(self._result, with_evidence=True) if has_failed else None)
+        round = self._machine.round
+        run.join(causes.failure_of(self._result, round, with_evidence=True) if has_failed else None)
 
     def _enter_round(self, sealed: Sealed, run: Coordination) -> None:
         before, self._place = self._place, sealed.place

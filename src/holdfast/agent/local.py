@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import loop, procfs, signals, stdio
@@ -27,6 +28,8 @@ from holdfast.agent.model import (
     WorkerSpec,
     WorkerState,
 )
+from holdfast.errors import HostError
+from holdfast.failures.report import Evidence
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
@@ -80,6 +83,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._health_check_server = health_check_server
         self._stuck_timeout_s = _stuck_timeout_s(uninterruptible_state_timeout)
         self._stuck_since: dict[int, float] = {}
+        self._began_at = 0.0
+        self._start_error: OSError | HostError | None = None
+        self._refusal: RunResult | None = None
         self._link: SpawnerLink | None = None
         self._held_lease: Lease | None = None
         self._timer_server: FileTimerServer | None = None
@@ -104,8 +110,14 @@ class LocalElasticAgent(SimpleElasticAgent):
         return getattr(getattr(self, name), "__func__", None) is not getattr(LocalElasticAgent, name)
 
     def _begin_start(self, group: WorkerGroup) -> None:
-        if not self._has_own("_start_workers"):
+        self._refusal = None
+        self._start_error = HostError(self._group.refusal) if self._group.refusal else None
+        if self._has_own("_start_workers") or self._start_error is not None:
+            return
+        try:
             self._begin_own_start(group)
+        except (OSError, HostError) as error:
+            self._start_error = error
 
     def _poll_start(self, group: WorkerGroup) -> dict[int, Any] | None:
         if self._has_own("_start_workers"):
@@ -120,7 +132,12 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _look_at_start(self, group: WorkerGroup) -> list[lifecycle.Event]:
         """A worker that fails counts, although others have not been started, if those take long."""
-        events = super()._look_at_start(group)
+        try:
+            if self._start_error is not None:
+                raise self._start_error
+            events = super()._look_at_start(group)
+        except (OSError, HostError) as error:
+            return self._refused(error)
         is_late = time.monotonic() >= self._start_began + _START_PATIENCE_S
         if events or self._context is None or not is_late or not (failures := self._context.failures()):
             return events
@@ -146,6 +163,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         watch = self._prepare_hang_watch(envs)
         prefixes = log_line_prefixes(self._group.log_line_prefix_template, spec.role, worker_group.workers)
         link, lease = self._spawner(), self._lease()
+        self._began_at = time.time()
         self._context = context = new_group(self._group, args, envs, prefixes, link=link, lease=lease, watch=watch)
         context.begin_start()
         return context
@@ -245,7 +263,31 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _settle(self, result: RunResult) -> RunResult:
         """Once all workers are stopped, all that they wrote has arrived: the evidence is complete."""
-        return result if self._context is None else self._failed_result(self._context)
+        if self._context is None or self._refusal is not None:
+            return result
+        settled = self._failed_result(self._context)
+        if settled.failures:
+            from holdfast.failures import leftovers
+
+            crashed = [failure.pid for failure in settled.failures.values() if failure.exitcode < 0]
+            environments = self._by_global_rank(
+                {rank: {**os.environ, **env} for rank, env in self._context.envs.items()}
+            )
+            left = "\n".join(leftovers.left_by(environments, crashed, self._began_at))
+            for failure in settled.failures.values():
+                failure.evidence = replace(failure.evidence, logs=self._context.logs_dir, left=left)
+        return settled
+
+    def _refused(self, error: Exception) -> list[lifecycle.Event]:
+        """The workers of this node cannot be started. A run of one node ends with the error itself; the other nodes of
+        a larger one must hear of it."""
+        if (self._worker_group.group_world_size or 1) == 1:
+            raise error
+        why = f"{error.strerror}: {error.filename!r}" if isinstance(error, OSError) and error.strerror else str(error)
+        ranks = range(self._worker_group.spec.local_world_size)
+        refused = {rank: ProcessFailure(rank, 0, 1, "", Evidence(refusal=why), order=rank) for rank in ranks}
+        self._result = self._refusal = RunResult(WorkerState.FAILED, failures=self._by_global_rank(refused))
+        return [lifecycle.WorkersFailed(self._machine.round)]
 
     # Hangs.
 

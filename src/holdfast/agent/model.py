@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.failures.run_report import RunReport
     from holdfast.hangs.policy import HangPolicy
     from holdfast.process.errors import ProcessFailure
     from holdfast.rendezvous.api import RendezvousHandler
@@ -134,7 +135,7 @@ class RunResult:
     `failures` holds the workers that ended badly by themselves. `stopped` holds those that holdfast stopped,
     with how ("SIGTERM", "SIGKILL"): they did nothing wrong, and no report should count them as failures. In a run
     of several nodes `root` is the rank whose failure the run has agreed on as the cause, wherever it ran (it is in
-    `failures` too), and `cause` says it in words.
+    `failures` too), and `cause` says it in words. `report` is what is printed of a run that has failed.
     """
 
     state: WorkerState
@@ -143,6 +144,7 @@ class RunResult:
     stopped: dict[int, str] = field(default_factory=dict)
     root: int | None = None
     cause: str = ""
+    report: RunReport | None = None
 
     def is_failed(self) -> bool:
         return self.state is WorkerState.FAILED

@@ -60,13 +60,14 @@ def status_event(
     return Event(watchdog_event or f"torchelastic.worker.status.{state}", source, int(time.time()), metadata)
 
 
-def start_line(group: WorkerGroup) -> str:
+def start_line(group: WorkerGroup, logs_dir: str = "") -> str:
     count = len(group.workers)
     who = f"{count} workers" if count > 1 else "1 worker"
     ids = ("pids " if count > 1 else "pid ") + ", ".join(str(worker.id) for worker in group.workers[:8])
     ids += ", ..." if count > 8 else ""
     place = f", node {group.group_rank} of {group.group_world_size}" if (group.group_world_size or 1) > 1 else ""
-    return f"started {who} of {entry_name(group.spec)} ({ids}){place}"
+    logs = f", logs in {logs_dir}" if logs_dir else ""
+    return f"started {who} of {entry_name(group.spec)} ({ids}){place}{logs}"
 
 
 def finish_line(group: WorkerGroup, restarts: int) -> str:

@@ -347,9 +347,25 @@ def run(args: argparse.Namespace) -> None:
         raise
 
 
+def _why_it_cannot_start(args: argparse.Namespace) -> str:
+    """Why there is nothing to run on this node. In a run of several nodes that is the run's failure, so that the others
+    do not wait for this one; on a machine alone it is an error at once."""
+    try:
+        check_program(args, determine_local_world_size(args.nproc_per_node))
+    except UserError as error:
+        _, max_nodes = parse_min_max_nnodes(args.nnodes)
+        if max_nodes == 1 or args.standalone:
+            raise
+        return str(error)
+    return ""
+
+
 def _launch(args: argparse.Namespace) -> None:
-    check_program(args, determine_local_world_size(args.nproc_per_node))
+    refusal = _why_it_cannot_start(args)
     config, entrypoint, entry_args = config_from_args(args)
+    if refusal:
+        log.error("%s; the other nodes will be told, and the run ends", refusal)
+        config.settings["refusal"] = refusal
     # Several workers that each start a thread for every CPU would be slower than one thread each.
     if int(config.nproc_per_node) > 1 and "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -392,6 +408,11 @@ def explain(error: BaseException) -> int:
     """Say why the run ended, and return the exit code that tells the same."""
     from holdfast.rendezvous.api import RendezvousError, is_kind
 
+    if (failed := getattr(error, "run_report", None)) is not None:
+        from holdfast.failures import run_report
+
+        console.write(run_report.text(failed) + "\n")
+        return 1
     if isinstance(error, errors.ChildFailedError):
         console.write(error.format_msg().rstrip("\n") + "\n")
         return 1

@@ -26,6 +26,7 @@ from signal import Signals
 from typing import Any, TypeVar
 
 from holdfast import escape
+from holdfast.frozen import frozen
 
 K = TypeVar("K")
 
@@ -40,7 +41,10 @@ _MESSAGE_LIMIT_CHARS = 1 << 16
 _CALLSTACK_LIMIT_CHARS = 1 << 18
 _SEARCHED_CHARS = 1 << 14
 EVIDENCE_LIMIT_CHARS = 1 << 16
-_TEXTS = ("stack", "stderr_tail", "memory", "note", "hang")
+_TEXTS = ("stack", "stderr_tail", "memory", "note", "hang", "refusal", "logs", "left")
+_FOLDS_SENT = 16
+_KIND_LIMIT_CHARS = 40
+_RANKS_LIMIT = 1 << 16  # In one fold, which is of one node.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,30 @@ class Evidence:
     note: str = ""  # A sentence by holdfast, such as "its spawner was killed".
     hang: str = ""  # For how long and where the worker hung, if holdfast stopped it because of that.
     is_waiting: bool = False  # It hung because it waited for its peers in a collective.
+    refusal: str = ""  # Why it could not be started.
+    logs: str = ""  # The directory of the log files of its group, on its host.
+    left: str = ""  # Core files and dumps of its group, one a line.
+
+
+@frozen
+class Fold:
+    """Ranks that failed in the same way. `words` are those of the first of them: `failed: ValueError: boom`."""
+
+    ranks: tuple[int, ...]
+    kind: str
+    words: str
+
+
+@frozen
+class SentFailure:
+    """A failure as its node sent it. `also` are the other failures of that node in the same round."""
+
+    local_rank: int
+    pid: int
+    error_file: str
+    evidence: Evidence
+    round: int = 0
+    also: tuple[Fold, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +191,45 @@ def signal_name(exitcode: int) -> str:
         return ""
 
 
+def kind_of(failure: FailureFacts) -> str:
+    """The kind of death, in words for people and for `report.json`."""
+    code, evidence = failure.exitcode, failure.evidence
+    if evidence.refusal:
+        return "could not start"
+    if evidence.hang:
+        return "hang"
+    if evidence.memory and code in (-Signals.SIGKILL, 128 + Signals.SIGKILL):
+        return "out of memory"
+    if failure.text:
+        return "exception"
+    return "signal" if code < 0 else "exit code"
+
+
+def folded(failures: Mapping[int, FailureFacts]) -> list[Fold]:
+    """The failures with the same error as one, in the order of the first of each. Numbers in the texts, such as ports
+    and ranks, do not make a difference."""
+    found: dict[tuple[int, str, str], tuple[list[int], str]] = {}
+    for rank, failure in failures.items():
+        kind, words = kind_of(failure), _sentence("", failure)
+        found.setdefault((failure.exitcode, kind, alike(words)), ([], words))[0].append(rank)
+    return [Fold(tuple(ranks), kind, words) for (_, kind, _), (ranks, words) in found.items()]
+
+
+def alike(words: str) -> str:
+    """Equal for two errors that differ in numbers only."""
+    return re.sub(r"\d+", "#", words)
+
+
 def cause_line(rank: int, failure: FailureFacts) -> str:
     """One line of bounded length: which rank failed, and why."""
+    return _sentence(f"rank {rank} ", failure, "" if failure.pid is None else f"pid {failure.pid}")
+
+
+def _sentence(subject: str, failure: FailureFacts, pid: str = "") -> str:
     start, said, end, detail = _cause_pieces(failure)
-    ends = [piece for piece in (end, "" if failure.pid is None else f"pid {failure.pid}") if piece]
+    ends = [piece for piece in (end, pid) if piece]
     ending = f" ({', '.join(ends)})" if ends else ""
-    start, said, detail = f"rank {rank} {start}", _one_line(said), _one_line(detail)
+    start, said, detail = f"{subject}{start}", _one_line(said), _one_line(detail)
     separator = ": " if detail else ""
     # Both texts share the rest of the line; each may use what the other leaves.
     budget = CAUSE_LINE_LIMIT_CHARS - len(start) - len(ending) - len(separator)
@@ -179,6 +240,8 @@ def cause_line(rank: int, failure: FailureFacts) -> str:
 def _cause_pieces(failure: FailureFacts) -> tuple[str, str, str, str]:
     """What happened, the worker's own message, the exit status if neither contains it, and a detail."""
     code, evidence = failure.exitcode, failure.evidence
+    if evidence.refusal:
+        return "could not be started: ", evidence.refusal, "", ""
     if evidence.hang:
         return "hung: ", evidence.hang, "", ""
     how = (signal_name(code) or f"signal {-code}") if code < 0 else f"exit code {code}"
@@ -249,26 +312,42 @@ def read_error(data: Mapping[str, Any]) -> tuple[str, str, int | None]:
 
 def failure_block(index: int, fields: Mapping[str, str], evidence: Evidence) -> str:
     """One failure of the report: its fields, one a line, then the evidence. Only the traceback has several lines."""
-    stack = _lines(evidence.stack.strip("\n"))
-    if (hidden := len(stack) - _STACK_LIMIT_LINES) > 0:  # The most recent call is first.
-        stack[_STACK_LIMIT_LINES:] = [f"... ({hidden} more lines)"]
-    texts = (evidence.stderr_tail, fields.get("traceback", ""))
-    tail, traceback = (without_colours(text).strip("\n") for text in texts)
-    if "\n" in traceback:  # It is shown already. A single line is not a traceback but a message.
-        tail = tail.removesuffix(traceback).rstrip("\n")
-    stderr = _lines(tail)
-    if (hidden := len(stderr) - _STDERR_LIMIT_LINES) > 0:
-        stderr[:hidden] = [f"... ({hidden} lines before)"]
-    lines = [f"[{index}]:"]
+    return "\n".join([f"[{index}]:", *block_lines(fields, evidence)])
+
+
+def block_lines(fields: Mapping[str, str], evidence: Evidence) -> list[str]:
+    lines = []
     for name, text in fields.items():
-        shown = escape.lines(traceback).replace("\n", "\n  ") if name == "traceback" else escape.one_line(text)
+        traceback = without_colours(text).strip("\n") if name == "traceback" else ""
+        shown = escape.lines(traceback).replace("\n", "\n  ") if traceback else escape.one_line(text)
         lines.append(f"  {name:<10}: {shown}")
-    for name, section in (("stack", stack), ("stderr", stderr)):
-        if any(map(str.strip, section)):
+    for name, section in (("stack", stack_lines(evidence)), ("stderr", tail_lines(evidence, fields.get("traceback")))):
+        if section:
             lines += [f"  {name:<10}:", *(f"    {escape.lines(line)}".rstrip() for line in section)]
-    for name, text in (("memory", evidence.memory), ("note", evidence.note)):
+    for name in ("memory", "note", "refusal"):
+        text = getattr(evidence, name)
         lines += [f"  {name:<10}: {escape.one_line(text)}"] if text else []
-    return "\n".join(lines)
+    return lines
+
+
+def stack_lines(evidence: Evidence) -> list[str]:
+    """What faulthandler or a stack dump left, not too long. The most recent call is first."""
+    lines = _lines(evidence.stack.strip("\n"))
+    if (hidden := len(lines) - _STACK_LIMIT_LINES) > 0:
+        lines[_STACK_LIMIT_LINES:] = [f"... ({hidden} more lines)"]
+    return lines if any(map(str.strip, lines)) else []
+
+
+def tail_lines(evidence: Evidence, traceback: str | None) -> list[str]:
+    """The last lines of stderr, without the traceback that is shown already. A single line is not a traceback but a
+    message."""
+    tail, traceback = (without_colours(text).strip("\n") for text in (evidence.stderr_tail, traceback or ""))
+    if "\n" in traceback:
+        tail = tail.removesuffix(traceback).rstrip("\n")
+    lines = _lines(tail)
+    if (hidden := len(lines) - _STDERR_LIMIT_LINES) > 0:
+        lines[:hidden] = [f"... ({hidden} lines before)"]
+    return lines if any(map(str.strip, lines)) else []
 
 
 def without_colours(text: str) -> str:
@@ -301,31 +380,51 @@ def stopped_text(stopped: Mapping[int, str]) -> str:
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """`rank 7`, `ranks 0, 1, 3`; three or more in a row become a range, because a run may have thousands."""
+    runs = _runs(ranks)
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    plural = "" if len(runs) == 1 and len(runs[0]) == 1 else "s"
+    return f"rank{plural} {', '.join(words)}"
+
+
+def _runs(ranks: Iterable[int]) -> list[list[int]]:
+    """The ranks, cut where one is missing."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    plural = "" if len(runs) == 1 and len(runs[0]) == 1 else "s"
-    return f"rank{plural} {', '.join(words)}"
+    return runs
 
 
-def encode_evidence(local_rank: int, pid: int, error_file: str, error: Mapping[str, Any], evidence: Evidence) -> str:
+def encode_evidence(
+    local_rank: int,
+    pid: int,
+    error_file: str,
+    error: Mapping[str, Any],
+    evidence: Evidence,
+    *,
+    round: int = 0,
+    also: Sequence[Fold] = (),
+) -> str:
     message, callstack, timestamp = read_error(error)
-    facts = {"local_rank": local_rank, "pid": pid, "timestamp": timestamp, "is_waiting": evidence.is_waiting}
+    facts: dict[str, Any] = {"local_rank": local_rank, "pid": pid, "timestamp": timestamp, "round": round}
+    facts |= {
+        "is_waiting": evidence.is_waiting,
+        "also": [[each.kind, each.words, _spans(each.ranks)] for each in also[:_FOLDS_SENT]],
+    }
     texts = {"error_file": error_file, "message": message, "callstack": callstack}
     texts |= {name: getattr(evidence, name) for name in _TEXTS}
     for limit in (1 << 15, 1 << 13, 1 << 11, 1 << 9, 0):
         text = json.dumps({**facts, **{name: cut_middle(each, limit) for name, each in texts.items()}})
         if len(text) <= EVIDENCE_LIMIT_CHARS:
             return text
+        facts["also"] = []
     return ""
 
 
-def decode_evidence(text: str) -> tuple[int, int, str, Evidence] | None:
-    """Local rank, pid, error file and evidence of a failed worker. None if the text is empty or invalid."""
+def decode_evidence(text: str) -> SentFailure | None:
+    """None if the text is empty or invalid."""
     try:
         said = json.loads(text) if len(text) <= EVIDENCE_LIMIT_CHARS else None
     except (ValueError, RecursionError):
@@ -333,11 +432,38 @@ def decode_evidence(text: str) -> tuple[int, int, str, Evidence] | None:
     if not isinstance(said, dict):
         return None
     texts = {name: _plain(said.get(name)) for name in (*_TEXTS, "message", "callstack", "error_file")}
-    numbers = {name: _number(said.get(name)) for name in ("local_rank", "pid", "timestamp")}
+    numbers = {name: _number(said.get(name)) for name in ("local_rank", "pid", "timestamp", "round")}
     extra = {"py_callstack": texts["callstack"], "timestamp": str(max(numbers["timestamp"], 0))}
     error = {"message": {"message": texts["message"], "extraInfo": extra}} if texts["message"] else None
     evidence = Evidence(error, **{name: texts[name] for name in _TEXTS}, is_waiting=said.get("is_waiting") is True)
-    return numbers["local_rank"], numbers["pid"], texts["error_file"], evidence
+    sent = said.get("also")
+    also = tuple(filter(None, map(_fold, sent[:_FOLDS_SENT]))) if isinstance(sent, list) else ()
+    who = numbers["local_rank"], numbers["pid"], texts["error_file"]
+    return SentFailure(*who, evidence, max(0, numbers["round"]), also)
+
+
+def _spans(ranks: Sequence[int]) -> list[list[int]]:
+    """Pairs of the first and the last of ranks in a row."""
+    return [[run[0], run[-1]] for run in _runs(ranks)]
+
+
+def _fold(sent: object) -> Fold | None:
+    match sent:
+        case [str(kind), str(words), list(spans)] if ranks := _ranks_in(spans):
+            return Fold(ranks, _one_line(kind)[:_KIND_LIMIT_CHARS], shorten(_one_line(words), CAUSE_LINE_LIMIT_CHARS))
+    return None
+
+
+def _ranks_in(spans: list[object]) -> tuple[int, ...]:
+    """Empty if they are not pairs of ranks, or too many ranks."""
+    ranks: list[int] = []
+    for span in spans:
+        match span:
+            case [int(first), int(last)] if 0 <= first <= last < first + _RANKS_LIMIT - len(ranks):
+                ranks += range(first, last + 1)
+            case _:
+                return ()
+    return tuple(ranks)
 
 
 def _plain(value: object) -> str:

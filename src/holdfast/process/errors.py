@@ -16,13 +16,16 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from holdfast import escape
 from holdfast.failures import report
-from holdfast.failures.report import NOT_AVAILABLE, Evidence, FailureFacts
+from holdfast.failures.report import NOT_AVAILABLE, Evidence, FailureFacts, Fold, SentFailure
+
+if TYPE_CHECKING:
+    from holdfast.failures.run_report import RunReport
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
 
@@ -90,13 +93,14 @@ class ProcessFailure:
     def on_another_node(cls, node: str, exitcode: int, text: str, sent: str) -> ProcessFailure:
         """A failure that another node has sent; `text` is its cause line, for a node that sent no more than that."""
         note = f"node {node} did not send its evidence of this failure"
-        known_by_text = (-1, 0, "", Evidence(error={"message": {"message": text}}, note=note))
-        local_rank, pid, error_file, evidence = report.decode_evidence(sent) or known_by_text
-        return cls(local_rank, pid, exitcode, error_file, evidence, node=node)
+        known_by_text = SentFailure(-1, 0, "", Evidence(error={"message": {"message": text}}, note=note))
+        far = report.decode_evidence(sent) or known_by_text
+        return cls(far.local_rank, far.pid, exitcode, far.error_file, far.evidence, node=node)
 
-    def encoded(self) -> str:
-        """The failure with its evidence, for the other nodes of the run."""
-        return report.encode_evidence(self.local_rank, self.pid, self.error_file, self._error(), self.evidence)
+    def encoded(self, round: int = 0, also: Sequence[Fold] = ()) -> str:
+        """The failure with its evidence, for the other nodes of the run. `also` are other failures of this node."""
+        who, error = (self.local_rank, self.pid, self.error_file), self._error()
+        return report.encode_evidence(*who, error, self.evidence, round=round, also=also)
 
     def signal_name(self) -> str:
         return report.signal_name(self.exitcode) or NOT_AVAILABLE
@@ -111,7 +115,7 @@ class ProcessFailure:
     def facts(self) -> FailureFacts:
         """For the ranking of failures and the cause line."""
         text, _, _ = report.read_error(self._error())
-        return FailureFacts(self.exitcode, text, self.order, self.timestamp, self.pid, self.evidence)
+        return FailureFacts(self.exitcode, text, self.order, self.timestamp, self.pid or None, self.evidence)
 
     def traceback_text(self) -> str:
         """The traceback if the worker left one, else its message."""
@@ -141,8 +145,10 @@ class ChildFailedError(Exception):
 
     `stopped` maps the ranks that holdfast stopped because others had failed to the signal that stopped them (`SIGTERM`,
     `SIGKILL`). `root` and `cause` are what a run of several nodes has agreed on, so that every node names the same
-    failure in the same words.
+    failure in the same words. `run_report` is what `holdfast run` prints in the place of `format_msg()`.
     """
+
+    run_report: RunReport | None = None
 
     def __init__(
         self,

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class RendezvousError(Exception):
-    """Base of everything that can go wrong with a rendezvous."""
+    """Base of everything that can go wrong with a rendezvous. `run_report` is what the agent reports of a run that it
+    ended."""
+
+    run_report: Any = None
 
 
 class RendezvousClosedError(RendezvousError):

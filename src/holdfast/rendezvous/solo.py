@@ -14,7 +14,7 @@ import time
 from holdfast.rendezvous import store as stores
 from holdfast.rendezvous.api import RendezvousHandler, RendezvousInfo
 from holdfast.rendezvous.coordination import Coordination, JoinFailed, Push
-from holdfast.rendezvous.membership import restart_policy
+from holdfast.rendezvous.membership import model, restart_policy
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import Budget, Failure, RestartPolicy
 
@@ -36,6 +36,7 @@ class SoloCoordination(Coordination):
         self._is_joining = False
         self._budget = Budget(time.monotonic())
         self._delay_s = 0.0
+        self._earlier: tuple[model.RoundEnd, ...] = ()
         self._found: RendezvousInfo | None = None
         self._complaint = ""
 
@@ -72,7 +73,7 @@ class SoloCoordination(Coordination):
         now = time.monotonic()
         decision = restart_policy.decide(self._policy, self._budget, failure, now)
         if isinstance(decision, restart_policy.GiveUp):
-            self.outcome = Outcome(End.FAILED, decision.reason, failure)
+            self.outcome = Outcome(End.FAILED, decision.reason, failure, earlier=self._earlier)
             self.verdict = f"no restart: {decision.reason}"
             return
         self._delay_s = decision.delay_s
@@ -80,6 +81,7 @@ class SoloCoordination(Coordination):
         if decision.is_charged:
             self._budget.charge(now)
             what = f"restart {self._budget.used} of {self._policy.max_restarts}"
+        self._earlier = model.with_end(self._earlier, round, failure.text, self._budget.used)
         self.verdict = f"{what}, in {decision.delay_s:g} s" if decision.delay_s else what
 
     def report_success(self, round: int, timeout_s: float) -> None:

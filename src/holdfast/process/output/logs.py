@@ -1,6 +1,8 @@
 """The user's choice of log files for the workers' output and errors, and the directories for them on disk.
 
+    <log dir>/latest                   a link to the newest attempt of the newest run
     <log dir>/<run id>_<8 random>/     one for each LogsSpecs object
+        report.json                    why the run failed, if it did
         attempt_<n>/                   one for each `reify`, numbered from 0; never reused, never deleted
             filtered_stdout.log        lines that the duplicate filters match
             filtered_stderr.log
@@ -173,6 +175,11 @@ class DefaultLogsSpecs(LogsSpecs):
         assert self._root_log_dir is not None
         return self._root_log_dir
 
+    @property
+    def run_dir(self) -> str | None:
+        """The directory of this run within the user's log dir; None if there is none."""
+        return None if self._is_temporary else self._run_dir
+
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         if not envs:
             logger.warning("no worker environments were given, so no directories are made for logs")
@@ -234,6 +241,8 @@ class DefaultLogsSpecs(LogsSpecs):
                 logger.warning("%s; the workers run without logs until it can be used again", error)
             self._is_log_dir_lost = True
             return None
+        if not self._is_temporary:
+            _link_latest(self._root, path)
         if self._is_log_dir_lost:
             logger.warning("logs are written again, to %s", path)
         self._is_log_dir_lost = False
@@ -250,6 +259,30 @@ class DefaultLogsSpecs(LogsSpecs):
 
     def _identity(self) -> tuple[object, object, object, object]:
         return self._root_log_dir, self._redirects, self._tee, self._local_ranks_filter
+
+
+def logs_dir(dest: LogsDest) -> str:
+    """The directory that holds the log files of all workers; empty if no stream goes to a file."""
+    paths = [path for paths in (dest.stdouts, dest.stderrs) for path in paths.values()]
+    folders = {os.path.dirname(path) for path in paths if path and path != os.devnull}
+    try:
+        return os.path.commonpath(folders) if folders else ""
+    except ValueError:  # Of a plug-in, which may mix relative and absolute paths.
+        return ""
+
+
+def _link_latest(root: str, attempt_dir: str) -> None:
+    """Point `latest` at the newest attempt. A file or directory of that name is the user's and stays; a link that
+    cannot be made is not worth a word."""
+    link, fresh = os.path.join(root, "latest"), os.path.join(root, f".latest_{os.urandom(4).hex()}")
+    if os.path.lexists(link) and not os.path.islink(link):
+        return
+    with suppress(OSError):
+        os.symlink(os.path.relpath(attempt_dir, root), fresh)
+        try:
+            os.replace(fresh, link)
+        except OSError:
+            os.unlink(fresh)
 
 
 def _path_in(directory: str | None, name: str) -> str:

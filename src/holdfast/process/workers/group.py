@@ -27,7 +27,7 @@ from holdfast.errors import HostError, UserError
 from holdfast.failures import oom
 from holdfast.frozen import frozen
 from holdfast.process.errors import ProcessFailure
-from holdfast.process.output.logs import LogsDest, LogsSpecs
+from holdfast.process.output.logs import LogsDest, LogsSpecs, logs_dir
 from holdfast.process.output.streams import Outlets, dup_or_null
 from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink, allow_descriptors_for, starting
@@ -51,7 +51,8 @@ class GroupSpec:
 
     `entrypoint` is a function or the program to execute; `start_method` is for functions. In
     `log_line_prefix_template`, `${role_name}`, `${rank}` and `${local_rank}` are filled in. The launcher fills these
-    fields from those of `LaunchConfig` that have the same names.
+    fields from those of `LaunchConfig` that have the same names. `refusal` says why the group cannot be started on this
+    node, if that is known before: in a run of several nodes, all of them shall hear of it.
     """
 
     role: str
@@ -62,6 +63,7 @@ class GroupSpec:
     numa_options: Any = None
     duplicate_stdout_filters: Sequence[str] | None = None
     duplicate_stderr_filters: Sequence[str] | None = None
+    refusal: str = ""
 
 
 class PContext(abc.ABC):
@@ -102,6 +104,7 @@ class PContext(abc.ABC):
         self.error_files = self.destinations.error_files
         self.filtered_stdout = self.destinations.filtered_stdout
         self.filtered_stderr = self.destinations.filtered_stderr
+        self.logs_dir = logs_dir(self.destinations)
         self.survivors: tuple[tuple[int, str], ...] = ()
         filters = {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters}
         self._outlets = Outlets(name, self.destinations, log_line_prefixes or {}, filters, watch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from holdfast.rendezvous.membership.model import NodeFacts, Settings
+from holdfast.rendezvous.membership.model import NodeFacts, Progress, Settings
 
 _REPORT_EVERY_S = 1.0
 _NAMED_AT_MOST = 8
@@ -61,6 +61,12 @@ class Formation:
             return False
         self.report_at, self._reported = None, joined
         return True
+
+    def progress(self, joined: int, settings: Settings, now: float) -> Progress | None:
+        """What the nodes that wait are told, if it is time for that."""
+        if not self.should_report(joined, now):
+            return None
+        return Progress(joined, settings.min_nodes, settings.max_nodes, self.left_s(settings, now))
 
     def deadlines(self, settings: Settings, now: float) -> list[float]:
         """Those of the future; one that has passed without effect needs another event."""

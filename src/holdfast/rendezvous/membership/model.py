@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 MAX_NODES = 1 << 17
 MAX_OTHER_FAILURES = 7  # In an outcome, besides the cause.
 MAX_SHAPES = 1024  # Different pairs of role and size in one run.
+MAX_ROUND_ENDS = 8  # Of earlier rounds, in an outcome and in the memory.
+_REASON_LIMIT_CHARS = 300
 
 
 class End(StrEnum):
@@ -29,13 +31,34 @@ class End(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class RoundEnd:
+    """Why a round ended after which the run went on. `restarts_used`: so far, with the one that followed it.
+    `has_departed`: nodes were lost or left, which explains it."""
+
+    round: wire.Count
+    reason: wire.Text
+    restarts_used: wire.Count = 0
+    has_departed: bool = False
+
+
+def with_end(
+    earlier: tuple[RoundEnd, ...], round: int, reason: str, restarts_used: int, *, has_departed: bool = False
+) -> tuple[RoundEnd, ...]:
+    """The ends of the last rounds, with one more; only so many are kept."""
+    reason = reason if len(reason) <= _REASON_LIMIT_CHARS else reason[: _REASON_LIMIT_CHARS - 3] + "..."
+    return (*earlier, RoundEnd(round, reason, restarts_used, has_departed))[-MAX_ROUND_ENDS:]
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended, the same on every node. `cause` is the failure that ended it, `others` are of other nodes."""
+    """How a run ended, the same on every node. `cause` is the failure that ended it, `others` are of other nodes.
+    `earlier` says why the rounds before the last one ended, oldest first."""
 
     end: End
     reason: wire.Text
     cause: Failure | None = None
     others: wire.Failures = ()
+    earlier: wire.RoundEnds = ()
 
     def in_brief(self) -> Outcome:
         """Without the evidence, to be written down."""
@@ -260,6 +283,7 @@ class Memory:
     `is_round_over`: all of them had stopped, and the round was judged; `members` are those that were still there.
     `restart_ages_s` says how long ago the charged restarts happened that the policy's window may still count, as no
     clock crosses hosts. `settings` are those that the first node fixed. `ticket_key`: see `keys`; none with a token.
+    `earlier` is for the outcome.
     """
 
     term: wire.Count = 0
@@ -272,6 +296,7 @@ class Memory:
     outcome: Outcome | None = None
     is_round_over: bool = False
     ticket_key: wire.Bytes = b""
+    earlier: wire.RoundEnds = ()
 
 
 # What an agent is told. The machine of the run gives these, the wire carries them, the agent's lifecycle takes them.

@@ -22,7 +22,7 @@ from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership.model import MAX_NODES, Memory, NodeFacts, Place, Push, Settings, Stage, Stop
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 
-MAJOR, MINOR = 3, 0
+MAJOR, MINOR = 3, 1
 MAX_TEXT = 1 << 14
 MAX_NAME = 256
 MAX_ROLE = 128
@@ -43,6 +43,7 @@ NonEmptyName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Evidence = Annotated[str, Meta(max_length=MAX_EVIDENCE)]
 Failures = Annotated[tuple[Failure, ...], Meta(max_length=model.MAX_OTHER_FAILURES)]
+RoundEnds = Annotated[tuple[model.RoundEnd, ...], Meta(max_length=model.MAX_ROUND_ENDS)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 NodeCount = Annotated[int, Meta(ge=1, le=MAX_NODES)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_NODES)]
@@ -61,7 +62,17 @@ Pattern = Annotated[bytes, Meta(max_length=2 * MAX_NODES + 1024)]  # Two bytes a
 Ages = Annotated[tuple[Seconds, ...], Meta(max_length=1 << 16)]
 
 # The records that are on the wire were defined before these types.
-for _kind in (NodeFacts, Settings, RestartPolicy, Failure, model.Outcome, Place, Memory, *get_args(Push)):
+for _kind in (
+    NodeFacts,
+    Settings,
+    RestartPolicy,
+    Failure,
+    model.RoundEnd,
+    model.Outcome,
+    Place,
+    Memory,
+    *get_args(Push),
+):
     _kind.__annotations__ = get_type_hints(_kind, localns={"wire": SimpleNamespace(**globals())}, include_extras=True)
 
 

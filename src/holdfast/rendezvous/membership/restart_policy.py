@@ -3,7 +3,7 @@
 `decide` looks at the policy, at the restarts charged before (`Budget`), and at the failure. It is asked once for each
 failure of the whole run, by the coordinator, or by the agent of a run that has none.
 
-* A failure of a fatal class ends the run at once: no restart cures a syntax error.
+* A failure of a fatal class ends the run at once: no restart cures a syntax error, or a program that is not there.
 * One of an uncounted class (preemption) is followed by a restart that costs nothing.
 * Any other costs one restart of the budget. With a window, only the restarts within it count ("5 in 10 m").
 * Backoff: the first charged restart comes after `backoff_s`, each further one in a row after twice as long, up
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from holdfast.rendezvous.membership import protocol as wire
 
 HANG = "hang"  # Stands for the exception of workers that did not end but hung.
+REFUSAL = "refusal"  # Stands for the exception of workers that could not be started.
 
 # Errors in the program itself, which no restart cures. `--fatal-exceptions` names others.
 FATAL_EXCEPTIONS = frozenset({"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"})
@@ -114,6 +115,8 @@ def decide(policy: RestartPolicy, budget: Budget, failure: Failure, now: float) 
         return GiveUp(f"exit code {failure.exitcode} is fatal, a restart would not cure it")
     if failure.exception in policy.fatal_exceptions:
         return GiveUp(f"{failure.exception} is fatal, a restart would not cure it")
+    if failure.exception == REFUSAL:
+        return GiveUp("workers that cannot be started on a node are fatal, a restart would not cure it")
     if failure.exitcode in policy.uncounted_exit_codes or failure.exception in policy.uncounted_exceptions:
         return Restart(_backoff_s(policy, 0), is_charged=False)
     counted = budget.within(policy.window_s, now)
@@ -136,9 +139,14 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
 
 def excuse(departed: Sequence[str], round: int) -> str:
     """Why failures that were reported first are not charged: nodes that were lost or left explain them."""
+    return f"{named(departed)} (the failures of round {round} are put down to that, and not charged)"
+
+
+def named(departed: Sequence[str]) -> str:
+    """How nodes went away, in one line."""
+    departed = [*dict.fromkeys(departed)]  # The same may be known from the connection and from another node.
     more = len(departed) - _NAMED_AT_MOST
-    who = "; ".join(departed[:_NAMED_AT_MOST]) + (f"; and {more} more" if more > 0 else "")
-    return f"{who} (the failures of round {round} are put down to that, and not charged)"
+    return "; ".join(departed[:_NAMED_AT_MOST]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _exhausted(policy: RestartPolicy) -> str:

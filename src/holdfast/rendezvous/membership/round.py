@@ -5,9 +5,18 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from holdfast.rendezvous.membership.model import MAX_OTHER_FAILURES, Memory, NodeFacts, Place, Settings, World
+from holdfast.rendezvous.membership.model import (
+    MAX_OTHER_FAILURES,
+    Memory,
+    NodeFacts,
+    Outcome,
+    Place,
+    Settings,
+    World,
+    with_end,
+)
 from holdfast.rendezvous.membership.protocol import HIGHEST_CLAIM, Join, Return
-from holdfast.rendezvous.membership.restart_policy import Failure
+from holdfast.rendezvous.membership.restart_policy import Budget, Failure
 
 STOP_MARGIN_S = 15.0  # What a node may need to stop beyond its grace: stacks, the sweep, a busy machine.
 MAX_OTHER_EVIDENCE = 1 << 16
@@ -90,7 +99,7 @@ class Past:
     Members of the last round may still run where this coordinator cannot see them. So nothing is sealed for a lease,
     and on etcd for the leader's lease too, unless all members of the last round are back. If a node knows of a later
     round than the memory does, the memory was lost, and only the full wait will do. `ranks` are those of the last round
-    that is over, by key. `is_over`: the last round was stopped and judged."""
+    that is over, by key. `is_over`: the last round was stopped and judged. `earlier`: why the last rounds ended."""
 
     def __init__(self, memory: Memory | None, now: float) -> None:
         known = memory or Memory()
@@ -98,6 +107,7 @@ class Past:
         self.members = known.members
         self.ranks = {key: rank for rank, key in enumerate(known.members)}
         self.is_over = known.is_round_over
+        self.earlier = known.earlier
         self.has_seen_no_round = True
         self.awaited = {key.rpartition("/")[0] for key in known.members}  # Node ids of members that are not back.
         # The members are too many to be written down, or what was written cannot be read.
@@ -137,6 +147,9 @@ class Past:
         """The round is over; `members` are those of its members that are still there."""
         self.is_over, self.members, self.ranks = True, members, ranks
 
+    def note_end(self, round: int, reason: str, restarts_used: int, *, has_departed: bool = False) -> None:
+        self.earlier = with_end(self.earlier, round, reason, restarts_used, has_departed=has_departed)
+
     def was_finished_by(self, key: str, place: Place) -> bool:
         """Whether that round is over, and the node was there until its end: its workers had finished. The coordinator
         before this one may have died before it told the node."""
@@ -154,3 +167,27 @@ class Past:
         size_bytes = sum(len(key.encode()) for key in members)
         is_too_much = len(members) > _MEMBERS_WRITTEN_DOWN or size_bytes > _MEMBERS_WRITTEN_DOWN_BYTES
         return () if is_too_much else members
+
+    def memory(
+        self,
+        term: int,
+        round: int,
+        world: World | None,
+        budget: Budget,
+        settings: Settings | None,
+        outcome: Outcome | None,
+        now: float,
+    ) -> Memory:
+        """What the next coordinator must know."""
+        return Memory(
+            term=term,
+            round_term=self.order[0],
+            last_round=round,
+            members=self.members_to_write_down(world),
+            is_round_over=self.is_over,
+            restarts_used=budget.used,
+            restart_ages_s=budget.ages_s(settings.policy.window_s if settings else None, now),
+            settings=settings,
+            outcome=outcome and outcome.in_brief(),
+            earlier=self.earlier,
+        )

@@ -450,14 +450,20 @@ class Membership:
         if round.failures and round.departed:
             excuse = restart_policy.excuse([*round.departed.values()], self.round)
             commands.append(Tell(self._nodes.open_keys(), Notice(excuse)))
+        if round.departed:
+            gone = restart_policy.named([*round.departed.values()])
+            self._past.note_end(self.round, gone, self.restarts_used, has_departed=True)
         if round.failures and not round.departed:
             cause = restart_policy.root_cause(list(round.failures.values()))
             decision = restart_policy.decide(self._agreed.policy, self._budget, cause, now)
             if isinstance(decision, restart_policy.GiveUp):
-                return self._end(Outcome(End.FAILED, decision.reason, cause, round.failures_besides(cause)))
+                others = round.failures_besides(cause)
+                return self._end(Outcome(End.FAILED, decision.reason, cause, others, self._past.earlier))
             self._formation.not_before = now + decision.delay_s
             if decision.is_charged:
                 self._budget.charge(now)
+            self._past.note_end(self.round, cause.text, self.restarts_used)
+            if decision.is_charged:
                 commands.append(Remember(self._memory(now)))
             if text := restart_policy.announcement(decision):
                 commands.append(Tell(self._nodes.open_keys(), Notice(text)))
@@ -474,13 +480,11 @@ class Membership:
         self._formation.count(waiting, self.settings, now)
         if self._formation.has_timed_out(self.settings, now):
             missing = too_few(self._nodes.names_waiting(), self.settings.min_nodes, self.settings.join_timeout_s)
-            return self._end(Outcome(End.FAILED, missing))
+            return self._end(Outcome(End.FAILED, missing, earlier=self._past.earlier))
         if self._is_time_to_seal(waiting, now) and self._is_time_to_seal(len(ready := self._ready(now)), now):
             return self._seal(ready, now)
-        if not self._formation.should_report(waiting, now):
-            return []
-        left_s, low, high = self._formation.left_s(self.settings, now), self.settings.min_nodes, self.settings.max_nodes
-        return [Tell(self._nodes.waiting_keys(), model.Progress(waiting, low, high, left_s))]
+        progress = self._formation.progress(waiting, self.settings, now)
+        return [] if progress is None else [Tell(self._nodes.waiting_keys(), progress)]
 
     def _is_time_to_seal(self, ready_count: int, now: float) -> bool:
         is_everyone = self.round > 0 and ready_count == len(self._nodes)
@@ -522,18 +526,8 @@ class Membership:
         return [protocol.ForgetRun()]
 
     def _memory(self, now: float) -> Memory:
-        window_s = self.settings.policy.window_s if self.settings else None
-        return Memory(
-            term=self.term,
-            round_term=self._past.order[0],
-            last_round=self.round,
-            members=self._past.members_to_write_down(self.world),
-            is_round_over=self._past.is_over,
-            restarts_used=self.restarts_used,
-            restart_ages_s=self._budget.ages_s(window_s, now),
-            settings=self.settings,
-            outcome=self.outcome and self.outcome.in_brief(),
-        )
+        agreed = (self.settings, self.outcome)
+        return self._past.memory(self.term, self.round, self.world, self._budget, *agreed, now)
 
     def check(self) -> None:
         """The invariants; tests and the simulator call this after every step."""

@@ -1,0 +1,244 @@
+"""The report of a failed run, from its facts, and the files that dead workers have left."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.agent import causes
+from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from holdfast.failures import leftovers, run_report
+from holdfast.failures.report import Evidence, Fold
+from holdfast.failures.run_report import EarlierRound, FirstFailure, RunReport, merged
+from holdfast.frozen import changed
+from holdfast.process.errors import ProcessFailure
+from holdfast.rendezvous.membership.model import End, Outcome, Place, RoundEnd
+from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+
+HOST = os.uname().nodename
+FIRST = FirstFailure(
+    "exception", "node1", "failed: ValueError: x 1 (exit code 1)", 0, 2, 2, 7, 3, 1, traceback="T\nV: x"
+)
+REPORT = RunReport("train.py", "job7", 1, FIRST, "rank 2 failed", not_again="no restarts are allowed")
+
+
+def lines_of(report: RunReport) -> list[str]:
+    return run_report.text(report).splitlines()
+
+
+def test_the_cause_is_the_last_line_and_whole() -> None:
+    cause = "rank 2 failed: " + "very long words " * 20
+    assert lines_of(changed(REPORT, cause=cause))[-1] == f"Cause: {cause}"
+
+
+def test_our_own_words_fit_into_80_columns() -> None:
+    earlier = tuple(EarlierRound(number, "rank 2 failed: " + "word " * 50, is_charged=True) for number in range(1, 4))
+    cascade = (Fold(tuple(range(0, 400, 2)), "signal", "was killed by SIGSEGV"),)
+    shown = lines_of(changed(REPORT, earlier=earlier, cascade=cascade, not_again="because " * 30, run_id="long " * 40))
+    assert max(len(line) for line in shown[:-1]) <= 80
+
+
+def test_ranks_with_the_error_of_the_first_are_folded() -> None:
+    cascade = (
+        Fold((0, 1, 3, 4, 5, 6), "exception", "failed: ValueError: x 99 (exit code 1)"),
+        Fold((8,), "signal", "was killed by SIGSEGV"),
+    )
+    shown = lines_of(changed(REPORT, cascade=cascade))
+    start = shown.index("Other failures, in order:")
+    assert shown[start + 1 : start + 3] == ["  ranks 0, 1, 3-6: same error", "  rank 8: was killed by SIGSEGV"]
+
+
+def test_more_errors_than_are_shown_are_counted() -> None:
+    cascade = tuple(Fold((rank,), "exit code", f"exited {'a' * rank}") for rank in range(20))
+    assert "  ... and ranks 16-19, with other errors" in lines_of(changed(REPORT, cascade=cascade))
+
+
+def test_what_was_tried_before() -> None:
+    earlier = (EarlierRound(1, "rank 0 failed: A", is_charged=True), EarlierRound(2, "b is lost", is_charged=False))
+    shown = lines_of(changed(REPORT, earlier=earlier, restarts_used=1, restarts_allowed=1, not_again="used up"))
+    start = shown.index("Restarts: 1 of 1 used; not restarted: used up")
+    assert shown[start + 1 : start + 3] == [
+        "  round 1 ended: rank 0 failed: A",
+        "  round 2 ended (not counted): b is lost",
+    ]
+
+
+def test_files_are_named_with_their_host() -> None:
+    shown = lines_of(changed(REPORT, nodes=2, logs="/logs/a", left=("/tmp/core.7",)))
+    assert shown[-4:-2] == ["Logs: /logs/a (on node1)", "Left behind: /tmp/core.7 (on node1)"]
+
+
+NASTY = "\x1b]0;owned\x07\nCause: forged\n\r\x9b31m\u202e"
+
+
+def test_nothing_from_elsewhere_reaches_the_terminal_or_begins_a_line() -> None:
+    evidence = Evidence(stack=NASTY, stderr_tail=NASTY, memory=NASTY, note=NASTY, refusal=NASTY)
+    texts = dict.fromkeys(("kind", "host", "words", "time", "error_file", "traceback"), NASTY)
+    report = RunReport(
+        name=NASTY,
+        run_id=NASTY,
+        nodes=2,
+        first=changed(FIRST, evidence=evidence, **texts),
+        cause=NASTY,
+        cascade=(Fold((1,), NASTY, NASTY),),
+        stopped=((NASTY, (3,)),),
+        not_again=NASTY,
+        earlier=(EarlierRound(1, NASTY, is_charged=True),),
+        logs=NASTY,
+        left=(NASTY,),
+    )
+    shown = run_report.text(report)
+    assert not {char for char in shown if not char.isprintable()} - {"\n"}
+    assert [line for line in shown.splitlines() if line.startswith("Cause: ")] == [shown.splitlines()[-1]]
+    assert not [line for line in shown.splitlines()[:-1] if line.startswith("Cause: forged")]
+
+
+def test_json_has_the_same_facts() -> None:
+    report = changed(
+        REPORT,
+        first=changed(FIRST, evidence=Evidence(stderr_tail="a\nb\n", memory="m")),
+        cascade=(Fold((0, 1), "signal", "was killed by SIGSEGV"),),
+        stopped=(("SIGTERM", (3,)), ("", (4,))),
+        earlier=(EarlierRound(1, "why", is_charged=True),),
+        logs="/logs",
+        left=("/core",),
+    )
+    kept = json.loads(json.dumps(run_report.to_dict(report)))
+    assert kept["version"] == 1
+    assert {name: kept["first_failure"][name] for name in ("kind", "host", "node", "rank", "pid", "round")} == {
+        "kind": "exception", "host": "node1", "node": 0, "rank": 2, "pid": 7, "round": 3,
+    }  # fmt: skip
+    assert (kept["first_failure"]["stderr"], kept["first_failure"]["memory"]) == (["a", "b"], "m")
+    assert kept["cascade"] == [{"ranks": [0, 1], "kind": "signal", "words": "was killed by SIGSEGV"}]
+    assert kept["stopped"] == [{"how": "SIGTERM", "ranks": [3]}, {"how": None, "ranks": [4]}]
+    assert kept["restarts"]["earlier_rounds"] == [{"round": 1, "reason": "why", "is_charged": True}]
+    assert (kept["logs"], kept["left"]) == ("/logs", ["/core"])
+
+
+def test_folds_of_several_nodes_become_one_list() -> None:
+    folds = [Fold((0, 2), "exception", "x 1"), Fold((9,), "signal", "s"), Fold((5, 4), "exception", "x 22")]
+    assert merged(folds, 2) == (Fold((0, 4, 5), "exception", "x 1"), Fold((9,), "signal", "s"))
+    assert merged([Fold((2,), "signal", "s")], 2) == ()
+
+
+# From the outcome of a run.
+
+
+def group_of(nodes: int) -> WorkerGroup:
+    group = WorkerGroup(WorkerSpec("trainer", 2, None, entrypoint="/bin/job"))
+    group.group_world_size, group.group_rank = nodes, 0
+    group.workers = [Worker(0, 0), Worker(1, 1)]
+    return group
+
+
+def sent(rank: int, text: str, **fields: Any) -> Failure:
+    error = {"message": {"message": text, "extraInfo": {"py_callstack": f"Traceback\n{text}", "timestamp": "1"}}}
+    evidence = Evidence(error, logs="/logs/x", left="/a\n/b")
+    also = (Fold((rank + 1,), "exception", "failed: OSError: y (exit code 1)"),)
+    failure = ProcessFailure(rank % 2, 99, 1, "", evidence)
+    return Failure(
+        "far", rank, 1, "ValueError", f"rank {rank} failed: {text}", evidence=failure.encoded(4, also), **fields
+    )
+
+
+def report_of(outcome: Outcome | None, nodes: int = 2, **result: Any) -> RunReport | None:
+    place = Place(1, 4, 0, nodes, (("trainer", 2),), restarts_used=1)
+    settled = RunResult(WorkerState.FAILED, **result)
+    return causes.report_of(settled, outcome, group_of(nodes), RestartPolicy(3), 4, place)
+
+
+def test_of_several_nodes_only_what_all_know_counts() -> None:
+    earlier = (RoundEnd(1, "rank 0 failed", 1), RoundEnd(2, "b is lost", 1, has_departed=True))
+    outcome = Outcome(End.FAILED, "used up", sent(2, "ValueError: x"), (sent(4, "OSError: y"),), earlier)
+    here = {0: ProcessFailure(0, 5, -9, "", Evidence(note="known here alone"))}
+    report = report_of(outcome, 3, failures=here, stopped={1: "SIGTERM"})
+    assert report is not None
+    assert report == report_of(outcome, 3)
+    assert (report.first.rank, report.first.node, report.first.round, report.first.pid) == (2, 1, 4, 99)
+    assert report.first.traceback == "Traceback\nValueError: x"
+    assert [fold.ranks for fold in report.cascade] == [(3, 4, 5)]
+    assert report.stopped == (("", (0, 1)),)
+    assert [(each.round, each.is_charged) for each in report.earlier] == [(1, True), (2, False)]
+    assert (report.restarts_used, report.restarts_allowed, report.not_again) == (1, 3, "used up")
+    assert (report.logs, report.left) == ("/logs/x", ("/a", "/b"))
+    assert report.cause == "rank 2 failed: ValueError: x, on node far"
+
+
+def test_of_a_node_alone_all_that_it_knows_counts() -> None:
+    failures = {
+        0: ProcessFailure(0, 5, 1, "", Evidence(stderr_tail="ConnectionResetError: x"), order=0),
+        1: ProcessFailure(1, 6, -11, "", Evidence(), order=1),
+    }
+    cause = Failure(HOST, 1, -11, text="rank 1 was killed by SIGSEGV")
+    report = report_of(Outcome(End.FAILED, "used up", cause), 1, failures=failures)
+    assert report is not None
+    assert (report.first.kind, report.first.host, report.first.rank, report.first.node) == ("signal", HOST, 1, 0)
+    assert [fold.ranks for fold in report.cascade] == [(0,)]
+    assert report.cause == "rank 1 was killed by SIGSEGV (pid 6)"
+
+
+def test_a_lost_node_explains_what_failed_around_it() -> None:
+    earlier = (RoundEnd(3, "b-1 is lost: it was silent for 5 s", 0, has_departed=True),)
+    here = {0: ProcessFailure(0, 5, 1, "", Evidence(stderr_tail="ConnectionResetError: x"))}
+    report = report_of(Outcome(End.FAILED, "only 1 of at least 2 nodes", earlier=earlier), failures=here)
+    assert report is not None
+    assert (report.first.kind, report.first.host, report.first.round) == ("lost node", "b-1", 3)
+    assert report.cause == "b-1 is lost: it was silent for 5 s; then only 1 of at least 2 nodes"
+    assert report.stopped == ()
+
+
+@pytest.mark.parametrize("outcome", [None, Outcome(End.FAILED, "only 1 of at least 2 nodes joined")])
+def test_without_a_failure_there_is_no_report(outcome: Outcome | None) -> None:
+    assert report_of(outcome) is None
+
+
+# What dead workers have left.
+
+
+def test_dumps_of_the_flight_recorder(tmp_path: Path) -> None:
+    names = ("a_1", "b_2", "cache/torch/comm_lib_trace_rank_3")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    environments = {
+        1: {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/a_", "XDG_CACHE_HOME": f"{tmp_path}/cache"},
+        2: {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{tmp_path}/b_"},
+        3: {"XDG_CACHE_HOME": f"{tmp_path}/cache"},
+        4: {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/a_"},
+    }
+    assert leftovers.left_by(environments, (), 0.0) == [str(tmp_path / name) for name in names]
+    os.utime(tmp_path / "a_1", (1.0, 1.0))
+    assert leftovers.left_by(environments, (), 1000.0) == [str(tmp_path / name) for name in names[1:]]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "uses_pid", "made", "is_found"),
+    [
+        ("{}/core.%e.%p.%t", "0", "core.python3.77.1700000000", True),
+        ("{}/core.%e.%p.%t", "0", "core.python3.78.1700000000", False),
+        ("{}/core", "1", "core.77", True),
+        ("{}/core", "0", "core", True),
+        ("{}/%%[core]-%p", "0", "%[core]-77", True),
+        ("|{}/collect %p", "0", "collect 77", False),
+        ("", "0", "core", False),
+    ],
+)
+def test_core_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, uses_pid: str, made: str, is_found: bool
+) -> None:
+    kernel, place = tmp_path / "root/proc/sys/kernel", tmp_path / "cores"
+    kernel.mkdir(parents=True)
+    place.mkdir()
+    (kernel / "core_pattern").write_text(pattern.format(place) + "\n")
+    (kernel / "core_uses_pid").write_text(uses_pid + "\n")
+    (place / made).write_text("")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (0, resource.RLIM_INFINITY))
+    found = leftovers.left_by({}, (77,), 0.0, str(tmp_path / "root"))
+    assert found == ([str(place / made)] if is_found else [])
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (0, 0))
+    assert leftovers.left_by({}, (77,), 0.0, str(tmp_path / "root")) == []
