@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from holdfast.cli import coordinator, parser, stacks, token
+from holdfast.cli import coordinator, parser, stacks, status, stop, token
 from holdfast.cli.options import GROUPS, OPTIONS, USAGE, Option
 
 _READING_RULES = (
@@ -88,7 +88,8 @@ def document() -> str:
     ):
         parts.append(f"## {title}\n\n{_table(first, rows)}")
     examples = "\n\n".join(parser.EXAMPLES)
-    pages = [_page(command.get_parser()) for command in (coordinator, token, stacks)]
+    parsers = [each.get_parser for each in (coordinator, token, status, stop, stacks)]
+    pages = [_page(get()) for get in (*parsers[:3], status.get_ps_parser, *parsers[3:])]
     parts += [f"## Examples\n\n```sh\n{examples}\n```", *pages]
     return "\n\n".join(parts) + "\n"
 
@@ -107,7 +108,7 @@ def _row(option: Option) -> str:
 def _page(command: argparse.ArgumentParser) -> str:
     """A command whose options are declared with argparse."""
     shown = [each for each in command._actions if each.help not in (None, argparse.SUPPRESS) and each.dest != "help"]
-    rows = [(f"{', '.join(each.option_strings)} {each.metavar or ''}".rstrip(), each.help) for each in shown]
+    rows = [(f"{', '.join(each.option_strings)} {each.metavar or ''}".strip(), each.help) for each in shown]
     epilog = (command.epilog or "").strip()
     return f"# {command.prog}\n\n{command.description}\n\n{_table('option', rows)}\n\n```\n{epilog}\n```"
 

@@ -43,6 +43,7 @@ PURE = {
         for name in ("model", "run", "nodes", "formation", "restart_policy", "node", "node_lease")
     },
     "rendezvous/membership/protocol.py": {"msgspec", "holdfast.frozen", "holdfast.rendezvous.membership"},
+    "rendezvous/membership/status.py": {"holdfast.rendezvous.membership", "holdfast.telemetry.status"},
     "rendezvous/membership/keys.py": {"hashlib", "hmac"},
     "rendezvous/membership/frames.py": {"struct", "msgspec", "holdfast.rendezvous.membership"},
     "rendezvous/etcd/election.py": {"holdfast.frozen", "holdfast.rendezvous.membership"},

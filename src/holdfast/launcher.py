@@ -28,7 +28,7 @@ from holdfast.rendezvous.api import DefaultTimeout, RendezvousHandler, Rendezvou
 from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
 from holdfast.rendezvous.membership import restart_policy
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
-from holdfast.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, SignalException, parse_signals
+from holdfast.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, RunClosed, SignalException, parse_signals
 from holdfast.telemetry import events, metrics
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None,
         events.record(agent.get_event_succeeded(), config.event_log_handler)
         return result
     except Exception as error:
-        is_leaving = isinstance(error, SignalException)
+        is_leaving = isinstance(error, SignalException) and not isinstance(error, RunClosed)
         _keep_report(getattr(error, "run_report", None), config.logs_specs)
         mark_as_from_run(error)
         events.record(agent.get_event_failed(), config.event_log_handler)

@@ -42,6 +42,14 @@ class SignalException(Exception):  # noqa: N818  (the name that users catch)
         return type(self), (str(self), self.sigval)
 
 
+class RunClosed(SignalException):
+    """The user has ended the run for all its nodes, as with `holdfast stop`. The workers got SIGTERM and their grace,
+    so it counts as that signal."""
+
+    def __init__(self, msg: str, sigval: signal.Signals = signal.SIGTERM) -> None:
+        super().__init__(msg, sigval)
+
+
 def parse_signals(text: str) -> frozenset[signal.Signals]:
     """`SIGTERM, SIGUSR1` as signals. A typo would silently remove protection, so it is an error."""
     names = [name.strip() for name in text.split(",") if name.strip()]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -136,7 +137,7 @@ def test_the_run_goes_on_without_a_place_for_the_socket(
     assert make_agent("true").run().state is WorkerState.SUCCEEDED
     [told] = [record for record in caplog.records if record.name == control.__name__]
     assert told.levelno == logging.DEBUG
-    assert "no control socket, so `holdfast stacks` will not find this agent: " in told.getMessage()
+    assert "no control socket, so `holdfast status` and others will not find this agent: " in told.getMessage()
 
 
 # Commands.
@@ -394,7 +395,9 @@ sys.stdin.read()
         found, asked = control.find()[0], control.find(of_all_users=True)[0]
         process.communicate()
     assert "theirs" not in [status.get("run_id") for status in found]
-    assert [each for each in asked if each.get("run_id") == "theirs"] == [{"pid": process.pid, "run_id": "theirs"}]
+    assert [each for each in asked if each.get("run_id") == "theirs"] == [
+        {"pid": process.pid, "run_id": "theirs", "socket": ANY}
+    ]
 
 
 # Agents that are gone, or stopped.

@@ -18,6 +18,7 @@ import pytest
 from holdfast import launcher
 from holdfast.cli import coordinator, options, program
 from holdfast.cli import run as cli
+from holdfast.cli.main import COMMANDS
 from holdfast.cli.options import OPTIONS
 from holdfast.errors import HostError, InternalError, UserError
 from holdfast.process.errors import ChildFailedError, ProcessFailure
@@ -814,7 +815,7 @@ def test_the_command_itself() -> None:
         (["rum", "x.py"], "holdfast: error: unknown command 'rum'; did you mean `holdfast run`?"),
         (["x.py"], "holdfast: error: unknown command 'x.py'; did you mean `holdfast run x.py`?"),
         (["--nnodes", "2"], "holdfast: error: unknown option '--nnodes'; did you mean `holdfast run --nnodes`?"),
-        (["zzzz"], "holdfast: error: unknown command 'zzzz'; the commands are: run, coordinator, token, stacks"),
+        (["zzzz"], f"holdfast: error: unknown command 'zzzz'; the commands are: {', '.join(COMMANDS)}"),
     ],
 )
 def test_unknown_commands(tokens: list[str], line: str) -> None:

@@ -66,10 +66,14 @@ FROM_NODES: list[Any] = [
     protocol.Leaving(),
     protocol.Left(),
     protocol.Close("by the user"),
+    protocol.Query(3, b'{"command": "status"}', "node-b"),
+    protocol.Answer(4, b'{"result": {}}'),
 ]
 FROM_COORDINATORS: list[Any] = [
     protocol.StoreAnswer(9, (b"\x00\xff",), 2**63 - 1, "timeout"),
     protocol.HeartbeatAnswer(12),
+    protocol.Query(4, b"{}"),
+    protocol.Answer(3, b'{"error": "busy"}'),
     model.Sealed("node-a/3", PLACE),
     model.StandBy(7, "round 7 runs with 3 nodes, this node stands by"),
     Stop(7, "node-b leaves"),

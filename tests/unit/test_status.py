@@ -59,6 +59,7 @@ def test_the_json_form() -> None:
             }
         ],
         "story": [],
+        "node_id": "",
     }
 
 

@@ -40,10 +40,10 @@ from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.loop import BusyTime, call_interruptibly
 from holdfast.rendezvous.api import RendezvousGracefulExitError, RendezvousHandler, is_kind
 from holdfast.rendezvous.coordination import Coordination, JoinFailed, Push
-from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
+from holdfast.rendezvous.membership.model import CloseRequested, End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import HANG, RestartPolicy
 from holdfast.rendezvous.solo import SoloCoordination
-from holdfast.signals import SignalException
+from holdfast.signals import RunClosed, SignalException
 from holdfast.telemetry.events import Event, record
 from holdfast.telemetry.metrics import prof, put_call, put_metric
 
@@ -195,6 +195,9 @@ class SimpleElasticAgent(ElasticAgent):
                 recording.put_run_metrics(group.spec.role, result, self._restarts_used, self._policy.max_restarts)
                 self._record_worker_events(result)
                 return result
+            except RunClosed as closed:
+                closed.killed_ranks = _call(self._killed_ranks)
+                raise
             except SignalException as received:
                 logger.warning("got %s%s", received.sigval.name, self._what_is_stopped(received.sigval))
                 self._leave(received.sigval)
@@ -245,12 +248,15 @@ class SimpleElasticAgent(ElasticAgent):
         self._coordination = run
         run.introduce(spec.role, spec.local_world_size, self._policy, self._shutdown_timeout)
         run.watch_loop(self._busy_time.stuck_for_s)
+        run.answer_with(self._publisher.answer)
         pending: deque[lifecycle.Event | Push] = deque([lifecycle.RunRequested()])
         while self._machine.end is None:
             if not pending:
                 pending.extend(self._next_events(run))
                 continue
             event = self._taken(pending.popleft(), run)
+            if event is None:
+                continue
             commands = self._machine.step(event, time.monotonic())
             self._publisher.publish()
             results = [result for command in commands for result in self._execute(command, run)]
@@ -374,7 +380,7 @@ class SimpleElasticAgent(ElasticAgent):
             return [lifecycle.WorkersFailed(self._machine.round)]
         raise HoldfastError(f"[{group.spec.role}] the worker group is in the unexpected state {result.state.name}")
 
-    def _taken(self, event: lifecycle.Event | Push, run: Coordination) -> lifecycle.Event:
+    def _taken(self, event: lifecycle.Event | Push, run: Coordination) -> lifecycle.Event | None:
         """What an event means for this node, now that it is its turn."""
         match event:
             case Sealed() if event.place.round > self._machine.round:
@@ -390,8 +396,13 @@ class SimpleElasticAgent(ElasticAgent):
                         return lifecycle.WorkersFailed(round)
             case PlaceLost(round, reason) if round == self._machine.round and self._machine.phase in _IN_ROUND:
                 logger.warning("this node has lost its place, its workers are killed: %s", reason)
+            case CloseRequested(reason):
+                run.close_run(reason)
+                return None
             case Ended(outcome):
                 self._run_outcome = outcome
+                if outcome.end is End.CLOSED and self._machine.phase in _WITH_WORKERS:
+                    logger.warning("the run is closed, stopping the workers: %s", outcome.reason)
                 if outcome.cause is not None and self._policy.max_restarts and run.verdict is None:
                     logger.warning("no restart: %s", outcome.reason)
             case JoinFailed(error):
@@ -416,6 +427,8 @@ class SimpleElasticAgent(ElasticAgent):
                 return RunResult(WorkerState.SUCCEEDED)
             logger.info("%s", recording.finish_line(group, self._restarts_used))
             return settled
+        if end is End.CLOSED and self._run_outcome is not None:
+            raise RunClosed(self._run_outcome.reason)
         group.state = WorkerState.FAILED
         if self._machine.unkillable:
             pids = ", ".join(map(str, self._machine.unkillable))

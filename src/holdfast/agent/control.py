@@ -9,7 +9,8 @@ is no place for the socket, the run goes on without it.
 
 One thread serves the clients one after another. A client has a second for everything, so one that is slow or sends junk
 delays other clients by that, and the run not at all. Commands are a table from names to functions, which are called in
-that thread: they only read. A command that acts on the run must hand its request over to the agent's loop.
+that thread: they only read, or hand a request over to the agent's loop. Those in `slow`, which wait for other hosts,
+have a thread each, and there are a few at most.
 
 An agent that was killed leaves its socket behind. A connection to such a socket is refused, and `find` removes it.
 """
@@ -27,9 +28,10 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from holdfast.errors import HoldfastError
 from holdfast.loop import release_in_children
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ _BACKLOG = 128
 _PATH_LIMIT_BYTES = 107  # the kernel's
 _CLOSE_PATIENCE_S = 0.2
 _SHORTAGE_PAUSE_S = 1.0
+_SLOW_AT_ONCE = 8
 # A socket refuses connections for a moment before its agent listens on it, too.
 _STALE_AFTER_S = 10.0
 _PATH = re.compile(r"/holdfast(?:-agents-\d+)?/[^/]*\.(\d+)\.[0-9a-f]{8}\.sock$")
@@ -55,12 +58,12 @@ _PATH = re.compile(r"/holdfast(?:-agents-\d+)?/[^/]*\.(\d+)\.[0-9a-f]{8}\.sock$"
 
 
 @contextlib.contextmanager
-def served(run_id: str, commands: Mapping[str, Command]) -> Iterator[None]:
+def served(run_id: str, commands: Mapping[str, Command], slow: Collection[str] = ()) -> Iterator[None]:
     """Within this block the commands are served, if there is a place for the socket."""
     try:
-        control = ControlSocket(run_id, commands)
+        control = ControlSocket(run_id, commands, slow)
     except (OSError, RuntimeError) as error:
-        logger.debug("no control socket, so `holdfast stacks` will not find this agent: %s", error)
+        logger.debug("no control socket, so `holdfast status` and others will not find this agent: %s", error)
         yield
         return
     with contextlib.closing(control):
@@ -70,8 +73,9 @@ def served(run_id: str, commands: Mapping[str, Command]) -> Iterator[None]:
 class ControlSocket:
     """Serves from its construction to `close`."""
 
-    def __init__(self, run_id: str, commands: Mapping[str, Command]) -> None:
-        self._commands = commands
+    def __init__(self, run_id: str, commands: Mapping[str, Command], slow: Collection[str] = ()) -> None:
+        self._commands, self._slow = commands, slow
+        self._slow_places = threading.Semaphore(_SLOW_AT_ONCE)
         self._owner = os.getpid()
         self._is_closing = threading.Event()
         self._listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
@@ -116,36 +120,61 @@ class ControlSocket:
                 self._is_closing.wait(_SHORTAGE_PAUSE_S)
                 continue
             client = _socket.socket(fileno=fd)
+            is_taken = False
             try:
-                self._serve_one(client)
+                is_taken = self._serve_one(client)
             except Exception as error:  # Of the client, or a shortage of anything here; the next one may be served.
                 logger.debug("a client of the control socket was dropped: %s", error)
             finally:
-                client.close()
+                if not is_taken:
+                    client.close()
         self._listener.close()
 
-    def _serve_one(self, client: _socket.socket) -> None:
+    def _serve_one(self, client: _socket.socket) -> bool:
+        """True if another thread has taken the client over."""
         until = time.monotonic() + _CLIENT_LIMIT_S
         _, uid = _peer_of(client)
         if uid not in (0, os.geteuid()):
             raise PermissionError(f"user {uid} may not ask")
-        answer = self._answer(_read_line(client, _REQUEST_LIMIT_BYTES, until))
-        client.settimeout(max(0.001, until - time.monotonic()))
+        line = _read_line(client, _REQUEST_LIMIT_BYTES, until)
+        is_slow = any(f'"{name}"'.encode() in line for name in self._slow) and self._slow_places.acquire(blocking=False)
+        if is_slow:
+            threading.Thread(target=self._serve_slow, args=(client, line), name="holdfast-query", daemon=True).start()
+        else:
+            self._reply(client, line)
+        return is_slow
+
+    def _serve_slow(self, client: _socket.socket, line: bytes) -> None:
+        try:
+            self._reply(client, line)
+        except OSError as error:
+            logger.debug("a client of the control socket was dropped: %s", error)
+        finally:
+            client.close()
+            self._slow_places.release()
+
+    def _reply(self, client: _socket.socket, line: bytes) -> None:
+        answer = answer_to(line, self._commands) + b"\n"
+        client.settimeout(_CLIENT_LIMIT_S)
         client.sendall(answer)
         client.shutdown(_socket.SHUT_RDWR)  # A process that was just forked may hold a copy.
 
-    def _answer(self, line: bytes) -> bytes:
+
+def answer_to(line: bytes, commands: Mapping[str, Command]) -> bytes:
+    """The answer to a request, whatever it is."""
+    try:
+        request = json.loads(line)
+        act = commands[request["command"]]
+    except Exception:  # Junk of any kind.
+        answer = {"error": f"this is no command; there are: {', '.join(sorted(commands))}"}
+    else:
         try:
-            request = json.loads(line)
-            act = self._commands[request["command"]]
-        except Exception:  # Junk of any kind.
-            answer = {"error": f"this is no command; there are: {', '.join(sorted(self._commands))}"}
-        else:
-            try:
-                answer = {"result": act(request)}
-            except Exception as error:
-                answer = {"error": f"{type(error).__name__}: {error}"}
-        return json.dumps(answer).encode() + b"\n"
+            answer = {"result": act(request)}
+        except HoldfastError as error:
+            answer = {"error": str(error)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+    return json.dumps(answer).encode()
 
 
 def _bind(listener: _socket.socket, run_id: str) -> str:
@@ -174,9 +203,9 @@ def _bind(listener: _socket.socket, run_id: str) -> str:
 
 
 def find(*, of_all_users: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
-    """Every agent of this user on this host, wherever its socket is: the statuses (`AgentStatus.to_dict`), and the pids
-    of agents that did not answer in time. Stale sockets are removed. Root may ask the agents of all users; those of
-    others have a bounded time for all of them together."""
+    """Every agent of this user on this host, wherever its socket is: the statuses (`AgentStatus.to_dict`, and where the
+    `socket` is), and the pids of agents that did not answer in time. Stale sockets are removed. Root may ask the agents
+    of all users; those of others have a bounded time for all of them together."""
     statuses, silent = [], []
     until = time.monotonic() + _OTHERS_LIMIT_S
     for is_foreign, path, pid in sorted((not _is_own(path), path, pid) for path, pid in _paths().items()):
@@ -196,7 +225,8 @@ def find(*, of_all_users: bool = False) -> tuple[list[dict[str, Any]], list[int]
         else:
             # Root asks every user's agents, and believes only what a process says of itself.
             status = answer.get("result")
-            statuses += [status] if isinstance(status, dict) and status.get("pid") == peer else []
+            if isinstance(status, dict) and status.get("pid") == peer:
+                statuses.append({**status, "socket": path})
     return statuses, silent
 
 

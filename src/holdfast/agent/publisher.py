@@ -6,6 +6,7 @@ record and waits for no reader. What serves readers runs in threads of its own a
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -15,12 +16,19 @@ from typing import TYPE_CHECKING, Any
 from holdfast.agent import control
 from holdfast.agent.lifecycle import Phase
 from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT, Worker
+from holdfast.errors import HostError, UserError
 from holdfast.frozen import changed
 from holdfast.telemetry.status import AgentStatus, WorkerStatus
 
 if TYPE_CHECKING:
     from holdfast.agent.agent import SimpleElasticAgent
     from holdfast.process.workers.group import PContext
+    from holdfast.rendezvous.coordination import Coordination
+
+_REASON_LIMIT = 300
+_QUERY_LIMIT_BYTES = 4096  # That of the wire (`protocol`).
+_COORDINATOR_LIMIT_S = 3.0
+_NODE_LIMIT_S = 20.0  # Stacks take their time.
 
 
 class Publisher:
@@ -35,10 +43,16 @@ class Publisher:
         """Within this block, a run of the agent, others can ask."""
         spec = self._agent.get_worker_group().spec
         run_id = str(spec.rdzv_handler.get_run_id()) if spec.rdzv_handler is not None else ""
+        node_id = getattr(spec.rdzv_handler, "node_id", "")
         now = time.time(), time.monotonic()
-        self.status = AgentStatus(run_id, spec.role, os.uname().nodename, os.getpid(), *now)
-        with self._health_served(), control.served(run_id, {"status": self._describe}):
+        self.status = AgentStatus(run_id, spec.role, os.uname().nodename, os.getpid(), *now, node_id=node_id)
+        commands = {**self._readable, "stop": self._request_stop, "query": self._query}
+        with self._health_served(), control.served(run_id, commands, slow=("query",)):
             yield
+
+    def answer(self, request: bytes) -> bytes:
+        """What others ask this node through the coordinator: they only read."""
+        return control.answer_to(request, self._readable)
 
     def publish(self) -> None:
         agent, before = self._agent, self.status
@@ -57,6 +71,45 @@ class Publisher:
             workers=tuple(_worker_status(known.get(each.local_rank), each, ends, context) for each in group.workers),
             story=machine.steps(),
         )
+
+    @property
+    def _readable(self) -> dict[str, control.Command]:
+        return {"status": self._describe, "logs": self._read_log, "stacks": self._take_stacks}
+
+    def _read_log(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        from holdfast.agent import inspection
+
+        return inspection.read_log(self.status, request)
+
+    def _take_stacks(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        from holdfast.agent import inspection
+
+        return inspection.take_stacks(self.status, request)
+
+    def _request_stop(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The loop does it, when it is its turn."""
+        run = self._run
+        scope = "run" if run.reaches_all_nodes else "node"
+        run.request_close(str(request.get("reason") or "closed by the user")[:_REASON_LIMIT])
+        return {"scope": scope, "pid": os.getpid()}
+
+    def _query(self, request: Mapping[str, Any]) -> Any:
+        """Ask the coordinator, or the agent of another node."""
+        body = json.dumps(request["request"]).encode()
+        if len(body) > _QUERY_LIMIT_BYTES:
+            raise UserError(f"a request of {len(body)} bytes is too long")
+        node_id = str(request.get("node", ""))
+        answer = json.loads(self._run.ask(body, node_id, _NODE_LIMIT_S if node_id else _COORDINATOR_LIMIT_S))
+        if "error" in answer:
+            raise HostError(str(answer["error"]))
+        return answer["result"]
+
+    @property
+    def _run(self) -> Coordination:
+        run = self._agent._coordination
+        if run is None:
+            raise HostError("this agent is still starting")
+        return run
 
     def _describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
         run, watch = self._agent._coordination, self._agent._hangs

@@ -16,6 +16,9 @@ COMMANDS = {
     "run": ("holdfast.cli.run:command", "start workers on this machine and keep them together"),
     "coordinator": ("holdfast.cli.coordinator:main", "serve the membership of any number of runs"),
     "token": ("holdfast.cli.token:main", "make the secret that keeps others out of a run"),
+    "status": ("holdfast.cli.status:main", "show how a run stands and what it waits for"),
+    "ps": ("holdfast.cli.status:list_runs", "list the runs on this host"),
+    "stop": ("holdfast.cli.stop:main", "end a run on all its nodes"),
     "stacks": ("holdfast.cli.stacks:main", "show where the workers of a run are right now"),
 }
 

@@ -417,9 +417,10 @@ def explain(error: BaseException) -> int:
         console.write(error.format_msg().rstrip("\n") + "\n")
         return 1
     if isinstance(error, signals.SignalException | KeyboardInterrupt):
+        why = f"the run was closed: {error}" if isinstance(error, signals.RunClosed) else ""
         number, ranks = getattr(error, "sigval", 2), getattr(error, "killed_ranks", ())
         killed = f"; {report.ranks_text(ranks)} had to be killed" if ranks else ""
-        console.write(f"{console.PREFIX} stopped by {signals.signal_name(number)}{killed}\n")
+        console.write(f"{console.PREFIX} {why or f'stopped by {signals.signal_name(number)}'}{killed}\n")
         return 128 + number
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
         # The interpreter has no class of its own for it.

@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast import procfs, signals
 from holdfast.agent import control
-from holdfast.cli import console
+from holdfast.cli import console, runs
 from holdfast.cli.parser import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.frozen import frozen
@@ -93,11 +93,11 @@ def _chosen(args: argparse.Namespace) -> list[Agent]:
         known = f"; there are {_listed(agents)}" if agents else ""
         agents = [agent for agent in agents if agent.run_id == args.run_id]
         if not agents:
-            raise UserError(f"--run-id {args.run_id!r} is not found on this host{_as_whom()}{known}")
+            raise UserError(f"--run-id {args.run_id!r} is not found on this host{runs.as_whom()}{known}")
     # One that has no workers yet is shown only if there is nothing else to show.
     agents = [agent for agent in agents if agent.workers] or agents
     if not agents:
-        raise HostError(f"no run is found on this host{_as_whom()}")
+        raise HostError(f"no run is found on this host{runs.as_whom()}")
     if len({agent.run_id for agent in agents}) > 1:
         raise UserError(f"there are several runs on this host, choose one with --run-id or --pid: {_listed(agents)}")
     if len({agent.node for agent in agents}) < len(agents):
@@ -130,7 +130,7 @@ def _at_pid(agents: list[Agent], pid: int) -> list[Agent]:
     found = [agent for agent in agents if agent.pid == pid]
     if not found:
         above = _parents_of(pid) & {agent.pid for agent in agents}
-        hint = f"; its agent is {above.pop()}" if above else _as_whom()
+        hint = f"; its agent is {above.pop()}" if above else runs.as_whom()
         raise UserError(f"--pid {pid} is not a holdfast agent{hint}")
     return found
 
@@ -145,11 +145,6 @@ def _parents_of(pid: int) -> set[int]:
 
 def _listed(agents: list[Agent]) -> str:
     return ", ".join(f"{agent.run_id} (--pid {agent.pid})" for agent in agents)
-
-
-def _as_whom() -> str:
-    whose = "root sees those of others with --all-users"
-    return f" ({whose})" if os.geteuid() == 0 else f" (of user {os.geteuid()}; {whose})"
 
 
 # What is shown.

@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from holdfast.errors import HostError
 from holdfast.frozen import frozen
 from holdfast.loop import Wakeup
 from holdfast.rendezvous.api import RendezvousInfo
-from holdfast.rendezvous.membership.model import Ended, Outcome, PlaceLost, Sealed, Stop
+from holdfast.rendezvous.membership.model import CloseRequested, End, Ended, Outcome, PlaceLost, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 
 Item = TypeVar("Item")
@@ -27,7 +28,7 @@ class JoinFailed:
     error: BaseException
 
 
-Push = Sealed | Stop | PlaceLost | Ended | JoinFailed
+Push = Sealed | Stop | PlaceLost | Ended | CloseRequested | JoinFailed
 
 
 class Mailbox(Generic[Item]):
@@ -66,7 +67,8 @@ class Coordination(abc.ABC):
     """The run, as one agent sees it. Called from the agent's deciding loop. `outcome` is how the run ended, if this
     node knows already. `verdict` is what follows from the failure that was just reported, in words; None if others have
     yet to decide. `has_leases`: this node can lose its place to another, so its workers must not outlive its lease.
-    `joined` says in words how far the round is that this node waits for; any thread may read it."""
+    `joined` says in words how far the round is that this node waits for; any thread may read it. `node_id` is this
+    node's name in the run, if it has one."""
 
     has_leases = False
     joined: str | None = None
@@ -98,6 +100,10 @@ class Coordination(abc.ABC):
         """This node's workers have all succeeded. `Ended` is pushed when those of all nodes have."""
 
     @property
+    def node_id(self) -> str:
+        return ""
+
+    @property
     def has_lapsed(self) -> bool:
         """Whether this node's lease has run out, so that its workers are being killed; `PlaceLost` is on its way."""
         return False
@@ -113,6 +119,28 @@ class Coordination(abc.ABC):
 
     def left(self) -> None:  # noqa: B027
         """Its workers are gone."""
+
+    # What people want: from the control socket, in other threads.
+
+    def request_close(self, reason: str) -> None:
+        """The agent's loop gets `CloseRequested`, and then calls `close_run`."""
+        self._mailbox.put(CloseRequested(reason))
+
+    def close_run(self, reason: str) -> None:
+        """End the run. Without a coordinator that is this node's part of it. `Ended` is pushed."""
+        self._mailbox.put(Ended(Outcome(End.CLOSED, reason)))
+
+    @property
+    def reaches_all_nodes(self) -> bool:
+        """Whether `close_run` ends the run on every node."""
+        return False
+
+    def ask(self, request: bytes, node_id: str, timeout_s: float) -> bytes:
+        """What the coordinator answers, or the agent of that node (`protocol.Query`). Raises HoldfastError."""
+        raise HostError("this run has no coordinator that could be asked")
+
+    def answer_with(self, answer: Callable[[bytes], bytes]) -> None:  # noqa: B027
+        """From now on others may ask this node: `answer` is called in a thread of its own."""
 
     def fileno(self) -> int:
         """Readable when `take` has something."""

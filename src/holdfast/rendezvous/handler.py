@@ -70,6 +70,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._lease_until: float | None = None
         self._lease_sink: Callable[[float | None], None] = lambda until: None
         self._stuck_for_s: Callable[[], float] = lambda: 0.0
+        self._answer: Callable[[bytes], bytes] | None = None
 
     # The contract that users know.
 
@@ -149,7 +150,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
                     locator.stop()
                     return
                 told = (self._deliver, self._lease, self._fail)
-                self._client = client = Client(locator, participant, *told, reach, self._stuck_for_s)
+                self._client = client = Client(locator, participant, *told, reach, self._stuck_for_s, self._answer)
             self._ask(client)
         except Exception as error:
             self._fail(error)
@@ -188,6 +189,28 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._post(protocol.Left())
         if self._client is not None:
             self._client.stop()
+
+    @property
+    def node_id(self) -> str:
+        return self._facts.node_id
+
+    def close_run(self, reason: str) -> None:
+        """If the coordinator is out of reach, this node ends, and the coordinator hears of it should it come back."""
+        self._post(protocol.Close(protocol.clipped_text(reason)))
+        if not self.reaches_all_nodes:
+            super().close_run(reason)
+
+    @property
+    def reaches_all_nodes(self) -> bool:
+        return self._client is not None and self._client.is_connected
+
+    def ask(self, request: bytes, node_id: str, timeout_s: float) -> bytes:
+        if self._client is None:
+            raise HostError("this node has not found the coordinator yet")
+        return self._client.ask(request, node_id, timeout_s)
+
+    def answer_with(self, answer: Callable[[bytes], bytes]) -> None:
+        self._answer = answer
 
     @property
     def has_lapsed(self) -> bool:

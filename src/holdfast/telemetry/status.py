@@ -1,8 +1,11 @@
-"""What one agent is doing: `AgentStatus`. Data only.
+"""What one agent is doing, `AgentStatus`, and how a whole run stands, `RunStatus`. Data only.
 
 The agent publishes a new record after each step of its machine by assigning one attribute. A reader in another thread
 takes the record as a whole: neither side waits for the other. Health check, control socket and commands show parts of
 it; nothing else describes the agent. `to_dict` adds what changes between two steps: ages and the workers' progress.
+
+The coordinator makes a `RunStatus` from its machine when a reader asks, and keeps it until the next step
+(`rendezvous.membership.status`).
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ class WorkerStatus:
 @frozen
 class AgentStatus:
     """One agent. `node` and `nodes` are its rank and how many nodes its round has. `story` are the last steps of its
-    machine: when (monotonic), in which phase, the event and the commands."""
+    machine: when (monotonic), in which phase, the event and the commands. `node_id` is its name in the run, if it has
+    one."""
 
     run_id: str = ""
     role: str = ""
@@ -63,6 +67,7 @@ class AgentStatus:
     restarts_left: int = 0
     workers: tuple[WorkerStatus, ...] = ()
     story: tuple[tuple[float, str, object, tuple[object, ...]], ...] = ()
+    node_id: str = ""
 
     def to_dict(
         self,
@@ -87,6 +92,65 @@ class AgentStatus:
             }
             for at, phase, event, commands in self.story[-_STEPS_SHOWN:]
         ]
+        return shown
+
+
+@frozen
+class NodeStatus:
+    """One node, as the coordinator sees it. `rank` is its place in the present round, `first_rank` the global rank of
+    its first worker there; None if it has no place. `state` is `waiting`, `running`, `finished` or `leaving`. Its last
+    message came `heard_ago_s` ago."""
+
+    node_id: str
+    address: str
+    rank: int | None
+    first_rank: int | None
+    role: str
+    local_world_size: int
+    state: str
+    is_connected: bool
+    heard_ago_s: float
+
+
+@frozen
+class Refusal:
+    """`who` is a node id, or the address of a peer that did not get as far as to name one."""
+
+    who: str
+    reason: str
+    ago_s: float
+
+
+@frozen
+class RunStatus:
+    """One run. `nodes` are those of one page: members in rank order, then the nodes without a place; `next_page` is the
+    number of the first node of the next page, if there is one. `waiting_for` is a sentence, `waiting_on` are the ids of
+    the nodes that it speaks of, as far as they are known. `members` counts the places of the present round."""
+
+    run_id: str
+    phase: str
+    term: int
+    round: int
+    node_count: int
+    members: int
+    min_nodes: int
+    max_nodes: int
+    restarts_used: int
+    restarts_left: int
+    waiting_for: str | None
+    waiting_on: tuple[str, ...]
+    nodes: tuple[NodeStatus, ...]
+    next_page: int | None
+    refused: tuple[Refusal, ...]
+    story: tuple[tuple[float, str], ...]
+    end: str | None
+    end_reason: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        shown = fields_of(self)
+        shown["nodes"], shown["refused"] = [*map(fields_of, self.nodes)], [*map(fields_of, self.refused)]
+        shown["story"] = [{"ago_s": ago_s, "event": text} for ago_s, text in self.story]
         return shown
 
 

@@ -46,6 +46,7 @@ class Target:
     token: bytes | None = None
     tls: ReloadingTls | None = None
     timeout_s: float = 2.0
+    asker: str = "this agent"
 
     @property
     def endpoint(self) -> str:
@@ -104,9 +105,10 @@ class Target:
     def greet(self, sock: socket.socket, stream: frames.Frames, node: protocol.Introduction) -> protocol.Welcome:
         """The handshake, on a connection that blocks."""
         challenge = self._read(sock, stream, protocol.Challenge)
+        stream.peer_minor = challenge.minor
         ours, theirs = protocol.MAJOR, challenge.version
         if theirs != ours:
-            raise TurnedAway(f"{self._who} speaks version {theirs} of the protocol, this agent speaks {ours}")
+            raise TurnedAway(f"{self._who} speaks version {theirs} of the protocol, {self.asker} speaks {ours}")
         nonce, dialled = os.urandom(protocol.NONCE_BYTES), endpoint_text(*sock.getpeername()[:2])
         has_token = self.token is not None
         hello = frames.encode(protocol.Hello(ours, self.run_id, nonce, protocol.MINOR, has_token, dialled))
@@ -130,11 +132,11 @@ class Target:
                 return self._denied(answer)
         with contextlib.suppress(OSError):  # So that the coordinator can say what was wrong, too.
             sock.sendall(stream.sealed(frames.encode(protocol.Denied("the token is another one"))))
-        return TurnedAway(f"{self._who} does not know this agent's token")
+        return TurnedAway(f"{self._who} does not know {self.asker}'s token")
 
     def _denied(self, denied: protocol.Denied) -> TurnedAway:
         obstacle = Obstacle.UNREACHABLE if denied.is_passing else Obstacle.TURNED_AWAY
-        return TurnedAway(f"{self._who} turned this agent away: {denied.reason}", obstacle)
+        return TurnedAway(f"{self._who} turned {self.asker} away: {denied.reason}", obstacle)
 
     def _read(self, sock: socket.socket, stream: frames.Frames, kind: type) -> Any:
         """The next message, which is of that kind. Certificates of clients are looked at after the client's side of
@@ -161,7 +163,7 @@ class Target:
             if self.tls is None:
                 raise
             reason = getattr(error, "reason", "") or error.strerror
-            problem = f"{self.endpoint} does not accept this agent's certificate: {reason}"
+            problem = f"{self.endpoint} does not accept {self.asker}'s certificate: {reason}"
             raise TurnedAway(problem, Obstacle.TLS_REFUSED) from None
         if isinstance(message, protocol.Denied):
             raise self._denied(message)

@@ -21,16 +21,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, HostError
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from holdfast.rendezvous.client.handshake import Target, TurnedAway
+from holdfast.rendezvous.client.queries import Answering
 from holdfast.rendezvous.client.reachability import Obstacle, Reachability, Say
 from holdfast.rendezvous.coordination import Mailbox
 from holdfast.rendezvous.membership import node, node_lease, protocol
 from holdfast.rendezvous.membership.frames import Frames, Malformed, encode
 from holdfast.rendezvous.membership.node import Participant, Standing
-from holdfast.rendezvous.membership.protocol import StoreAnswer, StoreRequest
+from holdfast.rendezvous.membership.protocol import Answer, Query, StoreAnswer, StoreRequest
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ _READ_BYTES = 1 << 16
 _GOODBYE_S = 2.0
 _LONGEST_WAIT_S = 1e9
 _ANSWER_MARGIN_S = 1.0  # That the time is up is the coordinator's to say, if it can.
+
+_ToSend = StoreRequest | Query | Answer  # By threads of this process; the participant has no part in it.
 
 CONNECTION_CLOSED = "the connection to the coordinator is closed"
 
@@ -63,7 +66,7 @@ class Locator(ABC):
 
 class Client:
     """The thread. `deliver` and `set_lease` are called in it; `fail` too, when it cannot go on. `stuck_for_s` says for
-    how long the agent's loop has not turned."""
+    how long the agent's loop has not turned. `answer` answers what others ask this node."""
 
     def __init__(
         self,
@@ -74,6 +77,7 @@ class Client:
         fail: Callable[[Exception], None],
         reach: Reachability,
         stuck_for_s: Callable[[], float] = lambda: 0.0,
+        answer: Callable[[bytes], bytes] | None = None,
     ) -> None:
         self.reach, self._locator, self._node = reach, locator, participant
         self._deliver, self._set_lease, self._fail = deliver, set_lease, fail
@@ -84,7 +88,9 @@ class Client:
         self._ticket = b""
         self._heard = 0  # Words of coordinators.
         self._outgoing = bytearray()
-        self._inbox: Mailbox[node.AgentEvent | node_lease.LeaderMoved | StoreRequest | None] = Mailbox()
+        self._inbox: Mailbox[node.AgentEvent | node_lease.LeaderMoved | _ToSend | None] = Mailbox()
+        self._answering = Answering(answer, self._inbox.put) if answer is not None else None
+        self._asked: dict[int, queue.SimpleQueue[bytes]] = {}  # By the number of the query.
         # Requests to the store, by number, and where their threads wait for the answers.
         self._unanswered: dict[int, tuple[StoreRequest, queue.SimpleQueue[StoreAnswer]]] = {}
         self._sender = os.urandom(8)
@@ -114,9 +120,34 @@ class Client:
         finally:
             del self._unanswered[number]
 
+    @property
+    def is_connected(self) -> bool:
+        return self._sock is not None
+
+    def ask(self, request: bytes, node_id: str, timeout_s: float) -> bytes:
+        """Ask the coordinator, or the agent of that node; from any thread. Raises HostError if no answer comes."""
+        frames = self._frames
+        if frames is None:
+            raise HostError(f"{self.reach.who} is out of reach at the moment")
+        if frames.peer_minor < protocol.MINOR_WITH_QUERIES:
+            raise HostError(f"{self.reach.who} is of an older version, which cannot be asked")
+        answer: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        number = next(self._numbers)
+        self._asked[number] = answer
+        try:
+            self._inbox.put(Query(number, request, node_id))
+            return answer.get(timeout=timeout_s)
+        except queue.Empty:
+            who = f"node {node_id}" if node_id else self.reach.who
+            raise HostError(f"{who} did not answer within {timeout_s:g} s") from None
+        finally:
+            del self._asked[number]
+
     def stop(self) -> None:
         """Send what is to be sent, and end."""
         self._is_stopping = True
+        if self._answering is not None:
+            self._answering.stop()
         self._inbox.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(2 * _GOODBYE_S)
@@ -159,7 +190,7 @@ class Client:
 
     def _turn(self) -> None:
         for item in self._inbox.take():
-            if isinstance(item, StoreRequest):
+            if isinstance(item, _ToSend):
                 self._send(item)
             elif item is not None:
                 self._step(item)
@@ -276,10 +307,18 @@ class Client:
                 self._lose_connection()
 
     def _take(self, message: Any) -> None:
-        if not isinstance(message, StoreAnswer):
-            self._step(node.Received(message))
-        elif (asked := self._unanswered.get(message.number)) is not None:
-            asked[1].put(message)
+        match message:
+            case StoreAnswer(number):
+                if (asked := self._unanswered.get(number)) is not None:
+                    asked[1].put(message)
+            case Answer(number, body):
+                if (waiting := self._asked.get(number)) is not None:
+                    waiting.put(body)
+            case Query():
+                if self._answering is not None:
+                    self._answering.take(message)
+            case _:
+                self._step(node.Received(message))
 
     def _lose_connection(self) -> None:
         self._close()

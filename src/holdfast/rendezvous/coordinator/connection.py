@@ -44,7 +44,7 @@ sslproto.SSLProtocol.max_size = 1 << 14
 class Connection(asyncio.Protocol):
     """`number` counts connections as they were accepted. `run` is that of a client that has proved itself. `node_id` is
     the node that it speaks for, `key` that node's incarnation once it has joined or returned. `lines` counts what the
-    log says about it; `audited` is the key of which it says that it joined."""
+    log says about it; `audited` is the key of which it says that it joined. `minor` is the version that it speaks."""
 
     _transport: asyncio.Transport
     _timer: asyncio.TimerHandle
@@ -55,6 +55,8 @@ class Connection(asyncio.Protocol):
         self.key = self.node_id = ""
         self.heard_at = 0.0
         self.lines, self.audited = 0, ""
+        self.minor = 0
+        self.is_visitor = False
         self.peer = "a client"
         self._server = server
         self._loop = asyncio.get_running_loop()
@@ -133,8 +135,10 @@ class Connection(asyncio.Protocol):
                 if (now := self._clock()) >= ends_at:
                     break
         except frames.SealBroken as error:
-            is_stranger = self.run is None
-            self._refuse("is turned away: its token is not the one of this coordinator" if is_stranger else str(error))
+            wrong_token = "its token is not the one of this coordinator"
+            if self.run is None:
+                self._note_refusal(wrong_token)
+            self._refuse(f"is turned away: {wrong_token}" if self.run is None else str(error))
         except frames.Malformed as error:
             self._refuse(f"sent junk: {error}")
         except Exception:
@@ -196,6 +200,8 @@ class Connection(asyncio.Protocol):
         self._server.held.drop(self)
         self._server.unsent.drop(self)
         run, self.run = self.run, None
+        if self.is_visitor:
+            self._server.visitor_count -= 1
         if run is not None:
             run.detach(self)
 
@@ -232,10 +238,10 @@ class Connection(asyncio.Protocol):
 
     def _meet(self, hello: protocol.Hello) -> None:
         token = self._server.token
+        self._hello, self.minor = hello, hello.minor
         if problem := rejection_of(hello, token is not None, self._server.only_run):
             self._deny(problem)
             return
-        self._hello = hello
         host, port = self._transport.get_extra_info("sockname")[:2]
         own = endpoint_text(host.removeprefix("::ffff:"), port)  # An IPv4 address of a socket for both.
         if hello.endpoint not in ("", own):
@@ -247,6 +253,9 @@ class Connection(asyncio.Protocol):
             self.send(protocol.Ready())
 
     def _admit(self, node: protocol.Introduction, run_id: str) -> None:
+        if node.is_visitor:
+            self._admit_visitor(run_id)
+            return
         run = self._server.run_of(run_id)
         problem = run.rejection_of(node) if run is not None else self._server.full_of_runs
         if problem:
@@ -260,7 +269,30 @@ class Connection(asyncio.Protocol):
         self.run, self.node_id = run, node.node_id
         run.attach(self, node)
 
+    def _admit_visitor(self, run_id: str) -> None:
+        run = self._server.known_run(run_id)
+        if run is None:
+            self._deny(f"it has no run {run_id!r}")
+        elif self._server.visitor_count >= self._server.limits.visitors:
+            self.send(protocol.Denied(f"{self._server.limits.visitors} others are asking already", is_passing=True))
+            self._refuse("is turned away: too many others are asking")
+        else:
+            self._timer.cancel()
+            self._server.strangers.discard(self)
+            self._share = self._server.visitors_share
+            self._frames.expect(frames.UPWARD)
+            self.run, self.is_visitor = run, True
+            self._server.visitor_count += 1
+            run.receive_visitor(self)
+
+    def _note_refusal(self, problem: str) -> None:
+        """For those who ask how the run stands that the peer wants to join."""
+        run = self._server.known_run(self._hello.run_id) if self._hello is not None else None
+        if run is not None:
+            run.note_stranger(self.peer, problem)
+
     def _deny(self, problem: str) -> None:
+        self._note_refusal(problem)
         self.send(protocol.Denied(problem))
         self._refuse(f"is turned away: {problem}")
 

@@ -45,6 +45,11 @@ class Limits:
     stranger_bytes: int = 1 << 16
     spare_descriptors: int = 64
     accepted_in_a_turn: int = 64
+    # Those that only ask (`queries`). They share the time of one run. What agents are asked is bounded besides.
+    visitors: int = 4096
+    relays_a_second: int = 50
+    relays_at_once: int = 100
+    relays_unanswered: int = 256
     # Lines of the log about one run: those about each of its connections, and all others.
     lines_about_connections: int = 12_000
     lines_of_a_connection: int = 4

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, assert_never
 from holdfast.rendezvous.coordinator.kv_store import Answers, KeyValues
 from holdfast.rendezvous.coordinator.limits import Bucket
 from holdfast.rendezvous.coordinator.log import RunLog, shown
+from holdfast.rendezvous.coordinator.queries import Queries
 from holdfast.rendezvous.coordinator.turns import Share, Turns
 from holdfast.rendezvous.membership import frames, keys, model, protocol
 from holdfast.rendezvous.membership.protocol import From
@@ -96,7 +97,9 @@ class Run:
         self._outbox = Outbox(owner.turns, self.share, owner.clock)
         self._store = KeyValues(os.urandom(8), owner.limits, owner.room)
         self._lines = RunLog(run_id, owner.limits, self._loop.time)
+        self._queries = Queries(self, owner.limits, owner.clock, has_token=owner.token is not None)
         self._node_count = 0
+        self._visitors: set[Connection] = set()
         self._clients: set[Connection] = set()
         self._connections: dict[str, Connection] = {}  # Those of nodes, by their keys.
         # By node id: the key of its last incarnation, and the number of the connection on which that spoke last.
@@ -157,9 +160,26 @@ class Run:
         else:
             welcome(self.machine.term)
 
+    def receive_visitor(self, connection: Connection) -> None:
+        """It asks, and does not keep the run."""
+        self._visitors.add(connection)
+        connection.send(protocol.Welcome(self.machine.term, self.machine.round))
+
+    def note_stranger(self, peer: str, problem: str) -> None:
+        self._queries.note_stranger(peer, problem)
+
+    def connection_of(self, node_id: str) -> Connection | None:
+        """On which that node speaks now."""
+        key, _ = self._newest.get(node_id, ("", 0))
+        return self._connections.get(key)
+
     def detach(self, connection: Connection) -> None:
         """Members may return for a while; after that no node is left to whom the run could matter."""
         if self._is_closed:
+            return
+        self._queries.drop_client(connection)
+        if connection.is_visitor:
+            self._visitors.discard(connection)
             return
         self._clients.discard(connection)
         self._store.drop_client(connection)
@@ -175,8 +195,14 @@ class Run:
             self._deserted_timer = self._loop.call_later(self.deserted_s, self._owner.forget, self)
 
     def take(self, connection: Connection, message: protocol.ToCoordinator) -> None:
-        """A message from a client. One that has not joined or returned may only use the store."""
+        """A message from a client. One that has not joined or returned may only ask and use the store."""
         match message:
+            case protocol.Query():
+                self._queries.ask(connection, message, self._loop.time())
+            case protocol.Answer():
+                self._queries.answered(connection, message)
+            case _ if connection.is_visitor:
+                connection.cut_off(f"is a visitor and sent {type(message).__name__}")
             case protocol.StoreRequest():
                 self._answer(self._store.handle(connection, message, self._loop.time()))
                 self._arm()
@@ -324,6 +350,8 @@ class Run:
                 self._audit(self._connections.get(key), "left", key)
             case From(key, protocol.Close(reason)) if self.machine.outcome is not None and commands:
                 self._audit(self._connections.get(key), f"closed the run: {shown(reason, 800)}", key)
+            case model.CloseRequested(reason) if commands:
+                self._lines.say(f"was closed: {shown(reason, 800)}")
 
     def _audit(self, connection: Connection | None, text: str, key: str = "") -> None:
         """A line about one node, with its address."""
@@ -387,5 +415,5 @@ class Run:
         for timer in (self._timer, self._deserted_timer):
             if timer is not None:
                 timer.cancel()
-        for connection in self._clients:
+        for connection in (*self._clients, *self._visitors):
             connection.close()

@@ -33,7 +33,7 @@ from holdfast.rendezvous.coordinator.launch import PortTaken
 from holdfast.rendezvous.coordinator.limits import Limits
 from holdfast.rendezvous.coordinator.log import Complaints, shown
 from holdfast.rendezvous.coordinator.run import Keeper, Run, Untellable
-from holdfast.rendezvous.coordinator.turns import Turns
+from holdfast.rendezvous.coordinator.turns import Share, Turns
 from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.tls import ReloadingTls
 
@@ -71,6 +71,7 @@ class Coordinator:
         self.unsent = Held(self.limits.unsent_bytes, lambda each: each.unsent_bytes, "does not read what it is sent")
         self.room = Room(self.limits.store_bytes, self.limits.spare_bytes)
         self.node_count = 0
+        self.visitors_share, self.visitor_count = Share(), 0  # Those that only ask have one share, as if one run.
         self.has_failed = False
         self.deserted: dict[Run, None] = {}  # Runs without a client; the one that is so for the longest time is first.
         self.complaints = Complaints(logger.warning)
@@ -155,6 +156,10 @@ class Coordinator:
     @property
     def remembered_of_a_run(self) -> int:
         return max(64, self.limits.remembered_connections // max(1, len(self._runs)))
+
+    def known_run(self, run_id: str) -> Run | None:
+        """One that has nodes, or had."""
+        return self._runs.get(run_id)
 
     def run_of(self, run_id: str) -> Run | None:
         """None if there are too many already, and each has a client."""

@@ -46,7 +46,9 @@ _READ_AS = {sent: kind for kind, sent in _SENT_AS.items()}
 _encoder = Encoder()
 HANDSHAKE: Decoder[Any] = Decoder(protocol.Handshake)
 UPWARD: Decoder[Any] = Decoder(protocol.ToCoordinator)
-DOWNWARD: Decoder[Any] = Decoder(Union[(*_READ_AS, protocol.HeartbeatAnswer, protocol.StoreAnswer)])
+DOWNWARD: Decoder[Any] = Decoder(
+    Union[(*_READ_AS, protocol.HeartbeatAnswer, protocol.StoreAnswer, protocol.Query, protocol.Answer)]
+)
 
 
 class Frames:
@@ -57,6 +59,7 @@ class Frames:
         self._decoder, self._limit_bytes = HANDSHAKE, limit_bytes
         self._reading: keys.Seal | None = None
         self._writing: keys.Seal | None = None
+        self.peer_minor = 0  # As far as the handshake has said it.
 
     def seal(self, reading: bytes, writing: bytes) -> None:
         """From the next frame of each direction on, with these keys."""

@@ -379,6 +379,14 @@ class PlaceLost:
     reason: str
 
 
+@frozen
+class CloseRequested:
+    """Not on the wire: the user wants the run to end for all nodes. To a run's machine it comes from a peer that has
+    proved the token and is no node; to an agent's loop from its control socket."""
+
+    reason: str
+
+
 Push = Sealed | StandBy | Stop | Expelled | Refused | Ended | Progress | Notice | Resigned
 
 

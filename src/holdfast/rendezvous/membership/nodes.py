@@ -8,12 +8,14 @@ their own, kept in a heap.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.rendezvous.membership.model import MAX_SHAPES, NodeFacts, Settings, Stage, is_loopback
 
+_REFUSALS_TOLD_EVERY_S = 1.0
+_REFUSALS_KEPT = 8
 _FORGOTTEN_AFTER = 1024  # So many nodes that are gone are remembered, to know their late messages.
 
 
@@ -156,6 +158,22 @@ class NodeTable(dict[str, Node]):
         assert self.waiting == {key for key in open_keys if self[key].stage is Stage.WAITING}
         assert self._by_silence.keys() == open_keys
         assert {key for at, key in self._drop_times if self._is_dropped_at(at, key)} == self.keys() - open_keys
+
+
+class Refusals(deque[tuple[float, str, str]]):
+    """The last nodes that were refused: when, which, why."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=_REFUSALS_KEPT)
+        self._told_at: float | None = None
+
+    def add(self, now: float, node_id: str, problem: str, is_awaited: bool) -> bool:
+        """Whether the nodes that wait hear of it, too: at most once a second, and if there are any."""
+        self.append((now, node_id, problem))
+        if not is_awaited or (self._told_at is not None and now < self._told_at + _REFUSALS_TOLD_EVERY_S):
+            return False
+        self._told_at = now
+        return True
 
 
 def rejection_of(

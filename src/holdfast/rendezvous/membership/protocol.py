@@ -22,11 +22,14 @@ from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership.model import MAX_NODES, Memory, NodeFacts, Place, Push, Settings, Stage, Stop
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 
-MAJOR, MINOR = 3, 1
+MAJOR, MINOR = 3, 2
+MINOR_WITH_QUERIES = 2  # The first that knows `Query` and `Answer`.
 MAX_TEXT = 1 << 14
 MAX_NAME = 256
 MAX_ROLE = 128
 MAX_EVIDENCE = 1 << 16
+MAX_QUERY_BYTES = 1 << 12
+MAX_ANSWER_BYTES = 1 << 19
 NONCE_BYTES = 32
 _TOLD_AT_MOST = 8
 _MAX_COUNT = 1 << 53  # What every peer can count to, whatever it is written in.
@@ -106,11 +109,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 class Introduction(msgspec.Struct, frozen=True, tag=True):
     """Which node speaks on this connection, and its ticket if it has one; no node id means that none does. `term` is
-    the highest that it knows of."""
+    the highest that it knows of. A visitor is no node: it asks about a run that exists (`Query`), and does nothing
+    else."""
 
     node_id: Name = ""
     ticket: Bytes = b""
     term: Count = 0
+    is_visitor: bool = False
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -209,8 +214,24 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     reason: Text
 
 
+class Query(msgspec.Struct, frozen=True, tag=True):
+    """What people want to know of a run. `body` is a request as on an agent's control socket, in JSON. With a `node_id`
+    the coordinator passes it on to the agent of that node, under a number of its own; else it answers itself."""
+
+    number: Count
+    body: Annotated[bytes, Meta(max_length=MAX_QUERY_BYTES)]
+    node_id: Name = ""
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """To the query of that number, in JSON; of an agent to its coordinator, and of that to the client that asked."""
+
+    number: Count
+    body: Annotated[bytes, Meta(max_length=MAX_ANSWER_BYTES)]
+
+
 FromNode = Join | Return | Heartbeat | Failed | Succeeded | Leaving | Left | Close
-ToCoordinator = FromNode | StoreRequest
+ToCoordinator = FromNode | StoreRequest | Query | Answer
 
 
 class HeartbeatAnswer(msgspec.Struct, frozen=True, tag=True):
@@ -297,7 +318,7 @@ class TimePassed:
     """The deadline that `next_deadline` named has come."""
 
 
-Event = From | ConnectionClosed | TimePassed
+Event = From | ConnectionClosed | model.CloseRequested | TimePassed
 
 
 @frozen
@@ -335,7 +356,7 @@ Step = tuple[float, type, str, tuple[type, ...], int]
 
 def brief(event: Event, commands: list[Command], now: float) -> Step:
     kind = type(event.message) if isinstance(event, From) else type(event)
-    key = "" if isinstance(event, TimePassed) else event.key
+    key = "" if isinstance(event, TimePassed | model.CloseRequested) else event.key
     return now, kind, key, tuple([_kind_of(each) for each in commands[:_TOLD_AT_MOST]]), len(commands)
 
 

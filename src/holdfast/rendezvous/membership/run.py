@@ -44,13 +44,12 @@ from holdfast.errors import InternalError
 from holdfast.rendezvous.membership import model, protocol, restart_policy
 from holdfast.rendezvous.membership.formation import Formation, arrange, named, too_few
 from holdfast.rendezvous.membership.model import End, Memory, NodeFacts, Notice, Outcome, Phase, Place, Stage, World
-from holdfast.rendezvous.membership.nodes import Node, NodeTable, rejection_of
+from holdfast.rendezvous.membership.nodes import Node, NodeTable, Refusals, rejection_of
 from holdfast.rendezvous.membership.protocol import Command, Event, Expel, From, Join, Remember, Return, Tell
 from holdfast.rendezvous.membership.round import Past, Round
 
 _STORY_LENGTH = 40
 _SILENT_HEARTBEATS = 2.5  # A node that sent none for so long is not sealed into a world.
-_REFUSALS_TOLD_EVERY_S = 1.0
 _ALLOWED = frozenset((before, after) for before, _, after in model.PHASE_CHANGES)
 
 
@@ -71,7 +70,7 @@ class Membership:
         self.nodes = self._nodes = NodeTable()
         self._round: Round | None = None  # That runs or is being stopped.
         self._formation = Formation(now)
-        self._refusal_told_at = -_REFUSALS_TOLD_EVERY_S + now
+        self.refusals = Refusals()
         self._has_lost_nodes = False
         self._may_more_come = True  # After the end. A coordinator that finds the end in the memory does not know.
         self._forget_at: float | None = None
@@ -139,6 +138,8 @@ class Membership:
             case protocol.ConnectionClosed(key):
                 self._closed(key, now)
                 return []
+            case model.CloseRequested(reason):
+                return [] if self.phase is Phase.ENDED else self._end(Outcome(End.CLOSED, reason))
             case protocol.TimePassed():
                 return self._lose_overdue(now)
         assert_never(event)
@@ -225,9 +226,8 @@ class Membership:
     def _refuse(self, facts: NodeFacts, problem: str, now: float) -> list[Command]:
         """The nodes that wait hear of it too: they may be waiting for this one."""
         refused = Tell((facts.key,), model.Refused(problem))
-        if now < self._refusal_told_at + _REFUSALS_TOLD_EVERY_S or not self._nodes.waiting - {facts.key}:
+        if not self.refusals.add(now, facts.node_id, problem, bool(self._nodes.waiting - {facts.key})):
             return [refused]
-        self._refusal_told_at = now
         others = tuple(key for key in self._nodes.waiting_keys() if key != facts.key)
         return [refused, Tell(others, Notice(f"node {facts.node_id} was turned away: {problem}"))]
 

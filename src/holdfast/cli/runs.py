@@ -1,0 +1,236 @@
+"""Which run a command is about, and how to ask it.
+
+A run is found on this host by the control sockets of its agents, which pass questions on to the coordinator and to the
+agents of other hosts. With --rdzv-endpoint the coordinator is asked directly. Both give the same answers, as plain
+data from JSON: what comes from elsewhere is read with care (`text_of`, `number_of`) and shown through `escape`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.agent import control
+from holdfast.errors import HostError, UserError
+
+MOST_NODES = 1024
+_MOST_ASKED = 64  # Agents of other hosts, for their workers.
+_ASK_LIMIT_S = 25.0  # An agent waits 20 s for another one.
+_MAX_NAME = 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the commands about one run have in common."""
+    parser.add_argument("run", nargs="?", metavar="RUN", help="the run, as given by --rdzv-id, or the pid of one of "
+                        "its agents; may be left out if there is only one on this host")  # fmt: skip
+    parser.add_argument("--all-users", action="store_true", help="for root: look at the runs of other users, too")
+    add_endpoint_arguments(parser)
+
+
+def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="ask the coordinator there, from any host; with "
+                        "--rdzv-backend etcd, the one that etcd knows")  # fmt: skip
+    parser.add_argument("--rdzv-backend", default="tcp", metavar="NAME", help="tcp (the default), static or etcd")
+    parser.add_argument("--rdzv-conf", default="", metavar="KEY=VALUE,...", help="as for `holdfast run`: tls_ca, "
+                        "prefix, user, and others that are needed to get a connection")  # fmt: skip
+    parser.add_argument("--token-file", default="", metavar="FILE", help="the run's token (or the environment "
+                        "variable HOLDFAST_TOKEN)")  # fmt: skip
+
+
+class SeveralRuns(UserError):  # noqa: N818
+    """The user has to say which."""
+
+
+class RunView:
+    """One run, as a command sees it. `name` is its id. Errors are of `HoldfastError`."""
+
+    name = ""
+
+    def run_page(self, first: int) -> dict[str, Any]:
+        """How the run stands (`RunStatus.to_dict`), with the nodes from that number on."""
+        raise NotImplementedError
+
+    def ask_node(self, node_id: str, request: Mapping[str, Any]) -> Any:
+        """What the agent of that node answers."""
+        raise NotImplementedError
+
+    def local_agents(self) -> list[dict[str, Any]]:
+        """The agents of the run on this host (`AgentStatus.to_dict`), as far as they were looked for."""
+        return []
+
+    def run_status(self) -> dict[str, Any]:
+        """With all nodes, up to a bound."""
+        status = self.run_page(0)
+        nodes, following = [*_dicts(status.get("nodes"))], status.get("next_page")
+        while type(following) is int and len(nodes) < MOST_NODES:
+            page = self.run_page(following)
+            more, following = [*_dicts(page.get("nodes"))], page.get("next_page")
+            if not more:
+                break
+            nodes += more
+        return {**status, "nodes": nodes[:MOST_NODES]}
+
+    def agents(self, nodes: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """The status of each agent, and by node id why some did not tell theirs."""
+        found = {text_of(each, "node_id"): each for each in self.local_agents()}
+        problems: dict[str, str] = {}
+        for node_id in [text_of(node, "node_id") for node in nodes]:
+            if node_id in found:
+                continue
+            if len(found) + len(problems) >= _MOST_ASKED:
+                break
+            try:
+                answer = self.ask_node(node_id, {"command": "status"})
+                found[node_id] = {**answer, "node_id": node_id} if isinstance(answer, dict) else {}
+            except HostError as error:
+                problems[node_id] = str(error)
+        return [*found.values()], problems
+
+
+class LocalRun(RunView):
+    """Its agents on this host, each with the path of its `socket`."""
+
+    def __init__(self, agents: list[dict[str, Any]]) -> None:
+        self._agents = agents
+        self.name = text_of(agents[0], "run_id")
+
+    def local_agents(self) -> list[dict[str, Any]]:
+        """As they are now; those that have ended are left out."""
+        found = []
+        for agent in self._agents:
+            try:
+                found.append({**self.ask_agent(agent, {"command": "status"}), "socket": agent["socket"]})
+            except HostError:
+                continue
+        return found
+
+    def run_page(self, first: int) -> dict[str, Any]:
+        answer = self._ask_any({"command": "query", "request": {"command": "status", "first": first}})
+        if not isinstance(answer, dict):
+            raise HostError("the coordinator sent an answer that makes no sense")
+        return answer
+
+    def ask_node(self, node_id: str, request: Mapping[str, Any]) -> Any:
+        for agent in self._agents:
+            if node_id == text_of(agent, "node_id"):
+                return self.ask_agent(agent, request)
+        return self._ask_any({"command": "query", "node": node_id, "request": request})
+
+    def _ask_any(self, request: Mapping[str, Any]) -> Any:
+        trouble = HostError("no agent of the run answers")
+        for agent in self._agents:
+            try:
+                return self.ask_agent(agent, request)
+            except HostError as error:
+                trouble = error
+        raise trouble
+
+    def ask_agent(self, agent: Mapping[str, Any], request: Mapping[str, Any]) -> Any:
+        try:
+            answer, _ = control.ask(str(agent["socket"]), request, _ASK_LIMIT_S)
+        except TimeoutError:
+            raise HostError(f"agent {agent.get('pid')} does not answer; it may be stopped") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise HostError(f"agent {agent.get('pid')} cannot be asked: {error}") from None
+        if "result" not in answer:
+            raise HostError(str(answer.get("error", "it sent an answer that makes no sense")))
+        return answer["result"]
+
+
+class RemoteRun(RunView):
+    """Its coordinator, asked over the network."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from holdfast.rendezvous.client import visitor
+
+        self.name = args.run
+        self.visitor = visitor.Visitor(visitor.find(args.rdzv_backend, args.rdzv_endpoint, args.run, _config(args)))
+
+    def run_page(self, first: int) -> dict[str, Any]:
+        answer = self.visitor.ask({"command": "status", "first": first})
+        if not isinstance(answer, dict):
+            raise HostError("the coordinator sent an answer that makes no sense")
+        return answer
+
+    def ask_node(self, node_id: str, request: Mapping[str, Any]) -> Any:
+        return self.visitor.ask(request, node_id, _ASK_LIMIT_S)
+
+
+def _config(args: argparse.Namespace) -> dict[str, Any]:
+    from holdfast.cli.options import check_brackets
+    from holdfast.rendezvous.endpoints import parse_rendezvous_config
+
+    for place in args.rdzv_endpoint.split(","):
+        check_brackets("--rdzv-endpoint", place.strip().rpartition("://")[2], 29400)
+    try:
+        config: dict[str, Any] = dict(parse_rendezvous_config(args.rdzv_conf))
+    except ValueError as error:
+        raise UserError(f"--rdzv-conf: {error}") from None
+    return {**config, **({"token_file": args.token_file} if args.token_file else {})}
+
+
+def open_run(args: argparse.Namespace) -> LocalRun | RemoteRun:
+    """The run that the user means. UserError if that is not clear, HostError if there is none."""
+    if args.rdzv_endpoint is not None:
+        if not args.run:
+            raise UserError("--rdzv-endpoint needs the name of the run, too: RUN, as given by --rdzv-id")
+        return RemoteRun(args)
+    if args.token_file or args.rdzv_conf or args.rdzv_backend != "tcp":
+        raise UserError("--token-file, --rdzv-backend and --rdzv-conf are for --rdzv-endpoint")
+    agents = agents_here(args.all_users)
+    if args.run is not None:
+        agents = _of_name(agents, args.run)
+    if not agents:
+        raise HostError(f"no run is found on this host{as_whom()}; ask another host's with --rdzv-endpoint")
+    names = {text_of(agent, "run_id"): None for agent in agents}
+    if len(names) > 1:
+        raise SeveralRuns(f"there are several runs on this host, name one: {', '.join(sorted(names))}")
+    return LocalRun(agents)
+
+
+def _of_name(agents: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    found = [agent for agent in agents if agent["run_id"] == name]
+    if not found and name.isdecimal():
+        found = [agent for agent in agents if agent["pid"] == int(name)]
+    if not found:
+        known = ", ".join(sorted({text_of(agent, "run_id") for agent in agents}))
+        raise UserError(f"run {name!r} is not found on this host{as_whom()}{f'; there are {known}' if known else ''}")
+    return found
+
+
+def agents_here(of_all_users: bool = False) -> list[dict[str, Any]]:
+    """All agents that answer, whole enough to be shown."""
+    statuses, silent = control.find(of_all_users=of_all_users)
+    found = [each for each in statuses if isinstance(each.get("run_id"), str) and isinstance(each.get("workers"), list)]
+    if silent and not found:
+        raise HostError(f"agent {silent[0]} does not answer; it may be stopped")
+    return found
+
+
+def as_whom() -> str:
+    whose = "root sees those of others with --all-users"
+    return f" ({whose})" if os.geteuid() == 0 else f" (of user {os.geteuid()}; {whose})"
+
+
+# Reading what others say.
+
+
+def _dicts(value: object) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def dicts_of(record: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    return _dicts(record.get(name))
+
+
+def text_of(record: Mapping[str, Any], name: str) -> str:
+    value = record.get(name)
+    return value[:_MAX_NAME] if isinstance(value, str) else ""
+
+
+def number_of(record: Mapping[str, Any], name: str) -> float | None:
+    value = record.get(name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 53
+    return value if is_number else None

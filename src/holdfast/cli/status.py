@@ -1,0 +1,290 @@
+"""`holdfast status` and `holdfast ps`: how one run stands, and which runs there are on this host."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from holdfast import escape
+from holdfast.cli import console, runs
+from holdfast.cli.parser import PlainParser
+from holdfast.cli.runs import RunView, dicts_of, number_of, text_of
+from holdfast.errors import HoldfastError, HostError, UserError
+
+PROGRAM = "holdfast status"
+PROGRAM_PS = "holdfast ps"
+
+_MOST_WORKERS = 256
+
+_EPILOG = """\
+It shows the nodes and workers of the run, what it does or waits for, and who was refused. The coordinator answers for
+all nodes. If there is none, or it is out of reach, the agents of this host answer for themselves.
+
+exit status:
+  0  the status was shown
+  1  there is no such run, or it cannot be asked
+  2  wrong usage, or several runs fit; they are listed
+
+examples:
+  holdfast status
+  holdfast status job7 --rdzv-endpoint node1:29400 --token-file token
+"""
+
+_EPILOG_PS = """\
+exit status:
+  0  the runs were listed; there may be none
+  2  wrong usage
+
+example:
+  holdfast ps --json
+"""
+
+
+def get_parser() -> PlainParser:
+    parser = PlainParser(PROGRAM, "Show how a run stands: nodes, workers, and what it waits for.", _EPILOG)
+    runs.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def get_ps_parser() -> PlainParser:
+    parser = PlainParser(PROGRAM_PS, "List the runs on this host, with their agents.", _EPILOG_PS)
+    parser.add_argument("--all-users", action="store_true", help="for root: the runs of other users, too")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    args = get_parser().parse_args(argv)
+
+    def show() -> str:
+        try:
+            run = runs.open_run(args)
+        except runs.SeveralRuns:
+            list_runs(["--all-users"] if args.all_users else [])
+            raise
+        picture = picture_of(run)
+        return json.dumps(picture, indent=2) + "\n" if args.json else "\n".join(lines_of(picture)) + "\n"
+
+    return shown(PROGRAM, show)
+
+
+def list_runs(argv: Sequence[str]) -> int:
+    args = get_ps_parser().parse_args(argv)
+
+    def show() -> str:
+        agents = sorted(runs.agents_here(args.all_users), key=lambda each: (each["run_id"], each["pid"]))
+        if args.json:
+            return json.dumps(agents, indent=2) + "\n"
+        if not agents:
+            return f"no run is found on this host{runs.as_whom()}\n"
+        return "\n".join(table([_PS_HEADING, *map(_ps_row, agents)])) + "\n"
+
+    return shown(PROGRAM_PS, show)
+
+
+def shown(program: str, show: Callable[[], str]) -> int:
+    """Print what the function returns; an error is one line, and the exit code says whose it is."""
+    try:
+        text = show()
+    except HoldfastError as error:
+        console.write_error(program, str(error))
+        return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:
+        return 130
+    console.print_out(text)
+    sys.stdout.flush()
+    return 0
+
+
+# What is known.
+
+
+def picture_of(run: RunView) -> dict[str, Any]:
+    """`run` is the coordinator's view, if there is one (else `problem` says why), `agents` are those that answered,
+    `silent` says by node id why others did not."""
+    try:
+        status, problem = run.run_status(), None
+    except HostError as error:
+        status, problem = None, str(error)
+        if not run.local_agents():
+            raise
+    agents, silent = run.agents(status["nodes"] if status else [])
+    picture = {"run_id": run.name, "run": status, "problem": problem, "agents": agents, "silent": silent}
+    return {**picture, "sentence": sentence(picture)}
+
+
+def sentence(picture: Mapping[str, Any]) -> str:
+    """What the run does, or waits for and on whom."""
+    status, agents = picture["run"], picture["agents"]
+    if status is None:
+        return _sentence_of_agents(agents)
+    if end := text_of(status, "end"):
+        return f"The run has {'been closed' if end == 'closed' else end}: {text_of(status, 'end_reason')}."
+    waiting_for = text_of(status, "waiting_for")
+    if waiting_for.startswith("last call"):
+        return f"{waiting_for.capitalize()}."
+    if waiting_for:
+        return f"Waiting for {waiting_for}."
+    return _sentence_of_agents(agents)
+
+
+def _sentence_of_agents(agents: Sequence[Mapping[str, Any]]) -> str:
+    waits = [(text_of(each, "waiting_for"), _node_name(each)) for each in agents if text_of(each, "waiting_for")]
+    if waits:
+        names = ", ".join(sorted({name for _, name in waits}))
+        return f"{names} {'waits' if len(waits) == 1 else 'wait'} for {waits[0][0]}."
+    states = [text_of(worker, "state") for each in agents for worker in dicts_of(each, "workers")]
+    if not states:
+        return "No worker has been started yet."
+    if all(state == "running" for state in states):
+        return "The worker is running." if len(states) == 1 else f"All {len(states)} workers are running."
+    counts = {state: states.count(state) for state in sorted(set(states))}
+    return f"Of {len(states)} workers {', '.join(f'{count} {state}' for state, count in counts.items())}."
+
+
+# How it is shown.
+
+
+def lines_of(picture: Mapping[str, Any]) -> Iterator[str]:
+    status, agents, silent = picture["run"], picture["agents"], picture["silent"]
+    yield _heading(picture)
+    yield escape.one_line(picture["sentence"])
+    if picture["problem"]:
+        yield escape.one_line(f"Only this host's agents are shown: {picture['problem']}.")
+    yield ""
+    yield from table([_NODE_HEADING, *_node_rows(status, agents, silent)])
+    workers = sorted(_worker_rows(agents), key=lambda row: int(row[0]))
+    if workers:
+        yield ""
+        yield from table([_WORKER_HEADING, *workers[:_MOST_WORKERS]])
+        if len(workers) > _MOST_WORKERS:
+            yield f"... and {len(workers) - _MOST_WORKERS} more workers; --json shows all"
+    if status is not None:
+        for each in dicts_of(status, "refused"):
+            ago = age_text(number_of(each, "ago_s"))
+            yield escape.cut(escape.one_line(f"refused {ago} ago: {text_of(each, 'who')}: {text_of(each, 'reason')}"))
+
+
+def _heading(picture: Mapping[str, Any]) -> str:
+    status, agents = picture["run"], picture["agents"]
+    record = status if status is not None else (agents[0] if agents else {})
+    used, left = number_of(record, "restarts_used") or 0, number_of(record, "restarts_left") or 0
+    parts = [text_of(record, "phase") or "unknown", f"round {number_of(record, 'round') or 0:g}"]
+    if status is not None:
+        low, high = number_of(status, "min_nodes") or 0, number_of(status, "max_nodes") or 0
+        wanted = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        parts.append(f"{number_of(status, 'node_count') or 0:g} of {wanted} nodes here")
+    parts.append(f"{used:g} of {used + left:g} restarts used")
+    return escape.cut(escape.one_line(f"run {picture['run_id']}: {', '.join(parts)}"))
+
+
+_NODE_HEADING = ("NODE", "NAME", "ADDRESS", "STATE", "AGENT", "WORKERS")
+_WORKER_HEADING = ("RANK", "NODE", "PID", "STATE", "AGE", "PROGRESS")
+_PS_HEADING = ("RUN", "AGENT", "NODE", "PHASE", "ROUND", "WORKERS", "RESTARTS", "AGE")
+
+
+def _node_rows(
+    status: Mapping[str, Any] | None, agents: Sequence[Mapping[str, Any]], silent: Mapping[str, str]
+) -> Iterator[tuple[str, ...]]:
+    told = {text_of(each, "node_id"): each for each in agents}
+    if status is None:
+        for agent in agents:
+            yield (_rank_text(agent, "node"), _node_name(agent), "", text_of(agent, "phase"), _pid_text(agent),
+                   _workers_text(agent))  # fmt: skip
+        return
+    for node in dicts_of(status, "nodes"):
+        node_id = text_of(node, "node_id")
+        agent = told.get(node_id, {})
+        state = text_of(node, "state") if node.get("is_connected") else "not connected"
+        workers = _workers_text(agent) if agent else silent.get(node_id, "not asked")
+        yield (_rank_text(node, "rank"), node_id, text_of(node, "address"), state, _pid_text(agent), workers)
+
+
+def _worker_rows(agents: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    for agent in agents:
+        for worker in dicts_of(agent, "workers"):
+            rank = number_of(worker, "global_rank")
+            if rank is not None:
+                yield (f"{rank:g}", _rank_text(agent, "node"), _pid_text(worker), worker_state(worker),
+                       age_text(number_of(worker, "age_s")), progress_text(worker))  # fmt: skip
+
+
+def _ps_row(agent: Mapping[str, Any]) -> tuple[str, ...]:
+    node, nodes = number_of(agent, "node"), number_of(agent, "nodes")
+    place = f"{node:g} of {nodes:g}" if node is not None and nodes is not None else "-"
+    used, left = number_of(agent, "restarts_used") or 0, number_of(agent, "restarts_left") or 0
+    return (
+        text_of(agent, "run_id"),
+        _pid_text(agent),
+        place,
+        text_of(agent, "phase"),
+        f"{number_of(agent, 'round') or 0:g}",
+        _workers_text(agent),
+        f"{used:g} of {used + left:g}",
+        age_text(number_of(agent, "age_s")),
+    )
+
+
+def _node_name(agent: Mapping[str, Any]) -> str:
+    return text_of(agent, "node_id") or text_of(agent, "host")
+
+
+def _rank_text(record: Mapping[str, Any], name: str) -> str:
+    rank = number_of(record, name)
+    return "-" if rank is None else f"{rank:g}"
+
+
+def _pid_text(record: Mapping[str, Any]) -> str:
+    pid = number_of(record, "pid")
+    return f"{pid:.0f}" if pid else "-"
+
+
+def _workers_text(agent: Mapping[str, Any]) -> str:
+    states = [text_of(worker, "state") for worker in dicts_of(agent, "workers")]
+    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "none yet"
+
+
+def worker_state(worker: Mapping[str, Any]) -> str:
+    state, code = text_of(worker, "state"), number_of(worker, "exit_code")
+    if not code:
+        return state
+    from holdfast.signals import signal_name
+
+    return f"{state} ({signal_name(int(-code))})" if code < 0 else f"{state} (exit code {code:g})"
+
+
+def progress_text(worker: Mapping[str, Any]) -> str:
+    ago_s, step = number_of(worker, "progress_age_s"), number_of(worker, "step")
+    if ago_s is None:
+        return ""
+    return f"{age_text(ago_s)} ago" if step is None else f"step {step:.0f}, {age_text(ago_s)} ago"
+
+
+def age_text(seconds: float | None) -> str:
+    """`5s`, `3m20s`, `2h05m`, `3d04h`."""
+    if seconds is None:
+        return "-"
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows under a heading. What is too long for a column is cut."""
+    cells = [[_cell(text) for text in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _cell(text: str) -> str:
+    plain = escape.one_line(text)
+    return plain if len(plain) <= 60 else f"{plain[:57]}..."

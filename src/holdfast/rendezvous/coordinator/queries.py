@@ -1,0 +1,161 @@
+"""What people ask about one run: how it stands, what its agents say, and to end it.
+
+    who may ask                           for the status      what agents read (logs, stacks)     to end the run
+    a visitor that has proved the token   yes                 yes                                 yes
+    a visitor, if there is no token       yes                 no                                  no
+    a member, on its connection           yes                 yes                                 yes, with `Close`
+
+Asking costs a run next to nothing, and not being asked costs nothing:
+
+* visitors have one share of the turns together, as if they were one run (`turns`),
+* a status is made for the first reader and kept for the next ones, until the machine has taken a step or a second has
+  passed; but making them takes no more than a twentieth of the time, however many readers and steps there are,
+* questions to agents are passed on at a bounded rate; an answer is sent on at once and not kept.
+
+An agent that never answers is no concern of the coordinator's: the reader has its own patience, and of the unanswered
+questions the oldest are forgotten.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from holdfast.rendezvous.coordinator.limits import Bucket, Limits
+from holdfast.rendezvous.membership import model, protocol, status
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.coordinator.connection import Connection
+    from holdfast.rendezvous.coordinator.run import Run
+
+_KEPT_S = 1.0
+_SHARE_OF_TIME = 20
+_STRANGERS_KEPT = 8
+_PAGES_KEPT = 64
+_REASON_LIMIT = 300
+
+
+class Queries:
+    """Of one run."""
+
+    def __init__(self, run: Run, limits: Limits, clock: Callable[[], float], *, has_token: bool) -> None:
+        self._run, self._limits, self._clock, self._has_token = run, limits, clock, has_token
+        self._strangers: deque[status.RefusedAt] = deque(maxlen=_STRANGERS_KEPT)
+        self._pages: dict[int, bytes] = {}
+        self._made_after: protocol.Step | None = None
+        self._made_at = self._busy_until = 0.0
+        self._numbers = itertools.count(1)
+        # By the number under which it was passed on: which client asked, its number, and which client is to answer.
+        self._relayed: OrderedDict[int, tuple[Connection, int, Connection]] = OrderedDict()
+        self._rate = Bucket(limits.relays_a_second, limits.relays_at_once, clock)
+
+    def note_stranger(self, peer: str, problem: str) -> None:
+        self._strangers.append((self._clock(), peer, problem))
+
+    def drop_client(self, client: Connection) -> None:
+        if self._relayed:
+            for number, (asker, _, _) in [*self._relayed.items()]:
+                if asker is client:
+                    del self._relayed[number]
+
+    # Questions.
+
+    def ask(self, client: Connection, query: protocol.Query, now: float) -> None:
+        request = _request_in(query.body)
+        command = request.get("command")
+        problem = ""
+        if query.node_id:
+            problem = self._relay(client, query, command)
+        elif command == "status":
+            first = request.get("first", 0)
+            page = first if type(first) is int and 0 <= first <= len(self._run.machine.nodes) else 0
+            client.send(protocol.Answer(query.number, self._status(page, now)))
+        elif command == "stop":
+            problem = self._stop(client, query, request)
+        else:
+            problem = "a coordinator answers to: status, stop"
+        if problem:
+            client.send(protocol.Answer(query.number, _encoded({"error": problem})))
+
+    def _may_act(self, client: Connection) -> bool:
+        return self._has_token or bool(client.key)
+
+    def _relay(self, client: Connection, query: protocol.Query, command: object) -> str:
+        if command != "status" and not self._may_act(client):
+            return (
+                "this run has no token, so its coordinator passes on nothing but the status; ask on a host of the run"
+            )
+        asked = self._run.connection_of(query.node_id)
+        if asked is None:
+            return f"node {query.node_id[:100]!r} is not connected"
+        if asked.minor < protocol.MINOR_WITH_QUERIES:
+            return f"the agent of node {query.node_id[:100]!r} is of an older version, which cannot be asked"
+        if not self._rate.gives(1):
+            return f"agents are asked at most {self._limits.relays_a_second} times a second; try again"
+        number = next(self._numbers)
+        self._relayed[number] = (client, query.number, asked)
+        while len(self._relayed) > self._limits.relays_unanswered:
+            self._relayed.popitem(last=False)
+        asked.send(protocol.Query(number, query.body))
+        return ""
+
+    def answered(self, agent: Connection, answer: protocol.Answer) -> None:
+        """Only the agent that was asked can answer."""
+        client, number, asked = self._relayed.get(answer.number, (None, 0, None))
+        if client is not None and asked is agent:
+            del self._relayed[answer.number]
+            client.send(protocol.Answer(number, answer.body))
+
+    def _stop(self, client: Connection, query: protocol.Query, request: dict[str, Any]) -> str:
+        if not self._may_act(client):
+            return "this run has no token, so only its own nodes can end it; use `holdfast stop` on a host of the run"
+        reason = str(request.get("reason") or "closed by the user")[:_REASON_LIMIT]
+        told = len(self._run.machine.nodes)
+        self._run.feed(model.CloseRequested(reason))
+        outcome = self._run.machine.outcome
+        ended = outcome.reason if outcome else reason
+        client.send(protocol.Answer(query.number, _encoded({"result": {"scope": "run", "nodes": told, "end": ended}})))
+        return ""
+
+    # The status.
+
+    def _status(self, first: int, now: float) -> bytes:
+        machine = self._run.machine
+        step = status.last_step(machine)
+        is_old = step is not self._made_after or now > self._made_at + _KEPT_S
+        if is_old and now >= self._busy_until:
+            self._pages.clear()
+            self._made_after, self._made_at = step, now
+        if first not in self._pages:
+            began = self._clock()
+            if len(self._pages) >= _PAGES_KEPT:
+                self._pages.clear()
+            self._pages[first] = self._page(first, now)
+            cost_s = self._clock() - began
+            self._busy_until = max(self._busy_until, now) + _SHARE_OF_TIME * cost_s
+        return self._pages[first]
+
+    def _page(self, first: int, now: float) -> bytes:
+        """As many nodes as fit: their names may be long."""
+        nodes = status.PAGE_NODES
+        while True:
+            record = status.run_status(self._run.run_id, self._run.machine, now, self._strangers, first, nodes)
+            body = _encoded({"result": record.to_dict()})
+            if len(body) <= protocol.MAX_ANSWER_BYTES or nodes == 1:
+                return body if len(body) <= protocol.MAX_ANSWER_BYTES else _encoded({"error": "the status is too long"})
+            nodes //= 4
+
+
+def _request_in(body: bytes) -> dict[str, Any]:
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return request if isinstance(request, dict) else {}
+
+
+def _encoded(answer: dict[str, Any]) -> bytes:
+    return json.dumps(answer).encode()

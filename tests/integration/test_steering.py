@@ -1,0 +1,227 @@
+"""`holdfast status`, `ps` and `stop`: real runs of two nodes on tcp and etcd, found on this host and by endpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.testing.etcd_server import EtcdServer
+from tests import nodes, support
+from tests.coordinators import listener
+from tests.nodes import Scene
+
+TOKEN = "a-token-for-tests-only-0123456789"
+
+
+@pytest.fixture(params=["tcp", "etcd"])
+def scene(request: pytest.FixtureRequest, etcd: EtcdServer, tmp_path: Path) -> Iterator[Scene]:
+    endpoint = etcd.get_endpoint() if request.param == "etcd" else ""
+    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK], etcd=endpoint) as stage:
+        yield stage
+
+
+on_tcp = pytest.mark.parametrize("scene", ["tcp"], indirect=True)
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> str:
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+    return str(path)
+
+
+def ask(scene: Scene, *args: str, code: int = 0, env: dict[str, str] | None = None) -> str:
+    """What the command prints: to stdout if it succeeds, else its one line of error."""
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**scene._environment("command"), **(env or {})},
+        cwd=scene.home,
+    )
+    assert done.returncode == code, f"{args} ended with {done.returncode}\n{done.stdout}\n{done.stderr}\n{scene}"
+    if code:
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr if code else done.stdout
+
+
+def at_endpoint(scene: Scene) -> list[str]:
+    if scene.etcd:
+        return [scene.run_id, "--rdzv-backend", "etcd", "--rdzv-endpoint", scene.etcd]
+    return [scene.run_id, "--rdzv-endpoint", f"127.0.0.1:{scene.port}"]
+
+
+def status_of(scene: Scene, *more: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(ask(scene, "status", *(more or (scene.run_id,)), "--json"))
+    return found
+
+
+def start_two(scene: Scene, *options: str) -> list[nodes.Life]:
+    for name in "ab":
+        scene.start(name, "2", "--nproc-per-node", "2", "--max-restarts", "3", *options)
+    return scene.await_world(4)
+
+
+def await_running(scene: Scene, *more: str) -> dict[str, Any]:
+    """Until the agents know of their workers, too: those speak first."""
+
+    def find() -> dict[str, Any] | None:
+        picture = status_of(scene, *more)
+        return picture if picture["sentence"] == "All 4 workers are running." else None
+
+    found = support.wait_until(find, "that all workers run")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("way", ["here", "endpoint"])
+def test_status_shows_every_node_and_worker(scene: Scene, way: str) -> None:
+    lives = start_two(scene)
+    where = at_endpoint(scene) if way == "endpoint" else [scene.run_id]
+    picture = await_running(scene, *where)
+    run = picture["run"]
+    facts = ("run_id", "phase", "round", "members", "min_nodes", "max_nodes", "restarts_used", "restarts_left")
+    assert [run[name] for name in facts] == [scene.run_id, "running", 1, 2, 2, 2, 0, 3]
+    assert [(node["rank"], node["first_rank"], node["state"], node["is_connected"]) for node in run["nodes"]] == [
+        (0, 0, "running", True),
+        (1, 2, "running", True),
+    ]
+    workers = {each["global_rank"]: each["pid"] for agent in picture["agents"] for each in agent["workers"]}
+    assert workers == {life.rank: life.pid for life in lives}
+    text = ask(scene, "status", *where)
+    heading, sentence = text.splitlines()[:2]
+    assert heading == f"run {scene.run_id}: running, round 1, 2 of 2 nodes here, 0 of 3 restarts used"
+    assert sentence == "All 4 workers are running."
+    for life in lives:
+        assert f" {life.pid} " in text
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+def test_status_says_what_is_waited_for_and_who_was_refused(scene: Scene) -> None:
+    scene.start("a", "2")
+    support.wait_until(lambda: "1 more of at least 2 nodes" in ask_softly(scene), "that it waits")
+    scene.start("c", "3")
+    assert scene.nodes[1].wait() == 2
+    picture = status_of(scene)
+    assert picture["sentence"].startswith("Waiting for 1 more of at least 2 nodes to join (1 joined, timeout in ")
+    [refused] = picture["run"]["refused"]
+    assert refused["reason"] == "--nnodes 3, this run has --nnodes 2"
+    assert f"-{scene.nodes[1].pid}-" in refused["who"]
+    assert f"{refused['who']}: --nnodes 3, this run has --nnodes 2" in ask(scene, "status", scene.run_id)
+    ask(scene, "stop", scene.run_id)
+    assert scene.nodes[0].wait() == 128 + signal.SIGTERM
+
+
+def ask_softly(scene: Scene) -> str:
+    """The run may not be there yet."""
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "status", scene.run_id],
+        capture_output=True, text=True, timeout=60, env=scene._environment("command"),
+    )  # fmt: skip
+    return done.stdout
+
+
+def test_stop_ends_the_run_on_all_nodes(scene: Scene) -> None:
+    lives = start_two(scene)
+    said = ask(scene, "stop", scene.run_id, "--reason", "enough for today")
+    assert said == f"run {scene.run_id} is closed on all nodes; 2 agents of this host have ended\n"
+    assert scene.ended() == {"a": 143, "b": 143}
+    for node in scene.nodes:
+        assert node.log.rstrip().endswith("holdfast: the run was closed: enough for today"), node.log
+    assert all(life.was_asked_to_stop for life in scene.lives())
+    assert len(scene.lives()) == len(lives)
+
+
+def test_stop_by_endpoint_wants_the_token(scene: Scene, token: str) -> None:
+    start_two(scene, "--token-file", token)
+    where = at_endpoint(scene)
+    assert "this coordinator wants a token" in ask(scene, "stop", *where, code=1)
+    wrong = Path(token).with_name("wrong")
+    wrong.write_text(TOKEN[::-1])
+    wrong.chmod(0o600)
+    assert "does not know this command's token" in ask(scene, "stop", *where, "--token-file", str(wrong), code=1)
+    refused = await_running(scene, *where, "--token-file", token)["run"]["refused"]
+    assert {each["reason"] for each in refused} == {
+        "this coordinator wants a token, and it brings none",
+        "its token is not the one of this coordinator",
+    }
+    said = ask(scene, "stop", *where, "--token-file", token)
+    assert said == f"run {scene.run_id} is closed; its 2 nodes stop now\n"
+    assert scene.ended() == {"a": 143, "b": 143}
+
+
+@on_tcp
+def test_without_a_token_a_stranger_sees_the_status_and_cannot_stop(scene: Scene) -> None:
+    start_two(scene)
+    await_running(scene, *at_endpoint(scene))
+    said = ask(scene, "stop", *at_endpoint(scene), code=1)
+    assert "this run has no token, so only its own nodes can end it" in said
+    assert await_running(scene)["run"]["round"] == 1
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+@on_tcp
+def test_while_the_coordinator_is_silent_the_agents_of_this_host_answer(scene: Scene) -> None:
+    start_two(scene)
+    coordinator = scene.await_coordinator()
+    support.halt(coordinator)
+    try:
+        picture = status_of(scene)
+        assert picture["problem"].endswith("did not answer within 3 s")
+        assert (picture["run"], len(picture["agents"])) == (None, 2)
+    finally:
+        os.kill(coordinator, signal.SIGCONT)
+    await_running(scene)
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+def test_a_standalone_run_is_stopped_and_listed(tmp_path: Path) -> None:
+    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK]) as scene:
+        node = scene._start("a", "1", ["--standalone"], ("--nproc-per-node", "2"), "", (), {})
+        scene.await_world(2)
+        [agent] = [each for each in json.loads(ask(scene, "ps", "--json")) if each["pid"] == node.pid]
+        row = next(line.split() for line in ask(scene, "ps").splitlines() if f" {node.pid} " in line)
+        assert row[:2] == [agent["run_id"], str(node.pid)]
+        picture = status_of(scene, str(node.pid))
+        assert (picture["run"], picture["problem"]) == (None, "this run has no coordinator that could be asked")
+        said = json.loads(ask(scene, "stop", str(node.pid), "--json"))
+        assert (said["scope"], said["pids"]) == ("host", [node.pid])
+        assert "nodes on other hosts were not told" in said["text"]
+        assert node.wait() == 143
+
+
+# Bad input.
+
+
+@on_tcp
+def test_what_cannot_be_asked_is_one_line(scene: Scene, tmp_path: Path) -> None:
+    """`ask` checks that each error is one line."""
+    port = support.free_port()
+    for command in ("status", "stop"):
+        assert "is not found on this host" in ask(scene, command, "no-such-run", code=2)
+        where = (command, "job7", "--rdzv-endpoint")
+        assert f"no coordinator answers at 127.0.0.1:{port}" in ask(scene, *where, f"127.0.0.1:{port}", code=1)
+        assert "no.such.host.invalid" in ask(scene, *where, "no.such.host.invalid:1", code=1)
+        with listener(b"HTTP/1.1 400 Bad Request\r\n\r\n") as other:
+            assert "it is not a holdfast coordinator" in ask(scene, *where, f"127.0.0.1:{other}", code=1)
+        assert "needs the name of the run" in ask(scene, command, "--rdzv-endpoint", "127.0.0.1:1", code=2)
+        assert "are for --rdzv-endpoint" in ask(scene, command, "--token-file", "x", code=2)
+        assert "cannot be read" in ask(scene, *where, "127.0.0.1:1", "--token-file", "/nowhere/x", code=2)
+        assert "--rdzv-conf" in ask(scene, *where, "127.0.0.1:1", "--rdzv-conf", "x", code=2)
+    coordinator = scene.start_coordinator()
+    assert f"it has no run {scene.run_id!r}" in ask(scene, "status", *at_endpoint(scene), code=1)
+    assert coordinator.is_running

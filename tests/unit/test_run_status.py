@@ -1,0 +1,150 @@
+"""How a run stands, as people are told: after a history of events, the phase, the wait and the nodes it is about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.rendezvous.membership import status
+from holdfast.rendezvous.membership.model import CloseRequested, Memory, Place, Stage
+from holdfast.rendezvous.membership.protocol import ConnectionClosed
+from holdfast.rendezvous.membership.run import Membership
+from holdfast.telemetry.status import RunStatus
+from tests.unit.test_run import (
+    BACKOFF,
+    ONE,
+    PAIR,
+    RETRY,
+    THREE,
+    UP_TO_2,
+    failed,
+    joined,
+    left,
+    returned,
+    succeeded,
+)
+
+PAIR_RUNS = [(0.0, joined("a", RETRY, address="10.0.0.1", local_world_size=2)), (0.0, joined("b", RETRY))]
+ADOPTED = Place(1, 3, 0, 2, (("default", 1),))
+
+# Events with their times; the time of the look; what is waited for; on whom.
+HISTORIES: dict[str, tuple[list[tuple[float, Any]], float, str | None, tuple[str, ...]]] = {
+    "nothing has happened": ([], 0.0, "nodes to join", ()),
+    "too few": (
+        [(0.0, joined("a", THREE))], 10.0, "2 more of at least 3 nodes to join (1 joined, timeout in 20 s)", ()
+    ),
+    "last call": ([(0.0, joined("a", UP_TO_2))], 2.0, "last call: 1 of at most 2 nodes joined, 3 s left", ()),
+    "one that has joined is cut off": (
+        [(0.0, joined("a", THREE)), (0.0, joined("b", THREE)), (1.0, ConnectionClosed("b/0"))],
+        1.0, "2 more of at least 3 nodes to join (1 joined, timeout in 29 s)", ("b",),
+    ),
+    "all is well": (PAIR_RUNS, 1.0, None, ()),
+    "one has finished": ([*PAIR_RUNS, (2.0, succeeded("a"))], 2.0, "the workers of b to finish", ("b",)),
+    "a member is cut off": (
+        [*PAIR_RUNS, (2.0, ConnectionClosed("b/0"))], 2.0, "b to connect again, else a new round is formed", ("b",)
+    ),
+    "stopping": ([*PAIR_RUNS, (2.0, failed("a"))], 2.0, "a, b to stop the workers of round 1", ("a", "b")),
+    "one is back from the stop": (
+        [*PAIR_RUNS, (2.0, failed("a")), (3.0, joined("a", RETRY, 1))], 3.0, "b to stop the workers of round 1", ("b",)
+    ),
+    "a pause before the restart": (
+        [(0.0, joined("a", BACKOFF)), (1.0, failed("a")), (2.0, joined("a", BACKOFF, 1))],
+        4.0, "the pause before a restart to end, 6 s more", (),
+    ),
+    "adopted": ([(0.0, returned("a", PAIR, ADOPTED))], 1.0, "1 node of round 3 to come back", ()),
+    "ended": ([(0.0, joined("a", ONE)), (1.0, succeeded("a"))], 1.0, None, ()),
+}  # fmt: skip
+
+
+def look(events: list[tuple[float, Any]], now: float, **fields: Any) -> RunStatus:
+    run = Membership(0.0)
+    for at, event in events:
+        run.step(event, at)
+        run.check()
+    return status.run_status("job7", run, now, **fields)
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_what_is_waited_for(name: str) -> None:
+    events, now, waiting_for, waiting_on = HISTORIES[name]
+    found = look(events, now)
+    assert (found.waiting_for, found.waiting_on) == (waiting_for, waiting_on)
+
+
+def test_members_of_an_earlier_round_are_awaited() -> None:
+    run = Membership(0.0, Memory(last_round=2, members=("a/0", "b/0"), settings=PAIR))
+    run.step(joined("c", PAIR), 1.0)
+    found = status.run_status("job7", run, 10.0)
+    assert (found.waiting_for, found.waiting_on) == ("a, b of round 2 to come back, at most 40 s more", ("a", "b"))
+
+
+def test_a_stopped_round_waits_for_members_that_the_coordinator_has_not_seen() -> None:
+    run = Membership(0.0, Memory(last_round=2, members=("a/0", "b/0"), settings=PAIR))
+    run.step(joined("a", PAIR, Place(1, 2, 0, 2)), 1.0)
+    found = status.run_status("job7", run, 10.0)
+    assert (found.phase, found.members, [node.node_id for node in found.nodes]) == ("stopping", 2, ["a"])
+    assert (found.waiting_for, found.waiting_on) == ("1 node of round 2 to come back", ())
+
+
+def test_the_nodes_with_their_ranks() -> None:
+    found = look([*PAIR_RUNS, (5.0, joined("c", RETRY))], 7.0)
+    assert [(each.node_id, each.address, each.rank, each.first_rank, each.state) for each in found.nodes] == [
+        ("a", "10.0.0.1", 0, 0, "running"),
+        ("b", "", 1, 2, "running"),
+        ("c", "", None, None, "waiting"),
+    ]
+    assert [each.heard_ago_s for each in found.nodes] == [7.0, 7.0, 2.0]
+    assert (found.round, found.node_count, found.members, found.restarts_left) == (1, 3, 2, 1)
+
+
+def test_pages_are_complete_and_disjoint() -> None:
+    events = [(0.0, joined(f"n{number}", THREE)) for number in range(2)] + [(0.0, left("n0"))]
+    events += [(1.0, joined(f"m{number:02}", THREE)) for number in range(9)]
+    whole = look(events, 1.0)
+    names: list[str] = []
+    following: int | None = 0
+    while following is not None:
+        page = look(events, 1.0, first=following, page=4)
+        assert page.node_count == whole.node_count
+        names += [each.node_id for each in page.nodes]
+        following = page.next_page
+    assert names == [each.node_id for each in whole.nodes]
+    assert len(names) == len(set(names)) == whole.node_count
+
+
+def test_refused_nodes_and_strangers_in_the_order_of_time() -> None:
+    events = [(0.0, joined("a", PAIR)), (2.0, joined("b", THREE)), (4.0, joined("c" * 256, THREE))]
+    found = look(events, 5.0, strangers=[(3.0, "10.0.0.9:4711", "its token is another one")])
+    told = "--nnodes 3, this run has --nnodes 2"
+    assert [(each.who[:13], each.reason, each.ago_s) for each in found.refused] == [
+        ("b", told, 3.0),
+        ("10.0.0.9:4711", "its token is another one", 2.0),
+        ("c" * 13, told, 1.0),
+    ]
+
+
+def test_the_last_refusals_and_steps_are_kept() -> None:
+    events = [(0.0, joined("a", PAIR))] + [(float(at), joined(f"x{at}", THREE)) for at in range(1, 20)]
+    found = look(events, 20.0)
+    assert [each.who for each in found.refused] == [f"x{at}" for at in range(12, 20)]
+    assert [text for _, text in found.story][-1] == "Join x19/0 -> Refused, Notice"
+    assert len(found.story) == 12
+
+
+def test_a_closed_run_says_why() -> None:
+    found = look([*PAIR_RUNS, (1.0, CloseRequested("enough"))], 2.0)
+    assert (found.phase, found.end, found.end_reason) == ("ended", "closed", "enough")
+    assert found.waiting_for is None
+
+
+def test_closing_a_run_that_has_ended_changes_nothing() -> None:
+    found = look([(0.0, joined("a", ONE)), (1.0, succeeded("a")), (2.0, CloseRequested("late"))], 2.0)
+    assert (found.end, found.end_reason) == ("succeeded", "all workers have succeeded")
+
+
+def test_its_json_form_is_plain_data() -> None:
+    shown = look([*PAIR_RUNS, (2.0, returned("b", RETRY, stage=Stage.FINISHED))], 3.0).to_dict()
+    assert shown["nodes"][0]["node_id"] == "a"
+    assert set(shown["story"][0]) == {"ago_s", "event"}
+    assert shown["refused"] == []
