@@ -59,6 +59,8 @@ PURE = {
     "hangs/policy.py": {"holdfast.errors", "holdfast.frozen"},
     "hangs/compare.py": {"holdfast.failures.report", "holdfast.frozen"},
     "process/output/lines.py": set(),
+    "process/output/folding.py": {"bisect", "operator"},
+    "process/output/terminal.py": {"holdfast.failures.report", "holdfast.process.output.folding"},
     "process/workers/ladder.py": set(),
 }
 DATA_MODULES = {

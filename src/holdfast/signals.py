@@ -10,6 +10,9 @@ thread, so a signal that another thread gets, or that comes in the instant befor
 There is one inbox a process. The command line opens it as its first act (`install_early`). A program that uses the
 Python API has it for the duration of a run and finds its own handlers restored afterwards. Outside the main thread
 Python cannot install handlers: there signals keep the meaning that the program gave them.
+
+SIGWINCH ends nothing: the terminal has a new size. The inbox passes it on to `size_listeners`, where the loop clears
+its wake-ups, unless the program has a handler for it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -75,9 +78,11 @@ class Inbox:
         self._pending: deque[signal.Signals] = deque()
         self._has_surfaced = False
         self._interrupts = 0
+        self._ending: frozenset[signal.Signals] = frozenset()
         self._previous: dict[signal.Signals, Any] = {}
         self._holders = 0
         self._program_fd = -1
+        self.size_listeners: list[Callable[[], None]] = []
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
@@ -86,7 +91,10 @@ class Inbox:
 
     def handle(self, signals: Iterable[signal.Signals]) -> None:
         """Note exactly these signals from now on. Others get their former handlers back."""
-        wanted = frozenset(signals)
+        self._ending = frozenset(signals)
+        wanted = self._ending
+        if wanted and signal.getsignal(signal.SIGWINCH) in (signal.SIG_DFL, self._note):
+            wanted |= {signal.SIGWINCH}
         for number in [n for n in self._previous if n not in wanted]:
             signal.signal(number, self._previous.pop(number))
         for number in sorted(wanted - self._previous.keys()):
@@ -97,6 +105,8 @@ class Inbox:
             self._previous[number] = signal.SIG_DFL if previous is None else previous
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number not in self._ending:
+            return
         self._pending.append(signal.Signals(number))
         self._interrupts += number == signal.SIGINT
 
@@ -111,11 +121,15 @@ class Inbox:
 
     def clear_wakeups(self) -> None:
         """Empty the pipe. Wake-ups for the program's own event loop are passed on to it."""
+        has_new_size = False
         with contextlib.suppress(BlockingIOError):
             while numbers := os.read(self._read_fd, 512):
+                has_new_size |= signal.SIGWINCH in numbers
                 others = bytes(number for number in numbers if number not in self._previous)
                 if others and self._program_fd >= 0:
                     os.write(self._program_fd, others)
+        for listener in list(self.size_listeners) if has_new_size else ():
+            listener()
 
     def raise_pending(self) -> None:
         """The safe point: raise for a signal that came, in the main thread only."""

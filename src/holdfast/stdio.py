@@ -42,12 +42,20 @@ _unfinished: set[tuple[int, int]] = set()
 
 def note_written(fd: int, data: bytes | memoryview) -> None:
     if data[-1:] == b"\n":
-        _unfinished.discard(_file_behind(fd))
+        _unfinished.discard(file_behind(fd))
     elif data:
-        _unfinished.add(_file_behind(fd))
+        _unfinished.add(file_behind(fd))
 
 
-def _file_behind(fd: int) -> tuple[int, int]:
+def is_in_line(fd: int) -> bool:
+    """Whether the console stands in the middle of a line."""
+    try:
+        return bool(_unfinished) and file_behind(fd) in _unfinished
+    except OSError:
+        return False
+
+
+def file_behind(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
 
@@ -102,7 +110,7 @@ class _Text:
         """Write some of it; False if that would have to wait. Text that cannot be written counts as written."""
         try:
             is_begun = len(self.left) < self.size
-            continues_line = not is_begun and _unfinished and _file_behind(self.fd) in _unfinished
+            continues_line = not is_begun and is_in_line(self.fd)
             data = b"\n" + self.left if continues_line else self.left
             written = write_some(self.fd, data[:_PIECE_BYTES]) if may_wait else _write_now(self.fd, data)
             if written:

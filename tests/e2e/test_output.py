@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
-import select
-import struct
-import termios
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
-from tests.e2e.command import DEADLINE_S, Ended, Holdfast
+from tests.e2e.command import Holdfast
+from tests.e2e.terminal import on_terminal, terminal
 
 FAIL = "import sys; sys.stderr.write('worker speaks\\n'); sys.exit(3)"
 FAIL_ONCE = """
@@ -115,48 +107,6 @@ def test_events_on_the_console(holdfast: Holdfast) -> None:
 # --- on a terminal --------------------------------------------------------------------------------------------
 
 
-class Terminal:
-    """The near end of a terminal whose far end is the command's."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def read_to_end(self) -> str:
-        """All that is written until nobody has the far end open any more."""
-        ends, text = time.monotonic() + DEADLINE_S, b""
-        while True:
-            ready, _, _ = select.select([self.fd], [], [], max(0.0, ends - time.monotonic()))
-            assert ready, f"the terminal was not let go of: {text!r}"
-            try:
-                piece = os.read(self.fd, 1 << 16)
-            except OSError:
-                return text.decode()
-            if not piece:
-                return text.decode()
-            text += piece
-
-
-@contextmanager
-def terminal(rows: int = 33, columns: int = 101) -> Iterator[tuple[Terminal, int]]:
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
-    try:
-        yield Terminal(ours), theirs
-    finally:
-        os.close(ours)
-
-
-def on_terminal(
-    holdfast: Holdfast, *args: str, env: dict[str, str] | None = None, streams: str = "stdin stdout stderr"
-) -> tuple[Ended, str]:
-    with terminal() as (near, far):
-        given: dict[str, Any] = dict.fromkeys(streams.split(), far)
-        running = holdfast.start(*args, env={"TERM": "xterm", **(env or {})}, **given)
-        os.close(far)
-        shown = near.read_to_end()
-        return running.wait(), shown
-
-
 def test_colour_on_a_terminal(holdfast: Holdfast) -> None:
     ended, shown = on_terminal(holdfast, "--max-restarts=1", holdfast.script(FAIL_ONCE))
     assert ended.code == 0, shown
@@ -205,7 +155,8 @@ ASK = """
     ("options", "streams", "answer"),
     [
         ([], "stdin stdout stderr", "[True, True, True] (101, 33)"),
-        (["--nproc-per-node=2"], "stdout stderr", "[False, True, True] (101, 33)"),
+        (["--nproc-per-node=2"], "stdout stderr", "[False, True, True] (92, 33)"),
+        (["--nproc-per-node=2", "--prefix=never"], "stdout stderr", "[False, True, True] (101, 33)"),
         ([], "stdout", "[False, True, False] None"),
         (["-t", "3"], "stdin stdout stderr", "[default0]:[True, False, False] None"),
         (["-t", "1"], "stdin stdout stderr", "[default0]:[True, False, True] (101, 33)"),
@@ -215,7 +166,7 @@ ASK = """
 def test_a_worker_still_finds_a_terminal(holdfast: Holdfast, options: list[str], streams: str, answer: str) -> None:
     ended, shown = on_terminal(holdfast, "-q", *options, holdfast.script(ASK), streams=streams)
     assert ended.code == 0, shown
-    assert set(shown.splitlines()) == {answer}
+    assert {re.sub(r"^\[ranks? [01, ]+\] ", "", line) for line in shown.splitlines()} == {answer}
 
 
 def test_lines_on_a_terminal_end_once(holdfast: Holdfast) -> None:

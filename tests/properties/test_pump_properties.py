@@ -32,7 +32,7 @@ def cut_texts(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
 
 def expected_lines(text: bytes, prefix: bytes) -> bytes:
     lines = text.splitlines(keepends=True)
-    newline = b"" if not lines or lines[-1].endswith(b"\n") else b"\n"
+    newline = b"" if not prefix or not lines or lines[-1].endswith(b"\n") else b"\n"
     return b"".join(prefix + line for line in lines) + newline
 
 

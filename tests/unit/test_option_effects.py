@@ -129,6 +129,7 @@ EFFECTS = {
     ),
     "log_dir": Effect("logs", lambda a: a._group.logs_specs.root_log_dir, "logs"),
     "redirects": Effect("1", lambda a: a._group.logs_specs._redirects, Std.OUT),
+    "prefix": Effect("never", lambda a: a._group.prefix, "never"),
     "tee": Effect("2", lambda a: a._group.logs_specs._tee, Std.ERR),
     "local_ranks_filter": Effect("0", lambda a: a._group.logs_specs._local_ranks_filter, {0}),
     "duplicate_stdout_filters": Effect("a,b", lambda a: a._group.duplicate_stdout_filters, ["a", "b"]),

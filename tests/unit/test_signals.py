@@ -24,7 +24,7 @@ S = signal.Signals
 def fresh_inbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An inbox of the test's own; afterwards every signal means what it meant before."""
     monkeypatch.delenv(signals.SIGNALS_VARIABLE, raising=False)
-    numbers = (S.SIGTERM, S.SIGINT, S.SIGHUP, S.SIGQUIT, S.SIGUSR1, S.SIGUSR2)
+    numbers = (S.SIGTERM, S.SIGINT, S.SIGHUP, S.SIGQUIT, S.SIGUSR1, S.SIGUSR2, S.SIGWINCH)
     before = {number: signal.getsignal(number) for number in numbers}
     box = signals.Inbox()
     monkeypatch.setattr(signals, "_inbox", box)
@@ -328,3 +328,34 @@ def test_a_forked_child_starts_with_an_empty_inbox() -> None:
 @pytest.mark.parametrize(("number", "name"), [(15, "SIGTERM"), (9, "SIGKILL"), (99, "signal 99")])
 def test_names_for_people(number: int, name: str) -> None:
     assert signals.signal_name(number) == name
+
+
+def test_a_new_size_of_the_terminal_ends_nothing_and_is_passed_on() -> None:
+    heard: list[str] = []
+    with signals.deferred() as box:
+        box.size_listeners.append(lambda: heard.append("new size"))
+        with cut_short():
+            signal.raise_signal(S.SIGWINCH)
+            loop.wait_readable([], 60)
+        assert heard == ["new size"]
+        assert not box.has_pending
+        box.raise_pending()
+    assert signal.getsignal(S.SIGWINCH) == signal.SIG_DFL
+
+
+def test_a_program_keeps_its_own_handler_for_the_size() -> None:
+    heard: list[int] = []
+    own = signal.signal(S.SIGWINCH, lambda number, frame: heard.append(number))
+    try:
+        with signals.deferred():
+            signal.raise_signal(S.SIGWINCH)
+        assert heard == [S.SIGWINCH]
+    finally:
+        signal.signal(S.SIGWINCH, own)
+
+
+def test_a_user_may_want_the_signal_for_the_size_to_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(signals.SIGNALS_VARIABLE, "SIGWINCH")
+    with signals.deferred() as box:
+        signal.raise_signal(S.SIGWINCH)
+        assert box.take() == S.SIGWINCH

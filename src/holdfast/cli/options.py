@@ -295,6 +295,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("-t, --tee STREAMS", LOGS, default="0",
            help="What goes to files and, with the worker's label in front of every line, to the console too; "
                 "written as for --redirects."),
+    Option("--prefix WHEN", LOGS, choices=("auto", "always", "never"), field="settings.prefix", in_full=True,
+           help="When lines on the console begin with the label of their worker: always; never; auto, if several "
+                "workers share a terminal, and on tee'd lines. On such a terminal the same line of several ranks is "
+                "shown once, unless this is never. Files are not affected (auto if left out)."),
     Option("--local-ranks-filter RANKS", LOGS, default="",
            help="Show only these local ranks on the console, as in 0,1. Files are not affected."),
     Option("--duplicate-stdout-filters TEXT,...", LOGS, parse=filters, field="duplicate_stdout_filters",

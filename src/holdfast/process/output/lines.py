@@ -85,6 +85,8 @@ class LinePrefixer:
         """Both ways work in bulk; the second is faster but handles only `\\n`."""
         if not text:
             return b""
+        if not self._prefix:
+            return text
         first = b"" if self._in_line else self._prefix
         self._in_line = not text.endswith((b"\n", b"\r"))
         if b"\r" in text:
@@ -95,9 +97,9 @@ class LinePrefixer:
         return b"".join((first, memoryview(spread)[: len(spread) - surplus]))
 
     def end(self, rest: bytes) -> bytes:
-        """The last line, with the newline that it lacks."""
+        """The last line, with the newline that it lacks; without a prefix, the bytes as they are."""
         last = self.add(rest)
-        ended = last + b"\n" if last or self._in_line else b""
+        ended = last + b"\n" if self._prefix and (last or self._in_line) else last
         self._in_line = False
         return ended
 

@@ -6,7 +6,8 @@ Each piece that arrives goes, in this order, to
     the log file       exactly the worker's bytes, at once
     the tail           the last few KiB, for the failure report
     the filtered file  those lines that contain a needle
-    the console        with a prefix: whole lines only (see `lines`); without one: the bytes as they come
+    the console        of one worker without a prefix the bytes as they come; else, on a terminal, what `terminal`
+                       makes of them; else whole lines (see `lines`), and no stream continues another's unfinished line
 
 Only the thread that holds the turn (a lock) may touch the streams. The pump's thread holds it all the time, except
 during calls that other programs can block for ever: a write to the console (Ctrl-S, a pipe without a reader) and the
@@ -27,9 +28,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import select
 import signal
+import struct
 import termios
 import threading
 import time
@@ -46,6 +49,7 @@ from holdfast.loop import Wakeup
 from holdfast.process.output.lines import HeldLine, LineFilter, LinePrefixer, Tail
 
 if TYPE_CHECKING:
+    from holdfast.process.output.terminal import Source, TerminalView
     from holdfast.process.output.watch import StreamWatch
 
 # An ordinary user may have 64 MiB in pipes; two hundred workers must fit.
@@ -90,29 +94,40 @@ class Stream:
     file_fd: int | None  # Already open; the pump owns it and closes it.
     console_fd: int | TextIO | None  # Never closed. An object that has replaced sys.stdout has no descriptor.
     tail: Tail | None
-    prefixer: LinePrefixer | None = None  # None: the console gets the bytes as they come.
+    prefixer: LinePrefixer | None = None  # Neither this nor a source: the console gets the bytes as they come.
     filter: LineFilter | None = None
     filtered_fd: int | None = None  # May be shared between streams; the caller owns it.
     watch: StreamWatch | None = None
+    source: Source | None = None  # Its place on a terminal.
+    margin: int = 0  # The columns of the terminal that the worker does not get, because a prefix takes them.
 
     # The pump's own.
     held: HeldLine = field(default_factory=HeldLine, init=False)
     is_split: bool = field(default=False, init=False)
     followed_fd: int | None = field(default=None, init=False)  # The terminal whose size the worker's terminal follows.
+    place: object = field(init=False)  # The console's file: stdout and stderr may be one.
     error_count: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.console_fd, int) and os.isatty(self.read_fd):
-            self.followed_fd = self.console_fd
+        self.place = self.console_fd
+        if isinstance(self.console_fd, int):
+            with suppress(OSError):  # It is closed.
+                self.place = stdio.file_behind(self.console_fd)
+            if os.isatty(self.read_fd):
+                self.followed_fd = self.console_fd
 
     def drop_outlets(self) -> bool:
         """After an unexpected error: drop all but the file, then the file too. False if nothing is left."""
         self.error_count += 1
-        self.console_fd = self.filtered_fd = self.prefixer = self.filter = self.tail = None
+        self.console_fd = self.filtered_fd = self.prefixer = self.filter = self.tail = self.source = None
         self.held = HeldLine()
         if self.error_count > 1:
             self.close_file()
         return self.error_count <= 2
+
+    def follow_size(self) -> None:
+        if self.followed_fd is not None and not _copy_size(self.followed_fd, self.read_fd, self.margin):
+            self.followed_fd = None
 
     def close_file(self) -> None:
         if self.file_fd is not None:
@@ -143,6 +158,8 @@ class Pump:
         self._held_at_most = 0  # All that was taken since the held lines were counted.
         self._busy_with: int | TextIO | None = None
         self._last_warning = ""
+        self._views: dict[TerminalView, int | TextIO] = {}
+        self._in_line: dict[object, Stream] = {}  # By console: the stream that has left an unfinished line there.
 
         # Shared with callers, under the condition's lock.
         self._changed = threading.Condition()
@@ -150,6 +167,7 @@ class Pump:
         self._unended: set[Stream] = set()
         self._is_closing = False
         self._is_closed = False
+        self._has_new_size = False
 
         self._closing = threading.Lock()
 
@@ -167,6 +185,11 @@ class Pump:
     def is_blocked(self) -> bool:
         """Whether the console blocks, and with it all streams. One that is only busy takes each piece at once."""
         return self._busy_with is not None and time.monotonic() - self._moved_at >= _BLOCKED_AFTER_S
+
+    def pass_on_size(self) -> None:
+        """The terminal has a new size."""
+        self._has_new_size = True
+        self._wakeup.wake()
 
     def start(self) -> None:
         if self._thread is None:
@@ -262,11 +285,15 @@ class Pump:
                 while self._arriving:
                     stream = self._arriving.popleft()
                     self._streams[stream.read_fd] = stream
+                    if stream.source is not None and stream.console_fd is not None:
+                        self._views.setdefault(stream.source.view, stream.console_fd)
                     self._poller.register(stream.read_fd, select.POLLIN)
                 if is_closing:
                     for stream in list(self._streams.values()):
                         self._guarded(stream, self._read_rest)
                         self._end(stream)
+                    for view in self._views:  # A stream that has lost its outlets has not ended there.
+                        self._show(view, lambda _, view=view: view.pass_time(math.inf))  # type: ignore[misc]
                     return
                 self._serve_ready()
             except Exception as error:
@@ -277,11 +304,21 @@ class Pump:
                 time.sleep(0.1)
 
     def _serve_ready(self) -> None:
-        for fd, _ in self._poller.poll():
+        for fd, _ in self._poller.poll(self._wait_ms()):
             if fd == self._wakeup.fileno():
                 self._wakeup.clear()
             elif stream := self._streams.get(fd):
                 self._guarded(stream, self._serve)
+        if self._has_new_size:
+            self._has_new_size = False
+            for stream in self._streams.values():
+                stream.follow_size()
+        for view in self._views:
+            self._show(view, view.pass_time)
+
+    def _wait_ms(self) -> float | None:
+        deadlines = [deadline for view in self._views if (deadline := view.next_deadline()) is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) * 1000 if deadlines else None
 
     def _guarded(self, stream: Stream, action: Callable[[Stream], object]) -> None:
         """Do something for one stream. An unexpected error costs that stream outlets and leaves the others alone."""
@@ -308,8 +345,7 @@ class Pump:
             now = self._moved_at = time.monotonic()
             if stream.watch is not None:
                 stream.watch.saw(data, now)
-            if stream.followed_fd is not None and not _copy_size(stream.followed_fd, stream.read_fd):
-                stream.followed_fd = None
+            stream.follow_size()
             self._pass_on(stream, data)
         else:
             self._end(stream)
@@ -328,7 +364,9 @@ class Pump:
             stream.close_file()
         if stream.tail is not None:
             stream.tail.feed(data)
-        if stream.console_fd is not None and stream.prefixer is None:
+        if stream.source is not None:
+            self._show(stream.source.view, partial(stream.source.view.add, stream.source, data))
+        elif stream.console_fd is not None and stream.prefixer is None:
             self._write_console(stream.console_fd, data)
         if stream.prefixer or stream.filter:
             self._write_lines(stream, stream.held.take(data))
@@ -343,7 +381,25 @@ class Pump:
             if lines and self._ends("the filtered log file", filtered_fd, lines):
                 self._dead_outlets.add(filtered_fd)  # For all streams.
         if stream.console_fd is not None and stream.prefixer is not None:
-            self._write_console(stream.console_fd, stream.prefixer.end(text) if is_last else stream.prefixer.add(text))
+            lines = stream.prefixer.end(text) if is_last else stream.prefixer.add(text)
+            self._write_console(stream.console_fd, self._apart(stream, lines))
+
+    def _apart(self, stream: Stream, lines: bytes) -> bytes:
+        """The lines, after a newline if another stream has left the console in the middle of a line."""
+        if not lines:
+            return b""
+        console, last = stream.console_fd, self._in_line.pop(stream.place, None)
+        if not lines.endswith(b"\n"):
+            self._in_line[stream.place] = stream
+        is_in_line = last not in (None, stream) and (not isinstance(console, int) or stdio.is_in_line(console))
+        return b"\n" + lines if is_in_line else lines
+
+    def _show(self, view: TerminalView, change: Callable[[float], bytes]) -> None:
+        """Write what the change makes the terminal show."""
+        console = self._views[view]
+        if isinstance(console, int) and not stdio.is_in_line(console):
+            view.lose_line()
+        self._write_console(console, change(time.monotonic()))
 
     def _bound_held(self) -> None:
         """Above the limit, pass on the longest unfinished line though its end has not come."""
@@ -358,8 +414,13 @@ class Pump:
         self._held_at_most = held_bytes
 
     def _end(self, stream: Stream) -> None:
-        self._guarded(stream, lambda each: self._write_lines(each, each.held.flush(), is_last=True))
+        self._guarded(stream, self._write_end)
         self._release(stream)
+
+    def _write_end(self, stream: Stream) -> None:
+        self._write_lines(stream, stream.held.flush(), is_last=True)
+        if stream.source is not None:
+            self._show(stream.source.view, partial(stream.source.view.end, stream.source))
 
     def _release(self, stream: Stream) -> None:
         if self._streams.pop(stream.read_fd, None) is not None:
@@ -438,11 +499,12 @@ def _path_of(fd: int | TextIO) -> str:
         return f"(descriptor {fd})"
 
 
-def open_channel(console_fd: int | None) -> tuple[int, int]:
+def open_channel(console_fd: int | None, margin: int = 0) -> tuple[int, int]:
     """A read end for the pump and a write end for a worker, both closed on exec.
 
     On a terminal, programs show colours and progress bars and write line by line. So a worker whose output ends on a
-    terminal gets a pty, whose size follows that of the terminal; or a pipe if there is no pty left.
+    terminal gets a pty, whose size follows that of the terminal, less the columns of the margin; or a pipe if there is
+    no pty left.
     """
     if console_fd is not None and os.isatty(console_fd):
         try:
@@ -453,7 +515,7 @@ def open_channel(console_fd: int | None) -> tuple[int, int]:
             import tty
 
             tty.setraw(worker_fd)  # The terminal at the end translates line ends, and must do so only once.
-            _copy_size(console_fd, worker_fd)
+            _copy_size(console_fd, worker_fd, margin)
             return master_fd, worker_fd
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
     with suppress(OSError):  # The user's limit for pipe memory is reached; the default size works too, only slower.
@@ -461,14 +523,15 @@ def open_channel(console_fd: int | None) -> tuple[int, int]:
     return read_fd, write_fd
 
 
-def _copy_size(from_fd: int, to_fd: int) -> bool:
+def _copy_size(from_fd: int, to_fd: int, margin: int) -> bool:
     """Give a worker's terminal the size of the one on which its output ends. False if there is none any more.
 
-    The pump does so whenever the worker writes. That costs less than a handler of SIGWINCH, which only the main thread
-    of a program could have.
+    The pump does so after SIGWINCH, which only the main thread of a program can notice, and whenever the worker writes.
     """
     try:
-        size = fcntl.ioctl(from_fd, termios.TIOCGWINSZ, bytes(8))
+        rows, columns, *pixels = struct.unpack("4H", fcntl.ioctl(from_fd, termios.TIOCGWINSZ, bytes(8)))
+        narrower = columns - margin if columns > 2 * margin else columns
+        size = struct.pack("4H", rows, narrower, *pixels)
         if size != fcntl.ioctl(to_fd, termios.TIOCGWINSZ, bytes(8)):
             fcntl.ioctl(to_fd, termios.TIOCSWINSZ, size)
     except OSError:

@@ -2,8 +2,13 @@
 
 A redirected stream is a file that the worker writes itself. A tee'd one passes through the pump. So does stderr
 whenever it is not redirected, because the last lines of a worker that fails are evidence; on a terminal the
-worker gets a terminal in between. So does stdout, if the run watches whether workers write anything (`watch`);
-a redirected stream is then watched by the growth of its file.
+worker gets a terminal in between. So does stdout if several workers share the console, because their lines would tear
+each other; if its lines get a prefix; or if the run watches whether workers write anything (`watch`). A redirected
+stream is then watched by the growth of its file.
+
+Whether lines on the console have a prefix is the user's choice: `always`, `never`, or `auto`, where tee'd lines have
+one, and all lines if several workers share a terminal. The same line of several ranks is shown once, if lines have a
+prefix and several workers share a terminal. Files have neither.
 """
 
 from __future__ import annotations
@@ -13,14 +18,16 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from holdfast import signals, stdio
 from holdfast.process.output import pump
 from holdfast.process.output.lines import TAIL_BYTES, LineFilter, LinePrefixer, Tail
 from holdfast.process.output.logs import LogsDest, open_left_file
 
 if TYPE_CHECKING:
+    from holdfast.process.output.terminal import TerminalView
     from holdfast.process.output.watch import OutputWatch
 
 logger = logging.getLogger(__name__)
@@ -29,7 +36,7 @@ _DRAIN_PATIENCE_S = 5.0
 
 
 class Outlets:
-    """The streams of one life of a group."""
+    """The streams of one life of a group. `ranks` are the global ranks by local rank."""
 
     def __init__(
         self,
@@ -38,8 +45,14 @@ class Outlets:
         prefixes: Mapping[int, str],
         filters: Mapping[str, Sequence[str] | None],
         watch: OutputWatch | None = None,
+        *,
+        ranks: Mapping[int, int],
+        prefix: str = "auto",
     ) -> None:
         self._name = name
+        self._ranks = ranks
+        self._prefix_choice = prefix
+        self._views: dict[object, TerminalView] = {}
         self._places = {
             "stdout": (destinations.stdouts, destinations.tee_stdouts, destinations.filtered_stdout),
             "stderr": (destinations.stderrs, destinations.tee_stderrs, destinations.filtered_stderr),
@@ -53,6 +66,8 @@ class Outlets:
         self._filtered_fds: dict[str, int | None] = {}
         self._watch = watch
         self._tails: dict[int, Tail] = {}
+        self._is_shared = len(self._on_console(ranks)) > 1
+        self._margin = max((len(self._prefix(rank, False, True)) for rank in ranks), default=0)
         self._pump = pump.Pump(logger.warning)
         if watch is not None:
             watch.pump = self._pump
@@ -67,6 +82,7 @@ class Outlets:
             else:
                 _warn_once(self._run_dir, f"duplicate_{stream}_filters has no effect: {stream} of no worker is tee'd")
         self._pump.start()
+        signals.inbox().size_listeners.append(self._pump.pass_on_size)
 
     def open(self, stream: str, rank: int) -> int:
         """The descriptor that the worker gets."""
@@ -81,23 +97,54 @@ class Outlets:
                 return fd
             path = os.devnull
         if stream == "stdout" and self._watch is None and not is_teed:
-            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC) if path else dup_or_null(1)
+            if path:
+                return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            if not self._is_shared and self._prefix_choice != "always":
+                return dup_or_null(1)
         return self._open_through_pump(stream, rank, path, is_teed)
 
     def _open_through_pump(self, stream: str, rank: int, path: str, is_teed: bool) -> int:
         fd = 1 if stream == "stdout" else 2
         tail = self._tails.setdefault(rank, Tail()) if stream == "stderr" else None
-        read_fd, write_fd = pump.open_channel(None if path else fd)
-        made = pump.Stream(read_fd, f"rank {rank} {stream}", None, None if path else fd, tail)
+        console = _console(fd) if is_teed else None if path else fd
+        is_terminal = isinstance(console, int) and os.isatty(console)
+        prefix = self._prefix(rank, is_teed, is_terminal)
+        read_fd, write_fd = pump.open_channel(None if path else fd, self._margin)
+        made = pump.Stream(read_fd, f"rank {rank} {stream}", None, console, tail, margin=self._margin)
         if self._watch is not None:
             made.watch = self._watch.stream(rank)
+        if isinstance(console, int) and is_terminal and (prefix or self._is_shared):
+            made.source = self._view(console).source(stream, self._ranks[rank], prefix)
+        elif console is not None and (prefix or is_teed or self._is_shared):
+            made.prefixer = LinePrefixer(prefix)
         if is_teed:
-            prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:").encode(errors="surrogateescape")
-            made.file_fd, made.console_fd, made.prefixer = self._open_log(path), _console(fd), LinePrefixer(prefix)
+            made.file_fd = self._open_log(path)
             if (filtered_fd := self._filtered_fds.get(stream)) is not None:
-                made.filter, made.filtered_fd = LineFilter(self._filters[stream], prefix), filtered_fd
+                made.filter, made.filtered_fd = LineFilter(self._filters[stream], self._label(rank, True)), filtered_fd
         self._pump.add(made)
         return write_fd
+
+    def _on_console(self, ranks: Iterable[int]) -> set[int]:
+        places = self._places.values()
+        return {rank for rank in ranks for paths, tees, _ in places if rank in tees or not paths.get(rank)}
+
+    def _prefix(self, rank: int, is_teed: bool, is_terminal: bool) -> bytes:
+        """What stands before each line on the console."""
+        is_usual = is_teed or (is_terminal and self._is_shared)
+        is_wanted = is_usual if self._prefix_choice == "auto" else self._prefix_choice == "always"
+        return self._label(rank, is_teed) if is_wanted else b""
+
+    def _label(self, rank: int, is_teed: bool) -> bytes:
+        usual = f"[{self._name}{rank}]:" if is_teed else f"[rank {self._ranks[rank]}] "
+        return self._prefixes.get(rank, usual).encode(errors="surrogateescape")
+
+    def _view(self, fd: int) -> TerminalView:
+        """That of the terminal, which stdout and stderr share as a rule."""
+        from holdfast.process.output.terminal import TerminalView
+
+        folds = self._is_shared and self._prefix_choice != "never"
+        can_erase = os.environ.get("TERM", "dumb") != "dumb"
+        return self._views.setdefault(stdio.file_behind(fd), TerminalView(folds=folds, can_erase=can_erase))
 
     def _open_log(self, path: str) -> int | None:
         """None if it cannot be opened: the disk may be full, or the directory gone. That costs the log, not the run."""
@@ -122,6 +169,8 @@ class Outlets:
     def close(self, *, will_end: bool = True) -> None:
         """Write the output that is still on its way, and close everything. `will_end` is False if a worker could not
         be killed; its output is not waited for."""
+        with contextlib.suppress(ValueError):
+            signals.inbox().size_listeners.remove(self._pump.pass_on_size)
         if will_end and not self._pump.drain(_DRAIN_PATIENCE_S):
             logger.warning("some output of %s could not be written in time and is lost", self._name)
         self._pump.close()

@@ -50,9 +50,10 @@ class GroupSpec:
     """The settings of a group that stay the same in every life of it.
 
     `entrypoint` is a function or the program to execute; `start_method` is for functions. In
-    `log_line_prefix_template`, `${role_name}`, `${rank}` and `${local_rank}` are filled in. The launcher fills these
-    fields from those of `LaunchConfig` that have the same names. `refusal` says why the group cannot be started on this
-    node, if that is known before: in a run of several nodes, all of them shall hear of it.
+    `log_line_prefix_template`, `${role_name}`, `${rank}` and `${local_rank}` are filled in. `prefix` says when lines on
+    the console have one: auto, always or never. The launcher fills these fields from those of `LaunchConfig` that have
+    the same names. `refusal` says why the group cannot be started on this node, if that is known before: in a run of
+    several nodes, all of them shall hear of it.
     """
 
     role: str
@@ -63,6 +64,7 @@ class GroupSpec:
     numa_options: Any = None
     duplicate_stdout_filters: Sequence[str] | None = None
     duplicate_stderr_filters: Sequence[str] | None = None
+    prefix: str = "auto"
     refusal: str = ""
 
 
@@ -88,6 +90,7 @@ class PContext(abc.ABC):
         link: SpawnerLink | None = None,
         lease: Lease | None = None,
         watch: OutputWatch | None = None,
+        prefix: str = "auto",
     ) -> None:
         for what, mapping in (("args", args), ("envs", envs)):
             if set(mapping) != set(range(len(args))):
@@ -107,7 +110,9 @@ class PContext(abc.ABC):
         self.logs_dir = logs_dir(self.destinations)
         self.survivors: tuple[tuple[int, str], ...] = ()
         filters = {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters}
-        self._outlets = Outlets(name, self.destinations, log_line_prefixes or {}, filters, watch)
+        ranks = {rank: _global_rank(rank, env) for rank, env in envs.items()}
+        prefixes = log_line_prefixes or {}
+        self._outlets = Outlets(name, self.destinations, prefixes, filters, watch, ranks=ranks, prefix=prefix)
         self._numa_options = numa_options
         self._link = link
         self._owns_link = link is None
@@ -471,6 +476,12 @@ class MultiprocessContext(PContext):
         self._peers.dismiss()
 
 
+def _global_rank(local_rank: int, env: dict[str, str]) -> int:
+    """The rank in the run; a program that starts processes itself may have given none."""
+    text = env.get("RANK", "")
+    return int(text) if text.isdecimal() else local_rank
+
+
 def new_group(
     spec: GroupSpec,
     args: dict[int, tuple[Any, ...]],
@@ -480,7 +491,7 @@ def new_group(
 ) -> PContext:
     """One life of a group, before its start. `more` are the `link`, `lease` and `watch` of `PContext`."""
     logs = (spec.logs_specs, log_line_prefixes, spec.duplicate_stdout_filters, spec.duplicate_stderr_filters)
-    more["numa_options"] = spec.numa_options
+    more |= {"numa_options": spec.numa_options, "prefix": spec.prefix}
     if isinstance(spec.entrypoint, str):
         return SubprocessContext(spec.role, spec.entrypoint, args, envs, *logs, **more)
     return MultiprocessContext(spec.role, spec.entrypoint, args, envs, spec.start_method, *logs, **more)
