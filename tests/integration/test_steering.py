@@ -225,3 +225,166 @@ def test_what_cannot_be_asked_is_one_line(scene: Scene, tmp_path: Path) -> None:
     coordinator = scene.start_coordinator()
     assert f"it has no run {scene.run_id!r}" in ask(scene, "status", *at_endpoint(scene), code=1)
     assert coordinator.is_running
+
+
+# Logs.
+
+TALKER = """
+import os, signal, sys, time
+
+rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+home = sys.argv[1]
+print(f"rank {rank} attempt {attempt} begins", flush=True)
+print(f"rank {rank} \\x1b[2J complains", file=sys.stderr, flush=True)
+while not os.path.exists(f"{home}/go{attempt}"):
+    time.sleep(0.01)
+print(f"rank {rank} attempt {attempt} ends without a line's end", end="", flush=True)
+sys.exit(3 if attempt == 0 and rank == "0" else 0)
+"""
+
+
+class Follower:
+    """`holdfast logs -f`, and what it has printed."""
+
+    def __init__(self, scene: Scene, *args: str) -> None:
+        self._out, self._err = scene.home / "follow.out", scene.home / "follow.err"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "holdfast", "logs", *args],
+                stdout=out, stderr=err, env=scene._environment("command"), cwd=scene.home,
+            )  # fmt: skip
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    def await_text(self, text: str) -> None:
+        support.wait_until(lambda: text in self.out + self.err, f"{text!r} in\n{self.out}\n{self.err}")
+
+    def wait(self) -> int:
+        return self.process.wait(60)
+
+
+def start_talkers(scene: Scene, *options: str) -> None:
+    script = support.write_script(scene.home / "talker.py", TALKER)
+    for name in "ab":
+        options_of = (
+            "--max-restarts",
+            "1",
+            "--redirects",
+            "3",
+            "--log-dir",
+            str(scene.home / f"logs-{name}"),
+            *options,
+        )
+        scene.start(name, "2", *options_of, script=script)
+    for name in "ab":
+        support.wait_until(lambda name=name: "complains" in texts_in(scene.home / f"logs-{name}"), "that it runs")
+
+
+def texts_in(directory: Path) -> str:
+    return "".join(path.read_text() for path in directory.rglob("std*.log"))
+
+
+def test_logs_follow_through_a_restart_to_the_end_of_the_run(scene: Scene) -> None:
+    start_talkers(scene)
+    support.wait_until(lambda: "complains" in ask_logs(scene, "--rank", "1"), "that both can be asked")
+    follower = Follower(scene, scene.run_id, "-f")
+    for rank in "01":
+        follower.await_text(f"[{rank}:stdout] rank {rank} attempt 0 begins\n")
+        follower.await_text(f"[{rank}:stderr] rank {rank} \\x1b[2J complains\n")
+    (scene.home / "go0").touch()
+    follower.await_text("attempt 1 begins, in ")
+    follower.await_text("[1:stdout] rank 1 attempt 1 begins\n")
+    # Of an earlier attempt, and only lines that match.
+    said = ask(scene, "logs", scene.run_id, "--rank", "0", "--attempt", "0", "--stream", "stdout", "--grep", "ends")
+    assert said == "rank 0 attempt 0 ends without a line's end\n"
+    (scene.home / "go1").touch()
+    assert follower.wait() == 0, follower.err
+    for rank in "01":
+        assert f"[{rank}:stdout] rank {rank} attempt 1 ends without a line's end\n" in follower.out
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+def ask_logs(scene: Scene, *args: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast", "logs", scene.run_id, *args],
+        capture_output=True, text=True, timeout=60, env=scene._environment("command"),
+    ).stdout  # fmt: skip
+
+
+def test_logs_of_another_host_come_over_the_wire(scene: Scene, token: str) -> None:
+    start_talkers(scene, "--token-file", token)
+    where = (*at_endpoint(scene), "--token-file", token)
+    await_ranks(scene, where)
+    for rank in "01":
+        said = ask(scene, "logs", *where, "--rank", rank, "--stream", "stdout")
+        assert said == f"rank {rank} attempt 0 begins\n"
+    follower = Follower(scene, *where, "-f", "--rank", "1", "--stream", "stdout")
+    follower.await_text("rank 1 attempt 0 begins\n")
+    (scene.home / "go0").touch()
+    follower.await_text("rank 1 attempt 1 begins\n")
+    assert "is another file now; shown from its beginning" in follower.err
+    assert "no such rank" in ask(scene, "logs", *where, "--rank", "7", code=2)
+    (scene.home / "go1").touch()
+    assert follower.wait() == 0, follower.err
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+def await_ranks(scene: Scene, where: tuple[str, ...]) -> None:
+    def is_ready() -> bool:
+        agents = status_of(scene, *where)["agents"]
+        return [len(agent["workers"]) for agent in agents] == [1, 1] and all(
+            worker["state"] == "running" for agent in agents for worker in agent["workers"]
+        )
+
+    support.wait_until(is_ready, "that both agents know their workers")
+
+
+@on_tcp
+def test_without_a_token_a_stranger_reads_no_logs_and_a_member_does(scene: Scene) -> None:
+    start_talkers(scene)
+    await_ranks(scene, (scene.run_id,))
+    assert "passes on nothing but the status" in ask(scene, "logs", *at_endpoint(scene), "--rank", "1", code=1)
+    (scene.home / "go0").touch()
+    (scene.home / "go1").touch()
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+@on_tcp
+def test_a_log_that_is_deleted_or_replaced_is_one_line(scene: Scene) -> None:
+    start_talkers(scene)
+    await_ranks(scene, (scene.run_id,))
+    follower = Follower(scene, scene.run_id, "-f", "--rank", "0", "--stream", "stdout")
+    follower.await_text("rank 0 attempt 0 begins\n")
+    [path] = [
+        path
+        for path in scene.home.glob("logs-*/*/attempt_0/0/stdout.log")
+        if path.read_text().startswith("rank 0 ") and "latest" not in path.parts
+    ]
+    path.unlink()
+    follower.await_text(f"rank 0: there is no log file {path}; waiting for it or for the run to end")
+    path.write_text("a new file\n")
+    follower.await_text("is another file now; shown from its beginning")
+    follower.await_text("a new file\n")
+    assert follower.err.count("there is no log file") == 1
+    (scene.home / "go0").touch()
+    (scene.home / "go1").touch()
+    assert follower.wait() == 0
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+@on_tcp
+def test_without_log_files_the_line_says_which_option_to_give(scene: Scene) -> None:
+    start_two(scene)
+    await_running(scene)
+    assert "start the run with --tee 3 --log-dir DIR" in ask(scene, "logs", scene.run_id, code=1)
+    assert "--grep [:" in ask(scene, "logs", scene.run_id, "--grep", "[", code=2)
+    follower = Follower(scene, scene.run_id, "--rank", "9")
+    assert follower.wait() == 2
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}

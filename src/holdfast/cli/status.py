@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from holdfast import escape
+from holdfast import escape, signals
 from holdfast.cli import console, runs
 from holdfast.cli.parser import PlainParser
 from holdfast.cli.runs import RunView, dicts_of, number_of, text_of
@@ -86,14 +87,18 @@ def list_runs(argv: Sequence[str]) -> int:
 
 
 def shown(program: str, show: Callable[[], str]) -> int:
-    """Print what the function returns; an error is one line, and the exit code says whose it is."""
+    """Print what the function returns; an error is one line, and the exit code says whose it is. Ctrl-C ends it, in the
+    middle of whatever it is: nothing here is half done."""
+    box = signals.inbox()
     try:
+        box.raise_pending()
+        box.handle(())
         text = show()
     except HoldfastError as error:
         console.write_error(program, str(error))
         return 2 if isinstance(error, UserError) else 1
-    except KeyboardInterrupt:
-        return 130
+    except (KeyboardInterrupt, signals.SignalException) as error:
+        return 128 + getattr(error, "sigval", signal.SIGINT)
     console.print_out(text)
     sys.stdout.flush()
     return 0
@@ -251,9 +256,7 @@ def worker_state(worker: Mapping[str, Any]) -> str:
     state, code = text_of(worker, "state"), number_of(worker, "exit_code")
     if not code:
         return state
-    from holdfast.signals import signal_name
-
-    return f"{state} ({signal_name(int(-code))})" if code < 0 else f"{state} (exit code {code:g})"
+    return f"{state} ({signals.signal_name(int(-code))})" if code < 0 else f"{state} (exit code {code:g})"
 
 
 def progress_text(worker: Mapping[str, Any]) -> str:

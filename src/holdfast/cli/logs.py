@@ -1,0 +1,305 @@
+"""`holdfast logs`: the log files of a run's workers, from this host directly, from others through the coordinator.
+
+Each stream of each chosen rank is a `Source`, read in pieces of at most 64 KiB. Following is reading again after a
+bounded wait, which ends at once when an agent of this host does. A file that was deleted, replaced or cut is said in
+one line, and so is a new attempt. Lines come from workers and go through `escape`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import select
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from holdfast.agent import inspection
+from holdfast.cli import console, runs, status
+from holdfast.cli.parser import PlainParser
+from holdfast.cli.runs import RunView, dicts_of, number_of, text_of
+from holdfast.errors import HostError, UserError
+
+PROGRAM = "holdfast logs"
+
+_STREAMS = ("stdout", "stderr")
+_LOOK_AGAIN_S = 0.25
+_LOOK_AGAIN_ELSEWHERE_S = 1.0  # A coordinator passes on a bounded number of questions a second.
+_ASK_AGAIN_EVERY = 4  # Looks after which a coordinator is asked whether the run has ended.
+_MOST_SOURCES = 128
+_SHOWN_BEFORE_FOLLOWING = 10
+
+_EPILOG = """\
+Log files exist if the run was started with --tee or --redirects and a --log-dir. Without --rank the logs of all ranks
+of this host are shown, each line with its rank. Those of other hosts come through the coordinator. A line is shown
+whole, with control characters made visible.
+
+exit status:
+  0  the logs were shown; with -f, the run has ended
+  1  there is no such run or log, or it cannot be read
+  2  wrong usage, or several runs fit
+
+examples:
+  holdfast logs -f
+  holdfast logs job7 --rank 3 --attempt 2 --grep 'loss|error'
+"""
+
+
+def get_parser() -> PlainParser:
+    parser = PlainParser(PROGRAM, "Show or follow the log files of a run's workers.", _EPILOG)
+    runs.add_arguments(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends, through restarts")
+    parser.add_argument("--rank", type=int, metavar="RANK", help="of this global rank alone, on whatever host it is")
+    parser.add_argument("--attempt", type=int, metavar="NUMBER", help="of this start of the workers, counted from 0; "
+                        "the default is the present one. Ranks are those of the present one.")  # fmt: skip
+    parser.add_argument("--stream", choices=_STREAMS, help="of this stream alone")
+    parser.add_argument("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
+    parser.add_argument("--tail", type=int, metavar="LINES", help="only the last lines of each log, out of its last "
+                        "64 KiB; with -f the default is 10")  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    args = get_parser().parse_args(argv)
+
+    def show() -> str:
+        _show(runs.open_run(args), args, Printer(_pattern(args.grep)))
+        return ""
+
+    return status.shown(PROGRAM, show)
+
+
+def _pattern(text: str | None) -> re.Pattern[str] | None:
+    try:
+        return re.compile(text) if text is not None else None
+    except re.error as error:
+        raise UserError(f"--grep {text}: {error}") from None
+
+
+class Printer:
+    """Prints lines as they become whole."""
+
+    def __init__(self, pattern: re.Pattern[str] | None) -> None:
+        self._pattern = pattern
+
+    def lines(self, prefix: str, lines: Sequence[str]) -> None:
+        chosen = [line for line in lines if self._pattern is None or self._pattern.search(line)]
+        if chosen:
+            console.print_out("".join(f"{prefix}{line}\n" for line in chosen))
+            sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        console.write(f"{PROGRAM}: {text}\n")
+
+
+class Source:
+    """One stream of one rank. `node_id` is empty if the file is on this host, at `path`. One whose attempt is fixed
+    does not go on to the next."""
+
+    def __init__(self, run: RunView, rank: int, stream: str, node_id: str, path: str, attempt: int | None) -> None:
+        self.rank, self.stream, self.node_id, self.path = rank, stream, node_id, path
+        self._run, self._attempt = run, attempt
+        self._offset, self._file, self._rest = 0, "", ""
+        self._is_missing = False
+        self.is_fixed = attempt is not None
+
+    def read(self, printer: Printer, prefix: str, tail: int | None = None) -> None:
+        """All that is there now. With `tail`, only the last lines of it."""
+        if tail is not None:
+            self._offset = -inspection.CHUNK_BYTES
+        while True:
+            piece = self._piece()
+            if self._has_changed(piece, printer):
+                continue
+            lines = (self._rest + text_of_log(piece)).split("\n")
+            self._rest = lines.pop()
+            printer.lines(prefix, lines if tail is None else lines[max(0, len(lines) - tail) :])
+            end, size = number_of(piece, "offset") or 0, number_of(piece, "size") or 0
+            is_done = end >= size or end == self._offset
+            self._offset, tail = int(end), None
+            if is_done:
+                return
+
+    def finish(self, printer: Printer, prefix: str) -> None:
+        """What was written without a line's end."""
+        if self._rest:
+            printer.lines(prefix, [self._rest])
+            self._rest = ""
+
+    def follow(self, printer: Printer, prefix: str) -> None:
+        """Like `read`, but a file that is gone is a line and not the end."""
+        try:
+            self.read(printer, prefix)
+            self._is_missing = False
+        except HostError as error:
+            if not self._is_missing:
+                self._is_missing = True
+                printer.note(f"rank {self.rank}: {error}; waiting for it or for the run to end")
+
+    def turn_to(self, path: str, printer: Printer, prefix: str) -> None:
+        """The worker was started again, with another log."""
+        with suppress(HostError):
+            self.read(printer, prefix)
+        self.finish(printer, prefix)
+        printer.note(f"rank {self.rank}: attempt {inspection.attempt_of(path)} begins, in {path}")
+        self.path, self._offset, self._file = path, 0, ""
+
+    def next_path(self) -> str:
+        """The log of the next attempt, if there is one."""
+        attempt = inspection.attempt_of(self.path)
+        path = inspection.log_path(self.path, attempt + 1) if attempt is not None else ""
+        return path if os.path.exists(path) else ""
+
+    def _piece(self) -> Mapping[str, Any]:
+        if not self.node_id:
+            return inspection.read_piece(inspection.log_path(self.path, self._attempt), self._offset)
+        request = {"command": "logs", "rank": self.rank, "stream": self.stream, "offset": self._offset}
+        piece = self._run.ask_node(self.node_id, {**request, "attempt": self._attempt})
+        if not isinstance(piece, dict):
+            raise HostError(f"node {self.node_id} sent an answer that makes no sense")
+        self.turn_over(text_of(piece, "path"))
+        return piece
+
+    def turn_over(self, path: str) -> None:
+        if self.path != path:
+            self.path, self._file = path, self._file or "?"
+
+    def _has_changed(self, piece: Mapping[str, Any], printer: Printer) -> bool:
+        """Whether to begin again: the name belongs to another file now, or the file was cut."""
+        file, size = text_of(piece, "file"), number_of(piece, "size") or 0
+        before, self._file = self._file, file
+        is_other, is_cut = before not in ("", file), self._offset > size
+        if is_other or is_cut:
+            what = "is another file now" if is_other else "was cut"
+            printer.note(f"rank {self.rank}: {self.path} {what}; shown from its beginning")
+            self._offset, self._rest = 0, ""
+        return is_other or is_cut
+
+
+def text_of_log(piece: Mapping[str, Any]) -> str:
+    text = piece.get("text")
+    return text if isinstance(text, str) else ""
+
+
+# Which logs.
+
+
+def _show(run: RunView, args: argparse.Namespace, printer: Printer) -> None:
+    sources = list(_sources(run, args))
+    if not sources:
+        whom = "the workers of this run here" if args.rank is None else f"rank {args.rank}"
+        raise HostError(f"there are no log files of {whom}: {inspection.NO_LOG}")
+    if len(sources) > _MOST_SOURCES:
+        printer.note(f"only the first {_MOST_SOURCES} of {len(sources)} logs are shown; choose with --rank")
+        del sources[_MOST_SOURCES:]
+    prefixes = {each: _prefix(each, sources) for each in sources}
+    tail = args.tail if args.tail is not None else _SHOWN_BEFORE_FOLLOWING if args.follow else None
+    if tail is not None and tail < 0:
+        raise UserError(f"--tail {tail} is not a number of lines")
+    for each in sources:
+        each.read(printer, prefixes[each], tail)
+    if args.follow:
+        _follow(run, sources, prefixes, printer)
+    for each in sources:
+        each.finish(printer, prefixes[each])
+
+
+def _prefix(source: Source, sources: Sequence[Source]) -> str:
+    """The rank if there are several, as in the console's lines; the stream if both are shown."""
+    ranks, streams = {each.rank for each in sources}, {each.stream for each in sources}
+    rank = f"{source.rank}" if len(ranks) > 1 else ""
+    stream = source.stream if len(streams) > 1 else ""
+    name = ":".join(filter(None, (rank, stream)))
+    return f"[{name}] " if name else ""
+
+
+def _sources(run: RunView, args: argparse.Namespace) -> Iterator[Source]:
+    streams = [args.stream] if args.stream else _STREAMS
+    here = _workers_of(run)
+    for rank in sorted(here) if args.rank is None else [args.rank]:
+        for stream in streams:
+            if rank in here and text_of(here[rank], stream):
+                yield Source(run, rank, stream, "", text_of(here[rank], stream), args.attempt)
+    if args.rank in here or (here and args.rank is None):
+        return
+    for node, rank in _ranks_elsewhere(run, args.rank):
+        answer = run.ask_node(node, {"command": "status"})
+        workers = {number_of(each, "global_rank"): each for each in dicts_of(answer, "workers")}
+        for stream in streams:
+            if path := text_of(workers.get(rank, {}), stream):
+                yield Source(run, rank, stream, node, inspection.log_path(path, args.attempt), args.attempt)
+
+
+def _workers_of(run: RunView) -> dict[int, dict[str, Any]]:
+    """The workers on this host, by rank."""
+    found = {}
+    for agent in run.local_agents():
+        for worker in dicts_of(agent, "workers"):
+            rank = number_of(worker, "global_rank")
+            if rank is not None:
+                found[int(rank)] = worker
+    return found
+
+
+def _ranks_elsewhere(run: RunView, wanted: int | None) -> list[tuple[str, int]]:
+    """Node id and rank, of the wanted one or of all."""
+    found = []
+    for node in dicts_of(run.run_status(), "nodes"):
+        first, size = number_of(node, "first_rank"), number_of(node, "local_world_size")
+        if first is not None and size is not None:
+            ranks = range(int(first), int(first + min(size, _MOST_SOURCES)))
+            found += [(text_of(node, "node_id"), rank) for rank in ranks if wanted in (None, rank)]
+    if wanted is not None and not found:
+        raise UserError(f"--rank {wanted}: the present round of the run has no such rank")
+    return found[:_MOST_SOURCES]
+
+
+# Following.
+
+
+def _follow(run: RunView, sources: list[Source], prefixes: Mapping[Source, str], printer: Printer) -> None:
+    """Until the run has ended. On this host its agents are waited for; elsewhere the coordinator says so."""
+    is_here = not any(each.node_id for each in sources)
+    with ExitStack() as opened:
+        agents = select.poll()
+        left = 0
+        for agent in run.local_agents() if is_here else ():
+            with suppress(OSError):
+                fd = os.pidfd_open(int(agent["pid"]))
+                opened.callback(os.close, fd)
+                agents.register(fd, select.POLLIN)
+                left += 1
+        looks = 0
+        is_over = is_here and not left
+        while not is_over:
+            for fd, _ in agents.poll(1000 * (_LOOK_AGAIN_S if is_here else _LOOK_AGAIN_ELSEWHERE_S)):
+                agents.unregister(fd)
+                left -= 1
+            looks += 1
+            is_over = left == 0 if is_here else looks % _ASK_AGAIN_EVERY == 0 and _has_ended(run)
+            if is_here:
+                _turn_to_new_attempts(run, sources, prefixes, printer)
+            for each in sources:
+                each.follow(printer, prefixes[each])
+
+
+def _turn_to_new_attempts(
+    run: RunView, sources: list[Source], prefixes: Mapping[Source, str], printer: Printer
+) -> None:
+    """As the agents say, or, if they have ended meanwhile, as the directories do."""
+    workers = _workers_of(run)
+    for each in sources:
+        path = text_of(workers.get(each.rank, {}), each.stream) if workers else each.next_path()
+        path = "" if each.is_fixed else path
+        while path and path != each.path:
+            each.turn_to(path, printer, prefixes[each])
+            path = "" if workers else each.next_path()
+
+
+def _has_ended(run: RunView) -> bool:
+    try:
+        return bool(text_of(run.run_page(0), "end"))
+    except HostError:
+        return True  # The coordinator is gone, and with it the way to the logs.
