@@ -1,19 +1,43 @@
-"""Small immutable records: events, commands, reports.
+"""Data classes that are quick to import: configurations, results, events, commands.
 
-`@frozen` does what `@dataclass(frozen=True, slots=True)` does, as far as the pure machines need it: fields with plain
-defaults, equality between records of the same class, a readable repr, `match` by position. All records share the
-methods of `_Record`. A dataclass compiles new ones for each class, which makes imports slow; they are most of the
-agent's start-up.
+`dataclass` and `field` do what those of the standard library do, as far as they are used here: fields with defaults or
+default factories, positional and named arguments, equality between objects of one class, a readable repr, `match` by
+position, `__post_init__`; frozen or not, with slots or not. The standard ones compile new methods for each class when a
+module is imported, and load `inspect`, which would be most of an agent's start. Here all classes share a few functions,
+which find the fields by name; nothing is compiled. `@frozen` is short for `@dataclass(frozen=True, slots=True)`.
+
+For the standard library they are data classes, too: `dataclasses.fields`, `replace` and `asdict` work, so do subclasses
+that are data classes, and `inspect.signature` shows the fields. What these ask for is made when they ask (`_OnDemand`).
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
+from collections.abc import Callable
+from typing import Any, TypeVar, cast, dataclass_transform, overload
 
 T = TypeVar("T")
 
+_NONE: Any = object()  # No default.
+
+
+class _Field:
+    __slots__ = ("default", "default_factory", "init")
+
+    def __init__(self, default: Any = _NONE, default_factory: Any = _NONE, init: bool = True) -> None:
+        self.default, self.default_factory, self.init = default, default_factory, init
+
+    def value(self) -> Any:
+        """The default, or `_NONE`."""
+        return self.default if self.default_factory is _NONE else self.default_factory()
+
+
+def field(*, default: Any = _NONE, default_factory: Callable[[], Any] = _NONE, init: bool = True) -> Any:
+    """A field whose default is made anew for each object, or that is no argument of the class (`init=False`)."""
+    return _Field(default, default_factory, init)
+
 
 def fields_of(record: Any) -> dict[str, Any]:
+    """The values that were given to the class, or would be to make the same object."""
     return {name: getattr(record, name) for name in record.__match_args__}
 
 
@@ -22,52 +46,135 @@ def changed(record: T, **values: Any) -> T:
     return type(record)(**{**fields_of(record), **values})
 
 
-class _Record:
-    __slots__ = ()
-    __match_args__: ClassVar[tuple[str, ...]]
-    __defaults__: ClassVar[dict[str, Any]]
+@overload
+def dataclass(cls: type[T], /) -> type[T]: ...
+@overload
+def dataclass(
+    *, frozen: bool = False, slots: bool = False, eq: bool = True, weakref_slot: bool = False
+) -> Callable[[type[T]], type[T]]: ...
+@dataclass_transform(field_specifiers=(field,))
+def dataclass(
+    cls: Any = None, /, *, frozen: bool = False, slots: bool = False, eq: bool = True, weakref_slot: bool = False
+) -> Any:
+    """A class decorator. The fields are those of the class itself; its bases must have none."""
 
-    def __init__(self, *values: Any, **named: Any) -> None:
-        kind = type(self)
-        names = kind.__match_args__
-        if len(values) > len(names):
-            raise TypeError(f"{kind.__name__} takes {len(names)} values, not {len(values)}")
-        put = object.__setattr__
-        for name, value in zip(names, values, strict=False):
-            put(self, name, value)
-        for name in names[len(values) :]:
-            if name in named:
-                put(self, name, named.pop(name))
-            elif name in kind.__defaults__:
-                put(self, name, kind.__defaults__[name])
-            else:
-                raise TypeError(f"{kind.__name__} needs a value for {name}")
-        if named:
-            raise TypeError(f"{kind.__name__} has no field {next(iter(named))!r}, or was given it twice")
+    def decorate(cls: type[Any]) -> type[Any]:
+        fields = _fields_in(cls)
+        added = _methods(cls.__name__, fields, frozen=frozen, eq=eq)
+        added = {name: value for name, value in added.items() if name not in vars(cls)}
+        added["__match_args__"] = tuple(name for name, each in fields.items() if each.init)
+        for name in ("__dataclass_fields__", "__dataclass_params__", "__signature__"):
+            added[name] = _OnDemand(name, fields, frozen)
+        if slots:
+            slot_names = (*fields, "__weakref__") if weakref_slot else tuple(fields)
+            return _with_slots(cls, {**added, "__slots__": slot_names}, fields)
+        for name, each in fields.items():  # A default is an attribute of the class.
+            if each.default is not _NONE:
+                added[name] = each.default
+            elif name in vars(cls):
+                delattr(cls, name)
+        for name, value in added.items():
+            setattr(cls, name, value)
+        return cls
 
-    def __eq__(self, other: object) -> bool:
-        return fields_of(self) == fields_of(other) if type(self) is type(other) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self.__reduce__())
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in fields_of(self).items())})"
-
-    def __setattr__(self, name: str, *value: Any) -> None:
-        raise AttributeError(f"{type(self).__name__} is a record and cannot be changed ({name})")
-
-    __delattr__ = __setattr__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(fields_of(self).values())
+    return decorate if cls is None else decorate(cls)
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def frozen(cls: type[T]) -> type[T]:
-    """A class decorator. The class must have no base but `object`."""
-    names = tuple(getattr(cls, "__annotations__", {}))
-    namespace = {name: value for name, value in cls.__dict__.items() if name not in ("__dict__", "__weakref__", *names)}
-    defaults = {name: cls.__dict__[name] for name in names if name in cls.__dict__}
-    namespace.update(__slots__=names, __match_args__=names, __defaults__=defaults)
-    return cast(type[T], type(cls.__name__, (_Record,), namespace))
+    return cast(type[T], dataclass(frozen=True, slots=True)(cls))
+
+
+def _fields_in(cls: type[Any]) -> dict[str, _Field]:
+    hints = vars(cls).get("__annotations__", {})
+    given = {name: vars(cls).get(name, _NONE) for name, hint in hints.items() if not str(hint).startswith("ClassVar")}
+    return {name: value if isinstance(value, _Field) else _Field(value) for name, value in given.items()}
+
+
+def _with_slots(cls: type[Any], added: dict[str, Any], fields: dict[str, _Field]) -> type[Any]:
+    """Slots can only be given to a new class."""
+    kept = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__", *fields)}
+    metaclass: Any = type(cls)
+    return cast(type[Any], metaclass(cls.__name__, cls.__bases__, {**kept, **added, "__qualname__": cls.__qualname__}))
+
+
+def _methods(kind: str, fields: dict[str, _Field], *, frozen: bool, eq: bool) -> dict[str, Any]:
+    """What all data classes share. `kind` is the name of the class."""
+    names = tuple(fields)
+    arguments = tuple(name for name in names if fields[name].init)
+    others = tuple(name for name in names if not fields[name].init)
+    put = object.__setattr__ if frozen else setattr
+
+    def init(self: Any, /, *values: Any, **named: Any) -> None:
+        if len(values) > len(arguments):
+            raise TypeError(f"{kind} takes {len(arguments)} values, not {len(values)}")
+        for name, value in zip(arguments, values, strict=False):
+            put(self, name, value)
+        for name in arguments[len(values) :]:
+            value = named.pop(name) if name in named else fields[name].value()
+            if value is _NONE:
+                raise TypeError(f"{kind} needs a value for {name}")
+            put(self, name, value)
+        if named:
+            raise TypeError(f"{kind} has no field {next(iter(named))!r}, or was given it twice")
+        for name in others:
+            if (value := fields[name].value()) is not _NONE:
+                put(self, name, value)
+        if hasattr(self, "__post_init__"):
+            self.__post_init__()
+
+    def values_of(self: Any) -> tuple[Any, ...]:
+        return tuple([getattr(self, name) for name in names])
+
+    def show(self: Any) -> str:
+        return f"{type(self).__qualname__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+    def equals(self: Any, other: object) -> bool:
+        return values_of(self) == values_of(other) if type(self) is type(other) else NotImplemented
+
+    def digest(self: Any) -> int:
+        return hash((type(self), values_of(self)))
+
+    def refuse(self: Any, name: str, *value: Any) -> None:
+        from dataclasses import FrozenInstanceError
+
+        raise FrozenInstanceError(f"{kind} is a record and cannot be changed ({name})")
+
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return type(self), values_of(self)
+
+    made: dict[str, Any] = {"__init__": init, "__repr__": show}
+    if eq:
+        made.update(__eq__=equals, __hash__=digest if frozen else None)
+    if frozen:
+        made.update(__setattr__=refuse, __delattr__=refuse, __reduce__=reduce)
+    return made
+
+
+class _OnDemand:
+    """An attribute that `dataclasses` and `inspect` look for. The first look makes a standard data class with the same
+    fields, and takes the attributes from there."""
+
+    def __init__(self, name: str, fields: dict[str, _Field], is_frozen: bool) -> None:
+        self._name, self._fields, self._is_frozen = name, fields, is_frozen
+
+    def __get__(self, record: Any, kind: type[Any]) -> Any:
+        import dataclasses
+        import inspect
+
+        for owner in kind.__mro__:
+            if vars(owner).get(self._name) is self:
+                standard: Any = dataclasses.dataclass(frozen=self._is_frozen)(self._twin_of(owner, dataclasses))
+                owner.__dataclass_fields__ = standard.__dataclass_fields__  # type: ignore[attr-defined]
+                owner.__dataclass_params__ = standard.__dataclass_params__  # type: ignore[attr-defined]
+                owner.__signature__ = inspect.signature(standard)  # type: ignore[attr-defined]
+        return getattr(kind, self._name)
+
+    def _twin_of(self, owner: type[Any], dataclasses: Any) -> type[Any]:
+        namespace = {"__annotations__": owner.__annotations__, "__module__": owner.__module__}
+        for name, each in self._fields.items():
+            default = {} if each.default is _NONE else {"default": each.default}
+            if each.default_factory is not _NONE:
+                default = {"default_factory": each.default_factory}
+            namespace[name] = dataclasses.field(init=each.init, **default)
+        return type(owner.__name__, (), namespace)

@@ -11,13 +11,13 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import stdio
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT, RunResult, WorkerSpec
 from holdfast.errors import UserError, mark_as_from_run
+from holdfast.frozen import dataclass, field
 from holdfast.process import devices
 from holdfast.process.errors import ChildFailedError
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs

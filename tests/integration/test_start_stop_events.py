@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,7 +19,7 @@ from holdfast.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerSta
 from holdfast.process import DefaultLogsSpecs, start_processes
 from holdfast.process.spawner import client
 from holdfast.process.spawner.client import SpawnerLink
-from holdfast.process.spawner.wire import Lease, Message
+from holdfast.process.spawner.wire import Lease
 from holdfast.process.workers import ladder
 from holdfast.process.workers.group import GroupSpec, PContext, SubprocessContext, new_group
 from holdfast.rendezvous.coordination import Push
@@ -29,6 +29,9 @@ from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.rendezvous.static import StandaloneRendezvous
 from holdfast.signals import SignalException
 from tests import support
+
+if TYPE_CHECKING:
+    from holdfast.process.spawner.wire import Message
 
 WORKER = str(Path(__file__).parent.parent / "programs" / "worker.py")
 # What is promised to be prompt, on a machine that is busy.

@@ -6,10 +6,11 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from holdfast.cli import options, parser
+from holdfast.cli import command_line, options, parser
 from holdfast.cli.options import OPTIONS, Option
 from holdfast.cli.parser import RunParser, help_text
 
@@ -26,7 +27,17 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parse(*tokens: str) -> argparse.Namespace:
-    return RunParser().parse_args(tokens)
+    """As the parser for Python programs reads it; the command, which works without argparse, must see the same."""
+    outcomes: list[Any] = []
+    for read in (RunParser().parse_args, command_line.read):
+        try:
+            outcomes.append(vars(read(tokens)))
+        except SystemExit as ended:
+            outcomes.append(ended.code)
+    assert outcomes[0] == outcomes[1]
+    if not isinstance(outcomes[0], dict):
+        raise SystemExit(outcomes[0])
+    return argparse.Namespace(**outcomes[0])
 
 
 def refused(capsys: pytest.CaptureFixture[str], *tokens: str) -> str:
@@ -34,7 +45,8 @@ def refused(capsys: pytest.CaptureFixture[str], *tokens: str) -> str:
     with pytest.raises(SystemExit) as ended:
         parse(*tokens)
     assert ended.value.code == 2
-    usage, line = capsys.readouterr().err.splitlines()
+    usage, line, *again = capsys.readouterr().err.splitlines()
+    assert again == [usage, line]
     assert usage == f"usage: {options.USAGE}"
     assert line.startswith("holdfast run: error: ")
     return line.removeprefix("holdfast run: error: ")
@@ -351,7 +363,8 @@ def test_a_newer_option_must_be_written_in_full(
         Option("--nprocessors N", options.WORKERS, "", in_full=True),
         Option("--zebra", options.WORKERS, "", in_full=True),
     )
-    monkeypatch.setattr(parser, "OPTIONS", (*OPTIONS, *newer))
+    for module in (parser, command_line):
+        monkeypatch.setattr(module, "OPTIONS", (*OPTIONS, *newer))
     assert parse("--nproc", "3", "--nprocessors", "4", "x.py").nproc_per_node == "3"
     assert parse("--nprocessors", "4", "--zebra", "x.py").zebra
     assert refused(capsys, "--zebr", "x.py") == "unknown option --zebr; did you mean --zebra?"

@@ -20,7 +20,6 @@ signal and the grace period, and the exception goes on to the caller.
 from __future__ import annotations
 
 import abc
-import inspect
 import json
 import logging
 import os
@@ -536,8 +535,12 @@ def _elapsed_ms(began: float) -> int:
 
 
 def _call(hook: Callable[..., T], *args: Any, **offered: Any) -> T:
-    """Call with `args`, and with those of the named arguments that the hook knows."""
-    known = inspect.signature(hook).parameters if offered else {}
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+    """Call with `args`, and with those of the named arguments that the hook knows. Our own hooks know all of them."""
+    if offered and not getattr(hook, "__module__", "").startswith("holdfast."):
+        import inspect
+
+        known = inspect.signature(hook).parameters
+        if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values()):
+            offered = {name: value for name, value in offered.items() if name in known}
     with loop.in_hook():
-        return hook(*args, **{name: value for name, value in offered.items() if takes_any or name in known})
+        return hook(*args, **offered)

@@ -51,7 +51,7 @@ _SHORTAGE_PAUSE_S = 1.0
 _SLOW_AT_ONCE = 8
 # A socket refuses connections for a moment before its agent listens on it, too.
 _STALE_AFTER_S = 10.0
-_PATH = re.compile(r"/holdfast(?:-agents-\d+)?/[^/]*\.(\d+)\.[0-9a-f]{8}\.sock$")
+_PATH = r"/holdfast(?:-agents-\d+)?/[^/]*\.(\d+)\.[0-9a-f]{8}\.sock$"
 
 
 # The agent's side.
@@ -282,7 +282,7 @@ def _paths() -> dict[str, int]:
             paths += [f"{directory}/{name}" for name in os.listdir(directory) if _is_private(directory)]
     with contextlib.suppress(OSError), open("/proc/net/unix", errors="surrogateescape") as listing:
         paths += [line.rstrip("\n").split(maxsplit=7)[-1] for line in listing]
-    return {path: int(found[1]) for path in paths if (found := _PATH.search(path))}
+    return {path: int(found[1]) for path in paths if (found := re.search(_PATH, path))}
 
 
 # Both sides.

@@ -12,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import loop, procfs, signals, stdio
@@ -30,6 +29,7 @@ from holdfast.agent.model import (
 )
 from holdfast.errors import HostError
 from holdfast.failures.report import Evidence
+from holdfast.frozen import changed
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
@@ -275,7 +275,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             )
             left = "\n".join(leftovers.left_by(environments, crashed, self._began_at))
             for failure in settled.failures.values():
-                failure.evidence = replace(failure.evidence, logs=self._context.logs_dir, left=left)
+                failure.evidence = changed(failure.evidence, logs=self._context.logs_dir, left=left)
         return settled
 
     def _refused(self, error: Exception) -> list[lifecycle.Event]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from holdfast.frozen import dataclass, field
 
 if TYPE_CHECKING:
     from holdfast.failures.run_report import RunReport
@@ -75,7 +76,7 @@ class WorkerSpec:
         return str(getattr(entrypoint, "__qualname__", type(entrypoint).__qualname__))
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False)
 class Worker:
     """One worker's place in the world. Ranks and sizes are -1 until a round gives them. `id` is None until the worker
     is started; for local agents it is the pid."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from holdfast import escape, signals
 from holdfast.cli import console
 from holdfast.cli.options import check_brackets, duration_s
-from holdfast.cli.parser import PlainParser
+from holdfast.cli.parser import PlainParser, argument
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.rendezvous import endpoints, options
 from holdfast.rendezvous.coordinator import launch, memory, watchdog
@@ -47,7 +47,7 @@ def get_parser() -> PlainParser:
     parser.add_argument("--tls-cert", default="", metavar="FILE", help="speak TLS with this certificate")
     parser.add_argument("--tls-key", default="", metavar="FILE", help="the certificate's key, if it is not in it")
     parser.add_argument("--tls-ca", default="", metavar="FILE", help="agents must show a certificate of this authority")
-    parser.add_argument("--idle-timeout", type=duration_s, metavar="TIME", help="exit when no node has been "
+    parser.add_argument("--idle-timeout", type=argument(duration_s), metavar="TIME", help="exit when no node has been "
                         "connected for this long, or the last run is over (default: serve until stopped)")  # fmt: skip
     return parser
 

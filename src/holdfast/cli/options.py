@@ -6,7 +6,6 @@ an option sets are all made from `OPTIONS`. parser.py says how a command line is
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,7 @@ def duration_s(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration such as 30, 30s, 5m or 2h")
+        raise ValueError(f"{text!r} is not a duration such as 30, 30s, 5m or 2h")
     return seconds
 
 
@@ -120,16 +119,23 @@ class Option:
         """The default as the user would write it."""
         return "" if self.default is None else str(self.default)
 
+    @property
+    def default_value(self) -> Any:
+        """What it is if it is left out."""
+        if self.is_flag:
+            return False
+        return self.read(self.default) if isinstance(self.default, str) else self.default
+
     def read(self, text: str) -> Any:
-        """The value of a text, whether it was typed or came from the environment."""
+        """The value of a text, whether it was typed or came from the environment. ValueError says what is wrong."""
         parse = yes_or_no if self.is_flag else self.parse
         try:
             value = parse(text)
         except ValueError as error:
             expected = _EXPECTED.get(parse)
-            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}" if expected else str(error)) from None
+            raise ValueError(f"{text!r} is not {expected}" if expected else str(error)) from None
         if self.choices and value not in self.choices:
-            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(self.choices)}")
+            raise ValueError(f"{text!r} is not one of {', '.join(self.choices)}")
         return value
 
 
@@ -320,3 +326,5 @@ OPTIONS: tuple[Option, ...] = (
                 "TORCHELASTIC_HEALTH_CHECK_PORT, or none."),
 )
 # fmt: on
+
+HELP = Option("-h, --help", OUTPUT, "Show this text.", in_environment=False)

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import logging
 import os
@@ -17,15 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import signals
-from holdfast.cli import console
+from holdfast.cli import command_line, console
 from holdfast.cli.options import OPTIONS, PROGRAM, check_brackets
-from holdfast.cli.parser import RunParser
 from holdfast.cli.program import check_combination, check_program, entry, get_use_env, run_script_path
 from holdfast.errors import HoldfastError, HostError, InternalError, UserError, is_from_run
 from holdfast.failures import report
 from holdfast.process import devices, errors
 
 if TYPE_CHECKING:
+    import argparse
+
     from holdfast.launcher import LaunchConfig
 
 __all__ = [
@@ -44,6 +44,8 @@ T = TypeVar("T")
 
 
 def get_args_parser() -> argparse.ArgumentParser:
+    from holdfast.cli.parser import RunParser
+
     return RunParser()
 
 
@@ -381,7 +383,7 @@ def _launch(args: argparse.Namespace) -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command line from Python. Returns when the run has succeeded, and raises what went wrong."""
-    parsed = parse_args(args)
+    parsed: Any = command_line.read(sys.argv[1:] if args is None else args)
     console.set_up(quiet=parsed.quiet, verbose=parsed.verbose)
     run(parsed)
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from signal import Signals
 from typing import Any, TypeVar
 
@@ -47,7 +46,7 @@ _KIND_LIMIT_CHARS = 40
 _RANKS_LIMIT = 1 << 16  # In one fold, which is of one node.
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Evidence:
     """What a dead worker left, and what holdfast noticed about it. Empty means none."""
 
@@ -84,7 +83,7 @@ class SentFailure:
     also: tuple[Fold, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FailureFacts:
     """What is needed to rank one failure among others and to describe it in a line."""
 
@@ -96,22 +95,23 @@ class FailureFacts:
     evidence: Evidence = Evidence()
 
 
+# Patterns are compiled when a worker has failed: that takes milliseconds, and most runs need none.
+
 # Colours, which a worker on a terminal uses. All other escape sequences are made visible.
-_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+_COLOUR = r"\x1b\[[0-9;:]*m"
 
 # Exceptions whose type alone says that a peer went away, without the name of their module.
-_CONSEQUENCE_EXCEPTION = re.compile(
+_CONSEQUENCE_EXCEPTION = (
     # The other end of a socket or a pipe is gone; requests and aiohttp use the same names.
     "BrokenPipeError|Connection(Aborted|Refused|Reset)?Error|IncompleteReadError|RemoteDisconnected|"
     "ServerDisconnectedError|"
     # A launcher inside the worker was told to stop; Horovod reports that another rank failed.
-    "SignalException|HorovodInternalError",
-    re.IGNORECASE,
+    "SignalException|HorovodInternalError"
 )
 
 # What libraries write when a peer is gone or late. A phrase belongs here only if it points away from the process that
 # prints it: "address already in use" and "CUDA error" do not, although they also come from the communication layer.
-_CONSEQUENCE_PHRASE = re.compile(
+_CONSEQUENCE_PHRASE = (
     # The operating system.
     "broken pipe|connection (aborted|refused|reset|timed out)|no route to host|software caused connection abort|"
     "transport endpoint is not connected|"
@@ -126,8 +126,7 @@ _CONSEQUENCE_PHRASE = re.compile(
     # gRPC, under JAX, TensorFlow and Ray.
     "another task died|barrier timed out|failed to connect to all addresses|heartbeat timeout|socket closed|"
     # Horovod.
-    "horovod has been shut down",
-    re.IGNORECASE,
+    "horovod has been shut down"
 )
 
 # Signals from outside or from a closed pipe, also as the exit code that shells make of them.
@@ -144,7 +143,8 @@ def exception_name(text: str) -> str:
 
 def _points_elsewhere(text: str) -> bool:
     text = text[:_SEARCHED_CHARS]
-    return bool(_CONSEQUENCE_EXCEPTION.fullmatch(exception_name(text)) or _CONSEQUENCE_PHRASE.search(text))
+    is_of_kind = re.fullmatch(_CONSEQUENCE_EXCEPTION, exception_name(text), re.IGNORECASE)
+    return bool(is_of_kind or re.search(_CONSEQUENCE_PHRASE, text, re.IGNORECASE))
 
 
 def root_cause(failures: Mapping[K, FailureFacts]) -> K:
@@ -179,7 +179,7 @@ def follows_from_another(failure: FailureFacts) -> bool:
     if exitcode in _CONSEQUENCE_CODES:
         return True
     if exitcode == -Signals.SIGABRT:
-        return _CONSEQUENCE_PHRASE.search(stderr_tail[-_SEARCHED_CHARS:]) is not None
+        return re.search(_CONSEQUENCE_PHRASE, stderr_tail[-_SEARCHED_CHARS:], re.IGNORECASE) is not None
     return exitcode >= 0 and _points_elsewhere(last_line(stderr_tail))
 
 
@@ -351,7 +351,7 @@ def tail_lines(evidence: Evidence, traceback: str | None) -> list[str]:
 
 
 def without_colours(text: str) -> str:
-    return _COLOUR.sub("", text)
+    return re.sub(_COLOUR, "", text)
 
 
 def report(

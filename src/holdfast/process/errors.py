@@ -10,19 +10,18 @@ with the cause. The files of a dying worker may be half written or foreign; noth
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from holdfast import escape
 from holdfast.failures import report
 from holdfast.failures.report import NOT_AVAILABLE, Evidence, FailureFacts, Fold, SentFailure
+from holdfast.frozen import changed, dataclass, field
 
 if TYPE_CHECKING:
     from holdfast.failures.run_report import RunReport
@@ -132,7 +131,7 @@ class ProcessFailure:
             problem = getattr(e, "strerror", None) or str(e)
             _warn_once("the error file %s of pid %d is unreadable: %s", self.error_file, self.pid, problem)
             notes = [self.evidence.note, f"its error file {self.error_file} is unreadable: {problem}"]
-            self.evidence = replace(self.evidence, note="; ".join(filter(None, notes)))
+            self.evidence = changed(self.evidence, note="; ".join(filter(None, notes)))
             return None
 
     def _error(self) -> dict[str, Any]:
@@ -319,11 +318,13 @@ def _write(handler: ErrorHandler, error: Exception) -> None:
 
 def _write_root_cause(handler: ErrorHandler, error: ChildFailedError) -> None:
     """The launcher's error file names the cause even if the worker left no error file."""
+    from copy import deepcopy
+
     rank, failure = error.get_first_failure()
     if not failure.node and os.path.isfile(failure.error_file):
         handler.dump_error_file(failure.error_file, failure.exitcode)
         return
-    data = copy.deepcopy(failure.error_file_data)
+    data = deepcopy(failure.error_file_data)
     if not failure.facts().text:
         callstack = failure.evidence.stack or failure.traceback_text()
         details = {"py_callstack": callstack, "timestamp": str(failure.timestamp)}

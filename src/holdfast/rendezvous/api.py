@@ -11,10 +11,10 @@ import socket
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from holdfast.errors import UserError
+from holdfast.frozen import dataclass, frozen
 from holdfast.rendezvous import endpoints
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class RendezvousStoreInfo:
         return built
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RendezvousInfo:
     """One round as this node sees it. `store` is for its agents, `bootstrap_store_info` for its workers."""
 

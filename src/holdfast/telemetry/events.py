@@ -24,13 +24,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cache
-from typing import Self
+from typing import ClassVar, Self
 
 from holdfast import stdio
 from holdfast.errors import UserError
+from holdfast.frozen import dataclass, field, fields_of
 
 __all__ = [
     "Event", "EventMetadataValue", "EventSource", "JsonLinesHandler", "NodeState", "RdzvEvent", "check_destination",
@@ -63,14 +63,16 @@ class NodeState(StrEnum):
     FAILED = "FAILED"
 
 
-@dataclass(slots=True)
 class _JsonEvent:
+    __slots__ = ()
+    __match_args__: ClassVar[tuple[str, ...]]
+
     def __str__(self) -> str:
         return self.serialize()
 
     def serialize(self) -> str:
         # A metadata value that JSON does not know (a path, a date) is sent as text.
-        return json.dumps(asdict(self), default=str)
+        return json.dumps(fields_of(self), default=str)
 
     @classmethod
     def deserialize(cls, data: str | Self) -> Self:
@@ -79,7 +81,7 @@ class _JsonEvent:
         enums = {"source": EventSource, "node_state": NodeState}
         try:
             values = json.loads(str(data))
-            for name in enums.keys() & cls.__dataclass_fields__.keys():
+            for name in enums.keys() & set(cls.__match_args__):
                 values[name] = enums[name][values[name]]
             return cls(**values)
         except (ValueError, KeyError, TypeError) as error:

@@ -29,11 +29,11 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import IO, Any
 
 from holdfast.errors import HostError, UserError
+from holdfast.frozen import dataclass, field
 
 logger = logging.getLogger(__name__)
 

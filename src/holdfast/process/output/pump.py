@@ -39,12 +39,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from holdfast import stdio
 from holdfast.errors import HostError, InternalError
+from holdfast.frozen import dataclass, field
 from holdfast.loop import Wakeup
 from holdfast.process.output.lines import HeldLine, LineFilter, LinePrefixer, Tail
 

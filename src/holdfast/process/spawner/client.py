@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from holdfast import loop, procfs, signals
 from holdfast.errors import HostError
-from holdfast.process.spawner.wire import Channel, Lease, Message, channel_pair
+from holdfast.process.spawner.wire import Channel, Lease, channel_pair
 
 if TYPE_CHECKING:
     from holdfast.process.spawner.server import Call
+    from holdfast.process.spawner.wire import Message
 
 # A black box, a pidfd, and a pipe and a file for each of two streams.
 _DESCRIPTORS_A_WORKER = 6

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import marshal
 import os
-import pickle
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from holdfast.process.spawner.wire import BYTECODE
 BOOTSTRAP_PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bootstrap.py")
 
 # Versions that cannot run the bootstrap are left alone: 2.x and 3.0 to 3.7.
-_INTERPRETER_NAME = re.compile(r"(python|pypy)(3(\.([89]|[1-9]\d+)(\.\d+)*)?)?(t|d|td|-dbg|-debug)?")
+_INTERPRETER_NAME = r"(python|pypy)(3(\.([89]|[1-9]\d+)(\.\d+)*)?)?(t|d|td|-dbg|-debug)?"
 # Switches, then one that takes the rest of the word or the next word: an option's value, or the program (`c`, `m`).
 _OPTIONS = re.compile(r"-([bBdEIOPqRsSuv]*)(?:([WXcm])(.*))?", re.DOTALL)
 
@@ -63,6 +62,8 @@ def function_command() -> tuple[str, ...]:
 
 def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """The call, for `bootstrap.load_call`."""
+    import pickle
+
     import cloudpickle
 
     try:
@@ -89,7 +90,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def _is_interpreter(entrypoint: str) -> bool:
-    return entrypoint == sys.executable or bool(_INTERPRETER_NAME.fullmatch(os.path.basename(entrypoint)))
+    return entrypoint == sys.executable or bool(re.fullmatch(_INTERPRETER_NAME, os.path.basename(entrypoint)))
 
 
 def _split(args: Sequence[str]) -> tuple[list[str], list[str]] | None:

@@ -38,16 +38,26 @@ import errno
 import math
 import os
 import select
-import signal
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
-from types import FrameType
-from typing import Any, NoReturn
 
 from holdfast import procfs
-from holdfast.process.spawner.wire import BYTECODE, Channel, Message, drain
+from holdfast.process.spawner.wire import BYTECODE, Channel, drain
+
+TYPE_CHECKING = False  # The constant of that name in `typing`, without the import.
+if TYPE_CHECKING:
+    import signal
+    from collections import deque
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import Any, NoReturn
+
+    from holdfast.process.spawner.wire import Message
+
+    Call = tuple[Callable[..., Any], tuple[Any, ...]]
+else:  # Each fork copies this process's memory, so it loads only the parts in C.
+    import _signal as signal
+    from _collections import deque
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -57,8 +67,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # Python ignores these for itself; a program that it starts expects the usual.
 _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
-
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class _Worker:
@@ -248,7 +256,7 @@ class Spawner:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for number, handler in self._handlers.items():
             if handler is not None:
-                signal.signal(number, handler)
+                signal.signal(number, handler if callable(handler) else int(handler))
         os.environb.clear()
         os.environb.update(environment)
         others = [fd for _, fds_of_another in self._orders for fd in fds_of_another]

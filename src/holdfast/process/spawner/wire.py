@@ -17,17 +17,23 @@ starts faster without it.
 from __future__ import annotations
 
 import _socket
-import contextlib
+import _thread
 import errno
 import marshal
 import math
 import os
 import struct
-import threading
 from _weakrefset import WeakSet  # `weakref` has it from there; the spawner starts faster without the rest.
-from collections import deque
-from collections.abc import Iterable
-from typing import Any
+
+TYPE_CHECKING = False  # The constant of that name in `typing`, without the import.
+if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Iterable
+    from typing import Any
+
+    Message = tuple[Any, ...]
+else:  # For the spawner, as in server.py.
+    from _collections import deque
 
 _PACKET_BYTES = 1 << 15  # The kernel takes a packet that is smaller than its buffer, which has 200 KiB as a rule.
 _MOST_DESCRIPTORS = 253  # What the kernel takes in one message.
@@ -35,8 +41,6 @@ _MOST_DESCRIPTORS = 253  # What the kernel takes in one message.
 # Stands in a command line for a file in memory with the bootstrap's byte code, and is the name of its descriptor. The
 # spawner puts in the path, because only it knows the number of the descriptor. No argument of a user has such a name.
 BYTECODE = "\0bootstrap"
-
-Message = tuple[Any, ...]
 
 TIME = struct.Struct("=d")
 
@@ -152,7 +156,7 @@ class Lease(Pipe):
 
     def __init__(self) -> None:
         super().__init__(os.O_NONBLOCK)
-        self._lock = threading.Lock()
+        self._lock = _thread.allocate_lock()
         self._until = math.inf
 
     def set(self, until: float | None) -> None:
@@ -163,8 +167,10 @@ class Lease(Pipe):
 
     def _write(self) -> None:
         # Else thousands are unread: the spawner is gone or stuck, and holds an older, earlier time.
-        with contextlib.suppress(BlockingIOError):
+        try:
             os.write(self._write_fd, TIME.pack(self._until))
+        except BlockingIOError:
+            pass
 
     def descriptor_for_spawner(self) -> int:
         """For a spawner that has just been started; it is told at once what holds now."""
@@ -177,9 +183,11 @@ class Lease(Pipe):
 def drain(read_fd: int) -> float | None:
     """The last time that was written, if any was since the last look."""
     last = None
-    with contextlib.suppress(BlockingIOError):
+    try:
         while data := os.read(read_fd, TIME.size * 512):
             (last,) = TIME.unpack(data[-TIME.size :])
+    except BlockingIOError:
+        pass
     return last
 
 
@@ -199,12 +207,14 @@ class Peers(Pipe):
 
     def dismiss(self) -> None:
         """The group is being stopped: workers that have returned may end."""
-        with contextlib.suppress(OSError):  # Without /proc they wait for their signal.
+        try:
             fd = os.open(f"/proc/self/fd/{self._read_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 os.write(fd, b"x")
             finally:
                 os.close(fd)
+        except OSError:
+            pass  # Without /proc they wait for their signal.
 
 
 def channel_pair() -> tuple[Channel, _socket.socket]:

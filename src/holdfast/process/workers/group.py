@@ -19,13 +19,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from holdfast import signals
 from holdfast.errors import HostError, UserError
 from holdfast.failures import oom
-from holdfast.frozen import frozen
+from holdfast.frozen import changed, frozen
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import LogsDest, LogsSpecs, logs_dir
 from holdfast.process.output.streams import Outlets, dup_or_null
@@ -332,7 +331,7 @@ class PContext(abc.ABC):
     def _failure(self, slot: Slot) -> ProcessFailure:
         assert slot.pid is not None
         tail, memory = self._outlets.stderr_tail(slot.local_rank), self._memory_evidence(slot)
-        evidence = replace(slot.blamed, error=slot.box().error, stack=slot.stack(), stderr_tail=tail, memory=memory)
+        evidence = changed(slot.blamed, error=slot.box().error, stack=slot.stack(), stderr_tail=tail, memory=memory)
         error_file = self.error_files.get(slot.local_rank, "")
         # One that hangs has no exit status yet, or never will; the one that it has got says how it was stopped. One
         # that has raised is about to end with 1.

@@ -18,13 +18,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import signal
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast import procfs
 from holdfast.failures.report import Evidence
+from holdfast.frozen import changed, dataclass, field
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.spawner.bootstrap import ERROR, EVIDENCE_LIMIT, MAGIC, OWN_FILE, VALUE
 from holdfast.process.workers.ladder import Ladder
@@ -144,7 +143,7 @@ class Slot:
         return self.pid is not None and self.exitcode is None
 
     def blame(self, **known: Any) -> None:
-        self.blamed = replace(self.blamed, **known)
+        self.blamed = changed(self.blamed, **known)
 
     def end(self, exitcode: int, order: int | None, stop: Ladder | None) -> None:
         self.exitcode, self.order, self.stop = exitcode, order, stop
@@ -211,8 +210,12 @@ class Slot:
         """None if there is none, or if the worker did not end well. A worker whose value this process cannot unpickle
         counts as failed."""
         data = self.box().value if self.exitcode == 0 else None
+        if data is None:
+            return None
+        import pickle
+
         try:
-            return None if data is None else pickle.loads(data)
+            return pickle.loads(data)
         except Exception as error:
             self.blame(note=f"its return value cannot be read back: {type(error).__name__}: {error}")
 

@@ -7,11 +7,10 @@ have on the wire; `protocol` defines them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from holdfast.frozen import frozen
+from holdfast.frozen import changed, field, frozen
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class End(StrEnum):
     CLOSED = "CLOSED"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RoundEnd:
     """Why a round ended after which the run went on. `restarts_used`: so far, with the one that followed it.
     `has_departed`: nodes were lost or left, which explains it."""
@@ -49,7 +48,7 @@ def with_end(
     return (*earlier, RoundEnd(round, reason, restarts_used, has_departed))[-MAX_ROUND_ENDS:]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Outcome:
     """How a run ended, the same on every node. `cause` is the failure that ended it, `others` are of other nodes.
     `earlier` says why the rounds before the last one ended, oldest first."""
@@ -62,7 +61,7 @@ class Outcome:
 
     def in_brief(self) -> Outcome:
         """Without the evidence, to be written down."""
-        return Outcome(self.end, self.reason, self.cause and replace(self.cause, evidence=""))
+        return Outcome(self.end, self.reason, self.cause and changed(self.cause, evidence=""))
 
 
 class Admit(StrEnum):
@@ -77,7 +76,7 @@ _WITHOUT_OPTION = {"heartbeat_s", "drop_timeout_s", "close_linger_s", "leader_le
 _OF_RESTARTS = {"window_s", "backoff_s"}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Settings:
     """What all nodes of a run must agree on. The first node that joins fixes it."""
 
@@ -105,12 +104,12 @@ class Settings:
 
 
 def _difference(ours: Any, theirs: Any) -> str:
-    for name in (each.name for each in fields(ours)):
+    for name in ours.__match_args__:
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other:
             written = _as_typed(name)
             plain = f"{written}{_plain(other)}, this run has {written}{_plain(mine)}"
-            return _difference(mine, other) if is_dataclass(mine) else plain
+            return _difference(mine, other) if isinstance(mine, RestartPolicy) else plain
     return ""
 
 
@@ -157,7 +156,7 @@ PHASE_CHANGES: tuple[tuple[Phase, str, Phase], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class NodeFacts:
     """What a node brings when it joins. `node_id` stays the same while the agent lives, `incarnation` rises each time
     the node lost its place and comes back as a stranger. The agent holds `port` at `address`, bound: the master port of
@@ -182,7 +181,7 @@ class NodeFacts:
         return (self.role, self.local_world_size)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Place:
     """A world as one of its members needs to know it: enough to compute every rank. `shapes` are the different pairs of
     role and local world size, `pattern` says which member has which: two bytes a member, compressed; empty if all
@@ -271,10 +270,10 @@ class World:
         return True
 
     def place_of(self, key: str) -> Place:
-        return replace(self.template, rank=self.ranks[key])
+        return changed(self.template, rank=self.ranks[key])
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Memory:
     """What must survive the coordinator process: written down before anything that it backs is told.
 
@@ -318,7 +317,7 @@ class StandBy:
     text: wire.Text
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stop:
     """Stop the workers of this round and join again. `is_failure`: because workers failed, not because of a change of
     membership. `is_hang`: the run hangs; look where the workers are before."""

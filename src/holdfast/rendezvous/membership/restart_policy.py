@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from holdfast.frozen import frozen
@@ -32,7 +31,7 @@ _NAMED_AT_MOST = 8
 _REMEMBERED_AT_MOST = 10_000
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Failure:
     """What the policy and the final report need to know of a worker that failed. `exception` is the class name of the
     exception, or empty. `text` is the line that says what happened. `is_consequence`: it looks like the result of
@@ -48,7 +47,7 @@ class Failure:
     evidence: wire.Evidence = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RestartPolicy:
     max_restarts: wire.Count = 0
     window_s: wire.Seconds | None = None
