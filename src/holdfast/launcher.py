@@ -223,7 +223,8 @@ def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None,
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
         result = agent.run()
         _keep_report(result.report, config.logs_specs)
-        events.record(agent.get_event_succeeded(), config.event_log_handler)
+        ended = agent.get_event_failed() if result.is_failed() else agent.get_event_succeeded()
+        events.record(ended, config.event_log_handler)
         return result
     except Exception as error:
         is_leaving = isinstance(error, SignalException) and not isinstance(error, RunClosed)

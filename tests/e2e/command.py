@@ -194,6 +194,13 @@ class Holdfast:
         return self.run(*command[1:], command=command[:1], **options)
 
 
+def ends_of(*nodes: Running) -> list[Ended]:
+    """Once all have ended: each is asked whether processes of the test are left."""
+    for node in nodes:
+        node.process.wait(DEADLINE_S)
+    return [node.wait() for node in nodes]
+
+
 def _command_line(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")

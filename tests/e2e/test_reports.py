@@ -9,18 +9,16 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import support
-from tests.e2e.command import Ended, Holdfast, Running
+from tests.e2e.command import Ended, Holdfast, Running, ends_of
 
 GOLDEN = Path(__file__).parent / "reports"
 IS_REGENERATING = os.environ.get("HOLDFAST_REGENERATE") == "1"
@@ -203,13 +201,6 @@ def start_node(holdfast: Holdfast, port: int, *options: str, conf: str = "join_t
     return holdfast.start(*place, "--nproc-per-node", "2", *options, "--rdzv-conf", conf, "job.py", **more)
 
 
-def ends_of(*nodes: Running) -> list[Ended]:
-    """Once all have ended: each is asked whether processes of the test are left."""
-    for node in nodes:
-        node.process.wait(60)
-    return [node.wait() for node in nodes]
-
-
 def test_script_not_found_on_one_node(holdfast: Holdfast) -> None:
     holdfast.script(HEAD + WAITS)
     elsewhere, port = holdfast.directory / "elsewhere", support.free_port()
@@ -245,18 +236,6 @@ def test_lost_node(holdfast: Holdfast) -> None:
     second.send(signal.SIGKILL)
     second.process.wait()
     check("lost_node", holdfast.directory, first.wait())
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = shutil.which("mount")
-    done = subprocess.run([mount or "mount", "-t", "tmpfs", "-o", "size=256k", "none", place], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", place], check=True)
 
 
 def test_node_out_of_disk(holdfast: Holdfast, small_disk: Path) -> None:

@@ -227,7 +227,7 @@ def test_workers_that_fail(backend: dict[str, Any], tmp_path: Path, files: Path,
     with pytest.raises(ChildFailedError) as caught:
         launch("-u", script(tmp_path), f"--touch-file-dir={files}", "--fail")
     recorded.assert_called_once()
-    assert recorded.call_args.args[0].name == "torchelastic.worker.status.SUCCEEDED"
+    assert recorded.call_args.args[0].name == "torchelastic.worker.status.FAILED"
     assert touched(files) == []
     text = str(caught.value)
     assert f"{tmp_path / 'script.py'} FAILED" in text
@@ -305,7 +305,7 @@ def test_failure_closes_the_rendezvous(outcome: Outcome) -> None:
         outcome.launch(result)
     assert (caught.value.name, caught.value.failures, caught.value.stopped) == ("ten_and", {2: failure}, {1: "SIGTERM"})
     outcome.handler.shutdown.assert_called_once_with()
-    assert outcome.event() is outcome.agent.get_event_succeeded.return_value
+    assert outcome.event() is outcome.agent.get_event_failed.return_value
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -138,6 +138,7 @@ EFFECTS = {
     "quiet": Effect(None, lambda a: logging.getLogger("holdfast").level, logging.ERROR),
     "verbose": Effect(None, lambda a: logging.getLogger("holdfast").level, logging.DEBUG),
     "event_log_handler": Effect("file:e.json", lambda a: spec(a).event_log_handler, "file:e.json"),
+    "events_file": Effect("e.jsonl", lambda a: spec(a).events_file, "e.jsonl"),
     "health_port": Effect(str(HEALTH_PORT), lambda a: getattr(a._health_check_server, "port", None), HEALTH_PORT),
 }
 

@@ -64,6 +64,7 @@ DEFAULTS = {
     "monitor_interval": 0.1,
     "start_method": "spawn",
     "event_log_handler": "null",
+    "events_file": None,
     "role": "default",
     "module": False,
     "no_python": False,

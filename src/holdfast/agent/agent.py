@@ -24,6 +24,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, assert_never
 
 from holdfast import loop, signals
 from holdfast.agent import causes, lifecycle, ranks, recording
+from holdfast.agent.journal import Journal
 from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.agent.publisher import Publisher
@@ -47,6 +49,7 @@ from holdfast.telemetry.events import Event, record
 from holdfast.telemetry.metrics import prof, put_call, put_metric
 
 if TYPE_CHECKING:
+    from holdfast.hangs.progress import GroupProgress
     from holdfast.hangs.watch import HangWatch
     from holdfast.process.workers.group import PContext
 
@@ -57,7 +60,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_ROLE = "default"
-_WITH_WORKERS = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.STOPPING)
 _IN_ROUND = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.WAITING)
 
 # For how long a node that has reported a hang keeps its workers, so that every node can take stacks.
@@ -95,10 +97,12 @@ class SimpleElasticAgent(ElasticAgent):
         self._busy_time = BusyTime()
         self._is_stopping = False
         self._publisher = Publisher(self)
+        self._journal = Journal(self)
         self._was_told_of_hang = False
         # The workers as processes of this host, and what watches their progress; as far as an agent has them.
         self._context: PContext | None = None
         self._hangs: HangWatch | None = None
+        self._progress: GroupProgress | None = None
 
     # The hooks. The four abstract ones make a whole agent.
 
@@ -186,9 +190,10 @@ class SimpleElasticAgent(ElasticAgent):
         began = time.monotonic()
         is_shut_down = False
         self._is_stopping = False
-        with self._busy_time.measured_here(), self._publisher.served(), signals.deferred():
+        with self._busy_time.measured_here(), self._publisher.served(), self._journal.kept(), signals.deferred():
             try:
                 result = self._invoke_run(role)
+                self._journal.ended(result)
                 self._total_execution_time = int(time.monotonic() - began)
                 group = self._worker_group
                 recording.put_run_metrics(group.spec.role, result, self._restarts_used, self._policy.max_restarts)
@@ -198,7 +203,8 @@ class SimpleElasticAgent(ElasticAgent):
                 closed.killed_ranks = _call(self._killed_ranks)
                 raise
             except SignalException as received:
-                logger.warning("got %s%s", received.sigval.name, self._what_is_stopped(received.sigval))
+                stop = recording.stop_words(self._machine.phase, received.sigval, self._shutdown_timeout)
+                logger.warning("got %s%s", received.sigval.name, stop)
                 self._leave(received.sigval)
                 received.killed_ranks = _call(self._killed_ranks)
                 is_shut_down = True
@@ -216,16 +222,6 @@ class SimpleElasticAgent(ElasticAgent):
                 self._publisher.publish()
                 if not is_shut_down:
                     _call(self._shutdown, timeout=self._shutdown_timeout)
-
-    def _what_is_stopped(self, number: signal.Signals) -> str:
-        if self._machine.phase not in _WITH_WORKERS:
-            return ""
-        hurry = "; Ctrl-C again kills them" if number == signal.SIGINT else ""
-        if self._machine.phase is lifecycle.Phase.STOPPING:
-            return f", the workers are being stopped{hurry}"
-        if not self._shutdown_timeout:
-            return ", killing the workers"
-        return f", stopping the workers (up to {self._shutdown_timeout:g} s{hurry})"
 
     def _leave(self, death_sig: signal.Signals) -> None:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
@@ -258,6 +254,7 @@ class SimpleElasticAgent(ElasticAgent):
                 continue
             commands = self._machine.step(event, time.monotonic())
             self._publisher.publish()
+            self._journal.step(event, commands)
             results = [result for command in commands for result in self._execute(command, run)]
             # Its results go before what was pushed meanwhile: a round that is stopped is not stopped twice.
             pending.extendleft(reversed(results))
@@ -325,7 +322,7 @@ class SimpleElasticAgent(ElasticAgent):
         push that says so is on its way."""
         if run.has_lapsed:
             return self._machine.phase is lifecycle.Phase.STOPPING
-        return self._machine.phase in _WITH_WORKERS
+        return self._machine.phase in lifecycle.WITH_WORKERS
 
     def _look(self, group: WorkerGroup) -> list[lifecycle.Event]:
         match self._machine.phase:
@@ -370,6 +367,7 @@ class SimpleElasticAgent(ElasticAgent):
             group.state = result.state
             self._put_state(group)
         self._publisher.publish()
+        self._journal.look()
         if result.state is WorkerState.HEALTHY:
             return []
         self._result = result
@@ -400,11 +398,12 @@ class SimpleElasticAgent(ElasticAgent):
                 return None
             case Ended(outcome):
                 self._run_outcome = outcome
-                if outcome.end is End.CLOSED and self._machine.phase in _WITH_WORKERS:
+                if outcome.end is End.CLOSED and self._machine.phase in lifecycle.WITH_WORKERS:
                     logger.warning("the run is closed, stopping the workers: %s", outcome.reason)
                 if outcome.cause is not None and self._policy.max_restarts and run.verdict is None:
                     logger.warning("no restart: %s", outcome.reason)
             case JoinFailed(error):
+                self._journal.refused(error)
                 self._record_join(f"{type(error).__name__}: {error}")
                 raise error
         assert not isinstance(event, JoinFailed)
@@ -497,9 +496,11 @@ class SimpleElasticAgent(ElasticAgent):
         return self._event("SUCCEEDED")
 
     def get_event_failed(self) -> Event:
+        """Of the exception that is being handled, or of workers that failed."""
         import traceback
 
-        return self._event("FAILED", raw_error=traceback.format_exc())
+        is_raised = sys.exc_info()[0] is not None
+        return self._event("FAILED", raw_error=traceback.format_exc() if is_raised else causes.cause_of(self._result))
 
     def _event(self, state: str, worker: Worker | None = None, **facts: Any) -> Event:
         so_far = (self._restarts_used, self._total_execution_time)

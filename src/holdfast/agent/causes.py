@@ -113,7 +113,7 @@ def report_of(
         first=first,
         cause=_cause(told, outcome, first, is_alone=is_alone),
         cascade=cascade,
-        stopped=_by_how(result.stopped) if is_alone else ((("", unfailed),) if unfailed else ()),
+        stopped=by_how(result.stopped) if is_alone else ((("", unfailed),) if unfailed else ()),
         restarts_used=max([place.restarts_used if place is not None else 0, *used]),
         restarts_allowed=policy.max_restarts,
         not_again=outcome.reason if outcome is not None else "this node has failed",
@@ -199,6 +199,7 @@ def _cause(told: list[_Told], outcome: Outcome | None, first: FirstFailure, *, i
     return f"{outcome.cause.text}, on node {outcome.cause.node}"
 
 
-def _by_how(stopped: Mapping[int, str]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def by_how(stopped: Mapping[int, str]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The ranks that were stopped in the same way, together."""
     ways = dict.fromkeys(stopped.values())
     return tuple((way, tuple(rank for rank, how in stopped.items() if how == way)) for way in ways)

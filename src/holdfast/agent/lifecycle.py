@@ -48,6 +48,8 @@ class Phase(StrEnum):
     ENDED = "ENDED"
 
 
+WITH_WORKERS = (Phase.STARTING, Phase.RUNNING, Phase.STOPPING)
+
 # Events: what has happened here. Those of the run are the pushes of `membership.model`.
 
 

@@ -148,6 +148,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         spec, handler = worker_group.spec, self._handler
         args = {w.local_rank: tuple(macros.substitute(spec.args, w.local_rank)) for w in worker_group.workers}
         self._stop_watching()
+        self._forget_progress()
         self._timer_server, timer_path = watchdog.start(handler.get_run_id(), self._record_watchdog)
         envs = worker_environments(
             worker_group,
@@ -160,7 +161,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             use_agent_store=getattr(handler, "use_agent_store", False),
             timer_path=timer_path,
         )
-        watch = self._prepare_hang_watch(envs)
+        watch = self._prepare_watches(envs)
         prefixes = log_line_prefixes(self._group.log_line_prefix_template, spec.role, worker_group.workers)
         link, lease = self._spawner(), self._lease()
         self._began_at = time.time()
@@ -223,7 +224,8 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _wait_for_change(self, worker_group: WorkerGroup, pushes_fd: int, timeout_s: float | None) -> None:
         context = self._context
         assert context is not None
-        deadlines = [context.next_deadline(), self._hangs.next_deadline() if self._hangs is not None else None]
+        watches = (self._hangs, self._progress if self._machine.phase is lifecycle.Phase.RUNNING else None)
+        deadlines = [context.next_deadline(), *(each.next_deadline() for each in watches if each is not None)]
         if self._machine.phase is lifecycle.Phase.RUNNING and context.has_ended():
             return  # While the last workers were being started; nothing will come to wake us.
         if self._machine.phase is lifecycle.Phase.STARTING and context.has_ended():
@@ -291,15 +293,21 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     # Hangs.
 
-    def _prepare_hang_watch(self, envs: dict[int, dict[str, str]]) -> OutputWatch | None:
-        """For each life of the group a watch of its own, if the user wants one."""
-        policy = self._worker_group.spec.hang_policy
-        if policy is None or not policy.is_on:
+    def _prepare_watches(self, envs: dict[int, dict[str, str]]) -> OutputWatch | None:
+        """For each life of the group watches of its own, if the user wants them: of progress, and of hangs."""
+        spec = self._worker_group.spec
+        is_watched = spec.hang_policy is not None and spec.hang_policy.is_on
+        if not is_watched and not spec.events_file:
+            return None
+        from holdfast.hangs.progress import GroupProgress
+
+        self._progress = GroupProgress(envs, time.monotonic())
+        if spec.hang_policy is None or not is_watched:
             return None
         from holdfast.hangs.watch import HangWatch
 
-        self._hangs = HangWatch(policy)
-        return self._hangs.prepare(envs)
+        self._hangs = HangWatch(spec.hang_policy, self._progress)
+        return self._hangs.output
 
     def _result_of_hang(self, context: PContext) -> RunResult | None:
         """If the workers hang: where they are, and what becomes of it."""
@@ -372,6 +380,11 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._timer_server.stop()
             self._timer_server = None
 
+    def _forget_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+
     def _killed_ranks(self) -> tuple[int, ...]:
         stopped = self._context.stopped() if self._context is not None else {}
         return tuple(rank for rank, how in self._by_global_rank(stopped).items() if how.startswith("SIGKILL"))
@@ -384,6 +397,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._context.close(death_sig, timeout)
         if is_restart:
             return
+        self._forget_progress()
         if self._link is not None:
             self._link.close()
             self._link = None

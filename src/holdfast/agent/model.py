@@ -32,7 +32,7 @@ class WorkerSpec:
     `entrypoint` is a function, or the program to execute. `master_addr` and `master_port` override what the
     rendezvous offers. `fn` is the old name of `entrypoint` and wins over it. `restart_policy` says more about
     restarts than `max_restarts` can, and replaces it. `hang_policy` says when the group counts as hung; it is for
-    agents of this host, others watch as they can.
+    agents of this host, others watch as they can. The agent writes what happens to `events_file` (docs/events.md).
     """
 
     role: str
@@ -53,6 +53,7 @@ class WorkerSpec:
     virtual_local_rank: bool = False
     restart_policy: RestartPolicy | None = None
     hang_policy: HangPolicy | None = None
+    events_file: str = ""
 
     def __post_init__(self) -> None:
         if self.fn is not None:

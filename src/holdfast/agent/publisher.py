@@ -112,9 +112,9 @@ class Publisher:
         return run
 
     def _describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        run, watch = self._agent._coordination, self._agent._hangs
+        run, progress = self._agent._coordination, self._agent._progress
         joined = run.joined if run is not None else None
-        return self.status.to_dict(time.monotonic(), joined, watch.progress_of if watch is not None else None)
+        return self.status.to_dict(time.monotonic(), joined, progress.of if progress is not None else None)
 
     def _health_served(self) -> Any:
         agent = self._agent

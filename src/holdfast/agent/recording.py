@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast.agent.lifecycle import WITH_WORKERS, Phase
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.process.spawner import command
 from holdfast.telemetry import events
@@ -75,6 +77,16 @@ def finish_line(group: WorkerGroup, restarts: int) -> str:
     who = f"all {count} workers" if count > 1 else "the worker"
     after = {0: "", 1: " after 1 restart"}.get(restarts, f" after {restarts} restarts")
     return f"{who} finished{after}"
+
+
+def stop_words(phase: Phase, number: signal.Signals, grace_s: float) -> str:
+    """What a signal does to the workers; empty if there are none."""
+    if phase not in WITH_WORKERS:
+        return ""
+    hurry = "; Ctrl-C again kills them" if number == signal.SIGINT else ""
+    if phase is Phase.STOPPING:
+        return f", the workers are being stopped{hurry}"
+    return f", stopping the workers (up to {grace_s:g} s{hurry})" if grace_s else ", killing the workers"
 
 
 def entry_name(spec: WorkerSpec) -> str:

@@ -320,6 +320,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("--event-log-handler NAME", OUTPUT, default="null", field="event_log_handler",
            help="Where events of the run are recorded: null, nowhere; console; file:PATH, one JSON line for each; "
                 "or a destination that other code has registered."),
+    Option("--events-file FILE", OUTPUT, field="settings.events_file", in_full=True,
+           help="Append one JSON line to FILE for each thing that happens on this node: joined, refused, sealed, "
+                "restarted, started, progress, finished, failed, hung, stopped, ended. Agents of one host may share "
+                "the file. See docs/events.md."),
     Option("--health-port PORT", OUTPUT, parse=int, field="health_port",
            help="Answer HTTP requests on this port: 200 while the agent is alive, whatever phase it is in, and 503 "
                 "with the reason when it is stuck. 0 is any free port. Left out, it is "

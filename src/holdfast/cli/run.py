@@ -132,6 +132,8 @@ def _check_values(args: argparse.Namespace) -> None:
     if not _for_option("--signals-to-handle", signals.parse_signals, args.signals_to_handle):
         raise UserError("--signals-to-handle names no signal")
     _for_option("--event-log-handler", events.check_destination, args.event_log_handler)
+    if args.events_file is not None:
+        _for_option("--events-file", lambda path: events.check_destination(f"file:{path}"), args.events_file)
 
 
 # --- rendezvous ---------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The agent's watch over its worker group: looks when `hangs/policy.py` says so, and examines a group that hangs.
 
 `HangWatch` collects the signals: output from the pump and the log files (`process/output/watch.py`), calls of
-`holdfast.progress()` from the board (`progress_board.py`), and the kernel's counters of the workers' process trees.
+`holdfast.progress()` from the board (`progress.py`), and the kernel's counters of the workers' process trees.
 `examine` takes the stacks of all workers and compares them; `tell` logs the result and writes a file.
 
 An error in this module disables the watch, or loses the stacks, but never ends the job.
@@ -17,10 +17,11 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from holdfast import escape, loop, procfs, progress_board, signals
+from holdfast import escape, loop, procfs, signals
 from holdfast.hangs import compare, policy, stacks
 from holdfast.hangs.compare import Look, Picture, WorkerLook
 from holdfast.hangs.policy import HangMachine, HangPolicy, Signal, Verdict
+from holdfast.hangs.progress import GroupProgress
 from holdfast.process.output.watch import OutputWatch
 
 if TYPE_CHECKING:
@@ -55,28 +56,18 @@ class UsageMeter:
 
 
 class HangWatch:
-    """One lifetime of a worker group: `prepare` comes before its start, `begin` after it."""
+    """One lifetime of a worker group: `begin` comes after its start."""
 
-    def __init__(self, policy: HangPolicy) -> None:
+    def __init__(self, policy: HangPolicy, progress: GroupProgress) -> None:
         self._policy = policy
         self._machine: HangMachine | None = None
-        self._output = OutputWatch(policy.pattern)
-        self._board: progress_board.Board | None = None
+        self.output = self._output = OutputWatch(policy.pattern)
+        self._progress = progress
         has_timeout = policy.hang_timeout_s is not None or policy.start_timeout_s is not None
         self._meter = UsageMeter(policy.chosen if has_timeout else ())
         self._usage_at = 0.0
         self._counters_moved_at: dict[Signal, float] = {}
         self._unreadable: set[Signal] = set()
-
-    def prepare(self, envs: Mapping[int, dict[str, str]]) -> OutputWatch:
-        """Give each worker its place on the board; returns the observer of their output."""
-        try:
-            self._board = progress_board.Board(len(envs))
-            for rank, env in envs.items():
-                env[progress_board.VARIABLE] = self._board.address(rank)
-        except OSError as error:
-            logger.warning("calls of holdfast.progress() will not be seen: %s", error.strerror)
-        return self._output
 
     def begin(self) -> None:
         now = self._usage_at = time.monotonic()
@@ -85,9 +76,6 @@ class HangWatch:
 
     def end(self) -> None:
         self._machine = None
-        if self._board is not None:
-            self._board.close()
-            self._board = None
 
     def next_deadline(self) -> float | None:
         return self._machine.next_deadline() if self._machine is not None else None
@@ -115,7 +103,7 @@ class HangWatch:
         matched_at = self._output.matched_at()
         if matched_at is not None and self._output.has_given_up:
             matched_at = now  # Lines are not searched any more, so their absence must not break a bound.
-        called_at = [at for rank in running if (at := self.progress_of(rank)[0]) is not None]
+        called_at = [at for rank in running if (at := self._progress.of(rank)[0]) is not None]
         found = {
             Signal.OUTPUT: self._output.moved_at(running),
             Signal.PATTERN: matched_at,
@@ -135,11 +123,7 @@ class HangWatch:
 
     def progress_of(self, local_rank: int) -> tuple[float | None, int | None]:
         """When that worker last called `holdfast.progress` (monotonic), and its step. Any thread may ask."""
-        board = self._board
-        try:
-            return board.read(local_rank) if board is not None else (None, None)
-        except ValueError:  # Closed at this moment.
-            return None, None
+        return self._progress.of(local_rank)
 
     def quiet_s(self, local_rank: int) -> float | None:
         """For how long that worker has written nothing."""

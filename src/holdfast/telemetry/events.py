@@ -114,22 +114,21 @@ class RdzvEvent(_JsonEvent):
     error_trace: str = ""
 
 
-class JsonLinesHandler(logging.Handler):
-    """Appends each event to a file as one line, with one write, so that several writers never mix lines.
+class LineFile:
+    """Appends lines to a file, each with one write, so that several writers never mix lines.
 
-    The file is opened by the first event. An event that cannot be written is dropped; the first of a series of failures
+    The file is opened by the first line. A line that cannot be written is dropped; the first of a series of failures
     causes a warning.
     """
 
     def __init__(self, path: str) -> None:
-        super().__init__()
         self.path = os.path.abspath(path)
         self._fd: int | None = None
         self._is_failing = False
         self._has_torn_line = False
 
-    def emit(self, record: logging.LogRecord) -> None:
-        line = (self.format(record) + "\n").encode("utf-8", "backslashreplace")
+    def append(self, text: str) -> None:
+        line = (text + "\n").encode("utf-8", "backslashreplace")
         if self._has_torn_line:
             line = b"\n" + line  # The disk was full in the middle of an earlier line. End that line first.
         try:
@@ -146,13 +145,31 @@ class JsonLinesHandler(logging.Handler):
             self._is_failing = True
 
     def close(self) -> None:
-        self.acquire()
-        try:
-            fd, self._fd = self._fd, None
-        finally:
-            self.release()
+        fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
+
+
+class JsonLinesHandler(logging.Handler):
+    """Appends each event to a file as one line (`LineFile`)."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._file = LineFile(path)
+
+    @property
+    def path(self) -> str:
+        return self._file.path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._file.append(self.format(record))
+
+    def close(self) -> None:
+        self.acquire()
+        try:
+            self._file.close()
+        finally:
+            self.release()
         super().close()
 
 
