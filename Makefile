@@ -44,9 +44,10 @@ check: $(VENV)/.test $(VENV)/.check
 docs: $(VENV)/.runtime
 	$(BIN)/python docs/make_cli.py > docs/cli.md
 
-# Side by side with torchrun; see docs/speed.md.
+# Side by side with torchrun and the bare limit, in under 20 minutes; makes docs/benchmarks.md, its plots and the figures
+# in README. `make bench ONLY=launch` prints one measure.
 bench: $(VENV)/.test
-	$(BIN)/python bench/one_node.py
+	$(BIN)/python -m bench $(ONLY:%=--only %)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

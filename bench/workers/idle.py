@@ -1,10 +1,11 @@
-"""A worker that is there, says its pid, and does nothing until it is stopped."""
+"""A worker that is there until it is stopped, and notes when it began and when it was told to stop."""
 
-import os
 import signal
 
 import marks
 
-signal.alarm(120)
-marks.leave("began", os.getpid())
-signal.pause()
+signal.alarm(170)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+marks.leave("ready")
+signal.sigwait({signal.SIGTERM})
+marks.leave("stopped")

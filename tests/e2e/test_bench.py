@@ -1,39 +1,43 @@
-"""The benchmark still runs, and what it concludes from its measurements is right. No time is judged here."""
+"""The benchmark suite still runs, and what it makes of its measurements is right. No time is judged here."""
 
 from __future__ import annotations
 
-import importlib
+import asyncio
+import math
 import subprocess
 import sys
+import textwrap
+import time
+import xml.etree.ElementTree as ET
+from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-BENCH = Path(__file__).parent.parent.parent / "bench"
+from bench import agent, page, plots
+from bench.__main__ import MEASURES, PAGE, RESULTS, ROOT
+from bench.crowd import come_back, crowd
+from bench.results import Bound, Results, Row, Section, row
+from bench.sides import BenchmarkError
+from bench.turns import Turns
+from tests.coordinators import coordinator
+
+# --- the measures ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cases(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCH)
-    return importlib.import_module("cases")
-
-
-@pytest.fixture
-def measure(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCH)
-    return importlib.import_module("measure")
-
-
-def test_the_script_measures_and_prints_a_table() -> None:
-    done = _bench("--only", "import", "--repetitions", "1")
+@pytest.mark.parametrize("name", [measure.name for measure in MEASURES])
+def test_every_measure_gives_figures(name: str, tmp_path: Path) -> None:
+    done = _bench("--only", name, "--quick", "--json", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stderr
-    facts, _, table = done.stdout.partition("\n\n")
-    assert "- torch: " in facts
-    header, rule, row = table.splitlines()
-    assert header.count("|") == rule.count("|") == row.count("|")
-    assert row.startswith("| import, over a bare interpreter | ")
-    assert "| at most 20 ms |" in row
+    (section,) = Results.from_json((tmp_path / "found.json").read_text()).sections
+    assert (section.name, section.failure) == (name, "")
+    assert section.made == section.planned == 1
+    assert section.rows
+    for found in section.rows:
+        assert found.sides, f"{found.what}: {section.notes}"
+        assert all(math.isfinite(value) for values in found.sides.values() for value in values)
+    assert f"make bench ONLY={name}" in done.stdout
+    assert section.rows[0].what in done.stdout
 
 
 def test_a_wrong_name_is_refused() -> None:
@@ -43,8 +47,47 @@ def test_a_wrong_name_is_refused() -> None:
 
 
 def _bench(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCH / "one_node.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+    command = [sys.executable, "-m", "bench", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+
+
+def test_a_measure_that_fails_is_reported_and_leaves_no_process() -> None:
+    program = """
+        import subprocess, sys, time
+        from bench import __main__ as suite
+        from bench.sides import own_all_processes
+        from bench.turns import Turns
+
+        def measure(turns):
+            orphan = "import subprocess; print(subprocess.Popen(['sleep', '300'], stdout=2).pid, flush=True)"
+            subprocess.run([sys.executable, "-c", orphan], stderr=subprocess.DEVNULL)
+            raise ValueError("no such luck")
+
+        own_all_processes()
+        chosen = suite.Measure("name", "title", measure, 1, 1, "how")
+        section = suite.run_measure(chosen, Turns(1, False, time.monotonic() + 9, lambda text: None))
+        print(section.failure)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    pid, _, failure = done.stdout.partition("\n")
+    assert "no such luck" in failure, done.stderr
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_crowd_forms_one_world_and_comes_back(tmp_path: Path) -> None:
+    async def form(port: int) -> set[int]:
+        async with crowd(port, "run", 50) as formed:
+            assert formed.formed_s > 0
+            for client in formed.clients:
+                client.close()
+            await come_back(formed.clients, port)
+            return formed.ranks
+
+    with coordinator(tmp_path) as server:
+        assert asyncio.run(form(server.port)) == set(range(50))
+        server.await_line("round 1 begins with 50 nodes")
 
 
 def _line(rank: int, number: int) -> bytes:
@@ -57,81 +100,178 @@ WHOLE = [_line(rank, number) for number in range(3) for rank in range(4)]
 @pytest.mark.parametrize(
     ("lines", "flaws"),
     [
-        (WHOLE, 0),
-        (WHOLE[:-1], 1),
-        (WHOLE[1:], 1),
-        (WHOLE[:5] + [WHOLE[5][:20] + b"\n", WHOLE[5][20:]] + WHOLE[6:], 1),
-        (WHOLE[:5] + [WHOLE[5][:-1]] + WHOLE[6:], 2),
-        (WHOLE + WHOLE[:1], 1),
-        ([*WHOLE[:4], *WHOLE[8:], *WHOLE[4:8]], 8),
-        ([WHOLE[0].replace(b"t0]", b"t1]"), *WHOLE[1:]], 2),
-        ([*WHOLE, b"something else\n"], 1),
-        ([], 12),
-    ],
-    ids=[
-        "whole",
-        "last lost",
-        "first lost",
-        "torn",
-        "joined",
-        "doubled",
-        "out of order",
-        "mislabelled",
-        "stray",
-        "none",
+        pytest.param(WHOLE, 0, id="whole"),
+        pytest.param(WHOLE[:-1], 1, id="last lost"),
+        pytest.param(WHOLE[1:], 1, id="first lost"),
+        pytest.param(WHOLE[:5] + [WHOLE[5][:20] + b"\n", WHOLE[5][20:]] + WHOLE[6:], 1, id="torn"),
+        pytest.param(WHOLE[:5] + [WHOLE[5][:-1]] + WHOLE[6:], 2, id="joined"),
+        pytest.param(WHOLE + WHOLE[:1], 1, id="doubled"),
+        pytest.param([*WHOLE[:4], *WHOLE[8:], *WHOLE[4:8]], 8, id="out of order"),
+        pytest.param([WHOLE[0].replace(b"t0]", b"t1]"), *WHOLE[1:]], 2, id="mislabelled"),
+        pytest.param([*WHOLE, b"something else\n"], 1, id="stray"),
+        pytest.param([], 12, id="none"),
     ],
 )
-def test_flaws_in_the_console_are_counted(cases: ModuleType, lines: list[bytes], flaws: int) -> None:
-    assert cases.count_flaws(b"".join(lines), lines_per_worker=3) == flaws
+def test_flaws_in_the_console_are_counted(lines: list[bytes], flaws: int) -> None:
+    assert agent.count_flaws(b"".join(lines), lines_per_worker=3) == flaws
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "bound", "is_sound", "is_met"),
-    [
-        (19.0, None, ("value", "at most", 20), True, True),
-        (21.0, None, ("value", "at most", 20), True, False),
-        (1.0, 10.0, ("ratio", "at most", 0.1), True, True),
-        (1.1, 10.0, ("ratio", "at most", 0.1), True, False),
-        (50.0, 10.0, ("ratio", "at least", 5), True, True),
-        (49.0, 10.0, ("ratio", "at least", 5), True, False),
-        (50.0, 10.0, ("ratio", "at least", 5), False, False),
-        (1.0, 0.0, ("ratio", "at most", 0.1), True, False),
-        (1.0, 1.0, None, True, None),
-    ],
-)
-def test_bounds_are_judged(
-    measure: ModuleType,
-    ours: float,
-    theirs: float | None,
-    bound: tuple[str, str, float] | None,
-    is_sound: bool,
-    is_met: bool | None,
-) -> None:
-    row = measure.Row(
-        "what",
-        "ms",
-        measure.series([ours]),
-        None if theirs is None else measure.series([theirs]),
-        None if bound is None else measure.Bound(*bound),
-        is_sound,
-    )
-    assert row.is_met is is_met
-    assert {None: "|  |", True: "| yes |", False: "| **no** |"}[is_met] in measure.table([row]).splitlines()[-1]
+# --- turns ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_sides_take_turns(measure: ModuleType) -> None:
+def _turns(planned: int, seconds: float = 60.0) -> Turns:
+    return Turns(planned, False, time.monotonic() + seconds, lambda text: None)
+
+
+def test_the_sides_take_turns_after_a_warm_up() -> None:
     calls: list[str] = []
 
     def side(name: str) -> int:
         calls.append(name)
         return len(calls)
 
-    assert measure.take_turns(3, [lambda: side("a"), lambda: side("b")]) == [[1, 3, 5], [2, 4, 6]]
-    assert calls == ["a", "b"] * 3
+    turns = _turns(3)
+    assert turns.compare("what", {"a": lambda: side("a"), "b": lambda: side("b")}) == {"a": [3, 5, 7], "b": [4, 6, 8]}
+    assert calls == ["a", "b"] * 4
+    assert (turns.made, turns.aimed) == (3, 3)
 
 
-def test_the_cost_of_hang_detection_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCH)
-    hangs = importlib.import_module("hangs")
-    assert hangs.call_ns(hangs._BOARD, "progress_board.progress", 1000) > 0
-    assert hangs.examination_ms(native=False) > 0
+def test_when_the_time_is_up_fewer_repeats_are_made_and_that_is_said() -> None:
+    turns = _turns(7, seconds=0.0)
+    assert turns.compare("what", {"a": lambda: 1}, warm_up=False) == {"a": [1]}
+    assert (turns.made, turns.aimed) == (1, 7)
+    assert turns.notes == ["what: 1 of 7 repeats, because the time was up."]
+
+
+def test_a_side_that_fails_misses_its_turn() -> None:
+    def fail() -> int:
+        raise BenchmarkError("it fell")
+
+    turns = _turns(2)
+    assert turns.compare("what", {"a": lambda: 1, "b": fail}, warm_up=False) == {"a": [1, 1], "b": []}
+    assert turns.notes == ["what, b: a turn failed: it fell"] * 2
+    with pytest.raises(BenchmarkError, match="it fell"):
+        turns.compare("what", {"b": fail})
+
+
+# --- results, page and plots ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sides", "bound", "is_met", "text"),
+    [
+        ({"holdfast": [19.0]}, Bound(20), True, "at most 20 ms"),
+        ({"holdfast": [21.0]}, Bound(20), False, "at most 20 ms"),
+        ({"holdfast": [1.0], "torchrun": [10.0]}, Bound(0.1, "torchrun"), True, "at most 0.1x torchrun"),
+        ({"holdfast": [1.1], "torchrun": [10.0]}, Bound(0.1, "torchrun"), False, "at most 0.1x torchrun"),
+        (
+            {"holdfast": [49.0], "torchrun": [10.0]},
+            Bound(5, "torchrun", is_minimum=True),
+            False,
+            "at least 5x torchrun",
+        ),
+        ({"holdfast": [50.0], "torchrun": [10.0]}, Bound(5, "torchrun", is_minimum=True), True, "at least 5x torchrun"),
+        ({"holdfast": [175.0], "bare": [100.0]}, Bound(1.15, "bare", 60), True, "at most 1.15x bare + 60 ms"),
+        ({"holdfast": [176.0], "bare": [100.0]}, Bound(1.15, "bare", 60), False, "at most 1.15x bare + 60 ms"),
+        ({"holdfast": [1.0]}, Bound(0.1, "torchrun"), None, "at most 0.1x torchrun"),
+        ({"holdfast": [1.0]}, Bound(5, side="holdfast preload"), None, "preload: at most 5 ms"),
+    ],
+)
+def test_bounds_are_judged(sides: dict[str, list[float]], bound: Bound, is_met: bool | None, text: str) -> None:
+    found = Row("key", "what", "ms", sides, [bound])
+    assert found.meets(bound) is is_met
+    assert bound.text("ms") == text
+
+
+def _results(*sections: Section) -> Results:
+    return Results(
+        "2026-01-02 03:04 UTC", {"processor": "P", "cores": "2", "load": "0.1"}, 60, 1140, False, [*sections]
+    )
+
+
+PHASES = {"detect": 5.0, "stop": 20.0, "start <&>": 0.0, "import": 900.0}
+SAMPLE = _results(
+    Section(
+        "launch",
+        "Launch",
+        "How it was measured.",
+        planned=7,
+        made=3,
+        notes=["a note"],
+        rows=[
+            row("launch.1", "1 worker", "ms", {"holdfast": [60, 62, 61], "torchrun": [1400], "bare": [12]}),
+            row(
+                "launch.4", "4 workers", "ms", {"holdfast": [100, 110, 120], "torchrun": [2200], "bare": []}, Bound(99)
+            ),
+        ],
+    ),
+    Section("torch", "Torch", "How.", 3, 3, breakdowns={"torch.4": {"holdfast": PHASES, "torchrun": {"stop": 4000.0}}}),
+    Section("tee", "Tee", "How.", 7, failure="the disk is full\nreally"),
+)
+
+
+def test_the_page_is_made_from_the_results_file_alone() -> None:
+    text = page.page(Results.from_json(SAMPLE.to_json()))
+    assert text == page.page(SAMPLE)
+    assert "| 4 workers | 110 ms (105 to 115) | 2,200 ms |  | 0.05x | at most 99 ms | **no** |" in text
+    assert "Repeat: `make bench ONLY=launch`. 3 of 7 planned repeats" in text
+    assert "- a note" in text
+    assert "**This measure failed:**\n\n    the disk is full\n    really" in text
+    assert "0 of 1 bounds are met." in text
+    assert "- 4 workers: at most 99 ms" in text
+
+
+def test_the_readme_has_four_lines_and_says_what_was_not_measured() -> None:
+    block = page.readme_block(SAMPLE)
+    assert [line[:4] for line in block.splitlines() if line.startswith("- ")] == ["- **"] * 4
+    assert "**110 ms** from start to end. torchrun takes 2,200 ms (20 times as long)" in block
+    assert "(not measured)" in block
+    assert "(docs/benchmarks/restart-torch.svg)" in block
+    text = f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n"
+    assert page.with_figures(text, SAMPLE) == f"before\n{block}\nafter\n"
+
+
+def test_plots_are_whole_documents_for_light_and_dark() -> None:
+    drawn = page.plots_of(SAMPLE)
+    assert set(drawn) == {"restart-torch", "launch", "launch-per-worker"}
+    for svg in drawn.values():
+        root = ET.fromstring(svg)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert "prefers-color-scheme:dark" in svg
+    words = "".join(ET.fromstring(drawn["restart-torch"]).itertext())
+    for expected in ("holdfast", "torchrun", "start <&>", "925 ms", "4,000 ms"):
+        assert expected in words
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    svg = ET.fromstring(plots.stacked_bars("title", {"a": {"x": 10.0, "y": 30.0}, "b": {"x": 20.0}}, "ms"))
+    widths = [float(each.get("width", "0")) for each in svg.iter("{http://www.w3.org/2000/svg}rect") if len(each)]
+    assert widths == pytest.approx([widths[0], 3 * widths[0], 2 * widths[0]], abs=0.2)
+
+
+def test_lines_go_where_the_values_are() -> None:
+    svg = ET.fromstring(plots.lines("title", {"a": [(1, 10.0), (10, 100.0), (100, 1000.0)], "none": []}, "x", "y"))
+    dots = [
+        (float(each.get("cx", "0")), float(each.get("cy", "0"))) for each in svg.iter() if each.tag.endswith("circle")
+    ]
+    assert [x for x, _ in dots] == sorted(x for x, _ in dots)
+    (first, second), (third, fourth) = [(a[1] - b[1], b[0] - a[0]) for a, b in pairwise(dots)]
+    assert (first, second) == pytest.approx((third, fourth), abs=0.2)
+    assert first > 0
+
+
+def test_a_plot_of_nothing_is_still_a_document() -> None:
+    assert ET.fromstring(plots.stacked_bars("title", {}, "ms")) is not None
+    assert ET.fromstring(plots.lines("title", {}, "x", "y")) is not None
+
+
+def test_readme_page_and_plots_agree_with_the_newest_results() -> None:
+    """`python -m bench --page FILE` makes them anew."""
+    newest = max(RESULTS.glob("*.json"))
+    results = Results.from_json(newest.read_text())
+    readme = (ROOT / "README.md").read_text()
+    assert page.BEGIN in readme
+    assert readme == page.with_figures(readme, results)
+    assert PAGE.read_text() == page.page(results)
+    drawn = page.plots_of(results)
+    assert {path.stem: path.read_text() for path in (ROOT / page.PLOTS).glob("*.svg")} == drawn

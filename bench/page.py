@@ -1,0 +1,257 @@
+"""The page, its plots, and the lines in README, from one results file. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bench import plots
+from bench.results import Results, Row, Section, number
+
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+PLOTS = "docs/benchmarks"
+_TOP_PLOT = "restart-torch"
+_NAMES = {"bare": "bare limit", "holdfast preload": "holdfast `--preload torch`"}
+_ORDER = ("holdfast", "holdfast preload", "torchrun", "bare")
+
+
+def page(results: Results) -> str:
+    drawn = plots_of(results)
+    parts = [_opening(results, drawn), _machine(results), _reading(results), _missed(results)]
+    parts += [section_text(section, drawn) for section in results.sections]
+    return "\n".join(parts)
+
+
+def with_figures(readme: str, results: Results) -> str:
+    """README with its block of figures made anew."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + readme_block(results) + after
+
+
+def readme_block(results: Results) -> str:
+    lines = [BEGIN, *(f"- {line}" for line in headlines(results)), ""]
+    if _TOP_PLOT in plots_of(results):
+        lines += [f"![{_plot_title(results)}]({PLOTS}/{_TOP_PLOT}.svg)", ""]
+    how = f"Measured on {_where(results)}; all figures, the plots and how to repeat them: [{PLOTS}.md]({PLOTS}.md)."
+    return "\n".join([*lines, how, END])
+
+
+# --- the top --------------------------------------------------------------------------------------------------------
+
+
+def headlines(results: Results) -> list[str]:
+    """The four most telling lines."""
+    return [_launch_line(results), _restart_line(results), _memory_line(results), _nodes_line(results)]
+
+
+def _launch_line(results: Results) -> str:
+    row = results.row("launch.4")
+    ratio = row.ratio() if row else None
+    times = f" ({number(1 / ratio)} times as long)" if ratio else ""
+    return (
+        f"**Start.** Four trivial workers take **{_of(row)}** from start to end. torchrun takes "
+        f"{_of(row, 'torchrun')}{times}, a bare shell loop {_of(row, 'bare')}."
+    )
+
+
+def _restart_line(results: Results) -> str:
+    row, failed = results.row("restart_torch.4"), results.row("failed_restarts.4")
+    share = failed.median("torchrun") if failed else None
+    count = f", and {number(share)} % of its restarts failed" if share else ""
+    return (
+        f"**Restart.** After a failure, four workers with torch have finished their next all-reduce within "
+        f"**{_of(row, 'holdfast preload')}** with `--preload torch` and within {_of(row)} without. torchrun takes "
+        f"{_of(row, 'torchrun')}{count}."
+    )
+
+
+def _memory_line(results: Results) -> str:
+    alone, together = results.row("memory.all_rss"), results.row("memory_torch.all")
+    return (
+        f"**Memory.** Agent and spawner hold **{_of(alone)}**, torchrun {_of(alone, 'torchrun')}. With eight torch "
+        f"workers all processes together hold {_of(together, 'holdfast preload')} with `--preload torch`, "
+        f"{_of(together)} without, and {_of(together, 'torchrun')} with torchrun."
+    )
+
+
+def _nodes_line(results: Results) -> str:
+    row, push, lost = results.row("rendezvous.64"), results.row("push"), results.row("lost_node.tcp")
+    return (
+        f"**Many nodes.** 64 nodes agree on a world in **{_of(row)}**, with torch's c10d in {_of(row, 'torchrun')}. A "
+        f"worker's death reaches the other nodes' workers in {_of(push)} ({_of(push, 'torchrun')}). When a node dies, "
+        f"the others run again after {_of(lost)}."
+    )
+
+
+def _of(row: Row | None, side: str = "holdfast") -> str:
+    value = row.median(side) if row else None
+    return f"{number(value)} {row.unit}" if row and value is not None else "(not measured)"
+
+
+def _opening(results: Results, drawn: Mapping[str, str]) -> str:
+    lines = ["# Benchmarks", "", "This page is made by `make bench` from one run; no test asserts its figures.", ""]
+    lines += [f"- {line}" for line in headlines(results)]
+    if _TOP_PLOT in drawn:
+        lines += ["", _image(_TOP_PLOT, _plot_title(results))]
+    return "\n".join([*lines, ""])
+
+
+def _where(results: Results) -> str:
+    facts = results.machine
+    return f"{facts.get('cores', '?')} cores ({facts.get('processor', '?')}), load average {facts.get('load', '?')}"
+
+
+def _machine(results: Results) -> str:
+    lines = ["## The machine", "", *(f"- {name}: {value}" for name, value in results.machine.items())]
+    minutes = f"{results.took_s / 60:.1f} of at most {results.budget_s / 60:.0f} minutes"
+    quick = ", in the quick form: one repeat, small sizes; not for citing" if results.is_quick else ""
+    return "\n".join([*lines, f"- measured: {results.date}, in {minutes}{quick}", ""])
+
+
+def _reading(results: Results) -> str:
+    return """## How to read it
+
+The sides take turns in one run, after a turn that does not count. Figures are medians, with quartiles in brackets. The
+ratio is holdfast's median over torchrun's. The **bare limit** is a shell loop that starts the same processes and does
+nothing else. Times that begin in one process and end in another are read from the monotonic clock, which all processes
+of a host share. `make bench` repeats everything, `make bench ONLY=launch` one measure, and
+`python -m bench --only launch --quick` one measure once with small sizes. `python -m bench --page FILE` makes this page
+from a results file (`bench/results/`), which has all values.
+"""
+
+
+def _missed(results: Results) -> str:
+    rows = [row for section in results.sections for row in section.rows]
+    judged = [(row, bound, row.meets(bound)) for row in rows for bound in row.bounds]
+    missed = [f"- {row.what}: {bound.text(row.unit)}" for row, bound, met in judged if met is False]
+    failed = [f"- {section.title}: the measure failed" for section in results.sections if section.failure]
+    unknown = [f"- {row.what}: {bound.text(row.unit)} (not measured)" for row, bound, met in judged if met is None]
+    count = sum(met is True for *_, met in judged)
+    lines = ["## Bounds", "", f"{count} of {len(judged)} bounds are met."]
+    if missed or failed or unknown:
+        lines += ["Not met:", "", *missed, *unknown, *failed]
+    return "\n".join([*lines, ""])
+
+
+# --- a section ------------------------------------------------------------------------------------------------------
+
+
+def section_text(section: Section, drawn: Mapping[str, str]) -> str:
+    lines = [f"## {section.title}", "", section.how, ""]
+    lines += [f"Repeat: `make bench ONLY={section.name}`. {_repeats(section)}", ""]
+    if section.failure:
+        lines += ["**This measure failed:**", "", *(f"    {line}" for line in section.failure.splitlines()), ""]
+    if section.rows:
+        lines += [_table(section), ""]
+    lines += [f"- {note}" for note in section.notes] + ([""] if section.notes else [])
+    lines += [line for name in _PLOTS_OF.get(section.name, ()) if name in drawn for line in (_image(name, name), "")]
+    return "\n".join(lines)
+
+
+def _repeats(section: Section) -> str:
+    fewer = f" of {section.planned} planned" if section.made < section.planned else ""
+    return f"{section.made}{fewer} repeats in {section.took_s:.0f} s, load average {section.load:.1f}."
+
+
+def _table(section: Section) -> str:
+    sides = [side for side in _ORDER if any(side in row.sides for row in section.rows)]
+    is_compared = any(row.ratio() is not None for row in section.rows)
+    header = ["what", *(_NAMES.get(side, side) for side in sides), *(["ratio"] if is_compared else [])]
+    header += ["bound", "met"] if any(row.bounds for row in section.rows) else []
+    lines = [header, ["---"] * len(header)]
+    lines += [_cells(row, sides, is_compared)[: len(header)] for row in section.rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _cells(row: Row, sides: list[str], is_compared: bool) -> list[str]:
+    ratio = row.ratio()
+    cells = [row.what, *(_side(row, side) for side in sides)]
+    cells += [f"{ratio:.3g}x" if ratio is not None else ""] if is_compared else []
+    words = {True: "yes", False: "**no**", None: "not measured"}
+    bounds = "; ".join(bound.text(row.unit) for bound in row.bounds)
+    return [*cells, bounds, "; ".join(words[row.meets(bound)] for bound in row.bounds)]
+
+
+def _side(row: Row, side: str) -> str:
+    value = row.median(side)
+    if value is None:
+        return ""
+    text = f"{number(value)} {row.unit}".strip()
+    if len(row.sides[side]) < 2:
+        return text
+    low, high = row.quartiles(side)
+    return f"{text} ({number(low)} to {number(high)})"
+
+
+# --- plots ----------------------------------------------------------------------------------------------------------
+
+_PLOTS_OF = {
+    "launch": ("launch", "launch-per-worker"),
+    "torch": ("restart-torch", "first-all-reduce", "memory"),
+    "restart": ("restart",),
+    "crowd": ("rendezvous", "rendezvous-per-node"),
+}
+
+
+def _image(name: str, title: str) -> str:
+    return f"![{title}](benchmarks/{name}.svg)"
+
+
+def _plot_title(results: Results) -> str:
+    size = _torch_size(results)
+    return f"Failure to the first all-reduce after it, {size} workers with torch (ms)"
+
+
+def _torch_size(results: Results) -> int:
+    section = results.section("torch")
+    sizes = [int(key.rpartition(".")[2]) for key in section.breakdowns if key.startswith("torch.")] if section else []
+    return 4 if 4 in sizes else max(sizes, default=0)
+
+
+def plots_of(results: Results) -> dict[str, str]:
+    """The SVG text of each plot for which there are figures."""
+    return {**_bar_plots(results), **_line_plots(results)}
+
+
+def _bar_plots(results: Results) -> dict[str, str]:
+    breakdowns = {key: bars for section in results.sections for key, bars in section.breakdowns.items()}
+    found = {}
+    for name, key, title, unit in (
+        (_TOP_PLOT, f"torch.{_torch_size(results)}", _plot_title(results), "ms"),
+        ("restart", "restart", "Failure to restarted workers, 4 workers, trivial script (ms)", "ms"),
+        ("memory", "memory", "Memory of all processes, workers with torch (PSS, MB)", "MB"),
+    ):
+        bars = {side: breakdowns[key][side] for side in reversed(_ORDER) if breakdowns.get(key, {}).get(side)}
+        if bars:
+            found[name] = plots.stacked_bars(title, bars, unit)
+    return found
+
+
+def _line_plots(results: Results) -> dict[str, str]:
+    launch, first = results.rows("launch"), results.rows("first_all_reduce")
+    nodes, crowd, cpu = results.rows("rendezvous"), results.rows("crowd"), results.rows("crowd_cpu")
+    found = {}
+    if launch:
+        found["launch"] = plots.lines("Trivial workers, start to end", _series(launch), "workers", "ms")
+        per_worker = _series(launch, per_size=True)
+        found["launch-per-worker"] = plots.lines(
+            "The same for each worker", per_worker, "workers", "ms for each worker"
+        )
+    if first:
+        found["first-all-reduce"] = plots.lines("Start to the first all-reduce", _series(first), "workers", "s")
+    if nodes or crowd:
+        light = {"light clients": [(size, 1e3 * (row.median("holdfast") or 0)) for size, row in sorted(crowd.items())]}
+        found["rendezvous"] = plots.lines("Rendezvous", {**_series(nodes), **light}, "nodes", "ms")
+        each = {name: [(x, y / x) for x, y in points] for name, points in light.items()}
+        each["coordinator's CPU"] = [(size, (row.median("holdfast") or 0) / 1e3) for size, row in sorted(cpu.items())]
+        every = {**_series(nodes, per_size=True), **each}
+        found["rendezvous-per-node"] = plots.lines("Rendezvous, for each node", every, "nodes", "ms for each node")
+    return found
+
+
+def _series(rows: Mapping[int, Row], *, per_size: bool = False) -> dict[str, list[tuple[float, float]]]:
+    sides = dict.fromkeys(side for side in _ORDER if any(side in row.sides for row in rows.values()))
+    return {
+        side: [(size, (row.median(side) or 0) / (size if per_size else 1)) for size, row in sorted(rows.items())]
+        for side in sides
+    }

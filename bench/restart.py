@@ -1,0 +1,285 @@
+"""A job that fails and is restarted: how long each phase takes, with torch and without, and what many restarts leave.
+
+One run of workers/job.py gives everything: the time to the first all-reduce, the memory while it runs, and the phases
+from the failure to the first all-reduce after it:
+
+    detect        failure to SIGTERM at the last peer
+    stop          to the end of the last worker
+    rendezvous    to the creation of the last new process: whatever the launcher does in between
+    start         to the first line of its script
+    import        to the end of `import torch`
+    initialise    to the end of the first all-reduce
+
+Each ends with the last worker, so the phases add up.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+
+from bench.results import Bound, row
+from bench.sides import (
+    BARE,
+    HOLDFAST,
+    NS_PER_MS,
+    PRELOAD,
+    TORCHRUN,
+    BenchmarkError,
+    Marks,
+    Run,
+    Side,
+    environment,
+    gone_ns,
+    helpers_of,
+    marks_of_workers,
+    memory_mb,
+    started,
+)
+from bench.turns import Turns, with_parts
+
+SETTLING_S = 0.3
+RESTART_LIMIT_S = 40.0
+REPEATS = {2: 3, 4: 5, 8: 3}
+
+
+@dataclass(slots=True)
+class Story:
+    """One run. Times are in milliseconds; `phases` is empty if there was no restart."""
+
+    first_ms: float
+    workers_mb: float
+    launcher_mb: float
+    phases: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
+
+    @property
+    def restart_ms(self) -> float:
+        return sum(self.phases.values())
+
+
+def tell_story(side: Side, nproc: int, kind: str, **env: str) -> Story:
+    with (
+        marks_of_workers() as marks,
+        started(side.argv(nproc, "job.py", (marks, kind), ("--max-restarts", "1")), env=env) as run,
+    ):
+        workers = marks.wait("ready", 0, nproc, run)
+        pids = [mark.pid for mark in workers]
+        time.sleep(SETTLING_S)
+        story = Story(
+            (max(mark.at_ns for mark in workers) - run.began_ns) / NS_PER_MS,
+            memory_mb(pids),
+            memory_mb([run.pid, *helpers_of(run, workers)]),
+        )
+        if side is not BARE:
+            _restart(story, run, marks, nproc, pids)
+        return story
+
+
+def tell_stories(side: Side, nproc: int, kind: str) -> list[Story]:
+    """One; and another one if the restart failed, with the setting that spares torchrun the usual cause: its workers
+    meet at a store that still has the addresses of the attempt before. The failure is counted, and there is a time."""
+    stories = [tell_story(side, nproc, kind)]
+    if stories[0].failure:
+        stories.append(tell_story(side, nproc, kind, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
+    return stories
+
+
+def _restart(story: Story, run: Run, marks: Marks, nproc: int, pids: Sequence[int]) -> None:
+    """A restart that fails is part of the story, not an error."""
+    Path(marks.directory, "go").touch()
+    try:
+        gone = gone_ns(pids, RESTART_LIMIT_S)
+        run.succeed(RESTART_LIMIT_S)
+    except BenchmarkError as error:
+        story.failure = _cause(f"{error}\n{run.last_words()}")
+        return
+    failed_ns = next(iter(marks.found("failed").values())).at_ns
+    began = marks.of_all("began", 1, nproc)
+    ends_ns = {
+        "detect": marks.last_ns("stopped", 0, nproc - 1),
+        "stop": max(gone.values()),
+        "rendezvous": max(mark.value for mark in began),
+        "start": max(mark.at_ns for mark in began),
+    }
+    if imported := marks.found("imported", 1):
+        ends_ns |= {
+            "import": max(mark.at_ns for mark in imported.values()),
+            "initialise": marks.last_ns("ready", 1, nproc),
+        }
+    story.phases = _phases(failed_ns, ends_ns)
+
+
+def _cause(text: str) -> str:
+    """The last line that names an error, else the first line."""
+    lines = text.splitlines()
+    return next((line.strip() for line in reversed(lines) if "Error: " in line), lines[0])[:300]
+
+
+def _phases(began_ns: int, ends_ns: dict[str, int]) -> dict[str, float]:
+    """How long each took in milliseconds. One that ended before the phase before it took nothing."""
+    phases, last_ns = {}, began_ns
+    for name, end_ns in ends_ns.items():
+        phases[name] = max(0, end_ns - last_ns) / NS_PER_MS
+        last_ns = max(last_ns, end_ns)
+    return phases
+
+
+def _breakdown(stories: Sequence[Story]) -> dict[str, float]:
+    """The phases of the run whose restart took the median time, so that they add up to it."""
+    ordered = sorted((story for story in stories if story.phases), key=lambda story: story.restart_ms)
+    return {name: round(ms, 3) for name, ms in ordered[(len(ordered) - 1) // 2].phases.items()} if ordered else {}
+
+
+@cache
+def has_preload() -> bool:
+    told = subprocess.run([*HOLDFAST.command, "--help"], capture_output=True, text=True, env=environment(), check=True)
+    return "--preload" in told.stdout
+
+
+def _add_failed(turns: Turns, key: str, what: str, found: dict[str, list[Story]]) -> None:
+    """Failed restarts are counted apart."""
+    shares = {}
+    for name, stories in found.items():
+        failures = [story.failure for story in stories if story.failure]
+        tries = len(stories) - len(failures)  # Each failure was followed by another try, which does not count.
+        shares[name] = [100 * len(failures) / max(tries, 1)] if name != "bare" else []
+        if failures:
+            count = f"{len(failures)} of {tries} restarts failed"
+            again = "the time is that of another run, with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`"
+            turns.notes.append(f"{name}, {what}: {count}, the last one with `{failures[-1]}`; {again}.")
+    turns.rows.append(row(key, f"restarts that failed, {what}", "%", shares))
+
+
+# --- with torch -----------------------------------------------------------------------------------------------------
+
+
+def measure_torch(turns: Turns) -> None:
+    sides = [HOLDFAST, PRELOAD, TORCHRUN, BARE]
+    if not has_preload():
+        sides.remove(PRELOAD)
+        turns.notes.append("`--preload` is not available in this build, so its column is missing.")
+    sizes = turns.size((2, 4, 8), (2,))
+    for size, part in with_parts(sizes, 1):
+        # The first size is the warm-up of the others.
+        told = turns.compare(
+            f"torch, {size} workers",
+            {side.name: partial(tell_stories, side, size, "torch") for side in sides},
+            planned=REPEATS.get(size, 3),
+            warm_up=size == 2,
+            part=part,
+        )
+        found = {name: [story for stories in each for story in stories] for name, each in told.items()}
+        _add_torch(turns, size, found)
+    _add_memory(turns, sizes[-1], found)
+
+
+def _add_torch(turns: Turns, size: int, found: dict[str, list[Story]]) -> None:
+    first = {name: [story.first_ms / 1e3 for story in stories] for name, stories in found.items()}
+    again = {
+        name: [story.restart_ms / 1e3 for story in stories if story.phases]
+        for name, stories in found.items()
+        if name != "bare"
+    }
+    bounds = [Bound(0.05, "torchrun", side=PRELOAD.name)] if size == 4 else []
+    turns.rows += [
+        row(f"first_all_reduce.{size}", f"start to the first all-reduce, {size} workers", "s", first),
+        row(f"restart_torch.{size}", f"failure to the first all-reduce after it, {size} workers", "s", again, *bounds),
+    ]
+    _add_failed(turns, f"failed_restarts.{size}", f"{size} workers", found)
+    turns.breakdowns[f"torch.{size}"] = {name: _breakdown(found[name]) for name in again if again[name]}
+
+
+def _add_memory(turns: Turns, size: int, found: dict[str, list[Story]]) -> None:
+    workers = {name: [story.workers_mb for story in stories] for name, stories in found.items()}
+    launcher = {name: [story.launcher_mb for story in stories] for name, stories in found.items() if name != "bare"}
+    both = {name: [story.workers_mb + story.launcher_mb for story in stories] for name, stories in found.items()}
+    turns.rows += [
+        row("memory_torch.workers", f"memory of {size} workers with torch (PSS)", "MB", workers),
+        row("memory_torch.launcher", "memory of the launcher meanwhile, spawner included (PSS)", "MB", launcher),
+        row("memory_torch.all", "both together", "MB", both),
+    ]
+    turns.breakdowns["memory"] = {
+        name: {"workers": _median(workers[name]), "launcher": _median(launcher.get(name, [0.0]))} for name in workers
+    }
+
+
+def _median(values: Sequence[float]) -> float:
+    return round(statistics.median(values), 3)
+
+
+# --- without ----------------------------------------------------------------------------------------------------------
+
+
+def measure_restart(turns: Turns) -> None:
+    nproc = 4
+    told = turns.compare(
+        "restart", {side.name: partial(tell_stories, side, nproc, "plain") for side in (HOLDFAST, TORCHRUN)}
+    )
+
+    found = {name: [story for stories in each for story in stories] for name, each in told.items()}
+
+    def values(phase: str) -> dict[str, list[float]]:
+        return {name: [story.phases[phase] for story in stories if story.phases] for name, stories in found.items()}
+
+    totals = {name: [story.restart_ms for story in stories if story.phases] for name, stories in found.items()}
+    what = f"failure to the last of {nproc} restarted workers, trivial script"
+    turns.rows += [
+        row("restart", what, "ms", totals, Bound(0.20, "torchrun")),
+        row("detect", "of which: failure to SIGTERM at the last peer", "ms", values("detect")),
+    ]
+    _add_failed(turns, "restart_failed", "trivial script", found)
+    turns.breakdowns["restart"] = {name: _breakdown(stories) for name, stories in found.items()}
+
+
+# --- many restarts --------------------------------------------------------------------------------------------------
+
+
+def measure_many_restarts(turns: Turns) -> None:
+    """One run of each side: the agent after 5 restarts, and after the last one."""
+    counts = {HOLDFAST: turns.size(200, 12), TORCHRUN: turns.size(100, 7)}
+    grown: dict[str, dict[str, list[float]]] = {}
+    for _ in turns.repeat("many restarts", planned=1):
+        for side, count in counts.items():
+            turns.tell(f"{count} restarts in a row, {side.name}")
+            before, after, took_s = _many(side, count)
+            grown[side.name] = {key: [after[key] - before[key]] for key in after} | {"ms": [took_s * 1e3 / (count - 5)]}
+    words = " and ".join(f"{count} ({side.name})" for side, count in counts.items())
+    for key, what, unit in (
+        ("descriptors", "descriptors of the agent", ""),
+        ("threads", "threads of the agent", ""),
+        ("pss_mb", "memory of the agent (PSS)", "MB"),
+    ):
+        sides = {name: values[key] for name, values in grown.items()}
+        bounds = [] if key == "pss_mb" else [Bound(0)]
+        turns.rows.append(
+            row(f"many_restarts.{key}", f"{what}: more after {words} restarts than after 5", unit, sides, *bounds)
+        )
+    sides = {name: values["ms"] for name, values in grown.items()}
+    turns.rows.append(
+        row("many_restarts.ms", "time of each restart among these, one worker that fails at once", "ms", sides)
+    )
+
+
+def _many(side: Side, count: int) -> tuple[dict[str, float], dict[str, float], float]:
+    argv = partial(side.argv, 1, "fail.py", options=("--max-restarts", str(count)))
+    with marks_of_workers() as marks, started(argv(args=(marks, count))) as run:
+        marks.wait("ready", 5, 1, run)
+        time.sleep(SETTLING_S)
+        before, began = _agent(run.pid), time.monotonic()
+        Path(marks.directory, "go").touch()
+        marks.wait("ready", count, 1, run, limit_s=100)
+        took_s = time.monotonic() - began
+        time.sleep(SETTLING_S)
+        return before, _agent(run.pid), took_s
+
+
+def _agent(pid: int) -> dict[str, float]:
+    descriptors = float(len(list(Path(f"/proc/{pid}/fd").iterdir())))
+    threads = float(len(list(Path(f"/proc/{pid}/task").iterdir())))
+    return {"descriptors": descriptors, "threads": threads, "pss_mb": memory_mb([pid])}

@@ -1,0 +1,134 @@
+"""What a run of the suite found, as data: all values, their statistics, and whether bounds are met. Pure.
+
+A results file is the JSON of one `Results`; the page, the plots and the lines in README are made from it alone.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What is promised of the median of one side: at most (or at least) `limit`, or `limit` times another side's median
+    plus `plus`."""
+
+    limit: float
+    against: str = ""
+    plus: float = 0.0
+    is_minimum: bool = False
+    side: str = "holdfast"
+
+    def text(self, unit: str) -> str:
+        words = "at least" if self.is_minimum else "at most"
+        times = f"{self.limit:g}x {self.against}" if self.against else f"{self.limit:g} {unit}".strip()
+        whose = f"{self.side.removeprefix('holdfast ')}: " if self.side != "holdfast" else ""
+        return f"{whose}{words} {times}" + (f" + {self.plus:g} {unit}" if self.plus else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table: the values of each side, in the order of the turns. `key` names it for plots and tests."""
+
+    key: str
+    what: str
+    unit: str
+    sides: dict[str, list[float]]
+    bounds: list[Bound] = field(default_factory=list)
+
+    def median(self, side: str) -> float | None:
+        values = self.sides.get(side)
+        return statistics.median(values) if values else None
+
+    def quartiles(self, side: str) -> tuple[float, float]:
+        values = self.sides[side]
+        if len(values) < 2:
+            return values[0], values[0]
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+        return low, high
+
+    def ratio(self, side: str = "holdfast", other: str = "torchrun") -> float | None:
+        mine, theirs = self.median(side), self.median(other)
+        return mine / theirs if mine and theirs and mine > 0 and theirs > 0 else None
+
+    def meets(self, bound: Bound) -> bool | None:
+        """None if that was not measured."""
+        value, base = self.median(bound.side), self.median(bound.against) if bound.against else 1.0
+        if value is None or base is None:
+            return None
+        target = bound.limit * base + bound.plus
+        return value >= target if bound.is_minimum else value <= target
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One measure. `how` says what was measured and how; `failure` why it could not be. `planned` repeats are `made`
+    unless the time was up; `breakdowns` are phases in milliseconds by plot and side."""
+
+    name: str
+    title: str
+    how: str
+    planned: int
+    made: int = 0
+    took_s: float = 0.0
+    load: float = 0.0
+    failure: str = ""
+    notes: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    breakdowns: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    date: str
+    machine: dict[str, str]
+    took_s: float
+    budget_s: float
+    is_quick: bool
+    sections: list[Section]
+
+    def section(self, name: str) -> Section | None:
+        return next((each for each in self.sections if each.name == name), None)
+
+    def row(self, key: str) -> Row | None:
+        return next((row for section in self.sections for row in section.rows if row.key == key), None)
+
+    def rows(self, prefix: str) -> dict[int, Row]:
+        """Those whose keys are a prefix and a size, by size."""
+        rows = [row for section in self.sections for row in section.rows if row.key.startswith(f"{prefix}.")]
+        return {int(row.key.rpartition(".")[2]): row for row in rows if row.key.rpartition(".")[0] == prefix}
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Results:
+        data = json.loads(text)
+        sections = [_section(each) for each in data.pop("sections")]
+        return cls(sections=sections, **data)
+
+
+def _section(data: dict[str, Any]) -> Section:
+    rows = [Row(**{**row, "bounds": [Bound(**each) for each in row["bounds"]]}) for row in data.pop("rows")]
+    return Section(rows=rows, **data)
+
+
+def row(key: str, what: str, unit: str, sides: Mapping[str, Iterable[float]], *bounds: Bound) -> Row:
+    """Sides without a value are left out; values keep five digits."""
+    kept = {name: [float(f"{value:.5g}") for value in values] for name, values in sides.items()}
+    return Row(key, what, unit, {name: values for name, values in kept.items() if values}, list(bounds))
+
+
+def differences(more: Sequence[float], less: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(more, less, strict=False)]
+
+
+def number(value: float) -> str:
+    """Three digits that count, and no fraction where there are more."""
+    if value and abs(value) < 0.001:
+        return f"{value:.2g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

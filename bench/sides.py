@@ -1,0 +1,296 @@
+"""The sides that are compared, all started as a user starts them: one command line that runs N times one script.
+
+    holdfast            holdfast run
+    holdfast preload    holdfast run --preload torch: workers are forked from a process that has imported torch
+    torchrun            torchrun
+    bare                a shell loop that starts the same processes, and nothing else (workers/bare.sh)
+
+All get the same environment: the caller's without settings of Python or of a launcher. Every process that a measure
+starts, however deep, is a descendant of this one, because this one adopts orphans; `end_descendants` ends them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TypeVar
+
+import psutil
+
+T = TypeVar("T")
+
+WORKERS = Path(__file__).parent / "workers"
+WAIT_LIMIT_S = 60.0
+NS_PER_S = 1e9
+NS_PER_MS = 1e6
+_SCRIPTS = Path(sys.executable).parent
+_SETTINGS = ("PYTHON", "PET_", "TORCHELASTIC_", "TORCH_ELASTIC_", "HOLDFAST_", "OMP_")
+_KEPT = {"PYTHONPYCACHEPREFIX"}  # Where bytecode is kept changes nothing in how a program runs.
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class BenchmarkError(Exception):
+    """The measurement could not be made; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    name: str
+    command: tuple[str, ...]
+    backend: str = ""
+    """Of the rendezvous that users get with it."""
+
+    def argv(self, nproc: int, script: str, args: Sequence[object] = (), options: Sequence[str] = ()) -> list[str]:
+        program = [str(WORKERS / script), *map(str, args)]
+        if self.name == "bare":
+            return [*self.command, str(nproc), str(free_port()), sys.executable, *program]
+        return [*self.command, "--nproc-per-node", str(nproc), *options, *program]
+
+
+HOLDFAST = Side("holdfast", (str(_SCRIPTS / "holdfast"), "run"), "tcp")
+PRELOAD = Side("holdfast preload", (*HOLDFAST.command, "--preload", "torch"), "tcp")
+TORCHRUN = Side("torchrun", (str(_SCRIPTS / "torchrun"),), "c10d")
+BARE = Side("bare", ("/bin/sh", str(WORKERS / "bare.sh")))
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(_SETTINGS)}
+    # Given, so that no launcher has to choose a number and to say so.
+    return {**kept, "OMP_NUM_THREADS": "1", **more}
+
+
+def await_value(look: Callable[[], T | None], what: str, limit_s: float = WAIT_LIMIT_S) -> T:
+    ends = time.monotonic() + limit_s
+    while not (value := look()):
+        if time.monotonic() > ends:
+            raise BenchmarkError(f"after {limit_s:g} s there was still not {what}")
+        time.sleep(0.002)
+    return value
+
+
+def free_port() -> int:
+    """One that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# --- a command that runs ------------------------------------------------------------------------------------------
+
+
+class Run:
+    """One command. `began_ns` is the monotonic clock just before it was started, `cpu_s` that of its whole tree."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], stdout: IO[bytes] | int = subprocess.DEVNULL):
+        self._argv = argv
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  (`close` closes it)
+        self.began_ns = time.monotonic_ns()
+        self.popen = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=self._said, env=env, cwd="/", start_new_session=True
+        )
+        self.pid = self.popen.pid
+        self.ended_ns = 0
+        self.cpu_s = 0.0
+        self.status: int | None = None
+
+    def wait(self, limit_s: float = WAIT_LIMIT_S) -> int:
+        """Until it has ended; the exit status."""
+        if self.status is None:
+            self.ended_ns = max(gone_ns([self.pid], limit_s).values())
+            _, status, usage = os.wait4(self.pid, 0)
+            self.cpu_s = usage.ru_utime + usage.ru_stime
+            self.status = self.popen.returncode = os.waitstatus_to_exitcode(status)
+        return self.status
+
+    def succeed(self, limit_s: float = WAIT_LIMIT_S) -> Run:
+        if self.wait(limit_s) != 0:
+            raise BenchmarkError(f"{' '.join(self._argv)} ended with status {self.status}: {self.last_words()}")
+        return self
+
+    @property
+    def took_s(self) -> float:
+        return (self.ended_ns - self.began_ns) / NS_PER_S
+
+    def has_ended(self) -> bool:
+        """Looks only; `wait` collects the status."""
+        return (
+            self.status is not None or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        )
+
+    def last_words(self) -> str:
+        self._said.seek(0)
+        return self._said.read().decode(errors="replace")[-4000:]
+
+    def close(self) -> None:
+        """In order first, so that a launcher takes its workers with it."""
+        if self.status is None:
+            with contextlib.suppress(BenchmarkError, ProcessLookupError):
+                os.kill(self.pid, signal.SIGCONT)
+                os.kill(self.pid, signal.SIGTERM)
+                self.wait(10)
+        if self.status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait(10)
+        self._said.close()
+
+
+@contextmanager
+def started(
+    argv: Sequence[str], stdout: IO[bytes] | int = subprocess.DEVNULL, env: Mapping[str, str] | None = None
+) -> Iterator[Run]:
+    """A command that runs; it has ended when the block has."""
+    run = Run(argv, environment(**(env or {})), stdout)
+    try:
+        yield run
+    except BenchmarkError as error:
+        if run.status is None and not run.has_ended():
+            raise
+        raise BenchmarkError(f"{error} (status {run.wait()}): {run.last_words()}") from None
+    finally:
+        run.close()
+
+
+def finish(argv: Sequence[str], limit_s: float = WAIT_LIMIT_S, **env: str) -> Run:
+    with started(argv, env=env) as run:
+        return run.succeed(limit_s)
+
+
+def gone_ns(pids: Sequence[int], limit_s: float = WAIT_LIMIT_S) -> dict[int, int]:
+    """When each process ended, by the monotonic clock. Its parent may not have collected it yet."""
+    ends = time.monotonic() + limit_s
+    found: dict[int, int] = {}
+    with contextlib.ExitStack() as stack:
+        poll, watched = select.poll(), {}
+        for pid in pids:
+            fd = os.pidfd_open(pid)
+            stack.callback(os.close, fd)
+            poll.register(fd, select.POLLIN)
+            watched[fd] = pid
+        while len(found) < len(pids):
+            ready = poll.poll(max(0.0, ends - time.monotonic()) * 1e3)
+            now_ns = time.monotonic_ns()
+            if not ready:
+                raise BenchmarkError(f"a process still runs after {limit_s:g} s")
+            for fd, _ in ready:
+                poll.unregister(fd)
+                found[watched[fd]] = now_ns
+    return found
+
+
+# --- what workers say ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """See workers/marks.py."""
+
+    pid: int
+    at_ns: int
+    value: int
+
+
+class Marks:
+    """What the workers of one run leave in a directory of theirs, which is their first argument."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = Path(directory)
+
+    def __str__(self) -> str:
+        return str(self.directory)
+
+    def found(self, name: str, attempt: int = 0) -> dict[int, Mark]:
+        """By rank."""
+        paths = self.directory.glob(f"{name}.{attempt}.*")
+        return {int(path.suffix[1:]): Mark(*map(int, path.read_text().split())) for path in paths}
+
+    def of_all(self, name: str, attempt: int, count: int) -> list[Mark]:
+        found = self.found(name, attempt)
+        if len(found) != count:
+            raise BenchmarkError(f"{len(found)} workers left the mark {name}.{attempt}, not {count}")
+        return list(found.values())
+
+    def last_ns(self, name: str, attempt: int, count: int) -> int:
+        return max(mark.at_ns for mark in self.of_all(name, attempt, count))
+
+    def wait(
+        self, name: str, attempt: int, count: int, run: Run | None = None, limit_s: float = WAIT_LIMIT_S
+    ) -> list[Mark]:
+        def look() -> bool:
+            if run is not None and run.has_ended():
+                raise BenchmarkError(f"the run ended before {count} workers left the mark {name}.{attempt}")
+            return sum(1 for _ in self.directory.glob(f"{name}.{attempt}.*")) >= count
+
+        await_value(look, f"{count} marks {name}.{attempt}", limit_s)
+        return self.of_all(name, attempt, count)
+
+
+@contextmanager
+def marks_of_workers() -> Iterator[Marks]:
+    with tempfile.TemporaryDirectory() as directory:
+        yield Marks(directory)
+
+
+# --- all processes ------------------------------------------------------------------------------------------------
+
+
+def own_all_processes() -> None:
+    """Adopt orphans, so that nothing that was started escapes; and allow as many descriptors as the system does."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def end_descendants() -> int:
+    """Kill what is left, by pid, until nothing is; how many there were."""
+    ended, me = 0, psutil.Process()
+    while left := me.children(recursive=True):
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired, ChildProcessError):
+                process.wait(5)
+        ended += len(left)
+        if ended > 10_000:
+            raise BenchmarkError("processes cannot be ended")
+    return ended
+
+
+# --- what processes use -------------------------------------------------------------------------------------------
+
+
+def memory_mb(pids: Sequence[int], kind: str = "Pss") -> float:
+    """By /proc/PID/smaps_rollup: `Pss` shares pages among the processes that have them, `Rss` counts them for each."""
+    total_kib = 0
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith(f"{kind}:"):
+                total_kib += int(line.split()[1])
+    return total_kib * 1024 / 1e6
+
+
+def cpu_ns(pids: Sequence[int]) -> int:
+    """Of all their threads that live, to the nanosecond."""
+    tasks = (task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir())
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
+
+
+def helpers_of(run: Run, workers: Sequence[Mark]) -> list[int]:
+    """The processes below a launcher that are not workers: for holdfast the spawner."""
+    not_helpers = {mark.pid for mark in workers}
+    below = psutil.Process(run.pid).children(recursive=True)
+    owned = {process.pid for pid in not_helpers for process in psutil.Process(pid).children(recursive=True)}
+    return [process.pid for process in below if process.pid not in not_helpers | owned]
