@@ -194,6 +194,10 @@ def run_suite(measures: Sequence[Measure], is_quick: bool, budget_s: float) -> R
     sections = []
     for index, measure in enumerate(measures):
         now = time.monotonic()
+        if now > began + budget_s:
+            failure = "not measured, because the time was up"
+            sections.append(Section(measure.name, measure.title, measure.how, measure.repeats, failure=failure))
+            continue
         ends = now + (began + budget_s - now) * measure.share_s / left_s
         tell = _teller(f"{index + 1}/{len(measures)}", began, budget_s)
         sections.append(run_measure(measure, Turns(measure.repeats, is_quick, ends, tell)))

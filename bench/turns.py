@@ -76,7 +76,7 @@ class Turns:
                 self.notes.append(f"{what}, {name}: a turn failed: {' '.join(str(error).split())[-600:]}")
                 return []
 
-        if warm_up and not self.is_quick:
+        if warm_up and not self.is_quick and time.monotonic() < self.ends:
             self.tell(f"{what}, warm-up")
             for name in sides:
                 call(name)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench import agent, page, plots
-from bench.__main__ import MEASURES, PAGE, RESULTS, ROOT
+from bench.__main__ import MEASURES, PAGE, RESULTS, ROOT, Measure, run_suite
 from bench.crowd import come_back, crowd
 from bench.results import Bound, Results, Row, Section, row
 from bench.sides import BenchmarkError
@@ -141,6 +141,14 @@ def test_when_the_time_is_up_fewer_repeats_are_made_and_that_is_said() -> None:
     assert turns.compare("what", {"a": lambda: 1}, warm_up=False) == {"a": [1]}
     assert (turns.made, turns.aimed) == (1, 7)
     assert turns.notes == ["what: 1 of 7 repeats, because the time was up."]
+
+
+def test_no_measure_begins_after_the_time() -> None:
+    def never(turns: Turns) -> None:
+        raise AssertionError
+
+    (section,) = run_suite([Measure("name", "title", never, 7, 1, "how")], False, budget_s=-1.0).sections
+    assert section.failure == "not measured, because the time was up"
 
 
 def test_a_side_that_fails_misses_its_turn() -> None:
