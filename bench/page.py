@@ -90,6 +90,8 @@ def _of(row: Row | None, side: str = "holdfast") -> str:
 
 def _opening(results: Results, drawn: Mapping[str, str]) -> str:
     lines = ["# Benchmarks", "", "This page is made by `make bench` from one run; no test asserts its figures.", ""]
+    if _was_busy(results):
+        lines += ["**The machine was busy with other work. These figures are preliminary.**", ""]
     lines += [f"- {line}" for line in headlines(results)]
     if _TOP_PLOT in drawn:
         lines += ["", _image(_TOP_PLOT, _plot_title(results))]
@@ -98,7 +100,13 @@ def _opening(results: Results, drawn: Mapping[str, str]) -> str:
 
 def _where(results: Results) -> str:
     facts = results.machine
-    return f"{facts.get('cores', '?')} cores ({facts.get('processor', '?')}), load average {facts.get('load', '?')}"
+    where = f"{facts.get('cores', '?')} cores ({facts.get('processor', '?')}), load average {facts.get('load', '?')}"
+    return where + (" (**a busy machine: preliminary figures**)" if _was_busy(results) else "")
+
+
+def _was_busy(results: Results) -> bool:
+    """Other work used the cores, too, so times are not those of a quiet machine."""
+    return float(results.machine["load"].split()[0]) > int(results.machine["cores"])
 
 
 def _machine(results: Results) -> str:

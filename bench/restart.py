@@ -118,7 +118,9 @@ def _restart(story: Story, run: Run, marks: Marks, nproc: int, pids: Sequence[in
 def _cause(text: str) -> str:
     """The last line that names an error, else the first line."""
     lines = text.splitlines()
-    return next((line.strip() for line in reversed(lines) if "Error: " in line), lines[0])[:300]
+    return next(
+        (line.strip() for line in reversed(lines) if "Error: " in line and not line.rstrip().endswith(":")), lines[0]
+    )[:300]
 
 
 def _phases(began_ns: int, ends_ns: dict[str, int]) -> dict[str, float]:
