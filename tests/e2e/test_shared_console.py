@@ -28,8 +28,7 @@ CHATTER = f"""
         line = f"{{rank}}-{{index}}-" + rank * (index * 7 % 401) + "\\n"
         while line:
             cut = random.randrange(1, len(line) + 1)
-            os.write(stream, line[:cut].encode())
-            line = line[cut:]
+            line = line[os.write(stream, line[:cut].encode()) :]  # Less than all, if the process was stopped meanwhile.
 """
 
 # Every rank comes to the same point before it writes.
