@@ -316,5 +316,6 @@ def test_workers_that_write_end_with_a_killed_agent(holdfast: Holdfast, mailbox:
     running.send(signal.SIGKILL)
     assert support.survivors(workers) == []
     running.process.wait()
+    support.wait_until(lambda: not running.left(), "the spawner has ended, too")
     lines = out.read_bytes().split(b"\n")
     assert set(lines[:-1]) == {b"x" * 999}
