@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast import signals
+from holdfast import escape, signals
 from holdfast.cli import command_line, console
 from holdfast.cli.options import OPTIONS, PROGRAM, check_brackets
 from holdfast.cli.program import check_combination, check_program, entry, get_use_env, run_script_path
@@ -421,7 +421,7 @@ def explain(error: BaseException) -> int:
         console.write(error.format_msg().rstrip("\n") + "\n")
         return 1
     if isinstance(error, signals.SignalException | KeyboardInterrupt):
-        why = f"the run was closed: {error}" if isinstance(error, signals.RunClosed) else ""
+        why = f"the run was closed: {escape.one_line(str(error))}" if isinstance(error, signals.RunClosed) else ""
         number, ranks = getattr(error, "sigval", 2), getattr(error, "killed_ranks", ())
         killed = f"; {report.ranks_text(ranks)} had to be killed" if ranks else ""
         console.write(f"{console.PREFIX} {why or f'stopped by {signals.signal_name(number)}'}{killed}\n")
