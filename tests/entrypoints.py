@@ -81,6 +81,12 @@ def surroundings() -> dict[str, Any]:
     }
 
 
+def modules() -> list[str]:
+    import sys
+
+    return list(sys.modules)
+
+
 def descriptors() -> dict[int, str]:
     found = {}
     for name in os.listdir("/proc/self/fd"):

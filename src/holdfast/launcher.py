@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -56,7 +56,9 @@ class LaunchConfig:
     node whose workers have finished waits for the other nodes. `restart_policy` says more about restarts than
     `max_restarts` can, and replaces it. `hang_policy` (`holdfast.hangs.policy.HangPolicy`) says when workers count as
     hung; without one, hangs are not detected. At `health_port` (if None, `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent
-    answers whether it is alive. `settings` are for fields of `GroupSpec` and `WorkerSpec` that have no namesake here.
+    answers whether it is alive. `preload` names modules (a text with commas, or a sequence) that are imported once, in
+    a process from which the workers are then forked. `settings` are for fields of `GroupSpec` and `WorkerSpec` that
+    have no namesake here.
     """
 
     min_nodes: int
@@ -86,6 +88,7 @@ class LaunchConfig:
     hang_policy: HangPolicy | None = None
     health_port: int | None = None
     exit_barrier_timeout: float | None = None
+    preload: str | Sequence[str] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -203,12 +206,29 @@ def _make_specs(
         **config.settings,
         "entrypoint": entrypoint,
         "args": tuple(args),
+        "preload": _modules_to_preload(config, entrypoint, args) if config.preload else (),
         "local_world_size": int(config.nproc_per_node),
         "rdzv_handler": registry.get_rendezvous_handler(parameters),
         "master_addr": master_addr,
         "master_port": master_port,
     }
     return _filled(WorkerSpec, values), _filled(GroupSpec, values)
+
+
+def _modules_to_preload(
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str | None, args: list[Any]
+) -> tuple[str, ...]:
+    from holdfast.process import preload
+
+    names = preload.module_names(config.preload)
+    reason = command.why_not_warm(entrypoint or "", args, config.start_method)
+    if reason:
+        logger.warning("--preload %s has no effect: %s", ",".join(names), reason)
+        return ()
+    modules = preload.resolved(names, entrypoint or "", args)
+    if modules != names:
+        logger.info("--preload %s: %s", ",".join(names), ", ".join(modules) or "the program imports no such module")
+    return modules
 
 
 def _filled(record: type[T], values: dict[str, Any]) -> T:

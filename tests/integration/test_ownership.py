@@ -218,12 +218,11 @@ import socket
 from holdfast.process.spawner.client import SpawnerLink
 from holdfast.process.workers import ladder
 from holdfast.rendezvous.coordinator import launch
-for with_site_packages in (False, True):
-    link = SpawnerLink.launch(with_site_packages=with_site_packages)
-    link.kill_all()
-    link.wait(None)
-    print(*map(str, link.reports()))
-    link.close()
+link = SpawnerLink.launch()
+link.kill_all()
+link.wait(None)
+print(*map(str, link.reports()))
+link.close()
 with socket.socket() as guard:
     launch.start_coordinator(launch.bind("127.0.0.1", 0), guard, [])
 print(holdfast.__file__)
@@ -242,8 +241,8 @@ def test_no_stray_module_is_taken_for_one_of_the_standard_library(tmp_path: Path
     for coordinator in support.marked(os.environ[support.TEST_MARK]):
         os.kill(coordinator, signal.SIGKILL)
     assert ended.returncode == 0, ended.stderr
-    *reports, used = ended.stdout.splitlines()
-    assert ["swept" in report for report in reports] == [True, True], ended.stderr
+    report, used = ended.stdout.splitlines()
+    assert "swept" in report, ended.stderr
     assert Path(used).parent == tmp_path / "holdfast"
 
 

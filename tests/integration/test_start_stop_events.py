@@ -57,6 +57,7 @@ class Spawner:
     def start(self, rank: int, *argv: str) -> None:
         fds = {name: os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC) for name in ("stdin", "stdout", "stderr")}
         self.link.start(rank, "exec", argv, {}, (), fds)
+        self.link.send_starts()
 
     def hear(self, kind: str, count: int = 1) -> list[tuple[str, int | None]]:
         """All reports so far as (kind, rank), once that many of one kind have come."""
@@ -208,11 +209,13 @@ def short_answer(monkeypatch: pytest.MonkeyPatch) -> float:
 
 
 def test_a_stopped_spawner_does_not_hold_up_a_stop(short_answer: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its socket is full: some of the orders have not even been sent."""
+    """Its socket is full: the orders have not even been sent."""
     monkeypatch.setattr(client, "_STANDSTILL_S", 600.0)
     link = SpawnerLink.launch()
     support.halt(link._pid)
-    args = dict.fromkeys(range(16), ("600", "x" * 30000))
+    while not link.unsent_fds():
+        link.prepare()
+    args = dict.fromkeys(range(16), ("600",))
     spec = GroupSpec("t", "sleep", DefaultLogsSpecs("/dev/null"))
     context = new_group(spec, args, {rank: {} for rank in args}, link=link)
     context.begin_start()

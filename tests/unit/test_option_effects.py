@@ -78,6 +78,8 @@ EFFECTS = {
     "no_python": Effect(None, lambda a: (spec(a).entrypoint, spec(a).args), ("./x.py", ())),
     "run_path": Effect(None, lambda a: spec(a).entrypoint, program.run_script_path),
     "start_method": Effect("fork", lambda a: a._group.start_method, "fork"),
+    "preload": Effect("json,a.b", lambda a: a._group.preload, ("json", "a.b")),
+    "preload_timeout": Effect("7m", lambda a: a._group.preload_timeout_s, 420.0),
     "role": Effect("trainer", lambda a: spec(a).role, "trainer"),
     "virtual_local_rank": Effect(None, lambda a: spec(a).virtual_local_rank, True),
     "numa_binding": Effect("socket", lambda a: a._group.numa_options, NumaOptions(AffinityMode.SOCKET)),

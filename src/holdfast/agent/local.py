@@ -32,6 +32,7 @@ from holdfast.failures.report import Evidence
 from holdfast.frozen import changed
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
+from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.wire import Lease
 from holdfast.process.workers.group import GroupSpec, PContext, new_group
@@ -40,6 +41,7 @@ from holdfast.telemetry.metrics import prof, put_call, put_metric
 if TYPE_CHECKING:
     from holdfast.hangs.compare import Picture
     from holdfast.process.output.watch import OutputWatch
+    from holdfast.rendezvous.coordination import Coordination
     from holdfast.timer import FileTimerRequest, FileTimerServer
 
 __all__ = [
@@ -192,14 +194,28 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _spawner(self) -> SpawnerLink | None:
         """The one spawner of this agent, or another one if that was killed. Forked functions bring their own."""
-        if callable(self._group.entrypoint) and self._group.start_method != "spawn":
+        if callable(self._group.entrypoint) and self._group.start_method == "fork":
             return None
         if self._link is not None and not self._link.is_idle():
             self._link.close()
             self._link = None
         if self._link is None:
             self._link = launch_or_take_early()
+            self._warm_up(self._link)
         return self._link
+
+    def _warm_up(self, link: SpawnerLink) -> None:
+        """Have the modules that workers need imported, or see that those that were imported have not changed."""
+        args = macros.substitute(self._worker_group.spec.args, 0)
+        if (template := command.template_for(self._group, args)) is not None:
+            link.preload(template, command.bytecode())
+
+    def _join(self, group: WorkerGroup, run: Coordination) -> None:
+        """While the nodes meet, or this one stands by, the modules are imported."""
+        known = self._link
+        if (link := self._spawner()) is not None and link is known:
+            self._warm_up(link)
+        super()._join(group, run)
 
     def _lease(self) -> Lease | None:
         """For a run that may give this node up: the spawner kills the workers when it does."""

@@ -46,6 +46,12 @@ def filters(text: str) -> list[str] | None:
     return [part for part in texts if part] or None
 
 
+def module_names(text: str) -> tuple[str, ...]:
+    from holdfast.process import preload
+
+    return preload.module_names(text)
+
+
 def progress_signals(text: str) -> frozenset[Any]:
     from holdfast.hangs import policy
 
@@ -162,6 +168,13 @@ OPTIONS: tuple[Option, ...] = (
            help="How workers that are function calls are started: spawn, fork or forkserver. This matters with "
                 "--run-path only: a script, a module or a program is always started as a new command, whatever is "
                 "given here."),
+    Option("--preload MODULES", WORKERS, parse=module_names, field="preload", in_full=True,
+           help="Import these modules once, as in torch,numpy, in a process from which the workers are then forked, so "
+                "that a start or a restart costs a fork and no import; auto stands for the third-party modules that "
+                "the script imports at its top level. docs/warm-start.md says what differs for the workers."),
+    Option("--preload-timeout TIME", WORKERS, parse=duration_s, field="settings.preload_timeout_s", in_full=True,
+           help="How long importing the modules of --preload may take; after that the workers start without it (5m if "
+                "left out)."),
     Option("--role NAME", WORKERS, default="default", field="role",
            help="A label for these workers. It appears in front of their log lines and in events."),
     Option("--virtual-local-rank", WORKERS, field="virtual_local_rank",

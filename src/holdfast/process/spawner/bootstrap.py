@@ -214,36 +214,68 @@ def take_fd(variable: str) -> int:
     return fd
 
 
-def prepare(evidence: Evidence) -> "Program":
-    payload_fd = take_fd("HOLDFAST_PAYLOAD")
-    peers_fds = [take_fd(name) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")]
+def enter_path() -> "tuple[str, list[str]]":
+    """Put the program's place in `sys.path`, for our own directory. Returns how the program is named, and the rest."""
+    mode, *rest = sys.argv[1:] or sys.exit("bootstrap.py: there is nothing to run")
+    if library_path:
+        return mode, rest  # The template, of which this process is a fork, has been here.
     is_path_safe = bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
-    own_file = evidence.main_names["__file__"]
+    own_file = sys.argv[0]
     if own_file.startswith("/proc/self/fd/"):
         os.close(int(own_file[14:]))  # A file in memory.
     for own in (own_file, os.path.dirname(own_file), *([] if is_path_safe else [sys.path.pop(0)])):
         sys.path_importer_cache.pop(own, None)
     library_path[:] = sys.path
-    mode, *rest = sys.argv[1:] or sys.exit("bootstrap.py: there is nothing to run")
+    if is_package(mode):
+        sys.path.insert(0, absolute(mode))
+    elif mode != "--holdfast-function" and not is_path_safe:
+        sys.path[:0] = program_directory(mode)
+    return mode, rest
+
+
+def program_directory(mode: str) -> "list[str]":
+    try:
+        return [""] if mode == "-c" else [os.getcwd() if mode == "-m" else os.path.dirname(os.path.realpath(mode))]
+    except OSError:
+        return []  # The working directory is gone; Python ignores that, too.
+
+
+def is_package(script: str) -> bool:
+    """Whether it is a directory or a zip file, which contains the program."""
+    finder = sys.modules["_frozen_importlib_external"].PathFinder
+    is_script = script not in ("-m", "-c", "--holdfast-function")
+    return is_script and finder._path_importer_cache(absolute(script)) is not None
+
+
+def serve_as_template() -> None:
+    """Returns in the workers that are forked from this process, which go on as cold ones do."""
+    fd = take_fd("HOLDFAST_TEMPLATE")
+    path, names = os.path.join(os.path.dirname(OWN_FILE), "template.py"), vars(type(sys)("holdfast_template"))
+    with open(path, "rb") as file:
+        exec(compile(file.read(), path, "exec", dont_inherit=True), names)
+    enter_path()
+    names["Template"](fd).serve()
+
+
+def prepare(evidence: Evidence) -> "Program":
+    payload_fd = take_fd("HOLDFAST_PAYLOAD")
+    peers_fds = [take_fd(name) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")]
+    mode, rest = enter_path()
     if mode == "--holdfast-function":
         return lambda: sys.exit(run_function(lambda: load_call(payload_fd), evidence.fd, Peers(*peers_fds)))
     if hasattr(sys, "orig_argv"):
         del sys.orig_argv[-len(sys.argv)]
     if mode == "-m":
-        return prepare_module(rest, is_path_safe)
+        return prepare_module(rest)
     if mode == "-c":
-        return prepare_command(rest, is_path_safe)
-    return prepare_script(mode, rest, is_path_safe, evidence)
+        return prepare_command(rest)
+    return prepare_script(mode, rest, evidence)
 
 
-def prepare_module(rest: "list[str]", is_path_safe: bool) -> "Program":
+def prepare_module(rest: "list[str]") -> "Program":
     reset_main()
     name, *sys.argv[1:] = rest
     sys.argv[0] = "-m"
-    try:
-        sys.path[:0] = [] if is_path_safe else [os.getcwd()]
-    except OSError:
-        pass  # The directory is gone; Python ignores that, too.
     return run_as_main(name, True)
 
 
@@ -253,11 +285,10 @@ def run_as_main(name: str, alter_argv: bool) -> "Program":
     return partial(run, name, alter_argv)
 
 
-def prepare_command(rest: "list[str]", is_path_safe: bool) -> "Program":
+def prepare_command(rest: "list[str]") -> "Program":
     reset_main()
     source, *sys.argv[1:] = rest
     sys.argv[0] = "-c"
-    sys.path[:0] = [] if is_path_safe else [""]
     if sys.version_info >= (3, 14) and source[:1].isspace():
         source = library("textwrap").dedent(source)
     if sys.version_info >= (3, 13):
@@ -267,16 +298,14 @@ def prepare_command(rest: "list[str]", is_path_safe: bool) -> "Program":
     return partial(exec, code, sys.modules["__main__"].__dict__)
 
 
-def prepare_script(script: str, rest: "list[str]", is_path_safe: bool, evidence: Evidence) -> "Program":
+def prepare_script(script: str, rest: "list[str]", evidence: Evidence) -> "Program":
     sys.argv[:] = [script, *rest]
-    path = script if sys.version_info < (3, 9) else absolute(script)
-    importing = sys.modules["_frozen_importlib_external"]
-    if importing.PathFinder._path_importer_cache(path) is not None:  # A directory or a zip file.
+    path = absolute(script)
+    if is_package(script):
         reset_main()
-        sys.path.insert(0, path)
         return run_as_main("__main__", False)
     content = read_script(path, evidence)
-    sys.path[:0] = [] if is_path_safe else [os.path.dirname(os.path.realpath(script))]
+    importing = sys.modules["_frozen_importlib_external"]
     is_compiled = path.endswith(".pyc") or content[:2] == importing.MAGIC_NUMBER[:2]
     loader = importing.SourcelessFileLoader if is_compiled else importing.SourceFileLoader
     reset_main(loader("__main__", path), path)
@@ -302,7 +331,7 @@ def is_oddly_encoded(content: bytes) -> bool:
 def absolute(path: str) -> str:
     """Like the interpreter, which keeps `./` and `../`."""
     try:
-        return path if path[:1] == "/" else f"{os.getcwd()}/{path}"
+        return path if path[:1] == "/" or sys.version_info < (3, 9) else f"{os.getcwd()}/{path}"
     except OSError:
         return path
 
@@ -487,6 +516,8 @@ OWN_FILE = print_error.__code__.co_filename
 if __name__ == "__main__":
     _own = vars(type(sys)("holdfast_bootstrap"))
     exec(sys._getframe().f_code, _own)
+    if "HOLDFAST_TEMPLATE" in os.environ:
+        _own["serve_as_template"]()  # Returns in the workers.
     _evidence = _own["Evidence"](_own["take_fd"]("HOLDFAST_BLACKBOX"))
     with _evidence:
         _own["prepare"](_evidence)()

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from holdfast import loop, procfs, signals
 from holdfast.errors import HostError
-from holdfast.process.spawner.wire import Channel, Lease, channel_pair
+from holdfast.process.spawner.wire import Channel, Lease, channel_pair, memory_file
 
 if TYPE_CHECKING:
     from holdfast.process.spawner.server import Call
+    from holdfast.process.spawner.warm import Wanted
     from holdfast.process.spawner.wire import Message
 
 # A black box, a pidfd, and a pipe and a file for each of two streams.
@@ -52,15 +53,17 @@ class SpawnerLink:
         self._token = token
         self._sessions: set[int] = set()
         self._has_survivors = False
+        self._starts: list[tuple[int, Message, dict[bytes, bytes], dict[str, int]]] = []
+        self._modules: list[str] = []
+        self.is_preloading = False
         self._is_gone = threading.Event()
         self._is_guarded = False
 
     @classmethod
-    def launch(cls, *, with_site_packages: bool = False) -> SpawnerLink:
-        """A spawner in a fresh interpreter. Only one that calls functions itself needs the site's packages."""
+    def launch(cls) -> SpawnerLink:
+        """A spawner in a fresh interpreter."""
         if not sys.executable:
             raise HostError("cannot start workers: this Python does not know its own executable (sys.executable)")
-        flags = [] if with_site_packages else ["-I", "-S"]
         root = os.path.abspath(__file__).rsplit(os.sep, 4)[0]
         # This holdfast and no other; but its directory may be one of many packages, whose modules must not be taken for
         # those of the standard library, and neither must a file in the working directory.
@@ -79,7 +82,7 @@ class SpawnerLink:
             try:
                 pid = os.posix_spawn(
                     sys.executable,
-                    [sys.executable, *flags, "-c", code, str(target), token],
+                    [sys.executable, "-I", "-S", "-c", code, str(target), token],
                     environment,
                     file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), target)],
                     setsid=True,
@@ -130,13 +133,42 @@ class SpawnerLink:
             with contextlib.suppress(RuntimeError):  # No thread is to be had in a process at its limit.
                 guard.start()
 
+    def preload(self, wanted: Wanted, bytecode: bytes) -> None:
+        """Have a template ready to fork warm workers from. Until `is_preloading` ends nothing should be started."""
+        self._channel.send(("prepare", _environment(), _directory(), _ignored_signals()))
+        self._channel.send(("preload", *wanted), (memory_file(bytecode),))
+        self._modules, self.is_preloading = wanted[1], True
+
+    def _hear_of_template(self, report: Message) -> None:
+        import logging  # Late: the spawner is started before anything else is imported.
+
+        logger, names = logging.getLogger(__name__), ", ".join(self._modules)
+        match report:
+            case ("warm", pid, seconds, was_warm):
+                self.is_preloading = False
+                if names and not was_warm:
+                    logger.info("preloaded %s in %.1f s (process %d)", names, seconds, pid)
+            case ("cold", reason):
+                self.is_preloading = False
+                logger.warning("cannot preload %s; the workers start without it: %s", names or "Python", reason)
+            case ("stale", reason):
+                if names:
+                    logger.info("%s will be preloaded again: %s", names, reason)
+
     def start(
         self, id_: int, kind: str, argv: Iterable[str], env: Mapping[str, str], cpus: Iterable[int], fds: dict[str, int]
     ) -> None:
-        """Start one worker. The descriptors become the link's to close."""
+        """One worker more for the next `send_starts`. The descriptors become the link's to close."""
         changes = {os.fsencode(name): os.fsencode(value) for name, value in env.items()}
         order = (kind, [os.fsencode(part) for part in argv], sorted(cpus))
-        self._channel.send(("start", id_, order, changes, tuple(fds)), tuple(fds.values()))
+        self._starts.append((id_, order, changes, fds))
+
+    def send_starts(self) -> None:
+        """All in one message, so that a template forks them together."""
+        starts, self._starts = self._starts, []
+        if starts:
+            orders = [(id_, order, changes, tuple(fds)) for id_, order, changes, fds in starts]
+            self._channel.send(("start", orders), tuple(fd for *_, fds in starts for fd in fds.values()))
 
     def kill_all(self) -> None:
         self._channel.send(("kill",))
@@ -149,6 +181,9 @@ class SpawnerLink:
         self._channel.flush()
         reports: list[Message] = []
         for report, fds in self._channel.receive():
+            if report[0] in ("warm", "stale", "cold"):
+                self._hear_of_template(report)
+                continue
             match report:
                 case ("started", _, pid):
                     self._sessions.add(pid)
@@ -174,6 +209,7 @@ class SpawnerLink:
     def _lose(self) -> str:
         """The spawner died. Its workers were killed by the kernel; find and kill what they had started."""
         self._is_gone.set()
+        self.is_preloading = False
         self._channel.close()
         how = _describe_end(_reap(self._pid, _GOODBYE_PATIENCE_S))
         deadline = time.monotonic() + (0.0 if self._has_survivors else procfs.KILL_PATIENCE_S)

@@ -14,11 +14,15 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HostError, UserError
 from holdfast.process.spawner import bootstrap
 from holdfast.process.spawner.wire import BYTECODE
+
+if TYPE_CHECKING:
+    from holdfast.process.spawner.warm import Wanted
+    from holdfast.process.workers.group import GroupSpec
 
 BOOTSTRAP_PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bootstrap.py")
 
@@ -35,6 +39,34 @@ def command_for(entrypoint: str, args: Sequence[str]) -> tuple[tuple[str, ...], 
         return (entrypoint, *args), False
     options, program = split
     return (entrypoint, *options, _bootstrap_for(entrypoint), *program), True
+
+
+def why_not_warm(entrypoint: Callable[..., Any] | str, args: Sequence[Any], start_method: str) -> str:
+    """Why workers of this kind cannot be forked from a process that has imported modules; empty if they can."""
+    if callable(entrypoint):
+        return "" if start_method != "fork" else "start method fork forks the calling process"
+    if entrypoint != sys.executable:
+        return f"{entrypoint!r} is not the Python that runs holdfast"
+    split = _split([str(arg) for arg in args])
+    if split is None:
+        return "the program is not a script, a module or a command for Python"
+    return "the name of the script differs between workers" if "$" in split[1][0] else ""
+
+
+def template_for(spec: GroupSpec, args: Sequence[Any]) -> Wanted | None:
+    """The template that the group's workers are forked from; None if they start cold. `args` are those of a worker."""
+    is_forked = callable(spec.entrypoint) and spec.start_method == "forkserver"
+    if not (spec.preload or is_forked) or why_not_warm(spec.entrypoint, args, spec.start_method):
+        return None
+    if isinstance(spec.entrypoint, str):
+        path, (argv, _) = None, command_for(spec.entrypoint, texts(args))
+    else:
+        path, argv = list(sys.path), function_command()
+    return [os.fsencode(part) for part in argv], list(spec.preload), path, spec.preload_timeout_s
+
+
+def texts(args: Sequence[Any]) -> list[str]:
+    return [os.fsdecode(each) if isinstance(each, str | bytes) else str(each) for each in args]
 
 
 def program_name(entrypoint: Callable[..., Any] | str | None, args: Sequence[Any]) -> str:

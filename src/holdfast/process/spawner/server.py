@@ -7,7 +7,8 @@ the agent says:
 
     prepare(environment, directory, ignored signals)     what the next workers inherit; perhaps with the lease, a pipe
                                                          that says until when workers may live
-    start(id, (kind, argv, cpus), changes to the environment, names of the descriptors)
+    start([(id, (kind, argv, cpus), changes to the environment, names of the descriptors)...])
+    preload(command line, modules, path, seconds)        have a template ready to fork workers from (see `template`)
     kill()                                               end every tree, say `swept` when it is done
     goodbye()                                            end every tree and yourself
 
@@ -17,6 +18,9 @@ and reports:
     refused(id, number of the error)                     the program could not be started
     exited(id, exit code, order)                         `order` counts the workers in the order in which it reaped them
     swept([(pid, state letter)...])                      every tree was killed, but for these processes
+    warm(pid, seconds, whether it was warm before)       the template is ready
+    stale(reason)                                        the template was given up; it is replaced if it is waited for
+    cold(reason)                                         there is no template; workers start without one
 
 The loop never blocks. A forked worker reports through a pipe: the pipe ends when the program runs, or carries the
 error for which it does not run. The loop polls that pipe with everything else, so an exec that hangs (on a dead mount)
@@ -25,9 +29,12 @@ holds up neither other starts, nor kills, nor the lease.
 When the agent's end of the socket closes, for whatever reason, the spawner kills every tree and exits. When
 the spawner itself is killed, the kernel kills the workers (their parent-death signal).
 
-A worker is started in one of three ways: `exec` runs a program; `payload` forks this process and calls a
-function that was sent pickled (start method forkserver); `memory` forks this process and calls a function that
-it already holds, because this spawner is itself a fork of the caller's process (start method fork).
+A worker is started in one of three ways: `exec` runs a program; `warm` has the template fork it, and runs the program
+if there is no template; `memory` forks this process and calls a function that it already holds, because this spawner is
+itself a fork of the caller's process (start method fork).
+
+A warm worker is the template's grandchild until the process in between has ended, and ours from then on. It tells its
+pid through its report pipe. If the pipe ends before, the template has died, and the worker is started cold.
 """
 
 from __future__ import annotations
@@ -52,6 +59,7 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any, NoReturn
 
+    from holdfast.process.spawner.warm import Template, Wanted
     from holdfast.process.spawner.wire import Message
 
     Call = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -68,14 +76,20 @@ DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.
 # Python ignores these for itself; a program that it starts expects the usual.
 _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
 
+# The id under which the template is started; those of workers count from 0.
+TEMPLATE_ID = -1
+# At least as long as the end of any worker's mark, which is written over it.
+_TEMPLATE_MARK = b".template"
+
 
 class _Worker:
-    """`report_fd` is the pipe that says whether the program runs; -1 once it has."""
+    """`report_fd` is the pipe that says whether the program runs; -1 once it has. `cold` are the arguments of `_start`
+    for a warm worker whose pid is not known yet."""
 
-    __slots__ = ("id", "mark", "pid", "report_fd")
+    __slots__ = ("cold", "id", "mark", "pid", "report_fd")
 
-    def __init__(self, id_: int, pid: int, mark: bytes, report_fd: int) -> None:
-        self.id, self.pid, self.mark, self.report_fd = id_, pid, mark, report_fd
+    def __init__(self, id_: int, pid: int, mark: bytes, report_fd: int, cold: tuple[Any, ...] = ()) -> None:
+        self.id, self.pid, self.mark, self.report_fd, self.cold = id_, pid, mark, report_fd, cold
 
 
 class Spawner:
@@ -93,6 +107,8 @@ class Spawner:
         self._orders: deque[tuple[Message, list[int]]] = deque()
         self._workers: dict[int, _Worker] = {}
         self._unburied: list[_Worker] = []
+        self._template: Template | None = None
+        self._forking: list[_Worker] = []  # Ordered from the template, their pids not known yet.
         self._reaped = 0
         self._sweep_deadline: float | None = None
         self._environment: dict[bytes, bytes] = {}
@@ -116,6 +132,9 @@ class Spawner:
         while self._channel.is_open:
             wanted = select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0)
             self._poller.register(self._channel.fileno(), wanted)
+            if self._template is not None:
+                unsent = select.POLLOUT if self._template.channel.has_unsent else 0
+                self._poller.register(self._template.channel.fileno(), select.POLLIN | unsent)
             ready = [fd for fd, _ in self._poller.poll(self._poll_timeout_ms())]
             if any(fd in self._agent for fd in ready):
                 break
@@ -124,10 +143,13 @@ class Spawner:
             self._channel.flush()
             for worker in self._starting():
                 self._hear_start(worker)
+            self._hear_template()
             self._reap()
             self._orders.extend(self._channel.receive())
             while self._orders:
                 self._obey(*self._orders.popleft())
+            if self._template is not None:
+                self._template.send_orders(self._pid)
             self._reap()
             self._enforce_lease()
             self._go_on_sweeping()
@@ -147,6 +169,8 @@ class Spawner:
         deadlines = [] if self._is_lease_enforced or self._lease_until == math.inf else [self._lease_until]
         if self._sweep_deadline is not None:
             deadlines.append(self._sweep_deadline)
+        if self._template is not None and self._template.deadline is not None:
+            deadlines.append(self._template.deadline)
         return max(0.0, (min(deadlines) - time.monotonic()) * 1000) if deadlines else None
 
     # What the agent says.
@@ -157,8 +181,12 @@ class Spawner:
                 self._environment, self._directory, self._ignored = environment, directory, ignored
                 for fd in fds:
                     self._take_lease(fd)
-            case ("start", id_, order, changes, names):
-                self._start(id_, order, changes, dict(zip(names, fds, strict=True)))
+            case ("start", [(id_, order, changes, names), *others]):
+                if others:  # They stay among the orders, so that a forked worker knows what to close.
+                    self._orders.appendleft((("start", others), fds[len(names) :]))
+                self._start(id_, order, changes, dict(zip(names, fds, strict=False)))
+            case ("preload", *wanted):
+                self._preload(tuple(wanted), *fds)
             case ("kill",):
                 self._sweep_deadline = time.monotonic() + procfs.KILL_PATIENCE_S
                 self._go_on_sweeping()
@@ -167,15 +195,24 @@ class Spawner:
             case _:
                 raise ValueError(f"the spawner does not know the message {message[0]!r}")
 
-    def _start(self, id_: int, order: Message, changes: dict[bytes, bytes], fds: dict[str, int]) -> None:
-        mark = self._token + b".%d" % id_
+    def _start(self, id_: int, order: Message, changes: dict[bytes, bytes], fds: dict[str, int]) -> int:
+        """Returns the pid, if it is known."""
+        kind, argv, cpus = order
+        mark = self._token + (_TEMPLATE_MARK if id_ == TEMPLATE_ID else b".%d" % id_)
         environment = {**self._environment, **changes, procfs.MARK_VARIABLE.encode(): mark}
         read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        if kind == "warm" and self._template is not None and self._template.is_ready:
+            self._template.order((argv, environment, self._directory, cpus), write_fd, fds)
+            os.close(write_fd)
+            self._forking.append(_Worker(id_, 0, mark, read_fd, (id_, ("exec", argv, cpus), changes, fds)))
+            self._poller.register(read_fd, select.POLLIN)
+            return 0
+        pid = 0
         try:
             pid = os.fork()
         except OSError as error:
             os.close(read_fd)
-            self._channel.send(("refused", id_, error.errno or errno.EAGAIN))
+            self._refuse(id_, error.errno or errno.EAGAIN)
         else:
             if pid == 0:
                 os.close(read_fd)
@@ -184,24 +221,103 @@ class Spawner:
             self._poller.register(read_fd, select.POLLIN)
         for fd in (write_fd, *fds.values()):
             os.close(fd)
+        return pid
+
+    def _refuse(self, id_: int, number: int) -> None:
+        if id_ == TEMPLATE_ID:
+            self._lose_template(os.strerror(number))
+        else:
+            self._channel.send(("refused", id_, number))
 
     def _starting(self) -> list[_Worker]:
-        return [worker for worker in self._workers.values() if worker.report_fd >= 0]
+        return self._forking + [worker for worker in self._workers.values() if worker.report_fd >= 0]
 
     def _hear_start(self, worker: _Worker, *, is_reaped: bool = False) -> None:
         """Report that the program runs, or why it does not, once either is known."""
         try:
-            failure = os.read(worker.report_fd, 16)
+            said = os.read(worker.report_fd, 64)
         except BlockingIOError:
             return
+        if said.startswith(b"P"):
+            pid, _, said = said[1:].partition(b"\n")
+            self._adopt(worker, int(pid))
+            if not said:
+                return
         self._poller.unregister(worker.report_fd)
         os.close(worker.report_fd)
         worker.report_fd = -1
-        if failure:
+        if worker.cold:
+            self._forking.remove(worker)
+            if not said and self._sweep_deadline is None and not self._is_lease_enforced:
+                self._start(*worker.cold)
+                return
+            self._close_cold(worker)
+            self._refuse(worker.id, int(said or errno.ECANCELED))
+        elif said:
             del self._workers[worker.pid]
-            self._channel.send(("refused", worker.id, int(failure)))
-        else:  # Killed before it executed anything is reported alike: it was started, and has ended.
+            self._refuse(worker.id, int(said))
+        elif worker.id != TEMPLATE_ID:
+            # Killed before it executed anything is reported alike: it was started, and has ended.
             self._channel.send(("started", worker.id, worker.pid), () if is_reaped else _pidfd(worker.pid))
+
+    def _adopt(self, worker: _Worker, pid: int) -> None:
+        """The template has forked it, and it is our child now."""
+        self._forking.remove(worker)
+        self._close_cold(worker)
+        worker.pid = pid
+        self._workers[pid] = worker
+
+    def _close_cold(self, worker: _Worker) -> None:
+        for fd in worker.cold[3].values():
+            os.close(fd)
+        worker.cold = ()
+
+    # The template.
+
+    def _preload(self, wanted: Wanted, bytecode_fd: int) -> None:
+        from holdfast.process.spawner.warm import Template
+
+        template = self._template
+        if template is not None and template.wanted == wanted and template.is_ready:
+            template.check(time.monotonic())
+            os.close(bytecode_fd)
+            return
+        self._drop_template()
+        self._template = template = Template(wanted, bytecode_fd, time.monotonic())
+        order: Message = ("exec", list(wanted[0]), [])
+        template.pid = self._start(TEMPLATE_ID, order, {}, template.descriptors())
+
+    def _hear_template(self) -> None:
+        template = self._template
+        if template is None:
+            return
+        for message in template.hear(time.monotonic()):
+            self._channel.send(message)
+            if message[0] == "stale":
+                template.is_ready = False
+                self._preload(template.wanted, os.dup(template.bytecode_fd))
+                return
+        if template.is_late(time.monotonic()):
+            procfs.kill(template.pid)
+            template.deadline = None
+
+    def _drop_template(self) -> None:
+        if self._template is not None:
+            self._poller.unregister(self._template.channel.fileno())
+            self._template.close()
+            procfs.kill(self._template.pid)
+            self._template = None
+
+    def _lose_template(self, reason: str) -> None:
+        """It has ended, or cannot be started. One that was ready is replaced, at once if the agent waits for it."""
+        template = self._template
+        if template is None:
+            return
+        self._channel.send(("stale" if template.was_ready else "cold", reason))
+        if template.was_ready and not template.is_ready:
+            self._preload(template.wanted, os.dup(template.bytecode_fd))
+        else:
+            self._drop_template()
 
     # In the worker.
 
@@ -214,7 +330,7 @@ class Spawner:
             for target, name in enumerate(("stdin", "stdout", "stderr")):
                 os.dup2(fds[name], target)
                 os.close(fds.pop(name))
-            if kind == "exec":
+            if kind != "memory":
                 if BYTECODE in fds:
                     fd = fds.pop(BYTECODE)
                     os.set_inheritable(fd, True)
@@ -225,7 +341,7 @@ class Spawner:
                 self._reset_signals(_PYTHON_IGNORES)
                 os.execvpe(argv[0], argv, environment)
             os.close(failure_fd)
-            self._call_function(kind, id_, environment, fds)
+            self._call_function(id_, environment, fds)
         except OSError as error:
             os.write(failure_fd, b"%d" % (error.errno or errno.EIO))
         except BaseException as error:
@@ -248,7 +364,7 @@ class Spawner:
         for number in (*DEAF_TO, *also):
             signal.signal(number, signal.SIG_IGN if number in self._ignored else signal.SIG_DFL)
 
-    def _call_function(self, kind: str, id_: int, environment: dict[bytes, bytes], fds: dict[str, int]) -> NoReturn:
+    def _call_function(self, id_: int, environment: dict[bytes, bytes], fds: dict[str, int]) -> NoReturn:
         from holdfast.process.spawner import bootstrap
 
         self._reset_signals()
@@ -264,11 +380,8 @@ class Spawner:
         for fd in (self._wake_read, self._wake_write, *self._lease_fds, *self._agent, *reports, *others):
             os.close(fd)
         peers = bootstrap.Peers(*(fds.get(name, -1) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")))
-
-        def load() -> Call:
-            return self._calls[id_] if kind == "memory" else bootstrap.load_call(fds["HOLDFAST_PAYLOAD"])
-
-        bootstrap.finish_forked(bootstrap.run_function(load, fds["HOLDFAST_BLACKBOX"], peers))
+        call = self._calls[id_]
+        bootstrap.finish_forked(bootstrap.run_function(lambda: call, fds["HOLDFAST_BLACKBOX"], peers))
 
     # Ends.
 
@@ -280,15 +393,25 @@ class Spawner:
                 break
             if pid == 0:
                 break
+            if pid not in self._workers:
+                for each in [*self._forking]:  # It told its pid before it died.
+                    self._hear_start(each)
             worker = self._workers.get(pid)
             if worker is not None and worker.report_fd >= 0:
                 self._hear_start(worker, is_reaped=True)
             if (worker := self._workers.pop(pid, None)) is not None:
-                self._reaped += 1
-                self._channel.send(("exited", worker.id, os.waitstatus_to_exitcode(status), self._reaped))
-                self._unburied.append(worker)
+                self._bury(worker, os.waitstatus_to_exitcode(status))
         if self._unburied and self._sweep_deadline is None:
             self._kill_orphans()
+
+    def _bury(self, worker: _Worker, exitcode: int) -> None:
+        self._unburied.append(worker)
+        if worker.id != TEMPLATE_ID:
+            self._reaped += 1
+            self._channel.send(("exited", worker.id, exitcode, self._reaped))
+        elif self._template is not None and self._template.pid == worker.pid:
+            self._hear_template()  # Its last words.
+            self._lose_template(self._template.words_of_end(exitcode))
 
     def _kill_orphans(self) -> None:
         """What a dead worker left behind goes with it; a worker is forgotten once nothing of it is found."""
@@ -309,7 +432,7 @@ class Spawner:
         if self._sweep_deadline is None:
             return
         left = self._kill_all()
-        if left and time.monotonic() < self._sweep_deadline:
+        if (left or self._forking) and time.monotonic() < self._sweep_deadline:
             return
         self._sweep_deadline = None
         self._unburied = []
@@ -332,14 +455,16 @@ class Spawner:
             self._kill_all()
 
     def _kill_all(self) -> list[int]:
-        """Kill whatever is below us, and return what that was."""
-        pids = procfs.descendants_of(self._pid)
+        """Kill whatever is below us, and return what that was. A template that is not forking is no worker."""
+        spared = self._template.pid if self._template is not None and not self._forking else 0
+        pids = [pid for pid in procfs.descendants_of(self._pid) if pid != spared]
         for pid in pids:
             procfs.kill(pid)
         return pids
 
     def _kill_everything(self) -> None:
         """The agent is gone. No answer is expected, so this takes as long as the kernel needs."""
+        self._template = None
         while self._kill_all():
             try:
                 os.waitpid(-1, 0)

@@ -36,6 +36,7 @@ from holdfast.process.workers.worker import RunProcsResult, Slot
 
 if TYPE_CHECKING:
     from holdfast.process.output.watch import OutputWatch
+    from holdfast.process.spawner.warm import Wanted
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +51,10 @@ class GroupSpec:
 
     `entrypoint` is a function or the program to execute; `start_method` is for functions. In
     `log_line_prefix_template`, `${role_name}`, `${rank}` and `${local_rank}` are filled in. `prefix` says when lines on
-    the console have one: auto, always or never. The launcher fills these fields from those of `LaunchConfig` that have
-    the same names. `refusal` says why the group cannot be started on this node, if that is known before: in a run of
-    several nodes, all of them shall hear of it.
+    the console have one: auto, always or never. Workers are forked from a process that has imported the modules of
+    `preload`, unless that takes longer than `preload_timeout_s`. The launcher fills these fields from those of
+    `LaunchConfig` that have the same names. `refusal` says why the group cannot be started on this node, if that is
+    known before: in a run of several nodes, all of them shall hear of it.
     """
 
     role: str
@@ -65,6 +67,8 @@ class GroupSpec:
     duplicate_stderr_filters: Sequence[str] | None = None
     prefix: str = "auto"
     refusal: str = ""
+    preload: tuple[str, ...] = ()
+    preload_timeout_s: float = 300.0
 
 
 class PContext(abc.ABC):
@@ -90,6 +94,7 @@ class PContext(abc.ABC):
         lease: Lease | None = None,
         watch: OutputWatch | None = None,
         prefix: str = "auto",
+        template: Wanted | None = None,
     ) -> None:
         for what, mapping in (("args", args), ("envs", envs)):
             if set(mapping) != set(range(len(args))):
@@ -116,6 +121,7 @@ class PContext(abc.ABC):
         self._link = link
         self._owns_link = link is None
         self._lease = lease
+        self._template = template
         self._slots: dict[int, Slot] = {}
         self._resources = ExitStack()
         self._kills_before: oom.MemoryKills | None = None
@@ -147,24 +153,27 @@ class PContext(abc.ABC):
             self._kills_before = oom.memory_killer_counter()
             if self._link is None:
                 self._link = self._make_link()
+                if self._template is not None:
+                    self._link.preload(self._template, command.bytecode())
             allow_descriptors_for(self.nprocs)
             self._link.prepare(self._lease)
             self._outlets.start()
             self._order_more()
 
     def poll_start(self) -> bool:
-        """Whether every process runs; sends more orders if not. If one cannot be started this raises the reason."""
+        """Whether every process runs; sends more orders if not. If one cannot be started this raises the reason.
+        While the template is being prepared there is nothing to order."""
         with self._all_or_none():
             self._take_reports()
             for slot in self._slots.values():
                 if slot.refusal is not None:
                     name = self.entrypoint if isinstance(self.entrypoint, str) else command.name_of(self.entrypoint)
                     raise OSError(slot.refusal, os.strerror(slot.refusal), name)
-            if self._lost_how and any(slot.pid is None for slot in self._slots.values()):
+            if self._lost_how and (len(self._slots) < self.nprocs or any(s.pid is None for s in self._slots.values())):
                 raise HostError(f"the processes of {self.name} were not all started: the spawner {self._lost_how}")
             with starting:
                 self._order_more()
-        return not any(slot.is_underway for slot in self._slots.values())
+        return len(self._slots) == self.nprocs and not any(slot.is_underway for slot in self._slots.values())
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
@@ -175,9 +184,14 @@ class PContext(abc.ABC):
             raise
 
     def _order_more(self) -> None:
+        if self._spawner.is_preloading:
+            return
         underway = sum(slot.is_underway for slot in self._slots.values())
-        for rank in range(len(self._slots), min(self.nprocs, len(self._slots) + _MOST_UNDERWAY - underway)):
-            self._order(rank)
+        try:
+            for rank in range(len(self._slots), min(self.nprocs, len(self._slots) + _MOST_UNDERWAY - underway)):
+                self._order(rank)
+        finally:
+            self._spawner.send_starts()
 
     def _order(self, rank: int) -> None:
         box = os.memfd_create(f"holdfast-{rank}", os.MFD_CLOEXEC)
@@ -233,7 +247,7 @@ class PContext(abc.ABC):
     def has_ended(self) -> bool:
         """Whether `wait` would return a result at once, of what was heard so far."""
         codes = [slot.exitcode for slot in self._slots.values()]
-        return None not in codes or any(codes)
+        return bool(codes) and (None not in codes or any(codes))
 
     def blame(self, pid: int, **known: Any) -> None:
         """Whatever its end, this process counts as failed. `known` are fields of `Evidence`: a `note` that says why; or
@@ -422,11 +436,10 @@ class SubprocessContext(PContext):
 
     def _describe(self, rank: int, fds: dict[str, int]) -> tuple[str, tuple[str, ...]]:
         assert isinstance(self.entrypoint, str)
-        args = [os.fsdecode(each) if isinstance(each, str | bytes) else str(each) for each in self.args[rank]]
-        argv, needs_box = command.command_for(self.entrypoint, args)
+        argv, needs_box = command.command_for(self.entrypoint, command.texts(self.args[rank]))
         if needs_box:
             fds["HOLDFAST_BLACKBOX"] = os.dup(self._slots[rank].blackbox_fd)
-        return "exec", argv
+        return "exec" if self._template is None else "warm", argv
 
 
 class MultiprocessContext(PContext):
@@ -448,7 +461,7 @@ class MultiprocessContext(PContext):
         self.start_method = start_method
         sent = args if start_method != "fork" else {}
         self._payloads = {rank: command.pickled_call(entrypoint, values) for rank, values in sent.items()}
-        if start_method != "spawn":  # Neither a cold spawner nor one that is older than this call will do.
+        if start_method == "fork":  # A spawner that is older than this call does not hold the function.
             link = None
         super().__init__(name, entrypoint, args, envs, *others, link=link, **more)
         self._peers = Peers()
@@ -458,7 +471,7 @@ class MultiprocessContext(PContext):
         if self.start_method == "fork":
             assert callable(self.entrypoint)
             return SpawnerLink.fork({rank: (self.entrypoint, tuple(args)) for rank, args in self.args.items()})
-        return SpawnerLink.launch(with_site_packages=self.start_method == "forkserver")
+        return super()._make_link()
 
     def _describe(self, rank: int, fds: dict[str, int]) -> tuple[str, tuple[str, ...]]:
         fds["HOLDFAST_BLACKBOX"] = os.dup(self._slots[rank].blackbox_fd)
@@ -467,9 +480,7 @@ class MultiprocessContext(PContext):
         if self.start_method == "fork":
             return "memory", ()
         fds["HOLDFAST_PAYLOAD"] = memory_file(self._payloads[rank])
-        if self.start_method == "forkserver":
-            return "payload", ()
-        return "exec", command.function_command()
+        return "exec" if self._template is None else "warm", command.function_command()
 
     def _dismiss_returned(self) -> None:
         self._peers.dismiss()
@@ -490,7 +501,8 @@ def new_group(
 ) -> PContext:
     """One life of a group, before its start. `more` are the `link`, `lease` and `watch` of `PContext`."""
     logs = (spec.logs_specs, log_line_prefixes, spec.duplicate_stdout_filters, spec.duplicate_stderr_filters)
-    more |= {"numa_options": spec.numa_options, "prefix": spec.prefix}
+    template = command.template_for(spec, next(iter(args.values()), ()))
+    more |= {"numa_options": spec.numa_options, "prefix": spec.prefix, "template": template}
     if isinstance(spec.entrypoint, str):
         return SubprocessContext(spec.role, spec.entrypoint, args, envs, *logs, **more)
     return MultiprocessContext(spec.role, spec.entrypoint, args, envs, spec.start_method, *logs, **more)
