@@ -57,6 +57,7 @@ def test_spec_fields_keep_their_positions_and_defaults() -> None:
         ("virtual_local_rank", False),
         ("restart_policy", None),
         ("hang_policy", None),
+        ("events_file", ""),
     ]
 
 
