@@ -19,8 +19,8 @@ demo: $(VENV)/.runtime
 test: $(VENV)/.test
 	$(PYTEST) -n 5 --dist worksteal $(TESTS)
 
-# What `test` runs, and what needs more than Python packages.
-test-all: test
+# What `test` runs, and what needs more than Python packages: a terminal (tmux).
+test-all: $(VENV)/.tools test
 
 # Runs that never were, every other one on etcd, with faults drawn from a seed; one that fails says how to see it again.
 sim: $(VENV)/.test
@@ -61,6 +61,11 @@ $(VENV)/.runtime: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.test: $(VENV)/.runtime
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@
+
+# Of Debian. Tests that need one of them are skipped where it is missing, and say so.
+$(VENV)/.tools: | $(VENV)/bin/python
+	command -v tmux >/dev/null || apt-get install -y tmux
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.runtime

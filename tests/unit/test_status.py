@@ -54,12 +54,14 @@ def test_the_json_form() -> None:
                 "stdout": "/logs/0/stdout.log",
                 "stderr": "",
                 "error_file": "",
+                "round": 0,
                 "progress_age_s": 0.5,
                 "step": 1200,
             }
         ],
         "story": [],
         "node_id": "",
+        "failed": [],
     }
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from holdfast.rendezvous.coordination import Coordination
 
 _REASON_LIMIT = 300
+_FAILED_KEPT = 16
 _QUERY_LIMIT_BYTES = 4096  # That of the wire (`protocol`).
 _COORDINATOR_LIMIT_S = 3.0
 _NODE_LIMIT_S = 20.0  # Stacks take their time.
@@ -47,7 +48,7 @@ class Publisher:
         now = time.time(), time.monotonic()
         self.status = AgentStatus(run_id, spec.role, os.uname().nodename, os.getpid(), *now, node_id=node_id)
         commands = {**self._readable, "stop": self._request_stop, "query": self._query}
-        with self._health_served(), control.served(run_id, commands, slow=("query",)):
+        with self._health_served(), control.served(run_id, commands, slow=("query", "stacks")):
             yield
 
     def answer(self, request: bytes) -> bytes:
@@ -60,6 +61,12 @@ class Publisher:
         is_leaving = agent._is_stopping and machine.phase is not Phase.ENDED
         known = {each.local_rank: each for each in before.workers}
         ends = context.ends() if context is not None else {}
+        workers = tuple(_worker_status(known.get(each.local_rank), each, ends, context) for each in group.workers)
+        failed = [
+            changed(each, round=machine.round)
+            for each in workers
+            if each.state == "failed" and known.get(each.local_rank) is not each
+        ]
         self.status = changed(
             before,
             phase=(Phase.STOPPING if is_leaving else machine.phase).lower(),
@@ -68,7 +75,8 @@ class Publisher:
             nodes=group.group_world_size,
             restarts_used=agent._restarts_used,
             restarts_left=agent._remaining_restarts,
-            workers=tuple(_worker_status(known.get(each.local_rank), each, ends, context) for each in group.workers),
+            workers=workers,
+            failed=(*before.failed, *failed)[-_FAILED_KEPT:] if failed else before.failed,
             story=machine.steps(),
         )
 

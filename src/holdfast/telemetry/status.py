@@ -39,6 +39,7 @@ class WorkerStatus:
     stdout: str = ""
     stderr: str = ""
     error_file: str = ""
+    round: int = 0
 
     def to_dict(self, now: float, progress: tuple[float | None, int | None]) -> dict[str, Any]:
         progress_at, step = progress
@@ -51,7 +52,7 @@ class WorkerStatus:
 class AgentStatus:
     """One agent. `node` and `nodes` are its rank and how many nodes its round has. `story` are the last steps of its
     machine: when (monotonic), in which phase, the event and the commands. `node_id` is its name in the run, if it has
-    one."""
+    one. `failed` are the last workers that failed, of this round and earlier ones."""
 
     run_id: str = ""
     role: str = ""
@@ -68,6 +69,7 @@ class AgentStatus:
     workers: tuple[WorkerStatus, ...] = ()
     story: tuple[tuple[float, str, object, tuple[object, ...]], ...] = ()
     node_id: str = ""
+    failed: tuple[WorkerStatus, ...] = ()
 
     def to_dict(
         self,
@@ -83,6 +85,7 @@ class AgentStatus:
         shown["workers"] = [
             each.to_dict(now, progress_of(each.local_rank) if progress_of else (None, None)) for each in self.workers
         ]
+        shown["failed"] = [each.to_dict(now, (None, None)) for each in self.failed]
         shown["story"] = [
             {
                 "ago_s": _age_s(at, now),

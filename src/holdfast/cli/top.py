@@ -1,0 +1,362 @@
+"""`holdfast top`: a live view of a run, its nodes and workers, in the terminal.
+
+One thread asks (`Asking`), because an answer may take its time; the main thread draws and reads keys. What is drawn is
+a list of `Row`s, which a pure function makes from the same picture that `holdfast status` shows. Workers that failed
+stay in the list after their restart. `rich` draws; it is imported here and nowhere else.
+
+The terminal is put back whatever happens: signals end the loop like `q`, and an error is shown after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import termios
+import threading
+import tty
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from holdfast import escape, loop, signals
+from holdfast.cli import runs, status
+from holdfast.cli.parser import PlainParser
+from holdfast.cli.runs import RunView, dicts_of, number_of, text_of
+from holdfast.errors import HoldfastError, HostError, UserError
+from holdfast.frozen import frozen
+
+PROGRAM = "holdfast top"
+
+_ASK_EVERY_S = 1.0
+_DRAW_EVERY_S = 0.5  # So a new size of the terminal is seen soon.
+_STACKS_LINES = 5000
+_HELP = "arrows select  s stacks  q leave"
+_HELP_STACKS = "arrows scroll  any other key: back"
+_STYLES = {"failed": "bold red", "running": "green", "succeeded": "green", "stopped": "yellow", "not connected": "red"}
+_KEYS = {
+    **dict.fromkeys((b"\x1b[A", b"\x1bOA", b"k"), "up"),
+    **dict.fromkeys((b"\x1b[B", b"\x1bOB", b"j"), "down"),
+    **dict.fromkeys((b"q", b"Q"), "leave"),
+    b"\x1b[5~": "page up",
+    b"\x1b[6~": "page down",
+    b"s": "stacks",
+}
+
+_EPILOG = """\
+keys:
+  up, down   select a worker
+  s          take the stacks of the selected worker; nothing is stopped
+  q          leave; the run goes on
+
+exit status:
+  0  the view was left with q
+  1  there is no such run, it cannot be asked, or this terminal cannot show a live view
+  2  wrong usage, or several runs fit
+
+example:
+  holdfast top job7
+"""
+
+
+def get_parser() -> PlainParser:
+    parser = PlainParser(PROGRAM, "Watch a run: its nodes and workers, live.", _EPILOG)
+    runs.add_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    args = get_parser().parse_args(argv)
+
+    def show() -> str:
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            raise UserError("this is no terminal; `holdfast status` prints the same once")
+        if os.environ.get("TERM", "") in ("", "dumb"):
+            raise HostError("this terminal (TERM) cannot show a live view; `holdfast status` prints the same once")
+        return watch(runs.open_run(args))
+
+    return status.shown(PROGRAM, show)
+
+
+# What is shown. Pure.
+
+
+@frozen
+class Row:
+    """One line. A worker has a `rank`, and the id of its node. `state` decides the colour."""
+
+    text: str
+    state: str = ""
+    node_id: str = ""
+    rank: int | None = None
+
+
+def rows_of(picture: Mapping[str, Any]) -> list[Row]:
+    """The tree: each node, below it its workers, then those that failed before."""
+    agents = {text_of(each, "node_id"): each for each in picture["agents"]}
+    found: list[Row] = []
+    shown = set()
+    nodes = dicts_of(picture["run"], "nodes") if picture["run"] is not None else []
+    for node in nodes or [{"node_id": each, "rank": agent.get("node")} for each, agent in agents.items()]:
+        node_id = text_of(node, "node_id")
+        agent = agents.get(node_id, {})
+        rank = number_of(node, "rank")
+        place = "standby" if rank is None else f"node {rank:g}"
+        state = text_of(node, "state") or text_of(agent, "phase")
+        state = "not connected" if node.get("is_connected") is False else state
+        name = node_id or text_of(agent, "host")
+        found.append(Row(f"{place} {state}  {name}  {text_of(node, 'address')}".rstrip(), state))
+        for worker in dicts_of(agent, "workers"):
+            found.append(_worker_row(worker, node_id))
+            shown.add(_identity(worker))
+        if not agent and (why := picture["silent"].get(node_id)):
+            found.append(Row(f"  {why}", "not connected"))
+    earlier = [
+        Row(f"  round {number_of(each, 'round') or 0:g}: {_worker_text(each)}", "failed")
+        for agent in picture["agents"]
+        for each in dicts_of(agent, "failed")
+        if _identity(each) not in shown
+    ]
+    return [*found, *([Row("failed before:")] if earlier else []), *earlier]
+
+
+def _identity(worker: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    return number_of(worker, "global_rank"), number_of(worker, "pid")
+
+
+def _worker_row(worker: Mapping[str, Any], node_id: str) -> Row:
+    rank = number_of(worker, "global_rank")
+    return Row(f"  {_worker_text(worker)}", text_of(worker, "state"), node_id, None if rank is None else int(rank))
+
+
+def _worker_text(worker: Mapping[str, Any]) -> str:
+    rank, pid = _identity(worker)
+    age, progress = status.age_text(number_of(worker, "age_s")), status.progress_text(worker)
+    text = f"rank {rank or 0:g} {status.worker_state(worker)} {age}  {progress}".rstrip()
+    return f"{text}  pid {pid:.0f}" if pid else text
+
+
+def clipped(text: str, width: int) -> str:
+    plain = escape.one_line(text)
+    return plain if len(plain) <= width else f"{plain[: max(0, width - 3)]}..."
+
+
+def heading_of(picture: Mapping[str, Any]) -> list[str]:
+    lines = list(status.lines_of(picture))
+    return lines[: lines.index("")]
+
+
+def window(count: int, selected: int, height: int) -> range:
+    """Which of so many lines fit, with the selected one among them."""
+    first = max(0, min(selected - height // 2, count - height))
+    return range(first, min(count, first + max(1, height)))
+
+
+class View:
+    """What is selected, and what lies over the list: stacks, with how far they are scrolled."""
+
+    def __init__(self) -> None:
+        self.picture: Mapping[str, Any] | None = None
+        self.rows: list[Row] = []
+        self.selected: tuple[str, int] | None = None  # Node id and rank: rows come and go.
+        self.stacks: list[str] | None = None
+        self.scrolled = 0
+        self.note = "asking ..."  # About the run.
+        self.word = ""  # About the last key; it stays until the next one.
+
+    def take(self, picture: Mapping[str, Any]) -> None:
+        self.picture, self.note = picture, ""
+        self.rows = rows_of(picture)
+        choices = self._choices()
+        if choices and self.selected not in choices:
+            self.selected = choices[0]
+
+    def _choices(self) -> list[tuple[str, int]]:
+        return [(row.node_id, row.rank) for row in self.rows if row.rank is not None]
+
+    def press(self, key: str) -> tuple[str, int] | None:
+        """The worker whose stacks are wanted now, if any."""
+        self.word = ""
+        steps = {"up": -1, "down": 1, "page up": -20, "page down": 20}.get(key)
+        if self.stacks is not None:
+            if steps is None:
+                self.stacks = None
+            else:
+                self.scrolled = max(0, min(self.scrolled + steps, len(self.stacks) - 1))
+            return None
+        choices = self._choices()
+        if steps is not None and choices:
+            at = choices.index(self.selected) if self.selected in choices else 0
+            self.selected = choices[max(0, min(at + steps, len(choices) - 1))]
+        if key != "stacks" or self.selected is None:
+            return None
+        self.word = f"taking the stacks of rank {self.selected[1]} ..."
+        return self.selected
+
+    def lines(self, width: int, height: int) -> list[tuple[str, str]]:
+        """Text and style of each line."""
+        if self.stacks is not None:
+            body = [(clipped(line, width), "") for line in self.stacks[self.scrolled : self.scrolled + height - 1]]
+            return [*body, (clipped(_HELP_STACKS, width), "dim")]
+        head = [*map(str, heading_of(self.picture))] if self.picture is not None else []
+        top = [(clipped(line, width), "bold" if number == 0 else "") for number, line in enumerate(head)]
+        foot = [(clipped(self.word or self.note or _HELP, width), "dim")]
+        room = max(1, height - len(top) - len(foot))
+        at = next((n for n, row in enumerate(self.rows) if (row.node_id, row.rank) == self.selected), 0)
+        body = []
+        for number in window(len(self.rows), at, room):
+            row = self.rows[number]
+            is_selected = row.rank is not None and (row.node_id, row.rank) == self.selected
+            text = f">{row.text[1:]}" if is_selected else row.text
+            style = _STYLES.get(row.state, "") + (" reverse" if is_selected else "")
+            body.append((clipped(text, width), style.strip()))
+        return [*top, *body, *foot]
+
+
+# The thread that asks.
+
+
+@frozen
+class Trouble:
+    text: str
+    is_of_stacks: bool = False
+
+
+class Asking:
+    """Puts pictures, stacks and trouble into `answers`, and wakes the one that draws."""
+
+    def __init__(self, run: RunView) -> None:
+        self._run = run
+        self._wanted: queue.Queue[tuple[str, int] | None] = queue.Queue(4)
+        self.answers: queue.SimpleQueue[Mapping[str, Any] | list[str] | Trouble] = queue.SimpleQueue()
+        self.wakeup = loop.Wakeup()
+        self._is_over = threading.Event()
+        threading.Thread(target=self._ask, name="holdfast-top", daemon=True).start()
+
+    def want_stacks(self, worker: tuple[str, int]) -> None:
+        with contextlib.suppress(queue.Full):
+            self._wanted.put_nowait(worker)
+
+    def close(self) -> None:
+        self._is_over.set()
+        self.wakeup.close()
+
+    def _ask(self) -> None:
+        worker: tuple[str, int] | None = None
+        while not self._is_over.is_set():
+            try:
+                self.answers.put(self._stacks(*worker) if worker is not None else status.picture_of(self._run))
+            except HoldfastError as error:
+                gone = "" if worker is not None else "the run has ended or cannot be asked (q leaves): "
+                self.answers.put(Trouble(f"{gone}{error}", worker is not None))
+            except Exception as error:  # Of an answer that makes no sense. The view stays.
+                self.answers.put(Trouble(f"{type(error).__name__}: {error}", worker is not None))
+            self.wakeup.wake()
+            try:
+                worker = self._wanted.get(timeout=_ASK_EVERY_S)
+            except queue.Empty:
+                worker = None
+
+    def _stacks(self, node_id: str, rank: int) -> list[str]:
+        answer = self._run.ask_node(node_id, {"command": "stacks", "rank": rank})
+        text = answer.get("text") if isinstance(answer, dict) else None
+        return str(text or "there are none").split("\n")[:_STACKS_LINES]
+
+
+# The terminal.
+
+
+def watch(run: RunView) -> str:
+    """Until the user leaves; the sentence of the last picture is what stays on the screen."""
+    view, asking = View(), Asking(run)
+    try:
+        with _keys_at_once(), _signals_end_it():
+            _draw_until_left(view, asking)
+    finally:
+        asking.close()
+    return f"{view.picture['sentence']}\n" if view.picture is not None else ""
+
+
+def _draw_until_left(view: View, asking: Asking) -> None:
+    from rich.console import Console, ConsoleDimensions, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(highlight=False)
+
+    def drawn() -> Group:
+        # As it is now: a shell may have exported COLUMNS and LINES, which then stay what they were.
+        width, height = os.get_terminal_size(1)
+        console.size = ConsoleDimensions(width, height)
+        lines = view.lines(max(10, width), max(4, height))
+        return Group(*(Text(text, style, no_wrap=True, overflow="crop") for text, style in lines[:height]))
+
+    with Live(drawn(), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            loop.wait_readable([0, asking.wakeup.fileno()], _DRAW_EVERY_S)
+            asking.wakeup.clear()
+            _take_answers(view, asking)
+            for key in _pressed():
+                if key == "leave" and view.stacks is None:
+                    return
+                if (wanted := view.press(key)) is not None:
+                    asking.want_stacks(wanted)
+            live.update(drawn(), refresh=True)
+
+
+def _take_answers(view: View, asking: Asking) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            match asking.answers.get_nowait():
+                case Trouble(text, True):
+                    view.word = text
+                case Trouble(text):
+                    view.note = text
+                case list(lines):
+                    view.stacks, view.scrolled, view.word = lines, 0, ""
+                case dict(picture):
+                    view.take(picture)
+
+
+def _pressed() -> list[str]:
+    """The keys that were pressed since the last look. Those that mean nothing are "other"."""
+    if not loop.is_readable(0):
+        return []
+    data = os.read(0, 1024)
+    if not data:
+        return ["leave"]  # The terminal is gone.
+    found = []
+    while data:
+        known = max((each for each in _KEYS if data.startswith(each)), key=len, default=data[:1])
+        found.append(_KEYS.get(known, "other"))
+        data = data[len(known) :]
+    return found
+
+
+@contextlib.contextmanager
+def _keys_at_once() -> Iterator[None]:
+    """Keys come one by one and are not shown."""
+    before = termios.tcgetattr(0)
+    tty.setcbreak(0)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(0, termios.TCSADRAIN, before)
+
+
+@contextlib.contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """A signal raises, so that the terminal is put back on the way out."""
+
+    def leave(number: int, frame: object) -> None:
+        raise signals.SignalException(f"got {signals.signal_name(number)}", signal.Signals(number))
+
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.signal(number, leave) for number in numbers}
+    before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # It would leave the screen as it is.
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

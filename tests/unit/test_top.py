@@ -1,0 +1,124 @@
+"""What the live view shows and selects, without a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.cli import top
+from holdfast.cli.top import View
+
+HOSTILE = "\x1b[2J\nnode 9 forged"
+
+
+def worker(rank: int, state: str = "running", pid: int = 0, **fields: Any) -> dict[str, Any]:
+    return {"global_rank": rank, "state": state, "pid": pid or 100 + rank, "age_s": 65.0, **fields}
+
+
+def picture(*workers: dict[str, Any], name: str = "host-1", **fields: Any) -> dict[str, Any]:
+    run = {"phase": "running", "round": 2, "restarts_used": 1, "restarts_left": 2, "node_count": 1, "min_nodes": 1}
+    node = {"node_id": name, "rank": 0, "address": "10.0.0.1", "state": "running", "is_connected": True}
+    agents = [{"node_id": name, "round": 2, "workers": [*workers]}]
+    whole = {"run_id": "job7", "run": {**run, "max_nodes": 1, "nodes": [node]}, "problem": None, "agents": agents}
+    return {**whole, "silent": {}, "sentence": "All is well.", **fields}
+
+
+def shown(view: View, width: int = 80, height: int = 20) -> list[str]:
+    lines = [text for text, _ in view.lines(width, height)]
+    assert all(len(line) <= width for line in lines)
+    assert len(lines) <= height
+    return lines
+
+
+def view_of(*pictures: dict[str, Any]) -> View:
+    view = View()
+    for each in pictures:
+        view.take(each)
+    return view
+
+
+def test_the_tree_of_nodes_and_workers() -> None:
+    view = view_of(picture(worker(0, step=7, progress_age_s=2.0), worker(1, "failed", exit_code=-9)))
+    assert shown(view) == [
+        "run job7: running, round 2, 1 of 1 nodes here, 1 of 3 restarts used",
+        "All is well.",
+        "node 0 running  host-1  10.0.0.1",
+        "> rank 0 running 1m05s  step 7, 2s ago  pid 100",
+        "  rank 1 failed (SIGKILL) 1m05s  pid 101",
+        "arrows select  s stacks  q leave",
+    ]
+
+
+def test_a_failed_worker_stays_after_its_restart() -> None:
+    failed = worker(0, "failed", 17, exit_code=3, round=1)
+    now = picture(worker(0, pid=18))
+    now["agents"][0]["failed"] = [failed]
+    lines = shown(view_of(now))
+    assert "> rank 0 running 1m05s  pid 18" in lines
+    assert lines[lines.index("failed before:") + 1] == "  round 1: rank 0 failed (exit code 3) 1m05s  pid 17"
+    # One that is in the tree is not shown twice.
+    present = picture(worker(0, "failed", 17, exit_code=3))
+    present["agents"][0]["failed"] = [failed]
+    assert "failed before:" not in shown(view_of(present))
+
+
+def test_arrows_select_and_the_selection_stays_with_its_worker() -> None:
+    view = view_of(picture(worker(0), worker(1), worker(2)))
+    for key in ("down", "down", "down", "down", "up"):
+        view.press(key)
+    assert view.selected == ("host-1", 1)
+    view.take(picture(worker(1), worker(2), worker(3)))
+    assert view.selected == ("host-1", 1)
+    view.take(picture(worker(7)))
+    assert view.selected == ("host-1", 7)
+    assert view.press("stacks") == ("host-1", 7)
+    assert shown(view)[-1] == "taking the stacks of rank 7 ..."
+
+
+def test_stacks_scroll_and_any_other_key_leads_back() -> None:
+    view = view_of(picture(worker(0)))
+    view.stacks = [f"frame {number}" for number in range(100)]
+    assert shown(view, 40, 10)[:2] == ["frame 0", "frame 1"]
+    view.press("page down")
+    view.press("down")
+    assert shown(view, 40, 10)[0] == "frame 21"
+    for _ in range(20):
+        view.press("page down")
+    assert shown(view, 40, 10)[0] == "frame 99"
+    view.press("other")
+    assert view.stacks is None
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 10), (40, 4), (200, 60), (10, 5)])
+def test_it_fits_and_the_selected_line_is_there(width: int, height: int) -> None:
+    view = view_of(picture(*(worker(rank) for rank in range(300))))
+    for _ in range(150):
+        view.press("down")
+    assert any(line.startswith("> rank") for line in shown(view, width, height))
+
+
+def test_hostile_names_stay_on_their_line() -> None:
+    view = view_of(picture(worker(0), name=HOSTILE, sentence=HOSTILE, run_id=HOSTILE))
+    lines = shown(view, 200)
+    assert "node 0 running  \\x1b[2J\\nnode 9 forged  10.0.0.1" in lines
+    assert all(line.isprintable() for line in lines)
+
+
+def test_answers_that_make_little_sense_are_shown_as_far_as_they_do() -> None:
+    odd = picture({"global_rank": "x"}, {"state": 7}, worker(3, exit_code="x"))
+    odd["run"]["nodes"] += [{}, {"node_id": None, "rank": 1e300}]
+    assert any("rank 3 running" in line for line in shown(view_of(odd)))
+
+
+def test_a_node_that_does_not_answer_says_why() -> None:
+    silent = picture(agents=[], silent={"host-1": "node host-1 did not answer within 25 s"})
+    assert "  node host-1 did not answer within 25 s" in shown(view_of(silent))
+
+
+def test_keys_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top.loop, "is_readable", lambda fd: True)
+    monkeypatch.setattr(top.os, "read", lambda fd, size: b"\x1b[A\x1bOBjskx\x1b[6~q")
+    assert top._pressed() == ["up", "down", "down", "stacks", "up", "other", "page down", "leave"]
+    monkeypatch.setattr(top.os, "read", lambda fd, size: b"")
+    assert top._pressed() == ["leave"]
