@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import HoldfastError
+from holdfast.frozen import changed
 from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.client.visitor import Visitor
 from holdfast.rendezvous.coordinator.limits import Limits
@@ -273,7 +274,7 @@ def test_a_thousand_readers_do_not_disturb_changing_rounds(server: CoordinatorPr
                 run.places.clear()
                 for name, peer in zip(run.names, run._peers, strict=True):
                     facts = NodeFacts(name, address="127.0.0.1", port=1)
-                    last = present if name == run.names[0] else model.replace(present, rank=1)
+                    last = present if name == run.names[0] else changed(present, rank=1)
                     peer.send(
                         protocol.Join(facts, run.settings, last, present.round, stop=model.Stop(present.round, ""))
                     )
