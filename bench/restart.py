@@ -16,11 +16,10 @@ Each ends with the last worker, so the phases add up.
 from __future__ import annotations
 
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from bench.results import Bound, row
@@ -34,7 +33,6 @@ from bench.sides import (
     Marks,
     Run,
     Side,
-    environment,
     gone_ns,
     helpers_of,
     marks_of_workers,
@@ -138,12 +136,6 @@ def _breakdown(stories: Sequence[Story]) -> dict[str, float]:
     return {name: round(ms, 3) for name, ms in ordered[(len(ordered) - 1) // 2].phases.items()} if ordered else {}
 
 
-@cache
-def has_preload() -> bool:
-    told = subprocess.run([*HOLDFAST.command, "--help"], capture_output=True, text=True, env=environment(), check=True)
-    return "--preload" in told.stdout
-
-
 def _add_failed(turns: Turns, key: str, what: str, found: dict[str, list[Story]]) -> None:
     """Failed restarts are counted apart."""
     shares = {}
@@ -163,9 +155,6 @@ def _add_failed(turns: Turns, key: str, what: str, found: dict[str, list[Story]]
 
 def measure_torch(turns: Turns) -> None:
     sides = [HOLDFAST, PRELOAD, TORCHRUN, BARE]
-    if not has_preload():
-        sides.remove(PRELOAD)
-        turns.notes.append("`--preload` is not available in this build, so its column is missing.")
     sizes = turns.size((2, 4, 8), (2,))
     for size, part in with_parts(sizes, 1):
         # The first size is the warm-up of the others.

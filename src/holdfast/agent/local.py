@@ -41,6 +41,7 @@ from holdfast.telemetry.metrics import prof, put_call, put_metric
 if TYPE_CHECKING:
     from holdfast.hangs.compare import Picture
     from holdfast.process.output.watch import OutputWatch
+    from holdfast.process.spawner.warm import Wanted
     from holdfast.rendezvous.coordination import Coordination
     from holdfast.timer import FileTimerRequest, FileTimerServer
 
@@ -206,14 +207,16 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _warm_up(self, link: SpawnerLink) -> None:
         """Have the modules that workers need imported, or see that those that were imported have not changed."""
-        args = macros.substitute(self._worker_group.spec.args, 0)
-        if (template := command.template_for(self._group, args)) is not None:
+        if (template := self._template()) is not None:
             link.preload(template, command.bytecode())
+
+    def _template(self) -> Wanted | None:
+        return command.template_for(self._group, macros.substitute(self._worker_group.spec.args, 0))
 
     def _join(self, group: WorkerGroup, run: Coordination) -> None:
         """While the nodes meet, or this one stands by, the modules are imported."""
         known = self._link
-        if (link := self._spawner()) is not None and link is known:
+        if self._template() is not None and (link := self._spawner()) is not None and link is known:
             self._warm_up(link)
         super()._join(group, run)
 
