@@ -77,6 +77,7 @@ EFFECTS = {
     "module": Effect(None, lambda a: spec(a).args, ("-u", "-m", "x.py")),
     "no_python": Effect(None, lambda a: (spec(a).entrypoint, spec(a).args), ("./x.py", ())),
     "run_path": Effect(None, lambda a: spec(a).entrypoint, program.run_script_path),
+    "clean_shm": Effect(None, lambda a: a._group.clean_shm, True),
     "start_method": Effect("fork", lambda a: a._group.start_method, "fork"),
     "preload": Effect("json,a.b", lambda a: a._group.preload, ("json", "a.b")),
     "preload_timeout": Effect("7m", lambda a: a._group.preload_timeout_s, 420.0),

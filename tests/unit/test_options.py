@@ -108,6 +108,7 @@ DEFAULTS = {
     "numa_binding": None,
     "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     "shutdown_timeout": None,
+    "clean_shm": False,
     "health_port": None,
     "virtual_local_rank": False,
     "quiet": False,

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from holdfast.hangs.compare import Picture
     from holdfast.process.output.watch import OutputWatch
     from holdfast.process.spawner.warm import Wanted
+    from holdfast.process.workers.shared_memory import Cleaning
     from holdfast.rendezvous.coordination import Coordination
     from holdfast.timer import FileTimerRequest, FileTimerServer
 
@@ -91,6 +92,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._refusal: RunResult | None = None
         self._link: SpawnerLink | None = None
         self._held_lease: Lease | None = None
+        self._cleaning: Cleaning | None = None
         self._timer_server: FileTimerServer | None = None
 
     # Starting and stopping are events, unless a subclass has hooks of its own: those block.
@@ -179,6 +181,10 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _begin_stop(self, group: WorkerGroup, at_once: bool) -> None:
         self._stop_watching()
+        if self._group.clean_shm and self._context is not None and self._cleaning is None:
+            from holdfast.process.workers.shared_memory import Cleaning
+
+            self._cleaning = Cleaning(self._context.running().values())
         if self._context is not None and at_once:
             self._context.begin_stop(signal.SIGKILL, 0)
         elif self._context is not None and not self._has_own("_stop_workers"):
@@ -189,6 +195,9 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _poll_stop(self, group: WorkerGroup) -> bool:
         if self._context is not None and self._context.next_deadline() is not None and not self._context.poll_stop():
             return False
+        if self._cleaning is not None and not self._cleaning.poll():
+            return False
+        self._cleaning = None
         if not self._has_own("_stop_workers"):
             put_call("LocalElasticAgent._stop_workers", self._stop_began)
         return True
@@ -243,6 +252,9 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _wait_for_change(self, worker_group: WorkerGroup, pushes_fd: int, timeout_s: float | None) -> None:
         context = self._context
         assert context is not None
+        if self._cleaning is not None and self._cleaning.is_underway:
+            loop.wait_readable([self._cleaning.fileno(), pushes_fd], timeout_s)
+            return
         watches = (self._hangs, self._progress if self._machine.phase is lifecycle.Phase.RUNNING else None)
         deadlines = [context.next_deadline(), *(each.next_deadline() for each in watches if each is not None)]
         if self._machine.phase is lifecycle.Phase.RUNNING and context.has_ended():

@@ -278,6 +278,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("--shutdown-timeout SECONDS", FAILURES, parse=int, field="shutdown_timeout",
            help="How long workers may take to exit after the first signal before they are killed; 0 kills at once. "
                 "Left out, it is TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30."),
+    Option("--clean-shm", FAILURES, field="settings.clean_shm", in_full=True,
+           help="When holdfast has stopped the workers of a round, remove the files in /dev/shm that they had mapped, "
+                "that belong to this user, and that no process maps or has open any more. A worker that is killed "
+                "leaves such files, and their memory stays in use."),
     Option("--signals-to-handle NAMES", FAILURES, default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", field="signals_to_handle",
            help="The signals that stop the run in order: the workers get the same signal, and the grace period to "
                 "exit."),

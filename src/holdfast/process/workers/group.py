@@ -54,7 +54,7 @@ class GroupSpec:
     the console have one: auto, always or never. Workers are forked from a process that has imported the modules of
     `preload`, unless that takes longer than `preload_timeout_s`. The launcher fills these fields from those of
     `LaunchConfig` that have the same names. `refusal` says why the group cannot be started on this node, if that is
-    known before: in a run of several nodes, all of them shall hear of it.
+    known before: in a run of several nodes, all of them shall hear of it. `clean_shm`: see `shared_memory`.
     """
 
     role: str
@@ -69,6 +69,7 @@ class GroupSpec:
     refusal: str = ""
     preload: tuple[str, ...] = ()
     preload_timeout_s: float = 300.0
+    clean_shm: bool = False
 
 
 class PContext(abc.ABC):
