@@ -249,3 +249,36 @@ def test_node_out_of_disk(holdfast: Holdfast, small_disk: Path) -> None:
     text = ended.err.replace(str(small_disk), "DISK")
     check("node_out_of_disk", holdfast.directory, Ended(ended.code, ended.raw_out, text.encode()))
     assert "the report cannot be written to " in ended.err
+
+
+@pytest.mark.parametrize(("steps", "code"), [("5 5 5", 93), ("5 5 6", 0)])
+def test_restarts_without_progress_end_the_run_for_good(holdfast: Holdfast, steps: str, code: int) -> None:
+    """Not one of the fourteen. The steps are those of rounds 1, 2 and 3; a further round succeeds."""
+    job = f"""
+import holdfast
+steps, round = {steps.split()}, int(os.environ["HOLDFAST_ROUND"])
+if round > 3:
+    sys.exit(0)
+holdfast.progress(int(steps[round - 1]))
+sys.exit(7)
+"""
+    holdfast.script(HEAD + job)
+    options = ("--max-restarts", "9", "--no-progress-limit", "1", "--log-dir", "logs")
+    ended = holdfast.run(*options, "job.py")
+    assert ended.code == code, str(ended)
+    if code:
+        words = "1 restart without getting further than step 5 (--no-progress-limit 1)"
+        assert f"\nRestarts: 2 of 9 used; not restarted: {words}\n" in report_in(ended).replace("\n    ", " ")
+        kept = json.loads((holdfast.directory / "logs" / "latest" / ".." / "report.json").read_text())
+        assert kept["exit_code"] == 93
+
+
+def test_every_node_says_that_the_run_is_not_to_be_started_again(holdfast: Holdfast) -> None:
+    """Rank 0 alone tells of its progress, and rank 1 on the other node fails."""
+    job = "import holdfast\nif r == 0:\n    holdfast.progress(5)\n    signal.pause()\nsys.exit(7)\n"
+    holdfast.script(HEAD + job)
+    port, options = support.free_port(), ("--nproc-per-node", "1", "--max-restarts", "9", "--no-progress-limit", "1")
+    nodes = [start_node(holdfast, port, *options, "--node-rank", str(rank)) for rank in range(2)]
+    ends = ends_of(*nodes)
+    assert [ended.code for ended in ends] == [93, 93], "\n".join(map(str, ends))
+    assert report_in(ends[0]) == report_in(ends[1])

@@ -280,7 +280,8 @@ class Agent:
         match command:
             case lifecycle.Join():
                 self._port += 1
-                self.tell(node.JoinRequested(self._port))
+                advance = self.group.plan.advance if self.group is not None else None
+                self.tell(node.JoinRequested(self._port, advance=advance))
             case lifecycle.StartWorkers(round):
                 self._start_workers(round)
             case lifecycle.StopWorkers(round, at_once):

@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast.rendezvous.membership.restart_policy import Failure
+from holdfast.rendezvous.membership.restart_policy import Advance, Failure
 from tests.sim.checkers import Checks
 from tests.sim.engine import Alarm, Clock, Engine
 
@@ -35,6 +35,7 @@ class Plan:
     feels_peers_after_s: float | None = None
     """How long after the death of a peer of the round they fail of it; None: they do not notice."""
     consequence: Failure = field(default=Failure(text="connection closed by peer", is_consequence=True))
+    advance: Advance | None = None
 
 
 class Planner(Protocol):

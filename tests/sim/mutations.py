@@ -197,8 +197,8 @@ def _two_outcomes(original: Any) -> Any:
 
 
 def _all_count_as_now(original: Any) -> Any:
-    def init(self: Budget, now: float, used: int = 0, ages_s: Any = ()) -> None:
-        original(self, now, used, (0.0,) * used)
+    def init(self: Budget, now: float, used: int = 0, ages_s: Any = (), *progress: Any) -> None:
+        original(self, now, used, (0.0,) * used, *progress)
 
     return init
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.rendezvous.membership.model import Admit
-from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import Advance, RestartPolicy
 from tests.sim.engine import Clock
 from tests.sim.host import Plan
 from tests.sim.script import EtcdScript, Script, failing, succeeding
@@ -182,6 +182,18 @@ def a_fatal_error_is_not_tried_again() -> str:
     script.nodes("ab")
     script.work("b", 1, failing(1.0, "ModuleNotFoundError: no module named x", exception="ModuleNotFoundError"))
     return script.tell(until=3.0)
+
+
+@scenario
+def restarts_without_progress_end_the_run() -> str:
+    """Step 5 is reached once, on the node whose worker does not fail. Two restarts lead no further, and the third
+    failure since then ends the run for good, although restarts are left."""
+    script = Script(min_nodes=2, max_nodes=2, policy=RestartPolicy(max_restarts=9, no_progress_limit=2))
+    script.nodes("ab")
+    for round in range(1, 5):
+        script.work("a", round, Plan(None, advance=Advance(5)))
+        script.work("b", round, failing(1.0))
+    return script.tell(until=9.0)
 
 
 @scenario

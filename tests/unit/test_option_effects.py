@@ -110,6 +110,7 @@ EFFECTS = {
     "max_restarts": Effect("7", lambda a: (spec(a).max_restarts, policy(a).max_restarts), (7, 7)),
     "restart_window": Effect("7m", lambda a: policy(a).window_s, 420.0, "--max-restarts=1"),
     "restart_backoff": Effect("7s", lambda a: policy(a).backoff_s, 7.0),
+    "no_progress_limit": Effect("7", lambda a: policy(a).no_progress_limit, 7),
     "fatal_exit_codes": Effect("7", lambda a: policy(a).fatal_exit_codes, {7}),
     "fatal_exceptions": Effect("Bad", lambda a: policy(a).fatal_exceptions, {"Bad"}),
     "uncounted_exit_codes": Effect("7", lambda a: policy(a).uncounted_exit_codes, {7}),

@@ -7,6 +7,7 @@ import pytest
 from holdfast.rendezvous.membership.restart_policy import (
     FATAL_EXCEPTIONS,
     REFUSAL,
+    Advance,
     Budget,
     Decision,
     Failure,
@@ -176,3 +177,53 @@ def test_policies_that_make_no_sense(policy: RestartPolicy, words: str) -> None:
 def test_a_round_that_nodes_have_left_names_a_few_of_them(count: int, who: str) -> None:
     departed = [f"n{number}" for number in range(count)]
     assert excuse(departed, 3) == f"{who} (the failures of round 3 are put down to that, and not charged)"
+
+
+LIMITED = RestartPolicy(9, no_progress_limit=2, uncounted_exit_codes=frozenset({-15}))
+LOST = Failure(exitcode=-15)
+AT = Advance
+
+
+@pytest.mark.parametrize(
+    ("rounds", "reason"),
+    [
+        pytest.param(
+            [[], [], []], "2 restarts in a row without any progress (--no-progress-limit 2)", id="none at all"
+        ),
+        pytest.param([[], []], "", id="as many restarts as allowed"),
+        pytest.param(
+            [[AT(5)], [AT(5)], [AT(4)], [AT(3), AT(5)]],
+            "2 restarts in a row without getting further than step 5 (--no-progress-limit 2)",
+            id="the same steps again",
+        ),
+        pytest.param([[], [], [AT(1)], [], []], "", id="a step begins the count anew"),
+        pytest.param([[], [], [AT(1), AT()], [AT(), AT(2)], [], []], "", id="one node is enough"),
+        pytest.param([[], [], [AT(has_moved=True)], [], []], "", id="a call without a step"),
+        pytest.param([[AT(-3)], [], []], "", id="steps may be negative"),
+    ],
+)
+@pytest.mark.parametrize("failure", [PLAIN, LOST])
+def test_restarts_without_progress(rounds: list[list[Advance]], reason: str, failure: Failure) -> None:
+    """Whether the restarts are counted or not."""
+    budget = Budget(0.0)
+    for number, advances in enumerate(rounds):
+        for advance in advances:
+            budget.note(advance)
+        decision = decide(LIMITED, budget, failure, NOW)
+        is_last = number == len(rounds) - 1
+        assert isinstance(decision, GiveUp) is (is_last and bool(reason)), (number, decision)
+        budget.end_round()
+        budget = Budget(0.0, budget.used, (), budget.best_step, budget.fruitless)  # The coordinator may be replaced.
+    if reason:
+        assert decision == GiveUp(reason, is_final=True)
+
+
+def test_a_fatal_failure_is_not_final() -> None:
+    """A program that was corrected may be started again."""
+    assert decide(LIMITED, Budget(0.0, fruitless=9), error("ImportError"), NOW) == GiveUp(
+        "ImportError is fatal, a restart would not cure it"
+    )
+
+
+def test_a_negative_limit_makes_no_sense() -> None:
+    assert "no_progress_limit must be non-negative" in objection_to(RestartPolicy(no_progress_limit=-1))

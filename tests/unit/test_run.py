@@ -52,7 +52,7 @@ from holdfast.rendezvous.membership.protocol import (
     Tell,
     TimePassed,
 )
-from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import Advance, Failure, RestartPolicy
 from holdfast.rendezvous.membership.run import Membership, Phase
 
 Script = list[tuple[float, Any, list[Any]]]
@@ -1271,3 +1271,29 @@ def test_why_rounds_ended_is_told_with_the_outcome_and_survives_the_coordinator(
     run.step(failed("a", 11), 21.0)
     told = run.step(joined("a", of, place(11, 0, 1, 10)), 22.0)
     assert [each.message.outcome.earlier for each in told if isinstance(each, Tell)] == [earlier]
+
+
+def test_progress_of_any_member_counts_and_the_count_survives_the_coordinator() -> None:
+    of = settings(2, 2, policy=RestartPolicy(9, no_progress_limit=1))
+    run = after(formed(of))
+
+    def fail(run: Membership, round: int, *advances: Advance) -> list[Any]:
+        run.step(failed("a", round), float(round))
+        told = []
+        for rank, (name, advance) in enumerate(zip("ab", advances, strict=True)):
+            told += run.step(joined(name, of, place(round, rank, 2, round - 1), advance=advance), float(round))
+        return told
+
+    fail(run, 1, Advance(), Advance())
+    fail(run, 2, Advance(), Advance(7))
+    commands = fail(run, 3, Advance(7), Advance(6))
+    memory = memory_of(commands)
+    assert (memory.best_step, memory.fruitless) == (7, 1)
+    again = Membership(20.0, memory)
+    for name, rank in (("a", 0), ("b", 1)):
+        again.step(returned(name, of, place(4, rank, 2, 3)), 20.0)
+    *_, ended_with = fail(again, 4, Advance(7), Advance(7))
+    outcome = ended_with.message.outcome
+    assert (outcome.end, outcome.is_final) == (End.FAILED, True)
+    assert outcome.reason == "1 restart without getting further than step 7 (--no-progress-limit 1)"
+    assert outcome.in_brief().is_final

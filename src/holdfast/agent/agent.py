@@ -42,7 +42,7 @@ from holdfast.loop import BusyTime, call_interruptibly
 from holdfast.rendezvous.api import RendezvousGracefulExitError, RendezvousHandler, is_kind
 from holdfast.rendezvous.coordination import Coordination, JoinFailed, Push
 from holdfast.rendezvous.membership.model import CloseRequested, End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
-from holdfast.rendezvous.membership.restart_policy import HANG, RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import HANG, Advance, RestartPolicy
 from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.signals import RunClosed, SignalException
 from holdfast.telemetry.events import Event, record
@@ -139,6 +139,10 @@ class SimpleElasticAgent(ElasticAgent):
     def _killed_ranks(self) -> tuple[int, ...]:
         """After a stop: the global ranks that did not end by themselves within the grace period."""
         return ()
+
+    def _advance(self) -> Advance | None:
+        """How far the workers of the last round came, for agents that know."""
+        return None
 
     def _settle(self, result: RunResult) -> RunResult:
         """The result with what is known only after the workers were stopped."""
@@ -277,6 +281,7 @@ class SimpleElasticAgent(ElasticAgent):
                 self._begin_stop(group, at_once)
                 return self._look_at_stop(group)
             case lifecycle.ReportFailure(round):
+                run.advance = self._advance()
                 failure = causes.failure_of(self._result, round)
                 self._failed_round = round
                 run.report_failure(round, failure)
@@ -435,9 +440,8 @@ class SimpleElasticAgent(ElasticAgent):
                 raise HostError(trouble)
             logger.error(trouble)
         result = RunResult(WorkerState.FAILED, failures=dict(settled.failures), stopped=settled.stopped)
-        if end is End.FAILED:
-            at_end = (self._machine.round, self._place)
-            result.report = causes.report_of(result, self._run_outcome, group, self._policy, *at_end)
+        known = (self._run_outcome, group, self._policy, self._machine.round, self._place)
+        result.report = causes.report_of(result, *known) if end is End.FAILED else None
         if self._run_outcome is not None:
             causes.add_agreed_cause(result, self._run_outcome, group.group_world_size or 1)
         return result
@@ -449,8 +453,8 @@ class SimpleElasticAgent(ElasticAgent):
         group.state = WorkerState.INIT if self._place is None else WorkerState.STOPPED
         self._join_began = time.monotonic()
         has_failed = self._failed_round == self._machine.round > 0 and bool(self._result.failures)
-        round = self._machine.round
-        run.join(causes.failure_of(self._result, round, with_evidence=True) if has_failed else None)
+        run.advance = self._advance()
+        run.join(causes.failure_of(self._result, self._machine.round, with_evidence=True) if has_failed else None)
 
     def _enter_round(self, sealed: Sealed, run: Coordination) -> None:
         before, self._place = self._place, sealed.place

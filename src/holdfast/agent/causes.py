@@ -89,7 +89,7 @@ def report_of(
 ) -> RunReport | None:
     """What is printed at the end of a run that failed; None if neither workers nor nodes were its cause. Of a run of
     several nodes only what all of them know is in it. `round` and `place` are the last of this node."""
-    from holdfast.failures.run_report import EarlierRound, RunReport, merged
+    from holdfast.failures.run_report import DO_NOT_REQUEUE, EarlierRound, RunReport, merged
 
     spec, earlier = group.spec, outcome.earlier if outcome is not None else ()
     sizes = [size for _, size in place.shape_of_each()] if place is not None else []
@@ -121,6 +121,7 @@ def report_of(
             EarlierRound(each.round, each.reason, is_charged=each.restarts_used > used_before)
             for each, used_before in zip(earlier if told else earlier[:-1], before, strict=False)
         ),
+        exit_code=DO_NOT_REQUEUE if outcome is not None and outcome.is_final else 1,
         logs=first.evidence.logs,
         left=tuple(first.evidence.left.split("\n")) if first.evidence.left else (),
     )

@@ -36,6 +36,7 @@ from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.wire import Lease
 from holdfast.process.workers.group import GroupSpec, PContext, new_group
+from holdfast.rendezvous.membership.restart_policy import Advance
 from holdfast.telemetry.metrics import prof, put_call, put_metric
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._stuck_timeout_s = _stuck_timeout_s(uninterruptible_state_timeout)
         self._stuck_since: dict[int, float] = {}
         self._began_at = 0.0
+        self._output_watch: OutputWatch | None = None
         self._start_error: OSError | HostError | None = None
         self._refusal: RunResult | None = None
         self._link: SpawnerLink | None = None
@@ -166,7 +168,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             use_agent_store=getattr(handler, "use_agent_store", False),
             timer_path=timer_path,
         )
-        watch = self._prepare_watches(envs)
+        self._output_watch = watch = self._prepare_watches(envs)
         prefixes = log_line_prefixes(self._group.log_line_prefix_template, spec.role, worker_group.workers)
         link, lease = self._spawner(), self._lease()
         self._began_at = time.time()
@@ -328,7 +330,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         """For each life of the group watches of its own, if the user wants them: of progress, and of hangs."""
         spec = self._worker_group.spec
         is_watched = spec.hang_policy is not None and spec.hang_policy.is_on
-        if not is_watched and not spec.events_file:
+        if not is_watched and not spec.events_file and self._policy.no_progress_limit is None:
             return None
         from holdfast.hangs.progress import GroupProgress
 
@@ -411,7 +413,16 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._timer_server.stop()
             self._timer_server = None
 
+    def _advance(self) -> Advance | None:
+        calls = self._progress.calls() if self._progress is not None else {}
+        steps = [step for _, step in calls.values() if step is not None]
+        has_matched = self._output_watch is not None and self._output_watch.matched_at() is not None
+        return (
+            Advance(max(steps, default=None), has_matched or len(steps) < len(calls)) if calls or has_matched else None
+        )
+
     def _forget_progress(self) -> None:
+        self._output_watch = None
         if self._progress is not None:
             self._progress.close()
             self._progress = None

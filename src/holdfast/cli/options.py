@@ -259,6 +259,11 @@ OPTIONS: tuple[Option, ...] = (
                 "five in ten minutes."),
     Option("--restart-backoff TIME", FAILURES, parse=duration_s, default=0, field="restart_policy.backoff_s",
            help="Wait this long before a restart, and twice as long before each further one, up to a minute."),
+    Option("--no-progress-limit N", FAILURES, parse=int, field="restart_policy.no_progress_limit", in_full=True,
+           help="End the run with exit code 93 (do not start it again) when a failure follows N restarts in a row "
+                "after which the workers got no further than before. Progress is a higher step in "
+                "holdfast.progress(step) than ever before in the run, a call without a step, or a line that matches "
+                "--progress-pattern."),
     Option("--fatal-exit-codes CODES", FAILURES, parse=exit_codes, default="", field="restart_policy.fatal_exit_codes",
            help="Exit codes of workers that end the run at once, whatever restarts are left."),
     Option("--fatal-exceptions NAMES", FAILURES, parse=names, field="restart_policy.fatal_exceptions",

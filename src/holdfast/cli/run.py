@@ -416,7 +416,7 @@ def explain(error: BaseException) -> int:
         from holdfast.failures import run_report
 
         console.write(run_report.text(failed) + "\n")
-        return 1
+        return int(failed.exit_code)
     if isinstance(error, errors.ChildFailedError):
         console.write(error.format_msg().rstrip("\n") + "\n")
         return 1

@@ -29,6 +29,7 @@ from holdfast.failures.report import (
 from holdfast.frozen import fields_of, frozen
 
 VERSION = 1
+DO_NOT_REQUEUE = 93  # The exit code of a run that would not get further if it were started again.
 LOST_NODE = "lost node"
 _WIDTH = 80
 _SHOWN_FOLDS = 16
@@ -82,6 +83,7 @@ class RunReport:
     earlier: tuple[EarlierRound, ...] = ()
     logs: str = ""
     left: tuple[str, ...] = ()
+    exit_code: int = 1
 
 
 def text(report: RunReport) -> str:
@@ -167,7 +169,7 @@ def to_dict(report: RunReport) -> dict[str, Any]:
     first |= {name: getattr(evidence, name) for name in ("memory", "hang", "note", "refusal")}
     return {
         "version": VERSION,
-        **{name: getattr(report, name) for name in ("name", "run_id", "nodes", "cause")},
+        **{name: getattr(report, name) for name in ("name", "run_id", "nodes", "cause", "exit_code")},
         "first_failure": first,
         "cascade": [_listed(fields_of(fold)) for fold in report.cascade],
         "stopped": [{"how": how or None, "ranks": list(ranks)} for how, ranks in report.stopped],

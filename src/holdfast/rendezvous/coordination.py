@@ -16,7 +16,7 @@ from holdfast.frozen import frozen
 from holdfast.loop import Wakeup
 from holdfast.rendezvous.api import RendezvousInfo
 from holdfast.rendezvous.membership.model import CloseRequested, End, Ended, Outcome, PlaceLost, Sealed, Stop
-from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import Advance, Failure, RestartPolicy
 
 Item = TypeVar("Item")
 
@@ -68,7 +68,8 @@ class Coordination(abc.ABC):
     node knows already. `verdict` is what follows from the failure that was just reported, in words; None if others have
     yet to decide. `has_leases`: this node can lose its place to another, so its workers must not outlive its lease.
     `joined` says in words how far the round is that this node waits for; any thread may read it. `node_id` is this
-    node's name in the run, if it has one."""
+    node's name in the run, if it has one. The agent sets `advance`, how far its workers came, before it reports a
+    failure and before it joins again."""
 
     has_leases = False
     joined: str | None = None
@@ -76,6 +77,7 @@ class Coordination(abc.ABC):
     def __init__(self) -> None:
         self.outcome: Outcome | None = None
         self.verdict: str | None = None
+        self.advance: Advance | None = None
         self._mailbox: Mailbox[Push] = Mailbox()
 
     @abc.abstractmethod

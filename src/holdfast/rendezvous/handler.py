@@ -165,7 +165,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
                 return
             # The user says that others reach this node there, which may be so although no interface has the address.
             self._held.renew("")
-        asked = node.JoinRequested(self._held.number, failure and protocol.clipped(failure))
+        asked = node.JoinRequested(self._held.number, failure and protocol.clipped(failure), self.advance)
         if not client.post(asked) and self._error is not None:
             self._fail(self._error)
 

@@ -71,12 +71,14 @@ class SoloCoordination(Coordination):
 
     def report_failure(self, round: int, failure: Failure) -> None:
         now = time.monotonic()
+        self._budget.note(self.advance)
         decision = restart_policy.decide(self._policy, self._budget, failure, now)
         if isinstance(decision, restart_policy.GiveUp):
-            self.outcome = Outcome(End.FAILED, decision.reason, failure, earlier=self._earlier)
+            self.outcome = Outcome(End.FAILED, decision.reason, failure, (), self._earlier, decision.is_final)
             self.verdict = f"no restart: {decision.reason}"
             return
         self._delay_s = decision.delay_s
+        self._budget.end_round()
         what = "a restart that is not counted"
         if decision.is_charged:
             self._budget.charge(now)

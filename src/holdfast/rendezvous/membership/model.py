@@ -51,17 +51,19 @@ def with_end(
 @frozen
 class Outcome:
     """How a run ended, the same on every node. `cause` is the failure that ended it, `others` are of other nodes.
-    `earlier` says why the rounds before the last one ended, oldest first."""
+    `earlier` says why the rounds before the last one ended, oldest first. `is_final`: do not start the run again."""
 
     end: End
     reason: wire.Text
     cause: Failure | None = None
     others: wire.Failures = ()
     earlier: wire.RoundEnds = ()
+    is_final: bool = False
 
     def in_brief(self) -> Outcome:
         """Without the evidence, to be written down."""
-        return Outcome(self.end, self.reason, self.cause and changed(self.cause, evidence=""))
+        cause = self.cause and changed(self.cause, evidence="")
+        return Outcome(self.end, self.reason, cause, is_final=self.is_final)
 
 
 class Admit(StrEnum):
@@ -282,7 +284,7 @@ class Memory:
     `is_round_over`: all of them had stopped, and the round was judged; `members` are those that were still there.
     `restart_ages_s` says how long ago the charged restarts happened that the policy's window may still count, as no
     clock crosses hosts. `settings` are those that the first node fixed. `ticket_key`: see `keys`; none with a token.
-    `earlier` is for the outcome.
+    `earlier` is for the outcome. `best_step` and `fruitless` are those of the budget (`restart_policy`).
     """
 
     term: wire.Count = 0
@@ -296,6 +298,8 @@ class Memory:
     is_round_over: bool = False
     ticket_key: wire.Bytes = b""
     earlier: wire.RoundEnds = ()
+    best_step: wire.AnyInt | None = None
+    fruitless: wire.Count = 0
 
 
 # What an agent is told. The machine of the run gives these, the wire carries them, the agent's lifecycle takes them.

@@ -27,7 +27,7 @@ from holdfast.rendezvous.membership import model, node_lease, protocol
 from holdfast.rendezvous.membership.model import Ended, NodeFacts, Place, PlaceLost, Refused, Sealed, Settings, Stage
 from holdfast.rendezvous.membership.node_lease import Line, NodeLease
 from holdfast.rendezvous.membership.protocol import Close, Failed, FromNode, Join, Leaving, Left, Return, Succeeded
-from holdfast.rendezvous.membership.restart_policy import Failure
+from holdfast.rendezvous.membership.restart_policy import Advance, Failure
 
 
 class Standing(StrEnum):
@@ -61,10 +61,11 @@ _ALLOWED = frozenset((before, after) for before, _, after in STANDING_CHANGES)
 @frozen
 class JoinRequested:
     """The node has no workers and wants a place in the next round. The agent holds `port`, a new one each time.
-    `failure` is the one that was reported in the last round, with its evidence."""
+    `failure` is the one that was reported in the last round, with its evidence; `advance` is of that round, too."""
 
     port: int
     failure: Failure | None = None
+    advance: Advance | None = None
 
 
 @frozen
@@ -104,6 +105,7 @@ class Participant:
         self._asked_at = 0.0
         self._stage = Stage.RUNNING
         self._failure: Failed | None = None
+        self._advance: Advance | None = None
         self._stop: model.Stop | None = None
         self._close_reason = ""
         self._end: Ended | Refused | None = None
@@ -120,7 +122,8 @@ class Participant:
             # First of all: workers that the spawner has killed by now have neither failed nor succeeded.
             return [*self._step_lease(protocol.TimePassed(), now), *self.step(event, now)]
         match event:
-            case JoinRequested(port, failure):
+            case JoinRequested(port, failure, advance):
+                self._advance = advance
                 if failure is not None and self._failure is not None:
                     self._failure = Failed(self._failure.round, failure)
                 return self._join(port, now)
@@ -174,7 +177,8 @@ class Participant:
     def _join_message(self) -> Join:
         """With what was said of the last round: it may have met a closed connection, or a coordinator that is gone."""
         place, failure = self._last_place, self._failure.failure if self._failure else None
-        return Join(self.facts, self.settings, place, self._heard_round, self._has_lost_place, failure, self._stop)
+        said = (self._has_lost_place, failure, self._stop, self._advance)
+        return Join(self.facts, self.settings, place, self._heard_round, *said)
 
     def _is_in(self, round: int) -> bool:
         return self.standing is Standing.MEMBER and self.place is not None and self.place.round == round

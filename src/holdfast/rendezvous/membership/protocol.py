@@ -20,7 +20,7 @@ from msgspec import Meta
 from holdfast.frozen import frozen
 from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership.model import MAX_NODES, Memory, NodeFacts, Place, Push, Settings, Stage, Stop
-from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import Advance, Failure, RestartPolicy
 
 MAJOR, MINOR = 3, 2
 MINOR_WITH_QUERIES = 2  # The first that knows `Query` and `Answer`.
@@ -69,6 +69,7 @@ for _kind in (
     NodeFacts,
     Settings,
     RestartPolicy,
+    Advance,
     Failure,
     model.RoundEnd,
     model.Outcome,
@@ -165,9 +166,9 @@ class StoreAnswer(msgspec.Struct, frozen=True, tag=True):
 
 class Join(msgspec.Struct, frozen=True, tag=True):
     """The node asks for a place in the next round; none of its workers are alive. `place` is the last one that it had,
-    `heard_round` the highest round that it knows of. `failure` is what its workers of that round failed of, and `stop`
-    the message that made it stop, in case that the coordinator does not know. `has_lost_place`: the node had to kill
-    its workers because it could not reach the coordinator."""
+    `heard_round` the highest round that it knows of. `failure` is what its workers of that round failed of, `advance`
+    how far they came, and `stop` the message that made it stop, in case that the coordinator does not know.
+    `has_lost_place`: the node had to kill its workers because it could not reach the coordinator."""
 
     facts: NodeFacts
     settings: Settings
@@ -176,6 +177,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     has_lost_place: bool = False
     failure: Failure | None = None
     stop: Stop | None = None
+    advance: Advance | None = None
 
 
 class Return(msgspec.Struct, frozen=True, tag=True):

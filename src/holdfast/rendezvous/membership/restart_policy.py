@@ -6,6 +6,8 @@ failure of the whole run, by the coordinator, or by the agent of a run that has 
 * A failure of a fatal class ends the run at once: no restart cures a syntax error, or a program that is not there.
 * One of an uncounted class (preemption) is followed by a restart that costs nothing.
 * Any other costs one restart of the budget. With a window, only the restarts within it count ("5 in 10 m").
+* With `no_progress_limit`, so many restarts in a row may follow rounds in which the workers got no further than before
+  (`Advance`). The next such failure ends the run for good: a scheduler should not start it again.
 * Backoff: the first charged restart comes after `backoff_s`, each further one in a row after twice as long, up
   to `backoff_cap_s`. One that is not charged waits as long as the first.
 """
@@ -48,6 +50,15 @@ class Failure:
 
 
 @frozen
+class Advance:
+    """How far the workers of a node came in a round. `step` is the highest that they gave `holdfast.progress()`;
+    `has_moved`: they called it without a step, or a line matched the pattern for progress."""
+
+    step: wire.AnyInt | None = None
+    has_moved: bool = False
+
+
+@frozen
 class RestartPolicy:
     max_restarts: wire.Count = 0
     window_s: wire.Seconds | None = None
@@ -57,6 +68,7 @@ class RestartPolicy:
     fatal_exceptions: wire.Names = FATAL_EXCEPTIONS
     uncounted_exit_codes: wire.ExitCodes = frozenset()
     uncounted_exceptions: wire.Names = frozenset()
+    no_progress_limit: wire.Count | None = None
 
 
 def objection_to(policy: RestartPolicy) -> str:
@@ -65,6 +77,8 @@ def objection_to(policy: RestartPolicy) -> str:
         return f"max_restarts must be non-negative, not {policy.max_restarts}"
     if policy.window_s is not None and policy.window_s <= 0:
         return f"window_s must be above 0, not {policy.window_s:g}: no restart would count, and they would never end"
+    if policy.no_progress_limit is not None and policy.no_progress_limit < 0:
+        return f"no_progress_limit must be non-negative, not {policy.no_progress_limit}"
     if policy.backoff_s < 0 or policy.backoff_cap_s < 0:
         return (
             f"backoff_s and backoff_cap_s must be non-negative, not {policy.backoff_s:g} and {policy.backoff_cap_s:g}"
@@ -80,7 +94,10 @@ class Restart:
 
 @frozen
 class GiveUp:
+    """`is_final`: starting the run again would not help."""
+
     reason: str
+    is_final: bool = False
 
 
 Decision = Restart | GiveUp
@@ -88,15 +105,36 @@ Decision = Restart | GiveUp
 
 class Budget:
     """The restarts that were charged: how many, and when, by the clock of its owner. Only a count comes from outside.
-    When those restarts happened is not known then, so no window counts them."""
+    When those restarts happened is not known then, so no window counts them. `best_step` is the highest step of all
+    rounds, `fruitless` how many failed rounds in a row before the present one made no new progress."""
 
-    def __init__(self, now: float, used: int = 0, ages_s: Sequence[float] = ()) -> None:
+    def __init__(
+        self, now: float, used: int = 0, ages_s: Sequence[float] = (), best_step: int | None = None, fruitless: int = 0
+    ) -> None:
         self.used = used
+        self.best_step, self.fruitless = best_step, fruitless
+        self._has_advanced = False
         self._times = deque((now - age_s for age_s in ages_s), maxlen=_REMEMBERED_AT_MOST)
 
     def charge(self, now: float) -> None:
         self.used += 1
         self._times.append(now)
+
+    def note(self, advance: Advance | None) -> None:
+        """What a node says of the present round, if it says anything."""
+        if advance is None:
+            return
+        if advance.step is not None and (self.best_step is None or advance.step > self.best_step):
+            self.best_step, self._has_advanced = advance.step, True
+        self._has_advanced |= advance.has_moved
+
+    def fruitless_if_failed(self) -> int:
+        """With the present round, should it have failed."""
+        return 0 if self._has_advanced else self.fruitless + 1
+
+    def end_round(self) -> None:
+        """The present round has failed, and another one follows."""
+        self.fruitless, self._has_advanced = self.fruitless_if_failed(), False
 
     def within(self, window_s: float | None, now: float) -> int:
         """How many count now. Without a window, all do."""
@@ -116,6 +154,8 @@ def decide(policy: RestartPolicy, budget: Budget, failure: Failure, now: float) 
         return GiveUp(f"{failure.exception} is fatal, a restart would not cure it")
     if failure.exception == REFUSAL:
         return GiveUp("workers that cannot be started on a node are fatal, a restart would not cure it")
+    if policy.no_progress_limit is not None and budget.fruitless_if_failed() > policy.no_progress_limit:
+        return GiveUp(_no_progress(policy.no_progress_limit, budget.best_step), is_final=True)
     if failure.exitcode in policy.uncounted_exit_codes or failure.exception in policy.uncounted_exceptions:
         return Restart(_backoff_s(policy, 0), is_charged=False)
     counted = budget.within(policy.window_s, now)
@@ -155,6 +195,12 @@ def _exhausted(policy: RestartPolicy) -> str:
     if policy.max_restarts == 1:
         return f"the 1 allowed restart{within} is used up"
     return f"the {policy.max_restarts} allowed restarts{within} are used up"
+
+
+def _no_progress(limit: int, best_step: int | None) -> str:
+    far = "without any progress" if best_step is None else f"without getting further than step {best_step}"
+    restarts = "1 restart" if limit == 1 else f"{limit} restarts in a row"
+    return f"{restarts} {far} (--no-progress-limit {limit})"
 
 
 def _backoff_s(policy: RestartPolicy, in_a_row: int) -> float:

@@ -190,4 +190,6 @@ class Past:
             settings=settings,
             outcome=outcome and outcome.in_brief(),
             earlier=self.earlier,
+            best_step=budget.best_step,
+            fruitless=budget.fruitless,
         )

@@ -64,7 +64,8 @@ class Membership:
         self.settings = past.settings
         self.phase = Phase.FORMING if past.outcome is None else Phase.ENDED
         self.outcome, self.round = past.outcome, past.last_round
-        self._budget = restart_policy.Budget(now, past.restarts_used, past.restart_ages_s)
+        used, ages_s = past.restarts_used, past.restart_ages_s
+        self._budget = restart_policy.Budget(now, used, ages_s, past.best_step, past.fruitless)
         self._past = Past(memory, now)
         self._now = now
         self.nodes = self._nodes = NodeTable()
@@ -203,6 +204,7 @@ class Membership:
         if join.failure is not None and last is not None:
             commands += self._failed(facts.key, last.round, join.failure)
         if self._owes(facts.key):
+            self._budget.note(join.advance)
             commands += self._stopped_before(join)
             self._present.owing.discard(facts.key)
         self._past.awaited.discard(facts.node_id)
@@ -457,9 +459,10 @@ class Membership:
             cause = restart_policy.root_cause(list(round.failures.values()))
             decision = restart_policy.decide(self._agreed.policy, self._budget, cause, now)
             if isinstance(decision, restart_policy.GiveUp):
-                others = round.failures_besides(cause)
-                return self._end(Outcome(End.FAILED, decision.reason, cause, others, self._past.earlier))
+                said = (round.failures_besides(cause), self._past.earlier, decision.is_final)
+                return self._end(Outcome(End.FAILED, decision.reason, cause, *said))
             self._formation.not_before = now + decision.delay_s
+            self._budget.end_round()
             if decision.is_charged:
                 self._budget.charge(now)
             self._past.note_end(self.round, cause.text, self.restarts_used)
