@@ -201,6 +201,10 @@ def _make_specs(
     strange = config.settings.keys() - {*WorkerSpec.__match_args__, *GroupSpec.__match_args__}
     if strange:
         raise UserError(f"settings has what is no field of GroupSpec or WorkerSpec: {', '.join(sorted(strange))}")
+    if config.settings.get("wait_for_gpu_memory_s"):
+        from holdfast.process.workers import device_memory
+
+        device_memory.open_nvml()  # Refused here if it cannot work.
     values = {
         **vars(config),
         **config.settings,

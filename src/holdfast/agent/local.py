@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from holdfast.hangs.compare import Picture
     from holdfast.process.output.watch import OutputWatch
     from holdfast.process.spawner.warm import Wanted
+    from holdfast.process.workers.device_memory import DeviceWait
     from holdfast.process.workers.shared_memory import Cleaning
     from holdfast.rendezvous.coordination import Coordination
     from holdfast.timer import FileTimerRequest, FileTimerServer
@@ -95,6 +96,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._link: SpawnerLink | None = None
         self._held_lease: Lease | None = None
         self._cleaning: Cleaning | None = None
+        self._device_wait: DeviceWait | None = None
         self._timer_server: FileTimerServer | None = None
 
     # Starting and stopping are events, unless a subclass has hooks of its own: those block.
@@ -121,6 +123,13 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._start_error = HostError(self._group.refusal) if self._group.refusal else None
         if self._has_own("_start_workers") or self._start_error is not None:
             return
+        if self._device_wait is not None and not self._device_wait.begin():
+            self._context = None  # That of the last round is over.
+            return
+        self._try_own_start(group)
+
+    def _try_own_start(self, group: WorkerGroup) -> None:
+        self._device_wait = None
         try:
             self._begin_own_start(group)
         except (OSError, HostError) as error:
@@ -129,6 +138,12 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _poll_start(self, group: WorkerGroup) -> dict[int, Any] | None:
         if self._has_own("_start_workers"):
             return super()._poll_start(group)
+        if self._context is None and self._device_wait is not None:
+            if self._device_wait.is_done:
+                self._try_own_start(group)
+            if self._start_error is not None:
+                raise self._start_error
+            return None
         assert self._context is not None
         return self._started_ids(self._context) if self._context.poll_start() else None
 
@@ -187,6 +202,10 @@ class LocalElasticAgent(SimpleElasticAgent):
             from holdfast.process.workers.shared_memory import Cleaning
 
             self._cleaning = Cleaning(self._context.running().values())
+        if self._group.wait_for_gpu_memory_s and self._context is not None and self._device_wait is None:
+            from holdfast.process.workers.device_memory import DeviceWait
+
+            self._device_wait = DeviceWait(self._context.running().values(), self._group.wait_for_gpu_memory_s)
         if self._context is not None and at_once:
             self._context.begin_stop(signal.SIGKILL, 0)
         elif self._context is not None and not self._has_own("_stop_workers"):
@@ -253,7 +272,10 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _wait_for_change(self, worker_group: WorkerGroup, pushes_fd: int, timeout_s: float | None) -> None:
         context = self._context
-        assert context is not None
+        if context is None:
+            assert self._device_wait is not None
+            loop.wait_readable([self._device_wait.fileno(), pushes_fd], timeout_s)
+            return
         if self._cleaning is not None and self._cleaning.is_underway:
             loop.wait_readable([self._cleaning.fileno(), pushes_fd], timeout_s)
             return
@@ -440,6 +462,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         if is_restart:
             return
         self._forget_progress()
+        if self._device_wait is not None:
+            self._device_wait.cancel()
         if self._link is not None:
             self._link.close()
             self._link = None

@@ -283,6 +283,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("--shutdown-timeout SECONDS", FAILURES, parse=int, field="shutdown_timeout",
            help="How long workers may take to exit after the first signal before they are killed; 0 kills at once. "
                 "Left out, it is TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30."),
+    Option("--wait-for-gpu-memory TIME", FAILURES, parse=duration_s, field="settings.wait_for_gpu_memory_s",
+           in_full=True,
+           help="Before a restart, wait up to TIME until the GPUs that the stopped workers used have their memory "
+                "back. Needs the package nvidia-ml-py."),
     Option("--clean-shm", FAILURES, field="settings.clean_shm", in_full=True,
            help="When holdfast has stopped the workers of a round, remove the files in /dev/shm that they had mapped, "
                 "that belong to this user, and that no process maps or has open any more. A worker that is killed "

@@ -55,6 +55,7 @@ class GroupSpec:
     `preload`, unless that takes longer than `preload_timeout_s`. The launcher fills these fields from those of
     `LaunchConfig` that have the same names. `refusal` says why the group cannot be started on this node, if that is
     known before: in a run of several nodes, all of them shall hear of it. `clean_shm`: see `shared_memory`.
+    `wait_for_gpu_memory_s`: see `device_memory`.
     """
 
     role: str
@@ -70,6 +71,7 @@ class GroupSpec:
     preload: tuple[str, ...] = ()
     preload_timeout_s: float = 300.0
     clean_shm: bool = False
+    wait_for_gpu_memory_s: float | None = None
 
 
 class PContext(abc.ABC):
