@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 
@@ -63,10 +64,10 @@ def test_what_a_peer_said_is_quoted_if_it_is_odd_and_never_long(text: str, line:
 def test_lines_about_a_run_are_rationed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "holdfast")
     clock = Clock()
-    lines = RunLog("job", Limits(lines_of_a_run=5, lines_about_connections=10, lines_a_second=1), clock)
+    lines = RunLog("job", Limits(lines_of_a_run=5, lines_about_connections=10, lines_a_second=1), clock, [].append)
     for number in range(20):
         lines.say(f"round {number}")
-        lines.say(f"node {number} joined", is_of_connection=True)
+        lines.say(f"node {number} is refused", is_of_connection=True)
     assert len(caplog.messages) == 15
     caplog.clear()
     clock.now += 1.0
@@ -75,3 +76,28 @@ def test_lines_about_a_run_are_rationed(caplog: pytest.LogCaptureFixture) -> Non
     assert said == "run 'job': 25 more lines were left out"
     assert line.startswith("run 'job': 100% xxx")
     assert len(line) < 1000
+
+
+def test_what_many_nodes_do_in_one_turn_shares_lines(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    turn: list[Callable[[], None]] = []
+    lines = RunLog("job", Limits(lines_about_connections=102), Clock(), turn.append)
+    lines.say_of("a at host:1", "joined", is_of_connection=True)
+    lines.say_of("b at host:2", "joined", is_of_connection=True)
+    assert not caplog.messages
+    lines.say_of("a at host:1", "left")
+    lines.say("round 1 begins")
+    order = ["a at host:1, b at host:2 joined", "a at host:1 left", "round 1 begins"]
+    assert caplog.messages == [f"run 'job': {each}" for each in order]
+    caplog.clear()
+    names = [f"node-{number:03d}" + "x" * 200 for number in range(120)]
+    for name in names:
+        lines.say_of(name, "joined", is_of_connection=True)
+    for call in turn:
+        call()
+    said = " ".join(caplog.messages)
+    assert [name for name in names if name in said] == names[:100], "the others are beyond the limit"
+    assert all(len(line) < 1000 and line.endswith(" joined") for line in caplog.messages)
+    caplog.clear()
+    lines.flush()
+    assert not caplog.messages

@@ -47,16 +47,19 @@ class Door:
         sock: socket.socket,
         limits: Limits,
         connection: Callable[[], Connection],
+        strangers: Strangers,
         complaints: Complaints,
         *,
         has_tls: bool,
     ) -> None:
         """Raises OSError if the socket cannot listen."""
         self._sock, self._limits, self._connection, self._complaints = sock, limits, connection, complaints
-        self._has_tls = has_tls
+        self._strangers, self._has_tls = strangers, has_tls
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         sock.setblocking(False)
+        # Small messages are not kept back for others. The connections inherit this from the socket that listens.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.listen(_BACKLOG)
         self._loop.add_reader(sock, self._accept_some)
 
@@ -67,6 +70,7 @@ class Door:
 
     def _accept_some(self) -> None:
         limit = descriptor_limit()
+        self._strangers.adapt_to(limit)
         highest = limit - self._limits.spare_descriptors
         # Those of this turn must not use up what is left beside strangers before the oldest ones are cut off.
         most = min(self._limits.accepted_in_a_turn, max(1, limit // 32))
@@ -113,31 +117,49 @@ class Door:
 
 
 class Strangers:
-    """Connections that have not proved themselves, by the address of the peer and in the order of arrival."""
+    """Connections that have not proved themselves, by the address of the peer and in the order of arrival. Each has
+    the same time for that, so one timer is enough for all of them."""
 
     def __init__(self, limits: Limits, *, has_tls: bool) -> None:
         self.share = Share()
-        self._most = limits.strangers_with_tls if has_tls else limits.strangers
-        self._count = 0
+        self._most_of_limits = limits.strangers_with_tls if has_tls else limits.strangers
+        self._loop = asyncio.get_running_loop()
         self._by_address: dict[str, dict[Connection, None]] = {}
+        self._deadlines: dict[Connection, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self.adapt_to(descriptor_limit())
 
-    def add(self, connection: Connection) -> None:
-        self._by_address.setdefault(connection.peer.rpartition(":")[0], {})[connection] = None
-        self._count += 1
-        if self._count > min(self._most, max(1, descriptor_limit() // 4)):
+    def adapt_to(self, descriptors: int) -> None:
+        """They may have a quarter of the descriptors."""
+        self._most = min(self._most_of_limits, max(1, descriptors // 4))
+
+    def add(self, connection: Connection, deadline: float) -> None:
+        self._by_address.setdefault(connection.host, {})[connection] = None
+        self._deadlines[connection] = deadline
+        if self._timer is None:
+            self._timer = self._loop.call_at(deadline, self._time_passed)
+        if len(self._deadlines) > self._most:
             crowd = max(self._by_address.values(), key=len)
             oldest = next(iter(crowd))
             self.discard(oldest)
             oldest.cut_off("has not said hello while others wait")
 
     def discard(self, connection: Connection) -> None:
-        address = connection.peer.rpartition(":")[0]
-        crowd = self._by_address.get(address, {})
-        if connection in crowd:
-            del crowd[connection]
-            self._count -= 1
-            if not crowd:
-                del self._by_address[address]
+        if self._deadlines.pop(connection, None) is None:
+            return
+        crowd = self._by_address[connection.host]
+        del crowd[connection]
+        if not crowd:
+            del self._by_address[connection.host]
+
+    def _time_passed(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        for connection in [each for each, deadline in self._deadlines.items() if deadline <= now]:
+            self.discard(connection)
+            connection.give_up()
+        if self._deadlines:
+            self._timer = self._loop.call_at(next(iter(self._deadlines.values())), self._time_passed)
 
 
 class Held:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import ssl
 from asyncio import sslproto
 from typing import TYPE_CHECKING, Any
@@ -37,6 +36,9 @@ _UNREAD_LIMIT_BYTES = 4 << 20
 _RUN_ID_LIMIT = 1024
 _BEHIND_S = 0.01
 _TLS_HELLO = b"\x16\x03"
+# asyncio asks for 256 KiB each time that it reads. The C library maps and unmaps pages for as much as that, which takes
+# several times as long as the rest of the call.
+_READ_BYTES = 1 << 16
 # asyncio gives each TLS connection a buffer of that size, filled with zeros. A record has no more than 16 KiB.
 sslproto.SSLProtocol.max_size = 1 << 14
 
@@ -46,49 +48,45 @@ class Connection(asyncio.Protocol):
     the node that it speaks for, `key` that node's incarnation once it has joined or returned. `lines` counts what the
     log says about it; `audited` is the key of which it says that it joined. `minor` is the version that it speaks."""
 
+    run: Run | None = None
+    key = node_id = audited = host = ""
+    peer = "a client"
+    heard_at = 0.0
+    lines = minor = 0
+    is_visitor = False
     _transport: asyncio.Transport
-    _timer: asyncio.TimerHandle
+    _uncharged_bytes = 0
+    _is_closing = False
+    _is_congested = False  # The other side does not read.
+    _is_waiting = False  # For its turn.
+    _is_resting = False  # It was too fast.
+    _is_reading = True
+    _has_spoken = False
+    _hello: protocol.Hello | None = None
+    _task: asyncio.Task[None] | None = None
 
     def __init__(self, server: Coordinator, number: int) -> None:
         self.number = number
-        self.run: Run | None = None
-        self.key = self.node_id = ""
-        self.heard_at = 0.0
-        self.lines, self.audited = 0, ""
-        self.minor = 0
-        self.is_visitor = False
-        self.peer = "a client"
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._frames = frames.Frames(frames.MAX_HANDSHAKE_BYTES)
         self._nonce = os.urandom(protocol.NONCE_BYTES)
         self._turns, self._share = server.turns, server.strangers.share
-        self._clock = server.clock
-        self._rate = Bucket(server.limits.bytes_a_second, server.limits.bytes_a_second, self._clock)
-        self._uncharged_bytes = 0
-        self._is_closing = False
-        self._is_congested = False  # The other side does not read.
-        self._is_waiting = False  # For its turn.
-        self._is_resting = False  # It was too fast.
-        self._is_reading = True
-        self._has_spoken = False
-        self._hello: protocol.Hello | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._clock, self._limits = server.clock, server.limits
+        self._rate = Bucket(self._limits.bytes_a_second, self._limits.bytes_a_second, self._clock)
 
     # What the transport calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # It has one if it is a socket's.
         self.heard_at = self._loop.time()
         name = transport.get_extra_info("peername")
         if isinstance(name, tuple):
-            self.peer = endpoint_text(*name[:2])
-        # Small messages are not kept back for others. asyncio sees to that, but not for a socket that it was handed.
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.peer, self.host = endpoint_text(*name[:2]), name[0]
         self._server.connections.add(self)
-        self._server.strangers.add(self)
-        self._timer = self._loop.call_later(_HANDSHAKE_TIMEOUT_S, self._too_slow)
+        self._server.strangers.add(self, self.heard_at + _HANDSHAKE_TIMEOUT_S)
         if self._server.tls is None:
             self._greet()
         else:
@@ -102,7 +100,7 @@ class Connection(asyncio.Protocol):
         self._has_spoken = True
         self._frames.feed(data)
         self._uncharged_bytes += len(data)
-        if self.run is None and self._frames.held_bytes > self._server.limits.stranger_bytes:
+        if self.run is None and self._frames.held_bytes > self._limits.stranger_bytes:
             self._refuse("sent too much before it was let in")
         elif self._is_waiting or self._is_resting:
             self._note_held()
@@ -120,17 +118,20 @@ class Connection(asyncio.Protocol):
 
     def take_turn(self, now: float, ends_at: float) -> None:
         """Every message that has come, until that time, and as long as the other side takes the answers."""
-        count = 0
+        count, run = 0, self.run
         self._is_waiting = False
         try:
-            while self._may_take and (message := self._frames.next()) is not None:
+            while not (self._is_closing or self._is_congested or (run is not None and run.is_behind)):
+                if (message := self._frames.next()) is None:
+                    break
                 if not self._server.keeper.may_serve():
                     return
                 self.heard_at = now
-                if self.run is not None:
-                    self.run.take(self, message)  # type: ignore[arg-type]  # the decoder lets nothing else through
+                if run is not None:
+                    run.take(self, message)  # type: ignore[arg-type]  # the decoder lets nothing else through
                 else:
                     self._take_of_stranger(message)
+                    run = self.run
                 count += 1
                 if (now := self._clock()) >= ends_at:
                     break
@@ -146,9 +147,9 @@ class Connection(asyncio.Protocol):
             self.abort()
         if self._is_closing:
             return
-        owed_s = self._rate.owed_s(count * self._server.limits.message_bytes + self._uncharged_bytes)
+        owed_s = self._rate.owed_s(count * self._limits.message_bytes + self._uncharged_bytes)
         self._uncharged_bytes = 0
-        if self.run is not None and self.run.is_behind:
+        if run is not None and run.is_behind:
             owed_s = max(owed_s, _BEHIND_S)
         if owed_s:
             self._is_resting = True
@@ -158,10 +159,6 @@ class Connection(asyncio.Protocol):
             self._turns.wait(self._share, self)
         if not self._is_reading or self._frames.held_bytes:
             self._note_held()
-
-    @property
-    def _may_take(self) -> bool:
-        return not (self._is_closing or self._is_congested or (self.run is not None and self.run.is_behind))
 
     def _take_of_stranger(self, message: object) -> None:
         if isinstance(message, protocol.Hello) and self._hello is None:
@@ -183,8 +180,9 @@ class Connection(asyncio.Protocol):
     def _note_held(self) -> None:
         """It is not read from while enough waits that can be taken, or what it is sent is not read."""
         self._server.held.note(self)
-        may_wait = self.held_bytes <= self._server.limits.waiting_bytes
-        may_read = not (self._is_congested or self._is_resting or (self._is_waiting and not may_wait))
+        may_read = not (self._is_congested or self._is_resting) and (
+            not self._is_waiting or self.held_bytes <= self._limits.waiting_bytes
+        )
         if may_read != self._is_reading and not self._transport.is_closing():
             self._is_reading = may_read
             if may_read:
@@ -194,7 +192,6 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_closing = True
-        self._timer.cancel()
         self._server.connections.discard(self)
         self._server.strangers.discard(self)
         self._server.held.drop(self)
@@ -262,7 +259,6 @@ class Connection(asyncio.Protocol):
             self._deny(problem)
         if problem or run is None:
             return
-        self._timer.cancel()
         self._server.strangers.discard(self)
         self._share = run.share
         self._frames.expect(frames.UPWARD)
@@ -273,11 +269,10 @@ class Connection(asyncio.Protocol):
         run = self._server.known_run(run_id)
         if run is None:
             self._deny(f"it has no run {run_id!r}")
-        elif self._server.visitor_count >= self._server.limits.visitors:
-            self.send(protocol.Denied(f"{self._server.limits.visitors} others are asking already", is_passing=True))
+        elif self._server.visitor_count >= self._limits.visitors:
+            self.send(protocol.Denied(f"{self._limits.visitors} others are asking already", is_passing=True))
             self._refuse("is turned away: too many others are asking")
         else:
-            self._timer.cancel()
             self._server.strangers.discard(self)
             self._share = self._server.visitors_share
             self._frames.expect(frames.UPWARD)
@@ -296,7 +291,8 @@ class Connection(asyncio.Protocol):
         self.send(protocol.Denied(problem))
         self._refuse(f"is turned away: {problem}")
 
-    def _too_slow(self) -> None:
+    def give_up(self) -> None:
+        """The time for the handshake is over."""
         wants = " (this coordinator speaks TLS)" if self._server.tls is not None else ""
         silent = f"said nothing for {_HANDSHAKE_TIMEOUT_S:g} s{wants}"
         self._refuse("was too slow to say hello" if self._has_spoken else silent)
@@ -309,11 +305,13 @@ class Connection(asyncio.Protocol):
 
     def send(self, message: Any) -> None:
         if not self._transport.is_closing():
-            self.send_frame(frames.encode(message))
+            self._write(frames.encode(message))
 
     def send_frame(self, frame: bytes) -> None:
-        if self._transport.is_closing():
-            return
+        if not self._transport.is_closing():
+            self._write(frame)
+
+    def _write(self, frame: bytes) -> None:
         self._transport.write(self._frames.sealed(frame))
         if self._is_congested:
             self._server.unsent.note(self)

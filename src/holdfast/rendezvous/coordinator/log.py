@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_LINE = 960  # With the time in front of it, under 1,000.
 _LONGEST_NAME = 200
+_LONGEST_LIST = 600  # With the name of the run, still under the longest line.
 
 
 def shown(text: str, most: int = _LONGEST_NAME) -> str:
@@ -57,19 +58,59 @@ class Complaints:
 
 class RunLog:
     """The lines about one run. A run of many nodes says something about each of its connections, so there are two
-    buckets: one for the first lines about each connection, one for all others."""
+    buckets: one for the first lines about each connection, one for all others. What many nodes do in one turn of the
+    loop shares lines. `call_soon` calls a function in the next turn of the loop."""
 
-    def __init__(self, run_id: str, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        limits: Limits,
+        clock: Callable[[], float],
+        call_soon: Callable[[Callable[[], None]], object],
+    ) -> None:
         self._name = repr(shown(run_id)) if run_id.isprintable() else shown(run_id)
         self._of_connections = Bucket(limits.lines_a_second, limits.lines_about_connections, clock)
         self._others = Bucket(limits.lines_a_second, limits.lines_of_a_run, clock)
-        self._clock = clock
+        self._clock, self._call_soon = clock, call_soon
         self._unsaid, self._counted_at = 0, clock()
+        self._doers: list[str] = []  # The nodes of which `_deed` was not said yet.
+        self._deed = ""
 
     def say(self, text: str, *, is_of_connection: bool = False) -> None:
-        if not (self._of_connections if is_of_connection else self._others).gives(1):
-            self._unsaid += 1
+        if self._may_say(is_of_connection):
+            self.flush()
+            self._write(text)
+
+    def say_of(self, node: str, deed: str, *, is_of_connection: bool = False) -> None:
+        """What a node has done, in the past tense: other nodes may be the subject, too."""
+        if not self._may_say(is_of_connection):
             return
+        if deed != self._deed:
+            self.flush()
+            self._deed = deed
+        if not self._doers:
+            self._call_soon(self.flush)
+        self._doers.append(node)
+
+    def flush(self) -> None:
+        """Say what is not said yet."""
+        nodes, self._doers = self._doers, []
+        line = ""
+        for node in nodes:
+            if line and len(line) + len(node) > _LONGEST_LIST:
+                self._write(f"{line} {self._deed}")
+                line = ""
+            line = f"{line}, {node}" if line else node
+        if line:
+            self._write(f"{line} {self._deed}")
+
+    def _may_say(self, is_of_connection: bool) -> bool:
+        if (self._of_connections if is_of_connection else self._others).gives(1):
+            return True
+        self._unsaid += 1
+        return False
+
+    def _write(self, text: str) -> None:
         if self._unsaid and self._clock() >= self._counted_at + 1.0:
             logger.info("run %s: %d more lines were left out", self._name, self._unsaid)
             self._unsaid, self._counted_at = 0, self._clock()

@@ -91,12 +91,12 @@ class Run:
         memory, term = self._keeper.recall(run_id)
         # Without a token tickets are made with a key of the run's own, which is written down.
         self._secret = (memory.ticket_key if memory else b"") or os.urandom(protocol.NONCE_BYTES)
-        self._ticket_key = keys.ticket_key(keys.run_token(owner.token, run_id)) if owner.token else self._secret
+        self._ticket_key = keys.ticket_key(keys.run_token(owner.token, run_id) if owner.token else self._secret)
         self.machine = Membership(self._loop.time(), memory, term=term)
         self.share = Share()
         self._outbox = Outbox(owner.turns, self.share, owner.clock)
         self._store = KeyValues(os.urandom(8), owner.limits, owner.room)
-        self._lines = RunLog(run_id, owner.limits, self._loop.time)
+        self._lines = RunLog(run_id, owner.limits, self._loop.time, self._loop.call_soon)
         self._queries = Queries(self, owner.limits, owner.clock, has_token=owner.token is not None)
         self._node_count = 0
         self._visitors: set[Connection] = set()
@@ -108,6 +108,7 @@ class Run:
         self._writes = Bucket(owner.limits.writes_a_second, owner.limits.writes_at_once, owner.clock)
         self._is_writing = False
         self._is_waiting = False  # For its turn.
+        self._is_armed_soon = False
         self._timer: asyncio.TimerHandle | None = None
         self._deserted_timer: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -146,19 +147,19 @@ class Run:
     def attach(self, connection: Connection, node: protocol.Introduction) -> None:
         """The client has proved itself. It is welcome when this coordinator's term is higher than any it has heard."""
         self._clients.add(connection)
-        self._owner.deserted.pop(self, None)
         if self._deserted_timer is not None:
+            self._owner.deserted.pop(self, None)
             self._deserted_timer.cancel()
-
-        def welcome(term: int) -> None:
-            self.machine.raise_term(term - 1)
-            ticket = keys.ticket(self._ticket_key, node.node_id) if node.node_id else b""
-            connection.send(protocol.Welcome(self.machine.term, self.machine.round, ticket))
-
+            self._deserted_timer = None
         if self.machine.raise_term(node.term):  # At once: rounds that are sealed meanwhile must be later, too.
-            self._keeper.raise_term(node.term, welcome)
+            self._keeper.raise_term(node.term, lambda term: self._welcome(connection, node.node_id, term))
         else:
-            welcome(self.machine.term)
+            self._welcome(connection, node.node_id, self.machine.term)
+
+    def _welcome(self, connection: Connection, node_id: str, term: int) -> None:
+        self.machine.raise_term(term - 1)
+        ticket = keys.ticket(self._ticket_key, node_id) if node_id else b""
+        connection.send(protocol.Welcome(self.machine.term, self.machine.round, ticket))
 
     def receive_visitor(self, connection: Connection) -> None:
         """It asks, and does not keep the run."""
@@ -197,6 +198,10 @@ class Run:
     def take(self, connection: Connection, message: protocol.ToCoordinator) -> None:
         """A message from a client. One that has not joined or returned may only ask and use the store."""
         match message:
+            case protocol.Heartbeat(number) if not connection.is_visitor:
+                connection.send(protocol.HeartbeatAnswer(number))
+                if connection.key:
+                    self.feed(From(connection.key, message))
             case protocol.Query():
                 self._queries.ask(connection, message, self._loop.time())
             case protocol.Answer():
@@ -206,10 +211,6 @@ class Run:
             case protocol.StoreRequest():
                 self._answer(self._store.handle(connection, message, self._loop.time()))
                 self._arm()
-            case protocol.Heartbeat(number):
-                connection.send(protocol.HeartbeatAnswer(number))
-                if connection.key:
-                    self.feed(From(connection.key, message))
             case protocol.Join(facts) | protocol.Return(facts):
                 earlier = connection.key
                 if self._identify(connection, facts):
@@ -236,22 +237,26 @@ class Run:
             self._audit(connection, f"is refused: {problem}")
             connection.send(model.Refused(problem))
             return False
-        self._newest[facts.node_id] = (facts.key, connection.number)
+        key = facts.key
+        self._newest[facts.node_id] = (key, connection.number)
         self._newest.move_to_end(facts.node_id)
         if self._connections.get(connection.key) is connection:
             del self._connections[connection.key]  # It may be the next incarnation of the same agent.
-        if facts.key in self._connections:
-            self._connections[facts.key].close()
-        connection.key = facts.key
-        self._connections[facts.key] = connection
-        # Of nodes that are not connected, the last that spoke are remembered.
-        while len(self._newest) > len(self._connections) + min(
-            _REMEMBERED_CONNECTIONS, self._owner.remembered_of_a_run
-        ):
+        if key in self._connections:
+            self._connections[key].close()
+        connection.key = key
+        self._connections[key] = connection
+        if len(self._newest) > len(self._connections):
+            self._forget_connections()
+        return True
+
+    def _forget_connections(self) -> None:
+        """Of nodes that are not connected, the last that spoke are remembered."""
+        remembered = min(_REMEMBERED_CONNECTIONS, self._owner.remembered_of_a_run)
+        while len(self._newest) > len(self._connections) + remembered:
             node_id, (key, number) = self._newest.popitem(last=False)
             if key in self._connections:
                 self._newest[node_id] = (key, number)
-        return True
 
     # The machine.
 
@@ -269,7 +274,8 @@ class Run:
         except Exception as error:
             self._owner.fail(self, error)
             return
-        self._execute_all()
+        if self._commands:
+            self._execute_all()
         if not is_heartbeat:  # It only puts deadlines off.
             self._arm()
 
@@ -343,11 +349,11 @@ class Run:
                 connection = self._connections.get(key)
                 if is_new and connection is not None and connection.audited != key:
                     connection.audited = key
-                    self._audit(connection, said)
+                    self._audit_deed(connection, said, key)
             case From(key, protocol.Leaving()):
                 self._audit(self._connections.get(key), "leaves", key)
             case From(key, protocol.Left()):
-                self._audit(self._connections.get(key), "left", key)
+                self._audit_deed(self._connections.get(key), "left", key)
             case From(key, protocol.Close(reason)) if self.machine.outcome is not None and commands:
                 self._audit(self._connections.get(key), f"closed the run: {shown(reason, 800)}", key)
             case model.CloseRequested(reason) if commands:
@@ -358,13 +364,22 @@ class Run:
         if connection is None:
             self._lines.say(f"{shown(key)} {text}")
             return
-        connection.lines += 1
-        is_of_connection = connection.lines <= self._owner.limits.lines_of_a_connection
         name = shown(key or connection.key or connection.node_id)
-        self._lines.say(f"{name} at {connection.peer} {text}", is_of_connection=is_of_connection)
+        self._lines.say(f"{name} at {connection.peer} {text}", is_of_connection=self._is_one_of_few(connection))
+
+    def _audit_deed(self, connection: Connection | None, deed: str, key: str) -> None:
+        if connection is None:
+            self._lines.say_of(shown(key), deed)
+            return
+        name = f"{shown(key)} at {connection.peer}"
+        self._lines.say_of(name, deed, is_of_connection=self._is_one_of_few(connection))
+
+    def _is_one_of_few(self, connection: Connection) -> bool:
+        """Whether the next line is one of the first about this connection."""
+        connection.lines += 1
+        return connection.lines <= self._owner.limits.lines_of_a_connection
 
     def _log(self, keys: tuple[str, ...], message: model.Push) -> None:
-        whom = shown(keys[0]) if len(keys) == 1 else f"{len(keys)} nodes"
         match message:
             case model.Sealed(_, place) if place.rank == 0:
                 nodes = "1 node" if place.node_count == 1 else f"{place.node_count} nodes"
@@ -374,6 +389,7 @@ class Run:
             case model.Refused(reason):
                 self._audit(self._connections.get(keys[0]), f"is refused: {shown(reason, 800)}", keys[0])
             case model.Notice(text) | model.StandBy(_, text):
+                whom = shown(keys[0]) if len(keys) == 1 else f"{len(keys)} nodes"
                 self._lines.say(f"to {whom}: {shown(text, 800)}")
 
     def _send(self, keys: tuple[str, ...], message: model.Push) -> None:
@@ -391,7 +407,14 @@ class Run:
         self._outbox.add(answers[_SENT_AT_ONCE:])
 
     def _arm(self) -> None:
-        """Wake up at the next deadline. A timer that is too early is left alone: it will look again."""
+        """Wake up at the next deadline, which is looked for once for all events of a turn of the loop."""
+        if not self._is_armed_soon:
+            self._is_armed_soon = True
+            self._loop.call_soon(self._arm_now)
+
+    def _arm_now(self) -> None:
+        """A timer that is too early is left alone: it will look again."""
+        self._is_armed_soon = False
         if self._is_closed:
             return
         deadlines = [self.machine.next_deadline(), self._store.next_deadline()]
@@ -410,6 +433,7 @@ class Run:
 
     def close(self) -> None:
         self._is_closed = True
+        self._lines.flush()
         self._count_nodes()
         self._store.close()
         for timer in (self._timer, self._deserted_timer):

@@ -91,6 +91,7 @@ class Coordinator:
                 self._sock,
                 self.limits,
                 lambda: Connection(self, next(numbers)),
+                self.strangers,
                 self.complaints,
                 has_tls=self.tls is not None,
             )

@@ -96,6 +96,8 @@ def arrange(previous: Mapping[str, int], candidates: Iterable[NodeFacts], max_no
     `candidates` the present nodes, in order of arrival. If there are more candidates than places, survivors come first,
     then the nodes that waited longest. Requested ranks are honoured. Survivors keep their order, newcomers fill the
     holes that lost nodes left, the rest is appended."""
+    if not previous:
+        return _honour_requests([*candidates][:max_nodes])
     chosen = sorted(candidates, key=lambda node: node.key not in previous)[:max_nodes]
     newcomers = deque(node for node in chosen if node.key not in previous)
     line: list[NodeFacts] = []

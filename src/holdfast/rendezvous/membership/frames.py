@@ -19,6 +19,7 @@ from holdfast.rendezvous.membership.model import Push
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_HANDSHAKE_BYTES = 1 << 14
 _LENGTH = struct.Struct("!I")
+_LENGTH_BYTES, _pack_length, _unpack_length = _LENGTH.size, _LENGTH.pack, _LENGTH.unpack_from
 
 
 class Malformed(ValueError):  # noqa: N818
@@ -55,7 +56,10 @@ class Frames:
     """One side of a connection. Cuts a stream of bytes into messages: those of `HANDSHAKE`, then what `expect` says."""
 
     def __init__(self, limit_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self._buffer = bytearray()
+        # What was fed, of which the first `_at` bytes were given out: as it came, or a bytearray if a part had to wait
+        # for the rest. As a rule a message arrives alone and whole, and nothing is copied.
+        self._buffer: bytes | bytearray = b""
+        self._at = 0
         self._decoder, self._limit_bytes = HANDSHAKE, limit_bytes
         self._reading: keys.Seal | None = None
         self._writing: keys.Seal | None = None
@@ -69,39 +73,57 @@ class Frames:
         """The frame as this connection carries it."""
         if self._writing is None:
             return frame
-        body = frame[_LENGTH.size :]
-        return _LENGTH.pack(len(body) + keys.SEAL_BYTES) + self._writing.of(body) + body
+        body = frame[_LENGTH_BYTES:]
+        return _pack_length(len(body) + keys.SEAL_BYTES) + self._writing.of(body) + body
 
     def expect(self, decoder: Decoder[Any]) -> None:
         """From the next message on."""
         self._decoder, self._limit_bytes = decoder, MAX_MESSAGE_BYTES
 
     def feed(self, data: bytes) -> None:
-        self._buffer += data
+        if self._at == len(self._buffer):
+            self._buffer, self._at = data, 0
+        else:
+            self._let_go()
+            if isinstance(self._buffer, bytes):
+                self._buffer = bytearray(self._buffer)
+            self._buffer += data
 
     @property
     def held_bytes(self) -> int:
-        """What was fed and not given out yet."""
+        """What is kept of what was fed: none of it if all messages were given out."""
         return len(self._buffer)
 
     def next(self) -> object | None:
         """The next message that has arrived completely, if there is one."""
-        if len(self._buffer) < _LENGTH.size:
+        if not self._buffer:
             return None
-        (length,) = _LENGTH.unpack_from(self._buffer)
-        if length > self._limit_bytes + (keys.SEAL_BYTES if self._reading else 0):
+        begin = self._at + _LENGTH_BYTES
+        if len(self._buffer) < begin:
+            self._let_go()
+            return None
+        (length,) = _unpack_length(self._buffer, self._at)
+        if length > self._limit_bytes and length > self._limit_bytes + (keys.SEAL_BYTES if self._reading else 0):
             raise Malformed(f"a message of {length} bytes is longer than the {self._limit_bytes} that are allowed")
-        end = _LENGTH.size + length
+        end = begin + length
         if len(self._buffer) < end:
+            self._let_go()
             return None
-        body = bytes(self._buffer[_LENGTH.size : end])
-        del self._buffer[:end]
+        body = bytes(self._buffer[begin:end])
+        self._at = end
+        if end == len(self._buffer):
+            self._buffer, self._at = b"", 0
         if self._reading is not None:
-            seal, message = body[: keys.SEAL_BYTES], body[keys.SEAL_BYTES :]
-            if not keys.is_same(seal, self._reading.of(message)):
+            message = body[keys.SEAL_BYTES :]
+            if not keys.is_same(body[: keys.SEAL_BYTES], self._reading.of(message)):
                 raise SealBroken(body)
             body = message
         return decode(self._decoder, body)
+
+    def _let_go(self) -> None:
+        """Keep only what was not given out."""
+        if self._at:
+            self._buffer, self._at = bytearray(self._buffer[self._at :]), 0
 
 
 def decode(decoder: Decoder[Any], body: bytes) -> object:
@@ -120,9 +142,9 @@ def encode(message: Any) -> bytes:
     """A frame. Refuses what no receiver would take."""
     if sent_as := _SENT_AS.get(type(message)):
         # A text of a push is made of what other nodes say, and may have become too long for its receiver.
-        values = (getattr(message, name) for name in sent_as.__struct_fields__)
-        message = sent_as(*(protocol.clipped_text(each) if isinstance(each, str) else each for each in values))
+        values = [getattr(message, name) for name in sent_as.__struct_fields__]
+        message = sent_as(*[protocol.clipped_text(each) if isinstance(each, str) else each for each in values])
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:
         raise ValueError(f"{type(message).__name__} has {len(body)} bytes, at most {MAX_MESSAGE_BYTES} can be sent")
-    return _LENGTH.pack(len(body)) + body
+    return _pack_length(len(body)) + body

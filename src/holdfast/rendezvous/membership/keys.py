@@ -2,23 +2,29 @@
 
     token     what the user gives to every node, at least 16 bytes
     run key   HMAC(token, run id). `holdfast token --run ID` prints it; it opens that run and no other
-    keys of a connection, one for each direction: HMAC(run key, both nonces, run id, endpoint as the agent dialled it)
+    keys of a connection, one for each direction: the halves of a BLAKE2b hash over both nonces, the run id and the
+              endpoint as the agent dialled it, with a key that follows from the run key
     seal      BLAKE2b with the key of the direction over the number of the frame and its body; in front of the body
 
 The first sealed frame of each side proves that it knows the token; the coordinator sends its own first. A relay can
 pass sealed frames on, but it can neither make one nor change, repeat, drop or reorder one without being noticed.
 
-A ticket is HMAC(ticket key of the run, node id). A node gets it when it connects for the first time and shows it on
-every later connection, so no other node can speak for it. The ticket key follows from the run key. Without a token it
-is a random number, which the coordinator writes into its memory.
+A ticket is BLAKE2b with the ticket key of the run over the node id. A node gets it when it connects for the first time
+and shows it on every later connection, so no other node can speak for it. The ticket key follows from the run key, or
+without a token from a random number that the coordinator writes into its memory.
+
+HMAC takes keys of any length, so it makes the keys that all connections of a run share, once. What each connection
+needs is keyed BLAKE2b, which takes a third of the time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from functools import lru_cache
 
 SEAL_BYTES = 16
+_KEY_BYTES = 32
 _RUN_TOKEN = b"holdfast-run-"
 
 
@@ -30,8 +36,9 @@ def run_token(token: bytes, run_id: str) -> bytes:
 
 def connection_keys(run_key: bytes, nonces: tuple[bytes, bytes], run_id: str, endpoint: str) -> tuple[bytes, bytes]:
     """Of the way to the coordinator and of the way back. `nonces` are the coordinator's and the agent's."""
-    key = _derive(run_key, b"connection", *nonces, run_id.encode(), endpoint.encode())
-    return _derive(key, b"to the coordinator"), _derive(key, b"to the agent")
+    text = _joined(*nonces, run_id.encode(), endpoint.encode())
+    both = hashlib.blake2b(text, key=_derive(run_key, b"connections"), digest_size=2 * _KEY_BYTES).digest()
+    return both[:_KEY_BYTES], both[_KEY_BYTES:]
 
 
 class Seal:
@@ -42,24 +49,29 @@ class Seal:
 
     def of(self, body: bytes) -> bytes:
         """The seal of the next frame."""
-        seal = self._keyed.copy()  # A third of the time that an HMAC takes.
-        seal.update(self._number.to_bytes(8, "big"))
-        seal.update(body)
+        seal = self._keyed.copy()
+        seal.update(self._number.to_bytes(8, "big") + body)
         self._number += 1
         return seal.digest()
 
 
-def ticket_key(run_key: bytes) -> bytes:
-    return _derive(run_key, b"tickets")
+def ticket_key(secret: bytes) -> bytes:
+    """`secret` is the run key, or the run's random number."""
+    return _derive(secret, b"tickets")
 
 
 def ticket(key: bytes, node_id: str) -> bytes:
-    return _derive(key, b"ticket", node_id.encode())
+    return hashlib.blake2b(node_id.encode(), key=key, digest_size=_KEY_BYTES).digest()
 
 
 is_same = hmac.compare_digest
 
 
+@lru_cache(maxsize=512)  # Two for each run.
 def _derive(key: bytes, *parts: bytes) -> bytes:
-    # With their lengths, so that no two lists of parts give the same text.
-    return hmac.digest(key, b"".join(len(part).to_bytes(4, "big") + part for part in parts), hashlib.sha256)
+    return hmac.digest(key, _joined(*parts), hashlib.sha256)
+
+
+def _joined(*parts: bytes) -> bytes:
+    """With their lengths, so that no two lists of parts give the same text."""
+    return b"".join([len(part).to_bytes(4, "big") + part for part in parts])

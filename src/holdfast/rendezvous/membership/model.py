@@ -261,7 +261,7 @@ class World:
     @property
     def keys(self) -> tuple[str, ...]:
         """The known members in rank order."""
-        return tuple(self.members[rank].key for rank in sorted(self.members))
+        return tuple(sorted(self.ranks, key=self.ranks.__getitem__))
 
     def take_up(self, rank: int, facts: NodeFacts) -> bool:
         """A member of an adopted world is back. False if that rank does not exist or is another node's."""
@@ -272,7 +272,9 @@ class World:
         return True
 
     def place_of(self, key: str) -> Place:
-        return changed(self.template, rank=self.ranks[key])
+        known = self.template  # Thousands of nodes may be told their places at once, so this is not `replace`.
+        world = (known.node_count, known.shapes, known.pattern, known.master_address, known.master_port)
+        return Place(known.term, known.round, self.ranks[key], *world, known.restarts_used)
 
 
 @frozen

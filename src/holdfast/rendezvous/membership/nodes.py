@@ -88,17 +88,18 @@ class NodeTable(dict[str, Node]):
 
     def add(self, facts: NodeFacts, stage: Stage, now: float) -> Node:
         """A node that is known keeps its place in the order of arrival."""
-        known = self.get(facts.key)
-        self.remove(facts.key)
+        key = facts.key
+        known = self.get(key)
+        self.remove(key)
         self._arrivals += 1
-        node = self[facts.key] = Node(facts, stage, known.arrival if known else self._arrivals, now)
-        self._by_silence[facts.key] = None
+        node = self[key] = Node(facts, stage, known.arrival if known else self._arrivals, now)
+        self._by_silence[key] = None
         self._incarnations[facts.node_id] = facts.incarnation
         self.shapes[facts.shape] += 1
         if facts.requested_rank is not None:
-            self._claims.setdefault(facts.requested_rank, set()).add(facts.key)
+            self._claims.setdefault(facts.requested_rank, set()).add(key)
         if stage is Stage.WAITING:
-            self.waiting.add(facts.key)
+            self.waiting.add(key)
         return node
 
     def remove(self, key: str) -> None:

@@ -17,7 +17,6 @@ from typing import Annotated, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from holdfast.frozen import frozen
 from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership.model import MAX_NODES, Memory, NodeFacts, Place, Push, Settings, Stage, Stop
 from holdfast.rendezvous.membership.restart_policy import Advance, Failure, RestartPolicy
@@ -243,6 +242,9 @@ class HeartbeatAnswer(msgspec.Struct, frozen=True, tag=True):
 FromCoordinator = Push | HeartbeatAnswer
 
 
+_MORE_THAN_SHAPE = frozenset({Hello, Challenge, Join, Return, Memory, model.Sealed})
+
+
 def checked(memory: Memory) -> Memory:
     """Raises ValueError if a memory makes no sense that has the right shape."""
     if problem := problem_of(memory):
@@ -252,6 +254,8 @@ def checked(memory: Memory) -> Memory:
 
 def problem_of(message: object) -> str:
     """What is wrong with the values of a message or memory that has the right shape; or nothing."""
+    if type(message) not in _MORE_THAN_SHAPE:
+        return ""
     match message:
         case Hello(version, nonce=nonce) | Challenge(version, nonce) if version == MAJOR and len(nonce) != NONCE_BYTES:
             return f"a nonce of {len(nonce)} bytes"
@@ -300,52 +304,45 @@ def clipped(failure: Failure) -> Failure:
     return replace(failure, node=failure.node[:MAX_NAME], exception=failure.exception[:MAX_NAME], text=text)
 
 
-@frozen
-class From:
+class From(msgspec.Struct, frozen=True):
     """A message of the node with that key."""
 
     key: str
     message: FromNode
 
 
-@frozen
-class ConnectionClosed:
+class ConnectionClosed(msgspec.Struct, frozen=True):
     """The connection on which the node spoke last is closed."""
 
     key: str
 
 
-@frozen
-class TimePassed:
+class TimePassed(msgspec.Struct, frozen=True):
     """The deadline that `next_deadline` named has come."""
 
 
 Event = From | ConnectionClosed | model.CloseRequested | TimePassed
 
 
-@frozen
-class Tell:
+class Tell(msgspec.Struct, frozen=True):
     keys: tuple[str, ...]
     message: Push
 
 
-@frozen
-class Remember:
+class Remember(msgspec.Struct, frozen=True):
     """Write this down. The commands that follow wait until that is done."""
 
     memory: Memory
 
 
-@frozen
-class Expel:
+class Expel(msgspec.Struct, frozen=True):
     """Tell the node that its place was given away, and close its connection."""
 
     key: str
     reason: str
 
 
-@frozen
-class ForgetRun:
+class ForgetRun(msgspec.Struct, frozen=True):
     """The run is over, and no node is left that has to hear of it."""
 
 
