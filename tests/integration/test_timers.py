@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext
 from pathlib import Path
@@ -194,7 +195,7 @@ needs_py_spy = pytest.mark.skipif(
 
 @needs_py_spy
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_the_stacks_are_logged_before_the_kill(
+def test_the_stacks_are_taken_before_the_kill(
     tmp_path: Path, worker: str, is_stopped: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also of a process that is stopped, which py-spy cannot pause."""
@@ -369,12 +370,11 @@ def test_between_two_tries_there_is_a_pause(
 ) -> None:
     waits_s: list[float] = []
     monkeypatch.setattr(FileTimerServer, "_reap_worker", lambda self, pid: False)
-    monkeypatch.setattr(FileTimerServer, "_log_stacks", lambda self, pids: None)
     monkeypatch.setattr(FileTimerServer, "_fetch", lambda self, timeout_s: waits_s.append(timeout_s))
     watch.server.register_timers([past(bystander.pid, "a")])
     watch.server._run_watchdog()
     watch.server._run_watchdog()
-    assert waits_s == [0.0, RETRY_DELAY_S]
+    assert (waits_s[0], waits_s[-1]) == (0.0, RETRY_DELAY_S)  # Between them the first turn waits for stacks.
 
 
 # Dumps of stacks take time and may fail
@@ -438,13 +438,47 @@ def test_a_dump_that_fails_or_never_ends_does_not_save_anybody(
         return "too late"
 
     if is_endless:
-        monkeypatch.setattr(processes, "_DUMPS_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(processes, "STACKS_TIMEOUT_S", 0.2)
     watch.server._dump_stacks = endless if is_endless else failing
     watch.write(past(bystander.pid, "a"))
     watch.server.run_once()
     assert bystander.wait(DEADLINE_S) == -signal.SIGKILL
     test_is_over.set()
     assert warnings(caplog, f"no stacks of process {bystander.pid}: ")[0].endswith(line)
+
+
+def test_many_that_expire_at_once_are_reaped_in_time_and_none_waits_for_another(
+    running: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of twenty processes the stacks of all but one never come, and more dumps hang than run at the same time."""
+    test_is_over = threading.Event()
+    monkeypatch.setattr(processes, "STACKS_TIMEOUT_S", NEVER_S)
+    with ExitStack() as exits:
+        hung = [exits.enter_context(subprocess.Popen(["sleep", str(NEVER_S)])) for _ in range(20)]
+        for process in hung:
+            exits.callback(process.kill)
+        exits.callback(test_is_over.set)
+
+        def dump(pid: int) -> str:
+            if pid != quick.pid:
+                test_is_over.wait(DEADLINE_S)
+            return f"stacks of {pid}"
+
+        quick = hung[0]
+        running.server._dump_stacks = dump
+        running.write(past(quick.pid, "a"), past(hung[1].pid, "a"))
+        assert quick.wait(DEADLINE_S) == -signal.SIGKILL, "it waits for its own stacks only"
+        assert hung[1].poll() is None
+        running.server.stop()
+        assert warnings(caplog, f"stacks of {quick.pid}")
+        monkeypatch.setattr(processes, "STACKS_TIMEOUT_S", 0.3)
+        server = Watch(Path(running.path + "-2"), dump_stacks=dump)
+        server.write(*(past(process.pid, "a") for process in hung[1:]))
+        began_s = time.monotonic()
+        server.server.run_once()
+        took_s = time.monotonic() - began_s
+        assert {process.wait(DEADLINE_S) for process in hung[1:]} == {-signal.SIGKILL}
+        assert 0.3 <= took_s < 0.3 * len(hung), "one bound for all, not one for each"
 
 
 @pytest.mark.parametrize(

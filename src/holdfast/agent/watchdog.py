@@ -1,9 +1,9 @@
 """The agent's watchdog: a file timer server for each life of the worker group, if the environment asks for one.
 
 Workers find its pipe in `TORCHELASTIC_TIMER_FILE` and arm timers with `holdfast.timer` or with torch's own client. A
-worker whose timer expires is killed, after its stacks have been logged; to the agent that is a worker that failed,
-and the restart policy decides. A path that cannot be used, such as one of a regular file, is replaced by a private one,
-and a watchdog that cannot be started at all is a warning: it must never end a healthy job.
+worker whose timer expires is killed as soon as its stacks were taken, or could not be in time; to the agent that is a
+worker that failed, and the restart policy decides. A path that cannot be used, such as one of a regular file, is
+replaced by a private one, and a watchdog that cannot be started at all is a warning: it must never end a healthy job.
 """
 
 from __future__ import annotations

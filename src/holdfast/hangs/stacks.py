@@ -258,6 +258,10 @@ class Dumps(Generic[T]):
     def are_complete(self) -> bool:
         return len(self._found) == len(self._pids)
 
+    def found(self) -> dict[int, T | Exception]:
+        """Those that are there by now."""
+        return dict(self._found)
+
     def finish(self) -> dict[int, T | Exception]:
         """The dumps that are complete now, or why there is none. Those that have not begun are cancelled."""
         self._todo.clear()

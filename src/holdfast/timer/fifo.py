@@ -22,7 +22,7 @@ import select
 import signal as signals
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from select import PIPE_BUF
@@ -313,7 +313,7 @@ class FileTimerServer(ProcessTimerServer):
         idle_s = 0.0 if self._watchdog_thread is None else time.monotonic() - self._turn_ended_s
         return int(time.time() - idle_s)
 
-    def _condemned(self, expired: dict[int, list[Any]]) -> Iterable[int]:
+    def _condemned(self, expired: dict[int, list[Any]]) -> Iterator[int]:
         as_json = {pid: [timer.to_json() for timer in timers] for pid, timers in expired.items()}
         debug_info_logging.log_debug_info_for_expired_timers(self._run_id, as_json)
         return super()._condemned(expired)

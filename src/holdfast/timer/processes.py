@@ -7,8 +7,11 @@ only the monotonic clock counts.
 Processes. The kernel reuses pids. A pid together with its start time names one process for as long as the host is up.
 A process that reuses a pid is never signalled, nor is a group of processes, nor the server's own process.
 
-Stacks. Before a process is signalled its stacks are logged, which may take seconds. Requests are read meanwhile, so
-that no client meets a full pipe.
+Stacks. They are taken before the signal: afterwards there are none. But a process gets its signal as soon as its own
+stacks are there, and after `STACKS_TIMEOUT_S` in any case, whatever becomes of them. Requests are read meanwhile, so that
+no client meets a full pipe. The stacks are logged after the signal, which therefore waits for no reader of the log. A
+timer that expires while stacks are taken has to wait for them first, so the bound between a deadline and the signal is
+twice that time.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from holdfast import escape, procfs
@@ -29,8 +32,8 @@ from holdfast.timer.table import TimerTable
 
 logger = logging.getLogger(__name__)
 
-# A little more than a dump gives itself, so that its own explanation arrives if it takes too long.
-_DUMPS_TIMEOUT_S = stacks.DUMP_TIMEOUT_S + 0.5
+# How long the signal may wait for stacks. py-spy needs about 20 ms on a calm machine.
+STACKS_TIMEOUT_S = 0.5
 
 
 class ProcessTimerServer(TimerServer):
@@ -40,7 +43,7 @@ class ProcessTimerServer(TimerServer):
         self, request_queue: RequestQueue, max_interval: float, daemon: bool, dump_stacks: Callable[[int], str] | None
     ) -> None:
         super().__init__(request_queue, max_interval, daemon)
-        self._dump_stacks = dump_stacks or stacks.dump_with_py_spy
+        self._dump_stacks = dump_stacks or (lambda pid: stacks.dump_with_py_spy(pid, STACKS_TIMEOUT_S))
         self._timers = TimerTable()
         self._fatal: dict[int, Any] = {}  # By pid, the timer whose signal to send at this turn.
         self._request_count = 0
@@ -89,11 +92,24 @@ class ProcessTimerServer(TimerServer):
     def _expired_now(self) -> dict[int, list[Any]]:
         return self._timers.expired(time.monotonic())
 
-    def _condemned(self, expired: dict[int, list[Any]]) -> Iterable[int]:
+    def _condemned(self, expired: dict[int, list[Any]]) -> Iterator[int]:
+        """Each is reaped before the next one is asked for. Those of an earlier turn had their stacks taken then."""
         found = {pid: self._examine(pid, timers) for pid, timers in expired.items()}
         self._fatal = {pid: timer for pid, timer in found.items() if timer is not None}
-        self._log_stacks(self._fatal.keys() - self._unreaped)
-        return () if self._is_stopping else self._fatal
+        dumps = stacks.Dumps(self._fatal.keys() - self._unreaped, self._dump_stacks, self._request_queue.wake)
+        until_s = time.monotonic() + STACKS_TIMEOUT_S
+        yield from self._fatal.keys() & self._unreaped
+        texts: dict[int, str | Exception] = {}
+        is_over = False
+        while not is_over and not self._is_stopping:
+            is_over = dumps.are_complete() or time.monotonic() >= until_s
+            found = dumps.finish() if is_over else dumps.found()
+            fresh = {pid: found[pid] for pid in found.keys() - texts.keys()}
+            texts |= fresh
+            yield from fresh
+            if not is_over:
+                self._fetch(max(0.0, until_s - time.monotonic()))
+        self._log_stacks(texts)
 
     def _examine(self, pid: int, timers: list[Any]) -> Any:
         """Report the timers that a process has overrun. Returns the timer whose signal to send, if any."""
@@ -114,13 +130,8 @@ class ProcessTimerServer(TimerServer):
         logger.warning("process %d has overrun %s and will get %s", pid, scopes, signal_name(signal_of(fatal)))
         return fatal
 
-    def _log_stacks(self, pids: Iterable[int]) -> None:
-        """Log the stacks of these processes. Requests are read meanwhile; `stop` ends it."""
-        dumps = stacks.Dumps(pids, self._dump_stacks, self._request_queue.wake)
-        until_s = time.monotonic() + _DUMPS_TIMEOUT_S
-        while not dumps.are_complete() and not self._is_stopping and (left_s := until_s - time.monotonic()) > 0:
-            self._fetch(left_s)
-        for pid, found in dumps.finish().items():
+    def _log_stacks(self, texts: dict[int, str | Exception]) -> None:
+        for pid, found in texts.items():
             text = found if isinstance(found, str) else f"no stacks of process {pid}: {found}"
             if text:  # Indented, so that no name in it can begin a line of the log.
                 logger.warning("%s", text.replace("\n", "\n  "), extra=escape.HAS_LINES)
