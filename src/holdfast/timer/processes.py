@@ -8,10 +8,10 @@ Processes. The kernel reuses pids. A pid together with its start time names one 
 A process that reuses a pid is never signalled, nor is a group of processes, nor the server's own process.
 
 Stacks. They are taken before the signal: afterwards there are none. But a process gets its signal as soon as its own
-stacks are there, and after `STACKS_TIMEOUT_S` in any case, whatever becomes of them. Requests are read meanwhile, so that
-no client meets a full pipe. The stacks are logged after the signal, which therefore waits for no reader of the log. A
-timer that expires while stacks are taken has to wait for them first, so the bound between a deadline and the signal is
-twice that time.
+stacks are there, and after `STACKS_TIMEOUT_S` in any case, whatever becomes of them. Requests are read meanwhile, so
+that no client meets a full pipe. The stacks are logged after the signal, which therefore waits for no reader of the
+log. A timer that expires while stacks are taken has to wait for them first, so the bound between a deadline and the
+signal is twice that time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from holdfast import escape, procfs
