@@ -42,7 +42,7 @@ from bench.sides import (
 from bench.turns import Turns, with_parts
 
 SETTLING_S = 0.3
-RESTART_LIMIT_S = 40.0
+RESTART_LIMIT_S = 20.0  # A restart that takes longer counts as failed.
 REPEATS = {2: 3, 4: 5, 8: 3}
 
 
@@ -55,6 +55,8 @@ class Story:
     launcher_mb: float
     phases: dict[str, float] = field(default_factory=dict)
     failure: str = ""
+    is_again: bool = False
+    """Told because another one failed."""
 
     @property
     def restart_ms(self) -> float:
@@ -85,6 +87,7 @@ def tell_stories(side: Side, nproc: int, kind: str) -> list[Story]:
     stories = [tell_story(side, nproc, kind)]
     if stories[0].failure:
         stories.append(tell_story(side, nproc, kind, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
+        stories[1].is_again = True
     return stories
 
 
@@ -93,9 +96,9 @@ def _restart(story: Story, run: Run, marks: Marks, nproc: int, pids: Sequence[in
     Path(marks.directory, "go").touch()
     try:
         gone = gone_ns(pids, RESTART_LIMIT_S)
-        run.succeed(RESTART_LIMIT_S)
+        marks.wait("ready", 1, nproc, run, RESTART_LIMIT_S)
     except BenchmarkError as error:
-        story.failure = _cause(f"{error}\n{run.last_words()}")
+        story.failure = _cause(run.last_words(100_000)) if run.has_ended() else str(error)
         return
     failed_ns = next(iter(marks.found("failed").values())).at_ns
     began = marks.of_all("began", 1, nproc)
@@ -114,11 +117,10 @@ def _restart(story: Story, run: Run, marks: Marks, nproc: int, pids: Sequence[in
 
 
 def _cause(text: str) -> str:
-    """The last line that names an error, else the first line."""
-    lines = text.splitlines()
-    return next(
-        (line.strip() for line in reversed(lines) if "Error: " in line and not line.rstrip().endswith(":")), lines[0]
-    )[:300]
+    """The last line that names an error and says something of it."""
+    lines = (line.strip() for line in reversed(text.splitlines()))
+    found = next((line for line in lines if "Error: " in line and not line.endswith(":")), "no error message was found")
+    return found[:300]
 
 
 def _phases(began_ns: int, ends_ns: dict[str, int]) -> dict[str, float]:
@@ -140,8 +142,8 @@ def _add_failed(turns: Turns, key: str, what: str, found: dict[str, list[Story]]
     """Failed restarts are counted apart."""
     shares = {}
     for name, stories in found.items():
-        failures = [story.failure for story in stories if story.failure]
-        tries = len(stories) - len(failures)  # Each failure was followed by another try, which does not count.
+        failures = [story.failure for story in stories if story.failure and not story.is_again]
+        tries = sum(not story.is_again for story in stories)
         shares[name] = [100 * len(failures) / max(tries, 1)] if name != "bare" else []
         if failures:
             count = f"{len(failures)} of {tries} restarts failed"

@@ -130,9 +130,9 @@ class Run:
             self.status is not None or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         )
 
-    def last_words(self) -> str:
+    def last_words(self, most: int = 4000) -> str:
         self._said.seek(0)
-        return self._said.read().decode(errors="replace")[-4000:]
+        return self._said.read().decode(errors="replace")[-most:]
 
     def close(self) -> None:
         """In order first, so that a launcher takes its workers with it."""
@@ -229,9 +229,12 @@ class Marks:
         self, name: str, attempt: int, count: int, run: Run | None = None, limit_s: float = WAIT_LIMIT_S
     ) -> list[Mark]:
         def look() -> bool:
-            if run is not None and run.has_ended():
+            has_ended = run is not None and run.has_ended()  # Asked first: it may leave the last mark and end.
+            if len(list(self.directory.glob(f"{name}.{attempt}.*"))) >= count:
+                return True
+            if has_ended:
                 raise BenchmarkError(f"the run ended before {count} workers left the mark {name}.{attempt}")
-            return sum(1 for _ in self.directory.glob(f"{name}.{attempt}.*")) >= count
+            return False
 
         await_value(look, f"{count} marks {name}.{attempt}", limit_s)
         return self.of_all(name, attempt, count)
