@@ -42,7 +42,8 @@ from bench.sides import (
 from bench.turns import Turns, with_parts
 
 SETTLING_S = 0.3
-RESTART_LIMIT_S = 20.0  # A restart that takes longer counts as failed.
+RESTART_LIMIT_S = 20.0  # A restart that takes longer counts as failed; each worker adds to it.
+WORKER_LIMIT_S = 5.0
 REPEATS = {2: 3, 4: 5, 8: 3}
 
 
@@ -95,8 +96,9 @@ def _restart(story: Story, run: Run, marks: Marks, nproc: int, pids: Sequence[in
     """A restart that fails is part of the story, not an error."""
     Path(marks.directory, "go").touch()
     try:
-        gone = gone_ns(pids, RESTART_LIMIT_S)
-        marks.wait("ready", 1, nproc, run, RESTART_LIMIT_S)
+        limit_s = RESTART_LIMIT_S + WORKER_LIMIT_S * nproc
+        gone = gone_ns(pids, limit_s)
+        marks.wait("ready", 1, nproc, run, limit_s)
     except BenchmarkError as error:
         story.failure = _cause(run.last_words(100_000)) if run.has_ended() else str(error)
         return
@@ -198,7 +200,9 @@ def _add_memory(turns: Turns, size: int, found: dict[str, list[Story]]) -> None:
         row("memory_torch.all", "both together", "MB", both),
     ]
     turns.breakdowns["memory"] = {
-        name: {"workers": _median(workers[name]), "launcher": _median(launcher.get(name, [0.0]))} for name in workers
+        name: {"workers": _median(workers[name]), "launcher": _median(launcher.get(name, [0.0]))}
+        for name in workers
+        if workers[name]
     }
 
 
