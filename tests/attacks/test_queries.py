@@ -252,7 +252,11 @@ def test_a_thousand_readers_do_not_disturb_changing_rounds(server: CoordinatorPr
         run = LightRun(server.port, "changing", settings=HONEST)
         stack.callback(run.close)
         run.form()
-        guests = [stack.enter_context(visitor(server.port, "changing")) for _ in range(1000)]
+        guests = []
+        for number in range(1000):
+            guests.append(stack.enter_context(visitor(server.port, "changing")))
+            if number % 50 == 0:
+                run.turn()  # Its heartbeats go on meanwhile.
         question = protocol.Query(1, json.dumps(STATUS).encode())
         rounds = answers = 0
         ends = time.monotonic() + 6.0
