@@ -55,13 +55,11 @@ def _launch_line(results: Results) -> str:
 
 
 def _restart_line(results: Results) -> str:
-    row, failed = results.row("restart_torch.4"), results.row("failed_restarts.4")
-    share = failed.median("torchrun") if failed else None
-    count = f", and {number(share)} % of its restarts failed" if share else ""
+    row = results.row("restart_torch.4")
     return (
         f"**Restart.** After a failure, four workers with torch have finished their next all-reduce within "
         f"**{_of(row, 'holdfast preload')}** with `--preload torch` and within {_of(row)} without. torchrun takes "
-        f"{_of(row, 'torchrun')}{count}."
+        f"{_of(row, 'torchrun')}."
     )
 
 
