@@ -264,8 +264,10 @@ def form(*handlers: CoordinatorHandler) -> list[Round]:
 
 def await_push(handler: CoordinatorHandler, kind: type) -> Any:
     """The next push of that kind; what comes with it and before it is dropped. An error that is pushed is raised."""
+    poller = select.poll()  # Which takes descriptors above 1,023, too.
+    poller.register(handler, select.POLLIN)
     while True:
-        assert select.select([handler], [], [], DEADLINE_S)[0], f"no {kind.__name__} after {DEADLINE_S:g} s"
+        assert poller.poll(DEADLINE_S * 1000), f"no {kind.__name__} after {DEADLINE_S:g} s"
         for push in handler.take():
             if isinstance(push, kind):
                 return push

@@ -364,13 +364,29 @@ def test_a_shutdown_while_the_first_join_begins(monkeypatch: pytest.MonkeyPatch)
     with node(support.free_port()) as a:
         joining = Caller(a.next_rendezvous)
         (thread,) = support.wait_until(
-            lambda: [each for each in threading.enumerate() if each.name == "holdfast-begin"], "the thread"
+            lambda: [each for each in threading.enumerate() if each.name == "holdfast-client"], "the thread"
         )
         a.shutdown()
         with pytest.raises(RendezvousConnectionError, match="was shut down"):
             joining.result()
         may_go_on.set()
         thread.join()
+
+
+def test_a_node_that_joins_imports_only_what_it_needs(server: CoordinatorProcess) -> None:
+    """Each node of a run pays for it. `encodings.idna` is what Python looks names up with, unless they are bytes."""
+    code = (
+        "import sys\n"
+        "from holdfast.rendezvous.api import RendezvousParameters\n"
+        "from holdfast.rendezvous.registry import get_rendezvous_handler\n"
+        f"parameters = RendezvousParameters('tcp', 'localhost:{server.port}', 'imports', 1, 1, is_host=False)\n"
+        "handler = get_rendezvous_handler(parameters)\n"
+        "assert handler.next_rendezvous().rank == 0\n"
+        "print(*[name for name in ('encodings.idna', 'asyncio', 'ssl') if name in sys.modules])\n"
+        "handler.shutdown()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "\n"
 
 
 @pytest.mark.usefixtures("own_home")

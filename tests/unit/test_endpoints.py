@@ -102,12 +102,19 @@ def test_endpoint_with_a_bad_port(endpoint: str, port: str) -> None:
         ("[fe80::1%eth0]:80", "[fe80::1%eth0]"),
         ("host..example:1", "host..example"),
         (f"{'a' * 64}.example:1", f"{'a' * 64}.example"),
+        (f"{'ä' * 64}.example:1", f"{'ä' * 64}.example"),
+        (".example:1", ".example"),
     ],
 )
 def test_endpoint_with_a_bad_host(endpoint: str, host: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse_rendezvous_endpoint(endpoint, 77)
     assert str(caught.value) == (f"rendezvous endpoint {endpoint!r}: {host!r} is not a host name or an IP address")
+
+
+@pytest.mark.parametrize("host", ["a" * 63, "example.", "bücher.example"])
+def test_names_that_can_be_looked_up(host: str) -> None:
+    assert parse_rendezvous_endpoint(f"{host}:1", 77) == (host, 1)
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,26 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
     if port is None:
         raise UserError(f"rendezvous endpoint {text!r}: port {port_text!r} is not a number from 0 to 65535")
     host = host_text[1:-1] if _is_bracketed(host_text) else host_text
-    try:
-        host.encode("idna")  # Looking up a name with a part that is empty or too long is an error of a strange kind.
-    except UnicodeError:
-        host = ""
-    if _HOST.fullmatch(host) is None:
+    if _HOST.fullmatch(host) is None or not _is_encodable(host):
         raise UserError(f"rendezvous endpoint {text!r}: {host_text!r} is not a host name or an IP address")
     return host, port
+
+
+def for_lookup(host: str) -> str | bytes:
+    """Python encodes text as an international name, with a codec that is slow to import; bytes pass as they are."""
+    return host.encode() if host.isascii() else host
+
+
+def _is_encodable(host: str) -> bool:
+    """Looking up a name with a part that is empty or too long is an error of a strange kind. A plain name is checked
+    without the codec: to import it takes longer than all else here."""
+    if host.isascii():
+        return all(0 < len(part) < 64 for part in host.removesuffix(".").split("."))
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def _is_bracketed(text: str) -> bool:
@@ -127,7 +140,7 @@ class HeldPort:
 def own_address(host: str, port: int) -> str:
     """The address of this node that reaches the endpoint: the one that others can reach, too. Sends nothing."""
     problems = []
-    for family, _, _, _, address in socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM):
+    for family, _, _, _, address in socket.getaddrinfo(for_lookup(host), port or 1, type=socket.SOCK_DGRAM):
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)

@@ -129,14 +129,15 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         """The first time in a thread: names are looked up, and a coordinator may have to be started."""
         self.joined = None
         if self._client is None and not self._is_shut_down:
-            threading.Thread(target=self._begin, name="holdfast-begin", daemon=True).start()
+            threading.Thread(target=self._begin, name="holdfast-client", daemon=True).start()
         elif self._client is not None:
             self._ask(self._client, failure)
         elif self._error is not None:  # Else it is about to be told.
             self._fail(self._error)
 
     def _begin(self) -> None:
-        options = self._options
+        """The client's thread."""
+        options, client = self._options, None
         try:
             self._facts = replace(self._facts, address=options.local_addr or self._find_address())
             self._held_at = _numeric(self._facts.address)
@@ -154,6 +155,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             self._ask(client)
         except Exception as error:
             self._fail(error)
+        if client is not None:
+            client.run()
 
     def _ask(self, client: Client, failure: Failure | None = None) -> None:
         """With a fresh master port for every round, bound and held, so that no round meets what another has left."""
@@ -360,6 +363,15 @@ def _numeric(address: str) -> str:
     """A name is looked up once, when the client is made in its thread: every later join is made in the agent's loop,
     which must not wait for a name server. One that is unknown here may still be known to others."""
     try:
-        return address if ":" in address else socket.gethostbyname(address)
+        return address if ":" in address or _is_ipv4(address) else socket.gethostbyname(address)
     except OSError:
         return ""
+
+
+def _is_ipv4(address: str) -> bool:
+    """See `endpoints.for_lookup`: to look a number up takes no name server, but the codec."""
+    try:
+        socket.inet_pton(socket.AF_INET, address)
+        return True
+    except OSError:
+        return False

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError
 from holdfast.rendezvous.client.reachability import Obstacle
-from holdfast.rendezvous.endpoints import endpoint_text
+from holdfast.rendezvous.endpoints import endpoint_text, for_lookup
 from holdfast.rendezvous.membership import frames, keys, protocol
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ class Target:
     def _reach(self) -> socket.socket:
         """A refusal tells that no coordinator runs only if every address of the name refuses."""
         try:
-            return socket.create_connection(self.address, self.timeout_s, all_errors=True)
+            where: Any = (for_lookup(self.host), self.port)
+            return socket.create_connection(where, self.timeout_s, all_errors=True)
         except ExceptionGroup as group:
             errors = [each for each in group.exceptions if isinstance(each, OSError)]
             raise next((each for each in errors if not isinstance(each, ConnectionRefusedError)), errors[0]) from None

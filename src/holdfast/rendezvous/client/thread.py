@@ -65,8 +65,9 @@ class Locator(ABC):
 
 
 class Client:
-    """The thread. `deliver` and `set_lease` are called in it; `fail` too, when it cannot go on. `stuck_for_s` says for
-    how long the agent's loop has not turned. `answer` answers what others ask this node."""
+    """To be made and run in a thread of its own. `deliver` and `set_lease` are called in it; `fail` too, when it cannot
+    go on. `stuck_for_s` says for how long the agent's loop has not turned. `answer` answers what others ask this
+    node."""
 
     def __init__(
         self,
@@ -96,8 +97,7 @@ class Client:
         self._sender = os.urandom(8)
         self._numbers = itertools.count(1)
         self._is_stopping = False
-        self._thread = threading.Thread(target=self._run, name="holdfast-client", daemon=True)
-        self._thread.start()
+        self._thread = threading.current_thread()
 
     def post(self, event: node.AgentEvent) -> bool:
         """Something that the agent did; from any thread. False if the client has ended."""
@@ -155,7 +155,8 @@ class Client:
 
     # The thread.
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Until `stop` is called, or it cannot go on."""
         problem: Exception | None = None
         try:
             while not self._is_stopping:
@@ -213,6 +214,7 @@ class Client:
                 case node_lease.Connect():
                     self._connect()
                 case node_lease.HangUp():
+                    self._flush()
                     self._close()
                 case node_lease.SetLease(until):
                     self._set_lease(until)
@@ -274,9 +276,9 @@ class Client:
             logger.warning("%s", word.text)
 
     def _send(self, message: protocol.ToCoordinator) -> None:
+        """At the end of the turn, with what else is sent in it: a join and its first heartbeat, say."""
         if self._sock is not None and self._frames is not None:
             self._outgoing += self._frames.sealed(encode(message))
-            self._flush()
 
     def _flush(self) -> None:
         try:
@@ -305,6 +307,8 @@ class Client:
             except Malformed as error:
                 logger.warning("the coordinator at %s sent junk: %s", self._target and self._target.endpoint, error)
                 self._lose_connection()
+            if len(data) < _READ_BYTES and self._target is not None and self._target.tls is None:
+                return  # That was all. With TLS there may be more than the kernel knows of.
 
     def _take(self, message: Any) -> None:
         match message:
