@@ -14,7 +14,8 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 _BASE = {"errors", "escape", "frozen", "lazy", "loop", "procfs", "progress_board", "signals", "stdio"}
 _BELOW_AGENT = {"failures", "hangs", "process", "rendezvous", "telemetry", "timer"} | _BASE
 LAYERS = {
-    "cli": {"launcher", "agent"} | _BELOW_AGENT,
+    "cli": {"hosts", "launcher", "agent"} | _BELOW_AGENT,
+    "hosts": {"launcher", "agent"} | _BELOW_AGENT,
     "testing": {"rendezvous"} | _BASE,
     "launcher": {"agent"} | _BELOW_AGENT,
     "agent": _BELOW_AGENT,
@@ -62,6 +63,7 @@ PURE = {
     "process/output/folding.py": {"bisect", "operator"},
     "process/output/terminal.py": {"holdfast.failures.report", "holdfast.process.output.folding"},
     "process/workers/ladder.py": set(),
+    "hosts/job.py": {"holdfast.frozen"},
 }
 DATA_MODULES = {
     "__future__", "collections", "collections.abc", "dataclasses", "enum", "functools", "heapq", "itertools", "json",

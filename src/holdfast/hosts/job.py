@@ -1,0 +1,37 @@
+"""One job as data, `JobSpec`: what an engine starts on each of its nodes, whichever engine it is. Pure.
+
+An engine starts one agent a node, always by the same command: `python -m holdfast run OPTIONS PROGRAM`. `OPTIONS` are
+the user's, and those by which the engine says where this node meets the others.
+"""
+
+from __future__ import annotations
+
+from holdfast.frozen import frozen
+
+
+@frozen
+class JobSpec:
+    """`options` are those of `holdfast run`, as the user gave them, without the ones that have a field here; `program`
+    is the script with its arguments. `nproc_per_node` is empty if the user left it out. `environment` are variables
+    that every agent gets in addition. `directory` and `python` are where and by which interpreter the agents run."""
+
+    options: tuple[str, ...]
+    program: tuple[str, ...]
+    run_id: str
+    min_nodes: int = 1
+    max_nodes: int = 1
+    nproc_per_node: str = ""
+    directory: str = ""
+    python: str = "python3"
+    environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def nnodes(self) -> str:
+        """As `--nnodes` has it."""
+        return f"{self.min_nodes}" if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
+
+    def agent_command(self, *engine_options: str) -> list[str]:
+        """The command line of one agent. What the engine says comes last, so that it wins."""
+        nproc = [f"--nproc-per-node={self.nproc_per_node}"] if self.nproc_per_node else []
+        own = [f"--nnodes={self.nnodes}", f"--rdzv-id={self.run_id}", *nproc, *self.options, *engine_options]
+        return [self.python, "-m", "holdfast", "run", *own, "--", *self.program]
