@@ -312,7 +312,8 @@ def prepare_script(script: str, rest: "list[str]", evidence: Evidence) -> "Progr
     if is_compiled:
         return partial(exec, compiled_code(content, importing.MAGIC_NUMBER), evidence.main_names)
     try:
-        return partial(exec, compile(content, path, "exec", dont_inherit=True), evidence.main_names)
+        code = quickly_compiled(content, path) or compile(content, path, "exec", dont_inherit=True)
+        return partial(exec, code, evidence.main_names)
     except (SyntaxError, ValueError) as error:
         if sys.version_info >= (3, 10) and is_oddly_encoded(content) and os.path.isfile(path):
             # Run it without the bootstrap: `compile` handles encodings differently from the interpreter.
@@ -322,6 +323,48 @@ def prepare_script(script: str, rest: "list[str]", evidence: Evidence) -> "Progr
             except OSError:
                 pass
         raise
+
+
+def quickly_compiled(content: bytes, path: str) -> "Any":
+    """What `compile` returns, or None for a script that it should see: one with errors, warnings or an encoding.
+
+    `compile` first makes all types of the syntax tree, which takes several times as long as everything else here. The
+    compiler behind `exec` needs none. So `exec` starts the script, and a profile function takes its code before the
+    first instruction. An empty script is tried first: an interpreter that does not call the function is left alone.
+    """
+    if sys.getprofile() is not None or is_oddly_encoded(content):
+        return None
+    import _imp
+    import _warnings
+
+    class Taken(BaseException):
+        pass
+
+    def take(frame: "Any", event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename == "<string>":  # Else the compiler calls something to warn.
+            raise Taken(frame.f_code)
+
+    def code_of(source: bytes) -> "Any":
+        sys.setprofile(take)
+        try:
+            exec(source, {})
+        except Taken as taken:
+            return taken.args[0]
+        finally:
+            sys.setprofile(None)
+
+    filters, strict = sys.modules.get("warnings", _warnings).filters, ("error", None, Warning, None, 0)
+    filters.insert(0, strict)
+    _warnings._filters_mutated()  # type: ignore[attr-defined]  # `warnings` calls it.
+    try:
+        code = code_of(b"") and code_of(content)
+        _imp._fix_co_filename(code, path)  # type: ignore[attr-defined]  # The import system calls it.
+    except Exception:
+        return None
+    finally:
+        filters.remove(strict)
+        _warnings._filters_mutated()  # type: ignore[attr-defined]
+    return code
 
 
 def is_oddly_encoded(content: bytes) -> bool:
