@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _socket
 import contextlib
 import logging
 import os
@@ -256,13 +257,13 @@ def test_a_name_as_the_nodes_address_is_looked_up_once(
 ) -> None:
     """The second round is joined from the agent's loop, which must not wait for a name server."""
     bound: list[str] = []
-    bind = endpoints.bind_port
+    bind = endpoints._bound_port
 
-    def bind_port(host: str) -> socket.socket:
+    def bind_port(host: str) -> _socket.socket:
         bound.append(host)
         return bind(host)
 
-    monkeypatch.setattr(endpoints, "bind_port", bind_port)
+    monkeypatch.setattr(endpoints, "_bound_port", bind_port)
     with node(server.port, local_addr="localhost") as a:
         found = [form(a)[0].found for _ in range(2)]
     assert [each.bootstrap_store_info.master_addr for each in found] == ["localhost", "localhost"]

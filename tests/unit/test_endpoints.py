@@ -215,7 +215,7 @@ class Kernel:
         self.numbers = [each.getsockname()[1] for each in self.ports]
         self.handed_out: list[socket.socket] = []
         self.order: list[int] = []
-        monkeypatch.setattr(endpoints, "bind_port", self._bind)
+        monkeypatch.setattr(endpoints, "_bound_port", self._bind)
 
     def _bind(self, host: str) -> socket.socket:
         if not self.order:

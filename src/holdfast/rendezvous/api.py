@@ -7,7 +7,6 @@ says which rank this node has, how many nodes there are, and where the workers f
 
 from __future__ import annotations
 
-import socket
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -121,8 +120,10 @@ class RendezvousStoreInfo:
         0 picks a free one and holds it, bound but not listening, for as long as the object that it gets back lives: a
         port that is released before the workers use it may be lost."""
         addr_key, port_key = RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY
-        held: socket.socket | None = None
+        held = None
         if rank == 0:
+            import socket
+
             if server_port is None:
                 held = endpoints.bind_port()
                 server_port = held.getsockname()[1]

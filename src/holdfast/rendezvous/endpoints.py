@@ -6,13 +6,15 @@ its last colon, so an IPv6 address that is followed by no port needs them.
 
 from __future__ import annotations
 
+import _socket  # `socket` without the enums and selectors, which a run on one machine does not need.
 import re
-import socket
 from collections import deque
-from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HostError, UserError
+
+if TYPE_CHECKING:
+    import socket
 
 _HOST = re.compile(r"[\w.:-]+")
 _PORT = re.compile(r"[0-9]{1,5}")
@@ -87,19 +89,27 @@ def parse_rendezvous_config(text: str) -> dict[str, str]:
 def bind_port(host: str = "127.0.0.1") -> socket.socket:
     """A socket bound to a free TCP port of `host` that does not listen. While it is open the kernel gives the port to
     no process that asks for a free one, and because of SO_REUSEADDR on both sides a worker can still listen on it."""
+    import socket
+
+    return socket.socket(fileno=_bound_port(host).detach())
+
+
+def _bound_port(host: str) -> _socket.socket:
     try:
-        return bound(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
+        return bound(_socket.AF_INET6 if ":" in host else _socket.AF_INET, (host, 0))
     except OSError as error:
         raise HostError(f"cannot bind a TCP port on {host!r}: {error}") from error
 
 
-def bound(family: int, address: Any) -> socket.socket:
-    with ExitStack() as on_error:
-        sock = on_error.enter_context(socket.socket(family))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def bound(family: int, address: Any) -> _socket.socket:
+    sock = _socket.socket(family)
+    try:
+        sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        on_error.pop_all()
-        return sock
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 class HeldPort:
@@ -107,7 +117,7 @@ class HeldPort:
     another has left, so the kernel's choice is not taken if it is one of the last ports; there are too few for all."""
 
     def __init__(self) -> None:
-        self._held: socket.socket | None = None
+        self._held: _socket.socket | None = None
         self._recent: deque[int] = deque(maxlen=_REMEMBERED_PORTS)
 
     @property
@@ -116,9 +126,9 @@ class HeldPort:
         return int(self._held.getsockname()[1])
 
     def renew(self, host: str) -> None:
-        passed_over: list[socket.socket] = []
+        passed_over: list[_socket.socket] = []
         try:
-            while (fresh := bind_port(host)).getsockname()[1] in self._recent:
+            while (fresh := _bound_port(host)).getsockname()[1] in self._recent:
                 passed_over.append(fresh)  # Open for so long, or the kernel might choose it again.
         except HostError:
             if not passed_over:
@@ -139,6 +149,8 @@ class HeldPort:
 
 def own_address(host: str, port: int) -> str:
     """The address of this node that reaches the endpoint: the one that others can reach, too. Sends nothing."""
+    import socket
+
     problems = []
     for family, _, _, _, address in socket.getaddrinfo(for_lookup(host), port or 1, type=socket.SOCK_DGRAM):
         try:

@@ -46,7 +46,7 @@ def bind(host: str, port: int) -> socket.socket:
     where, problem = endpoints.endpoint_text(host, port), ""
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
         try:
-            return endpoints.bound(family, address)
+            return socket.socket(fileno=endpoints.bound(family, address).detach())
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise PortTaken(host, port) from None
