@@ -103,3 +103,11 @@ def test_nothing_ends_a_later_attempt(obstacle: Obstacle) -> None:
 
 def test_a_mistake_is_told_as_it_is() -> None:
     assert attempt().failed(Obstacle.TURNED_AWAY, "wrong token", 0.5) == Say("wrong token", gives_up=True)
+
+
+def test_the_time_without_a_connection_begins_with_its_loss_alone() -> None:
+    reach = attempt()
+    reach.reached()
+    reach.lost(10.0)
+    reach.lost(50.0)  # A connection that never came about is closed, too.
+    assert reach.gives_up_at() == 70.0

@@ -86,5 +86,7 @@ class Reachability:
         return Say(f"reached {self.who}") if had_spoken else None
 
     def lost(self, now: float) -> None:
-        self.since = now
-        self._speak_at = now + _FIRST_WORD_AFTER_S
+        """There is no connection any more. If there was none before, the time goes on."""
+        if self.since is None:
+            self.since = now
+            self._speak_at = now + _FIRST_WORD_AFTER_S
