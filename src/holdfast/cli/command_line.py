@@ -34,28 +34,47 @@ class UsageError(Exception):
     """With the line that says what is wrong."""
 
 
+class HelpWanted(Exception):  # noqa: N818  (no error: the user asked)
+    """`--help` was given."""
+
+
 def read(tokens: Sequence[str]) -> SimpleNamespace:
     """The values of all options, by their names, with the script and its arguments. For wrong usage and for `--help`
     it prints what there is to say and raises SystemExit."""
-    flags = {flag: option for option in (*OPTIONS, HELP) for flag in option.flags}
-    values: dict[str, Any] = {}
     try:
-        given, left = Scanner(flags, lambda option: option.is_flag).scan(tokens)
-        for option, text in given:
-            if option is HELP:
-                from holdfast.cli.parser import help_text
+        return parse(tokens)[0]
+    except HelpWanted:
+        from holdfast.cli.parser import help_text
 
-                console.print_out(help_text(console.width()))
-                raise SystemExit(0)
-            values[option.dest] = True if text is None else _value_of(option, text)
-        defaults = {option.dest: option.default_value for option in OPTIONS}
-        namespace = SimpleNamespace(**{**defaults, **values})
-        complete(namespace, values.keys(), left)
+        console.print_out(help_text(console.width()))
+        raise SystemExit(0) from None
     except UsageError as problem:
-        console.write(f"usage: {USAGE}\n")
-        console.write_error(PROGRAM, str(problem))
-        raise SystemExit(2) from None
-    return namespace
+        raise SystemExit(refuse(PROGRAM, USAGE, problem)) from None
+
+
+def refuse(program: str, usage: str, problem: UsageError) -> int:
+    """Say what is wrong with a command line; the exit code of that."""
+    console.write(f"usage: {usage}\n")
+    console.write_error(program, str(problem))
+    return 2
+
+
+def parse(
+    tokens: Sequence[str], more: Sequence[Option] = ()
+) -> tuple[SimpleNamespace, list[tuple[Option, str | None]]]:
+    """The same, and the options as they were typed. `more` are options of another command that takes those of `run`,
+    too. Raises UsageError and HelpWanted."""
+    known = (*OPTIONS, *more)
+    flags = {flag: option for option in (*known, HELP) for flag in option.flags}
+    values: dict[str, Any] = {}
+    given, left = Scanner(flags, lambda option: option.is_flag).scan(tokens)
+    for option, text in given:
+        if option is HELP:
+            raise HelpWanted
+        values[option.dest] = True if text is None else _value_of(option, text)
+    namespace = SimpleNamespace(**{**{option.dest: option.default_value for option in known}, **values})
+    complete(namespace, values.keys(), left)
+    return namespace, given
 
 
 def _value_of(option: Option, text: str) -> Any:
@@ -150,7 +169,8 @@ class Scanner(Generic[T]):
 
     def _resolve(self, name: str) -> T:
         full, known = name.replace("_", "-"), self._long_names
-        in_full = {flag for option in OPTIONS if option.in_full for flag in option.flags}
+        own: list[Option] = [option for option in self._flags.values() if isinstance(option, Option)]
+        in_full = {flag for option in (*OPTIONS, *own) if option.in_full for flag in option.flags}
         matches = [full] if full in known else sorted(each for each in known.keys() - in_full if each.startswith(full))
         if not matches:
             raise UsageError(f"unknown option {name}{self._suggestion(full)}")

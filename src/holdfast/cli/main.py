@@ -14,6 +14,8 @@ PROGRAM = "holdfast"
 # Command -> the function that returns its exit code, and what it does.
 COMMANDS = {
     "run": ("holdfast.cli.run:command", "start workers on this machine and keep them together"),
+    "submit": ("holdfast.cli.submit:submit", "start a job on the nodes of an engine, such as Slurm"),
+    "render": ("holdfast.cli.submit:render", "print the batch script or manifest of a job for an engine"),
     "coordinator": ("holdfast.cli.coordinator:main", "serve the membership of any number of runs"),
     "token": ("holdfast.cli.token:main", "make the secret that keeps others out of a run"),
     "status": ("holdfast.cli.status:main", "show how a run stands and what it waits for"),

@@ -114,7 +114,7 @@ def _for_option(option: str, read: Callable[[str], T], value: str) -> T:
         raise UserError(f"{option}: {error}") from error
 
 
-def _check_values(args: argparse.Namespace) -> None:
+def check_values(args: argparse.Namespace) -> None:
     from holdfast.telemetry import events
 
     if args.max_restarts < 0:
@@ -156,7 +156,7 @@ def _rendezvous_fields(args: argparse.Namespace, max_nodes: int) -> dict[str, An
         raise UserError(f"--node-rank {rank} is not between 0 and {max_nodes - 1} (--nnodes {args.nnodes})")
     settings = _rendezvous_settings(args)
     if is_standalone:
-        backend, endpoint, run_id = "standalone", "", run_id if run_id not in ("", "none") else _fresh_id()
+        backend, endpoint, run_id = "standalone", "", run_id if run_id not in ("", "none") else fresh_id()
     elif backend in _DEFAULT_PORTS:
         _check_endpoint(args, endpoint, max_nodes)
         if rank is not None or backend == "static":
@@ -195,7 +195,7 @@ def _given(args: argparse.Namespace, record: str = "") -> dict[str, Any]:
     return {field: value for owner, _, field, value in given if owner == record}
 
 
-def _fresh_id() -> str:
+def fresh_id() -> str:
     """A random UUID (version 4) as 32 hexadecimal digits; the module that makes them is slow to import."""
     octets = bytearray(os.urandom(16))
     octets[6] = octets[6] & 0x0F | 0x40
@@ -286,7 +286,7 @@ def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[.
     from holdfast.launcher import LaunchConfig
     from holdfast.process.output.logs import Std
 
-    _check_values(args)
+    check_values(args)
     check_combination(args)
     entrypoint, entry_args = entry(args)
     fields = _fields(args)

@@ -1,0 +1,176 @@
+"""`holdfast submit` and `holdfast render`: the command line of `holdfast run`, as a job for an engine.
+
+Both read the options of `holdfast run` (the same table, the same scanner), those of the engine, and the script. What
+the environment adds (`PET_*`) becomes part of the job, because the engine's nodes may have another environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from holdfast import signals
+from holdfast.cli import command_line, console
+from holdfast.cli.options import Option
+from holdfast.cli.parser import PlainParser
+from holdfast.cli.program import check_combination
+from holdfast.cli.run import check_values, fresh_id, parse_min_max_nnodes
+from holdfast.errors import HoldfastError, UserError
+from holdfast.hosts import engines
+from holdfast.hosts.engines import Engine, EngineOption
+from holdfast.hosts.job import JobSpec
+
+_USAGES = {
+    "submit": "holdfast submit --on ENGINE [options of the engine] [options of holdfast run] script [arguments]",
+    "render": "holdfast render ENGINE [options of the engine] [options of holdfast run] script [arguments]",
+}
+_DESCRIPTIONS = {
+    "submit": "Start a job on the nodes of an engine, show its output, and end with its exit code.",
+    "render": "Print the batch script or manifest by which an engine starts a job.",
+}
+_EPILOG = """\
+All options of `holdfast run` can be given as well, but for those that the engine decides: where the nodes meet and
+which rank each has. See docs/engines.md.
+
+examples:
+  holdfast submit --on slurm --nnodes 2 --nproc-per-node 8 train.py
+  holdfast render slurm --nnodes 2 --nproc-per-node 8 train.py
+"""
+
+# Options of `holdfast run` that are fields of a JobSpec.
+_FIELDS = ("nnodes", "nproc_per_node", "rdzv_id")
+
+
+def _own_option(row: EngineOption) -> Option:
+    """As a row of the table. `PET_*` variables are those of `holdfast run` alone, and nothing is shortened."""
+    return Option(row.invocation, "", row.help, row.parse, row.default, row.choices, in_environment=False, in_full=True)
+
+
+_ON = EngineOption("--on ENGINE", "the engine that starts the job")
+_DETACH = EngineOption("--detach", "do not wait for the job: print its id and return when the engine has accepted it")
+
+
+def submit(argv: Sequence[str]) -> int:
+    """`--on` may stand anywhere before the script. Which options there are is known only when it was found."""
+
+    def start() -> int:
+        name = _engine_named(argv)
+        if not name and {"-h", "--help"} & {*argv}:
+            raise command_line.HelpWanted
+        if not name:
+            raise _no_engine()
+        engine = engines.find(name, "submit")
+        job, settings = read(engine, argv, (_ON, _DETACH))
+        if settings.pop("on") is None:
+            raise _no_engine()
+        return engine.submit(job, settings)
+
+    return _reported("submit", start)
+
+
+def render(argv: Sequence[str]) -> int:
+    def show() -> int:
+        if argv[:1] in (["-h"], ["--help"]):
+            raise command_line.HelpWanted
+        if not argv or argv[0].startswith("-"):
+            raise UserError(f"the engine comes first: {_USAGES['render']}")
+        engine = engines.find(argv[0], "render")
+        console.print_out(engine.render(*read(engine, argv[1:])))
+        sys.stdout.flush()
+        return 0
+
+    return _reported("render", show)
+
+
+def _reported(command: str, act: Callable[[], int]) -> int:
+    """What went wrong is one line, and the exit code says whose it is."""
+    program = f"holdfast {command}"
+    try:
+        return act()
+    except command_line.HelpWanted:
+        console.print_out(get_parser(command).format_help())
+        return 0
+    except command_line.UsageError as problem:
+        return command_line.refuse(program, _USAGES[command], problem)
+    except HoldfastError as error:
+        console.write_error(program, str(error))
+        return 2 if isinstance(error, UserError) else 1
+    except signals.SignalException as error:
+        return 128 + error.sigval
+
+
+def get_submit_parser() -> PlainParser:
+    return get_parser("submit")
+
+
+def get_render_parser() -> PlainParser:
+    return get_parser("render")
+
+
+def get_parser(command: str) -> PlainParser:
+    """For `--help` and docs/cli.md: it reads no command line."""
+    parser = PlainParser(f"holdfast {command}", _DESCRIPTIONS[command], _EPILOG, _USAGES[command])
+    rows = [(_ON, ""), (_DETACH, "")] if command == "submit" else []
+    rows += [(row, f"{kind.name}: ") for kind in engines.kinds() if kind.can(command) for row in kind.options]
+    for row, whose in rows:
+        option = _own_option(row)
+        note = f" (default: {option.default_text})" if option.default_text else ""
+        kwargs: dict[str, Any] = {} if option.is_flag else {"metavar": row.invocation.split()[-1]}
+        action = "store_true" if option.is_flag else "store"
+        parser.add_argument(*option.flags, action=action, help=f"{whose}{row.help}{note}".replace("%", "%%"), **kwargs)
+    return parser
+
+
+def _no_engine() -> UserError:
+    known = ", ".join(kind.name for kind in engines.kinds() if kind.can("submit"))
+    return UserError(f"--on ENGINE is needed, before the script; the engines are: {known or 'none'}")
+
+
+def _engine_named(argv: Sequence[str]) -> str:
+    """What follows the first `--on`. If that belongs to the script, `read` will find no other."""
+    for index, token in enumerate(argv):
+        if token.startswith("--on="):
+            return token.removeprefix("--on=")
+        if token == "--on" and index + 1 < len(argv):
+            return argv[index + 1]
+    return ""
+
+
+def read(engine: Engine, tokens: Sequence[str], common: Sequence[EngineOption] = ()) -> tuple[JobSpec, dict[str, Any]]:
+    """The job, and the values of the engine's options."""
+    rows = [_own_option(row) for row in (*common, *engine.options)]
+    args, typed = command_line.parse(tokens, rows)
+    console.set_up(quiet=args.quiet, verbose=args.verbose)
+    texts: list[tuple[Option, str | None]] = [
+        (option, None if option.is_flag else os.environ[option.variable or ""])
+        for option in args.from_environment
+        if not option.is_flag or getattr(args, option.dest)
+    ]
+    texts += [(option, text) for option, text in typed if option not in rows]
+    _check(engine, args, [option for option, _ in texts])
+    job = JobSpec(
+        options=tuple(_spelled(option, text) for option, text in texts if option.dest not in _FIELDS),
+        program=(args.training_script, *args.training_script_args),
+        run_id=args.rdzv_id if args.rdzv_id not in ("", "none") else fresh_id(),
+        min_nodes=parse_min_max_nnodes(args.nnodes)[0],
+        max_nodes=parse_min_max_nnodes(args.nnodes)[1],
+        nproc_per_node=args.nproc_per_node if any(each.dest == "nproc_per_node" for each, _ in texts) else "",
+        directory=os.getcwd(),
+        python=sys.executable,
+    )
+    return job, {row.dest: getattr(args, row.dest) for row in rows}
+
+
+def _check(engine: Engine, args: Any, given: Sequence[Option]) -> None:
+    """What an agent would refuse is refused here, before the job waits in a queue."""
+    for option in given:
+        if option.dest in engine.decides:
+            raise UserError(f"{option.flags[-1]}: {engine.name} decides that itself; leave the option out")
+    check_values(args)
+    check_combination(args)
+
+
+def _spelled(option: Option, text: str | None) -> str:
+    return option.flags[-1] if text is None else f"{option.flags[-1]}={text}"

@@ -1,0 +1,111 @@
+"""The contract of an engine, which starts agents on many nodes, and the table that finds one by its name.
+
+`holdfast submit --on NAME` and `holdfast render NAME` read the command line of `holdfast run`, make a `JobSpec` of it
+and hand it to the engine. An engine is one subclass of `Engine` that implements `submit`, `render` or both. Those that
+are built in are imported when they are asked for. A plug-in adds another by an entry point in the group
+`holdfast.engines`: the engine's name, and its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, ClassVar
+
+from holdfast.errors import UserError
+from holdfast.frozen import frozen
+from holdfast.hosts.job import JobSpec
+
+GROUP = "holdfast.engines"
+
+# Name -> module and class.
+_BUILT_IN: dict[str, str] = {}
+
+# Options of `holdfast run` that say where this node meets the others: each node's own, or the engine's to decide.
+_PLACES = ("standalone", "node_rank", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port", "local_addr")
+
+
+@frozen
+class EngineOption:
+    """An option of an engine's own. An invocation that ends with the flag takes no value: it is on or off. `parse`
+    raises ValueError with a text that says what is wrong."""
+
+    invocation: str
+    help: str
+    parse: Callable[[str], Any] = str
+    default: Any = None
+    choices: tuple[str, ...] = ()
+
+
+class Engine:
+    """`settings` has the values of `options` by their names (`--time-limit` is `time_limit`), and for `submit` also
+    `detach`. Errors are `UserError` (wrong input) or `HostError` (the engine does not play along), with one line.
+
+    `decides` are the options of `holdfast run` that the engine settles itself, so that a user must not give them.
+    """
+
+    name: ClassVar[str]
+    options: ClassVar[tuple[EngineOption, ...]] = ()
+    decides: ClassVar[tuple[str, ...]] = _PLACES
+
+    def submit(self, job: JobSpec, settings: Mapping[str, Any]) -> int:
+        """Start the job and return its exit code. With `detach`, return 0 once the engine has accepted it."""
+        raise NotImplementedError
+
+    def render(self, job: JobSpec, settings: Mapping[str, Any]) -> str:
+        """The text (a batch script, a manifest) that starts the job when it is given to the engine."""
+        raise NotImplementedError
+
+    @classmethod
+    def can(cls, what: str) -> bool:
+        """Whether it implements `submit` or `render`."""
+        return getattr(cls, what) is not getattr(Engine, what)
+
+
+def names() -> list[str]:
+    return sorted({*_BUILT_IN, *_plug_ins()})
+
+
+def find(name: str, what: str) -> Engine:
+    """The engine of that name, which can do `what`: "submit" or "render"."""
+    kind = _kind(name)
+    if not kind.can(what):
+        other = {"submit": "render", "render": "submit"}[what]
+        hint = {"submit": f"`holdfast submit --on {name}`", "render": f"`holdfast render {name}`"}[other]
+        raise UserError(f"engine {name!r} does not {what} jobs; use {hint}, or for {what}: {_those_that_can(what)}")
+    return kind()
+
+
+def kinds() -> list[type[Engine]]:
+    """All engines that can be loaded, in the order of their names."""
+    found = []
+    for name in names():
+        try:
+            found.append(_kind(name))
+        except UserError:
+            continue  # A broken plug-in is an error for those who ask for it.
+    return found
+
+
+def _kind(name: str) -> type[Engine]:
+    place = _BUILT_IN.get(name) or _plug_ins().get(name)
+    if place is None:
+        raise UserError(f"there is no engine {name!r}; there are: {', '.join(names()) or 'none'}")
+    module, _, attribute = place.partition(":")
+    try:
+        kind = getattr(import_module(module), attribute)
+    except Exception as error:
+        raise UserError(f"engine {name!r} ({place}) cannot be loaded: {type(error).__name__}: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Engine)):
+        raise UserError(f"engine {name!r} ({place}) is not a subclass of holdfast.hosts.engines.Engine")
+    return kind
+
+
+def _plug_ins() -> dict[str, str]:
+    from importlib.metadata import entry_points
+
+    return {point.name: point.value for point in entry_points(group=GROUP)}
+
+
+def _those_that_can(what: str) -> str:
+    return ", ".join(kind.name for kind in kinds() if kind.can(what)) or "no engine is installed"

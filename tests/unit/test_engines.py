@@ -1,0 +1,185 @@
+"""`holdfast submit` and `holdfast render`, by engines that a plug-in brings: what becomes of a command line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import command_line, submit
+from holdfast.hosts import engines
+from holdfast.hosts.job import JobSpec
+
+PLUG_IN = """
+from holdfast.errors import HostError, UserError
+from holdfast.hosts.engines import Engine, EngineOption
+
+jobs = []
+
+def colour(text):
+    if text not in ("red", "blue"):
+        raise ValueError(f"{text!r} is no colour")
+    return text
+
+class Both(Engine):
+    name = "both"
+    options = (EngineOption("--queue NAME", "where it waits", default="main"), EngineOption("--dry", "try it only"),
+               EngineOption("--colour NAME", "its colour", parse=colour))
+
+    def submit(self, job, settings):
+        jobs.append((job, settings))
+        if settings["queue"] == "broken":
+            raise HostError("the queue is broken")
+        return 7
+
+    def render(self, job, settings):
+        return f"{settings['queue']}: {job.nnodes}\\n"
+
+class Paper(Engine):
+    name = "paper"
+    decides = ()
+
+    def render(self, job, settings):
+        return "paper\\n"
+
+not_an_engine = 3
+"""
+
+ENTRY_POINTS = """
+[holdfast.engines]
+both = plugged_engines:Both
+paper = plugged_engines:Paper
+odd = plugged_engines:not_an_engine
+gone = plugged_engines_that_are_gone:Both
+"""
+
+
+@pytest.fixture(autouse=True)
+def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plugged_engines.py").write_text(PLUG_IN)
+    metadata = tmp_path / "plugged-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "plugged_engines", raising=False)
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+
+
+def submitted(*tokens: str, code: int = 7) -> tuple[JobSpec, dict[str, object]]:
+    assert submit.submit(["--on", "both", *tokens]) == code
+    return sys.modules["plugged_engines"].jobs.pop()  # type: ignore[no-any-return]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], act: Callable[[list[str]], int], *tokens: str, code: int = 2) -> str:
+    assert act(list(tokens)) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err.splitlines()[-1]
+
+
+def test_a_job_has_the_options_as_typed_and_in_full() -> None:
+    job, settings = submitted(
+        "--nproc", "4", "--nnodes=2:4", "--max-rest", "3", "-t", "3", "-m", "--rdzv_id", "job7", "train", "--lr", "0.1"
+    )
+    assert job.options == ("--max-restarts=3", "--tee=3", "--module")
+    assert (job.min_nodes, job.max_nodes, job.nproc_per_node, job.run_id) == (2, 4, "4", "job7")
+    assert job.program == ("train", "--lr", "0.1")
+    assert (job.directory, job.python) == (os.getcwd(), sys.executable)
+    assert settings == {"detach": False, "queue": "main", "dry": False, "colour": None}
+    read = command_line.read(job.agent_command()[4:])
+    assert (read.max_restarts, read.tee, read.module, read.training_script) == (3, "3", True, "train")
+
+
+def test_a_run_id_is_made_if_none_is_given() -> None:
+    first, second = submitted("train.py")[0], submitted("train.py")[0]
+    assert first.run_id != second.run_id
+    assert len(first.run_id) == 32
+    assert first.nproc_per_node == ""
+
+
+def test_the_environment_becomes_part_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_MAX_RESTARTS", "0")
+    monkeypatch.setenv("PET_NNODES", "3")
+    monkeypatch.setenv("PET_MODULE", "no")
+    monkeypatch.setenv("PET_CLEAN_SHM", "yes")
+    job, _ = submitted("--lease", "9s", "train")
+    assert (job.nnodes, sorted(job.options)) == ("3", ["--clean-shm", "--lease=9s", "--max-restarts=0"])
+
+
+def test_engine_options_mix_with_those_of_run() -> None:
+    assert submit.submit(["--nnodes", "2", "--queue", "night", "--on=both", "--detach", "--dry", "x.py", "--dry"]) == 7
+    job, settings = sys.modules["plugged_engines"].jobs.pop()
+    assert (settings["queue"], settings["detach"], settings["dry"]) == ("night", True, True)
+    assert job.program == ("x.py", "--dry")
+
+
+def test_render_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit.render(["both", "--queue", "night", "--nnodes", "2", "x.py"]) == 0
+    assert capsys.readouterr().out == "night: 2\n"
+
+
+@pytest.mark.parametrize("option", ["--standalone", "--node-rank=1", "--rdzv-endpoint=a:1", "--rdzv-backend=tcp"])
+def test_options_that_the_engine_decides(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    line = refusal(capsys, submit.submit, "--on", "both", option, "x.py")
+    flag = option.partition("=")[0]
+    assert line == f"holdfast submit: error: {flag}: both decides that itself; leave the option out"
+    assert submit.render(["paper", option, "x.py"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (("--on", "nothing", "x.py"), "there is no engine 'nothing'; there are: both, gone, odd, paper"),
+        (
+            ("--on", "paper", "x.py"),
+            "engine 'paper' does not submit jobs; use `holdfast render paper`, or for submit: ",
+        ),
+        (("--on", "odd", "x.py"), "engine 'odd' (plugged_engines:not_an_engine) is not a subclass of "),
+        (("--on", "gone", "x.py"), "engine 'gone' (plugged_engines_that_are_gone:Both) cannot be loaded: Module"),
+        (("x.py", "--on", "both"), "--on ENGINE is needed, before the script; the engines are: "),
+        (("--nnodes", "2", "x.py"), "--on ENGINE is needed, before the script; the engines are: "),
+        ((), "--on ENGINE is needed, before the script; the engines are: "),
+        (("--on", "both"), "a script to run is required"),
+        (("--on", "both", "--queu", "x", "x.py"), "unknown option --queu; did you mean --queue?"),
+        (("--on", "both", "--colour", "green", "x.py"), "--colour: 'green' is no colour"),
+        (("--on", "both", "--nnodes", "0", "x.py"), "--nnodes '0': at least one node is needed"),
+        (("--on", "both", "--max-restarts", "-1", "x.py"), "--max-restarts -1 is negative"),
+    ],
+)
+def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], tokens: tuple[str, ...], words: str) -> None:
+    known = engines.names()
+    assert known == sorted(known)
+    words = words.replace("there are: both, gone, odd, paper", f"there are: {', '.join(known)}")
+    assert refusal(capsys, submit.submit, *tokens).startswith(f"holdfast submit: error: {words}")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ((), "the engine comes first: holdfast render ENGINE "),
+        (("--nnodes", "2", "both", "x.py"), "the engine comes first: holdfast render ENGINE "),
+        (("both",), "a script to run is required"),
+        (("both", "--detach", "x.py"), "unknown option --detach"),
+    ],
+)
+def test_wrong_input_to_render(capsys: pytest.CaptureFixture[str], tokens: tuple[str, ...], words: str) -> None:
+    assert refusal(capsys, submit.render, *tokens).startswith(f"holdfast render: error: {words}")
+
+
+def test_an_engine_in_trouble_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, submit.submit, "--on", "both", "--queue", "broken", "x.py", code=1)
+    assert line == "holdfast submit: error: the queue is broken"
+
+
+@pytest.mark.parametrize("tokens", [("--help",), ("--on", "both", "-h")])
+def test_help_names_the_options_of_the_engines(capsys: pytest.CaptureFixture[str], tokens: tuple[str, ...]) -> None:
+    assert submit.submit(tokens) == 0
+    out = capsys.readouterr().out
+    assert "usage: holdfast submit --on ENGINE" in out
+    assert "both: where it waits (default: main)" in out
+    assert "--detach" in out
