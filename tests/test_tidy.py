@@ -41,10 +41,17 @@ PURE = {
     "agent/lifecycle.py": {"holdfast.errors", "holdfast.frozen", "holdfast.rendezvous.membership.model"},
     **{
         f"rendezvous/membership/{name}.py": {"holdfast.errors", "holdfast.frozen", "holdfast.rendezvous.membership"}
-        for name in ("model", "run", "nodes", "formation", "restart_policy", "node", "node_lease")
+        for name in ("model", "nodes", "formation", "restart_policy", "node", "node_lease")
     },
     "rendezvous/membership/protocol.py": {"msgspec", "holdfast.frozen", "holdfast.rendezvous.membership"},
+    "rendezvous/membership/round.py": {"holdfast.rendezvous.membership", "holdfast.telemetry.history"},
+    "rendezvous/membership/run.py": {
+        "holdfast.errors",
+        "holdfast.rendezvous.membership",
+        "holdfast.telemetry.history",
+    },
     "rendezvous/membership/status.py": {"holdfast.rendezvous.membership", "holdfast.telemetry.status"},
+    "telemetry/history.py": {"holdfast.frozen"},
     "rendezvous/membership/keys.py": {"hashlib", "hmac"},
     "rendezvous/membership/frames.py": {"struct", "msgspec", "holdfast.rendezvous.membership"},
     "rendezvous/etcd/election.py": {"holdfast.frozen", "holdfast.rendezvous.membership"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -105,6 +106,35 @@ def test_status_shows_every_node_and_worker(scene: Scene, way: str) -> None:
     assert sentence == "All 4 workers are running."
     for life in lives:
         assert f" {life.pid} " in text
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+@on_tcp
+def test_status_tells_what_happened_before(scene: Scene) -> None:
+    """The coordinator for the run, each agent for its node. What the workers did is the same, the clocks are not."""
+    start_two(scene)
+    scene.order("raise it broke", rank=2, round=1)
+    lives = scene.await_world(4, after=1)
+    picture = await_running(scene)
+    for told in (picture["run"], *picture["agents"]):
+        history = told["history"]
+        first, second = history["rounds"]
+        assert (first["round"], first["nodes"], first["workers"], first["end"]) == (1, 2, 4, "failed"), told
+        assert "RuntimeError: it broke" in first["cause"]
+        assert (second["round"], second["end"], second["lost_s"]) == (2, None, 0.0)
+        assert history["restarts"] == {"failure": 1, "hang": 0, "node lost": 0, "membership changed": 0}
+        assert 0 < history["lost_s"] < history["wall_s"]
+        assert history["productive_s"] + history["lost_s"] <= history["wall_s"] + 0.01
+        assert set(history["phase_s"]) <= {"joining", "starting", "running", "stopping", "forming"}
+        assert history["is_whole"]
+    [victim] = [life for life in scene.lives(round=1) if life.rank == 2]
+    failed = next(each for each in picture["agents"] if victim.pid in [gone["pid"] for gone in each["failed"]])
+    others = [each["history"]["detection_s"] for each in picture["agents"] if each is not failed]
+    assert (failed["history"]["detection_s"] >= 0, others) == (True, [None])
+    shown = ask(scene, "status", scene.run_id)
+    assert re.search(r"^2 rounds, 1 restart after a failure; \d.* lost, goodput \d+ %$", shown, re.M)
+    assert len(lives) == 4
     scene.order("exit 0")
     assert scene.ended() == {"a": 0, "b": 0}
 

@@ -65,7 +65,7 @@ class Spawner:
         context.start()
         context.wait(4 * support.DEADLINE_S)  # Some import torch several times.
         context.close(timeout=5)
-        codes = [code for _, (code, _) in sorted(context.ends().items())]
+        codes = [code for _, (code, *_) in sorted(context.ends().items())]
         outs, errs = ([Path(paths[rank]).read_text() for rank in paths] for paths in (context.stdouts, context.stderrs))
         for rank, path in context.error_files.items():  # Each group has its own, and tells its workers.
             outs[rank] = outs[rank].replace(path, "error.json")

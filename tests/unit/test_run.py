@@ -158,7 +158,8 @@ def sealed(round: int, names: str, used: int = 0, term: int = 1) -> list[Any]:
 
 
 def stop(names: str, reason: str, round: int = 1, is_failure: bool = False) -> list[Any]:
-    return [Tell(keys(names), Stop(round, reason, is_failure))]
+    is_loss = "is lost" in reason or "lost its place" in reason or "did not come back" in reason
+    return [Tell(keys(names), Stop(round, reason, is_failure, is_loss=is_loss))]
 
 
 def broke(name: str, names: str = "a b", round: int = 1) -> list[Any]:

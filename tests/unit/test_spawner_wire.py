@@ -44,7 +44,7 @@ def file_of(fd: int) -> tuple[int, int]:
     [
         ("kill",),
         ("refused", 3, 2),
-        ("exited", 0, -11, 7),
+        ("exited", 0, -11, 7, 1234.5),
         ("swept", [(12, "D"), (13, "Z")]),
         ("start", 0, ("exec", [b"a", b"\xff"], []), {b"X": b"\xfe"}, ("stdin",)),
         ("prepare", {}, None, ()),

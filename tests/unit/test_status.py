@@ -12,10 +12,12 @@ from holdfast.agent.lifecycle import Lifecycle, RunRequested
 from holdfast.agent.model import Worker
 from holdfast.frozen import changed
 from holdfast.rendezvous.membership.model import Place, Sealed
+from holdfast.telemetry.history import History
 from holdfast.telemetry.status import AgentStatus, WorkerStatus
 
 WORKER = WorkerStatus(0, 4, 17, "running", 1000.0, 90.0, stdout="/logs/0/stdout.log")
-STATUS = AgentStatus("job7", "trainer", "vm-a", 16, 999.0, 89.0, "running", 2, 1, 3, 1, 2, (WORKER,))
+PAST = History(50.0)
+STATUS = AgentStatus("job7", "trainer", "vm-a", 16, 999.0, 89.0, "running", 2, 1, 3, 1, 2, (WORKER,), history=PAST)
 
 
 def test_nothing_of_it_can_be_changed() -> None:
@@ -62,6 +64,7 @@ def test_the_json_form() -> None:
         "story": [],
         "node_id": "",
         "failed": [],
+        "history": PAST.to_dict(100.0),
     }
 
 
@@ -102,9 +105,10 @@ def worker(rank: int, id_: Any = None) -> Worker:
 
 
 @pytest.mark.parametrize(
-    ("end", "state"), [((0, False), "succeeded"), ((3, False), "failed"), ((-15, True), "stopped")]
+    ("end", "state"),
+    [((0, False, 9.0), "succeeded"), ((3, False, 9.0), "failed"), ((-15, True, None), "stopped")],
 )
-def test_the_life_of_a_worker(end: tuple[int, bool], state: str) -> None:
+def test_the_life_of_a_worker(end: tuple[int, bool, float | None], state: str) -> None:
     waiting = publisher._worker_status(None, worker(4), {}, None)
     assert waiting == WorkerStatus(0, 4)
     running = publisher._worker_status(waiting, worker(4, 17), {}, None)

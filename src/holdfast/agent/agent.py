@@ -257,7 +257,7 @@ class SimpleElasticAgent(ElasticAgent):
             if event is None:
                 continue
             commands = self._machine.step(event, time.monotonic())
-            self._publisher.publish()
+            self._publisher.step(event)
             self._journal.step(event, commands)
             results = [result for command in commands for result in self._execute(command, run)]
             # Its results go before what was pushed meanwhile: a round that is stopped is not stopped twice.
@@ -282,9 +282,9 @@ class SimpleElasticAgent(ElasticAgent):
                 return self._look_at_stop(group)
             case lifecycle.ReportFailure(round):
                 run.advance = self._advance()
-                failure = causes.failure_of(self._result, round)
-                self._failed_round = round
+                self._failed_round, failure = round, causes.failure_of(self._result, round)
                 run.report_failure(round, failure)
+                self._publisher.failed(failure)
                 cause = causes.cause_of(self._result)
                 if run.verdict is None:
                     logger.warning("%s", cause)

@@ -438,10 +438,13 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _advance(self) -> Advance | None:
         calls = self._progress.calls() if self._progress is not None else {}
         steps = [step for _, step in calls.values() if step is not None]
-        has_matched = self._output_watch is not None and self._output_watch.matched_at() is not None
-        return (
-            Advance(max(steps, default=None), has_matched or len(steps) < len(calls)) if calls or has_matched else None
-        )
+        matched_at = self._output_watch.matched_at() if self._output_watch is not None else None
+        progress_at = max([at for at, _ in calls.values()] + ([] if matched_at is None else [matched_at]), default=None)
+        if progress_at is None:
+            return None
+        has_stopped = self._machine.phase is lifecycle.Phase.JOINING
+        idle_s = max(0.0, (self._stop_began if has_stopped else time.monotonic()) - progress_at)
+        return Advance(max(steps, default=None), matched_at is not None or len(steps) < len(calls), idle_s)
 
     def _forget_progress(self) -> None:
         self._output_watch = None

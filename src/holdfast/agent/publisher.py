@@ -13,11 +13,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from holdfast.agent import control
+from holdfast.agent import control, lifecycle
 from holdfast.agent.lifecycle import Phase
 from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT, Worker
 from holdfast.errors import HostError, UserError
 from holdfast.frozen import changed
+from holdfast.rendezvous.membership.model import Ended, PlaceLost, Sealed, Stop
+from holdfast.rendezvous.membership.restart_policy import HANG, Failure
+from holdfast.telemetry import history
+from holdfast.telemetry.history import History
 from holdfast.telemetry.status import AgentStatus, WorkerStatus
 
 if TYPE_CHECKING:
@@ -46,7 +50,8 @@ class Publisher:
         run_id = str(spec.rdzv_handler.get_run_id()) if spec.rdzv_handler is not None else ""
         node_id = getattr(spec.rdzv_handler, "node_id", "")
         now = time.time(), time.monotonic()
-        self.status = AgentStatus(run_id, spec.role, os.uname().nodename, os.getpid(), *now, node_id=node_id)
+        who = (run_id, spec.role, os.uname().nodename, os.getpid())
+        self.status = AgentStatus(*who, *now, node_id=node_id, history=History(now[1]))
         commands = {**self._readable, "stop": self._request_stop, "query": self._query}
         with self._health_served(), control.served(run_id, commands, slow=("query", "stacks")):
             yield
@@ -54,6 +59,52 @@ class Publisher:
     def answer(self, request: bytes) -> bytes:
         """What others ask this node through the coordinator: they only read."""
         return control.answer_to(request, self._readable)
+
+    def step(self, event: lifecycle.Event) -> None:
+        """The machine has taken an event."""
+        steps, now = self._agent._machine.steps(), time.monotonic()
+        if steps and steps[-1][2] is event:  # Else it dropped it.
+            self._tell(self._history_after(event, now))
+        self.publish()
+
+    def failed(self, failure: Failure) -> None:
+        """What the workers of this node have failed of; the machine has taken the fact before."""
+        end = history.HUNG if failure.exception == HANG else history.FAILED
+        self._tell(self.status.history.amend(end, failure.text))
+
+    def _tell(self, told: History) -> None:
+        self.status = changed(self.status, history=told)
+
+    def _history_after(self, event: lifecycle.Event, now: float) -> History:
+        agent, machine, told = self._agent, self._agent._machine, self.status.history
+        outcome = agent._run_outcome
+        if machine.end is not None:
+            return told.finish(machine.end.lower(), outcome.reason if outcome is not None else "", now)
+        told = told.enter(machine.phase.lower(), now)
+        match event:
+            case Sealed():
+                group = agent._worker_group
+                workers = group.workers[0].world_size if group.workers else 0
+                return told.begin_round(machine.round, group.group_world_size or 1, workers, now)
+            case lifecycle.WorkersStarted() if machine.phase is Phase.RUNNING:
+                return told.run(now)
+            case lifecycle.WorkersFailed():
+                return told.stop(history.FAILED, "", now, self._idle_s(), self._detection_s(now))
+            case Stop(_, reason):
+                return told.stop(_end_of(event), reason, now, self._idle_s())
+            case PlaceLost(_, reason):
+                return told.stop(history.NODE_LOST, reason, now, self._idle_s())
+            case Ended(ending):
+                return told.stop(ending.end.lower(), ending.reason, now)
+        return told
+
+    def _idle_s(self) -> float | None:
+        advance = self._agent._advance()
+        return advance.idle_s if advance is not None else None
+
+    def _detection_s(self, now: float) -> float | None:
+        ends = self._agent._context.ends().values() if self._agent._context is not None else ()
+        return max((now - at for code, was_stopped, at in ends if code and not was_stopped and at), default=None)
 
     def publish(self) -> None:
         agent, before = self._agent, self.status
@@ -67,6 +118,10 @@ class Publisher:
             for each in workers
             if each.state == "failed" and known.get(each.local_rank) is not each
         ]
+        told = before.history
+        if is_leaving:  # Which is no step of the machine.
+            now = time.monotonic()
+            told = told.enter(Phase.STOPPING.lower(), now).stop(history.MEMBERSHIP_CHANGED, "this node leaves", now)
         self.status = changed(
             before,
             phase=(Phase.STOPPING if is_leaving else machine.phase).lower(),
@@ -78,6 +133,7 @@ class Publisher:
             workers=workers,
             failed=(*before.failed, *failed)[-_FAILED_KEPT:] if failed else before.failed,
             story=machine.steps(),
+            history=told,
         )
 
     @property
@@ -136,8 +192,17 @@ class Publisher:
         return health.served(agent._health_check_server)
 
 
+def _end_of(stop: Stop) -> str:
+    if stop.is_failure:
+        return history.HUNG if stop.is_hang else history.FAILED
+    return history.NODE_LOST if stop.is_loss else history.MEMBERSHIP_CHANGED
+
+
 def _worker_status(
-    old: WorkerStatus | None, worker: Worker, ends: Mapping[int, tuple[int, bool]], context: PContext | None
+    old: WorkerStatus | None,
+    worker: Worker,
+    ends: Mapping[int, tuple[int, bool, float | None]],
+    context: PContext | None,
 ) -> WorkerStatus:
     """The record of a worker that has not changed stays."""
     rank, global_rank, has_started = worker.local_rank, worker.global_rank, worker.id is not None
@@ -151,5 +216,5 @@ def _worker_status(
         old = WorkerStatus(rank, global_rank, pid, "running", *now, None, stdout, stderr, error_file)
     if not has_started or rank not in ends or old.exit_code is not None:
         return old
-    code, was_stopped = ends[rank]
+    code, was_stopped, _ = ends[rank]
     return changed(old, state="stopped" if was_stopped else "failed" if code else "succeeded", exit_code=code)

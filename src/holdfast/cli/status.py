@@ -157,6 +157,8 @@ def lines_of(picture: Mapping[str, Any]) -> Iterator[str]:
     status, agents, silent = picture["run"], picture["agents"], picture["silent"]
     yield _heading(picture)
     yield escape.one_line(picture["sentence"])
+    if past := history_line(status if status is not None else (agents[0] if agents else {})):
+        yield past
     if picture["problem"]:
         yield escape.one_line(f"Only this host's agents are shown: {picture['problem']}.")
     yield ""
@@ -171,6 +173,36 @@ def lines_of(picture: Mapping[str, Any]) -> Iterator[str]:
         for each in dicts_of(status, "refused"):
             ago = age_text(number_of(each, "ago_s"))
             yield escape.cut(escape.one_line(f"refused {ago} ago: {text_of(each, 'who')}: {text_of(each, 'reason')}"))
+
+
+_RESTARTS = {
+    "failure": ("after a failure", "after failures"),
+    "hang": ("after a hang", "after hangs"),
+    "node lost": ("after a node was lost", "after nodes were lost"),
+    "membership changed": ("for a change of membership", "for changes of membership"),
+}
+
+
+def history_line(record: Mapping[str, Any]) -> str:
+    """What has happened so far, from the status of a run or an agent; empty if that is nothing of interest."""
+    history = record.get("history")
+    if not isinstance(history, dict):
+        return ""
+    rounds, lost_s = number_of(history, "round_count") or 0, number_of(history, "lost_s") or 0
+    if rounds < 2 and not lost_s:
+        return ""
+    restarts = history.get("restarts")
+    counts = [(number_of(restarts, each) or 0 if isinstance(restarts, dict) else 0, each) for each in _RESTARTS]
+    parts = [f"{rounds:g} round{'' if rounds == 1 else 's'}"]
+    for count, cause in counts:
+        if count:
+            noun = "" if len(parts) > 1 else " restart" if count == 1 else " restarts"
+            parts.append(f"{count:g}{noun} {_RESTARTS[cause][count > 1]}")
+    lost = f"{lost_s:.1f} s" if lost_s < 60 else age_text(lost_s)
+    line = f"{', '.join(parts)}; {lost} lost, goodput {100 * (number_of(history, 'goodput') or 0):.0f} %"
+    if history.get("is_whole") is False:
+        line += f" (of the last {age_text(number_of(history, 'wall_s'))}, earlier rounds are not known)"
+    return line
 
 
 def _heading(picture: Mapping[str, Any]) -> str:

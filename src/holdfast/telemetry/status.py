@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.frozen import fields_of, frozen
+from holdfast.telemetry.history import History
 
 _STEPS_SHOWN = 8
 _TEXT_LIMIT = 200
@@ -52,7 +53,7 @@ class WorkerStatus:
 class AgentStatus:
     """One agent. `node` and `nodes` are its rank and how many nodes its round has. `story` are the last steps of its
     machine: when (monotonic), in which phase, the event and the commands. `node_id` is its name in the run, if it has
-    one. `failed` are the last workers that failed, of this round and earlier ones."""
+    one. `failed` are the last workers that failed, of this round and earlier ones. `history` is that of this node."""
 
     run_id: str = ""
     role: str = ""
@@ -70,6 +71,7 @@ class AgentStatus:
     story: tuple[tuple[float, str, object, tuple[object, ...]], ...] = ()
     node_id: str = ""
     failed: tuple[WorkerStatus, ...] = ()
+    history: History = History()
 
     def to_dict(
         self,
@@ -95,6 +97,7 @@ class AgentStatus:
             }
             for at, phase, event, commands in self.story[-_STEPS_SHOWN:]
         ]
+        shown["history"] = self.history.to_dict(now)
         return shown
 
 
@@ -128,7 +131,8 @@ class Refusal:
 class RunStatus:
     """One run. `nodes` are those of one page: members in rank order, then the nodes without a place; `next_page` is the
     number of the first node of the next page, if there is one. `waiting_for` is a sentence, `waiting_on` are the ids of
-    the nodes that it speaks of, as far as they are known. `members` counts the places of the present round."""
+    the nodes that it speaks of, as far as they are known. `members` counts the places of the present round. `history`
+    (`History.to_dict`) is on the first page only."""
 
     run_id: str
     phase: str
@@ -148,6 +152,7 @@ class RunStatus:
     story: tuple[tuple[float, str], ...]
     end: str | None
     end_reason: str | None
+    history: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

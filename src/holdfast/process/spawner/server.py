@@ -16,7 +16,7 @@ and reports:
 
     started(id, pid)                                     with a pidfd
     refused(id, number of the error)                     the program could not be started
-    exited(id, exit code, order)                         `order` counts the workers in the order in which it reaped them
+    exited(id, exit code, order, when)                   `order` counts the workers in the order in which it reaped them
     swept([(pid, state letter)...])                      every tree was killed, but for these processes
     warm(pid, seconds, whether it was warm before)       the template is ready
     stale(reason)                                        the template was given up; it is replaced if it is waited for
@@ -408,7 +408,7 @@ class Spawner:
         self._unburied.append(worker)
         if worker.id != TEMPLATE_ID:
             self._reaped += 1
-            self._channel.send(("exited", worker.id, exitcode, self._reaped))
+            self._channel.send(("exited", worker.id, exitcode, self._reaped, time.monotonic()))
         elif self._template is not None and self._template.pid == worker.pid:
             self._hear_template()  # Its last words.
             self._lose_template(self._template.words_of_end(exitcode))

@@ -265,10 +265,10 @@ class PContext(abc.ABC):
         working = {rank for rank, slot in self._slots.items() if slot.is_running and not slot.has_returned()}
         return {rank: pid for rank, pid in self.pids().items() if rank in working}
 
-    def ends(self) -> dict[int, tuple[int, bool]]:
-        """Local rank -> exit code, and whether holdfast stopped it, of those that have ended as far as was heard."""
-        slots = self._slots.items()
-        return {rank: (slot.exitcode, slot.stop is not None) for rank, slot in slots if slot.exitcode is not None}
+    def ends(self) -> dict[int, tuple[int, bool, float | None]]:
+        """Local rank -> exit code, whether holdfast stopped it, and when it ended; of those of which that was heard."""
+        ended = [(rank, slot) for rank, slot in self._slots.items() if slot.exitcode is not None]
+        return {rank: (slot.exitcode or 0, slot.stop is not None, slot.ended_at) for rank, slot in ended}
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """The result once every process succeeded or any failed; None while they run.
@@ -298,8 +298,8 @@ class PContext(abc.ABC):
                         self._slots[rank].send(self._ladder.signal)
                 case ("refused", rank, number):
                     self._slots[rank].refusal = number
-                case ("exited", rank, exitcode, order):
-                    self._slots[rank].end(exitcode, order, self._ladder)
+                case ("exited", rank, exitcode, order, at):
+                    self._slots[rank].end(exitcode, order, self._ladder, at)
                 case ("swept", survivors):
                     self._is_swept = True
                     self.survivors = tuple(survivors)

@@ -124,6 +124,7 @@ class Slot:
     pidfd: int | None = None
     exitcode: int | None = None
     order: int | None = None
+    ended_at: float | None = None  # As the spawner saw it; monotonic.
     refusal: int | None = None  # The number of the error for which it could not be started.
     stop: Ladder | None = None  # Set if it ended while the group was being stopped.
     # Why it counts as failed, whatever its exit code says: a note; or for how long the group had shown no progress, and
@@ -145,8 +146,8 @@ class Slot:
     def blame(self, **known: Any) -> None:
         self.blamed = changed(self.blamed, **known)
 
-    def end(self, exitcode: int, order: int | None, stop: Ladder | None) -> None:
-        self.exitcode, self.order, self.stop = exitcode, order, stop
+    def end(self, exitcode: int, order: int | None, stop: Ladder | None, at: float | None = None) -> None:
+        self.exitcode, self.order, self.ended_at, self.stop = exitcode, order, at, stop
 
     def send(self, number: signal.Signals) -> None:
         """Signal it. One that is gone, or that has changed its user, must not keep others from their signal; what

@@ -221,6 +221,13 @@ class Place:
         except IndexError:
             raise ValueError("a world with members of unknown shape") from None
 
+    def worker_count(self) -> int:
+        """Of all members; 0 if that is not known."""
+        try:
+            return sum(size for _, size in self.shape_of_each())
+        except ValueError:
+            return 0
+
 
 class World:
     """One agreed membership: the members by rank, and `template`, the place of any of them. A world that a restarted
@@ -326,12 +333,13 @@ class StandBy:
 @frozen
 class Stop:
     """Stop the workers of this round and join again. `is_failure`: because workers failed, not because of a change of
-    membership. `is_hang`: the run hangs; look where the workers are before."""
+    membership. `is_hang`: the run hangs; look where the workers are before. `is_loss`: because a node was lost."""
 
     round: wire.Count
     reason: wire.Text
     is_failure: bool = False
     is_hang: bool = False
+    is_loss: bool = False
 
 
 @frozen

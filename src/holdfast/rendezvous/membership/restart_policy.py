@@ -52,10 +52,12 @@ class Failure:
 @frozen
 class Advance:
     """How far the workers of a node came in a round. `step` is the highest that they gave `holdfast.progress()`;
-    `has_moved`: they called it without a step, or a line matched the pattern for progress."""
+    `has_moved`: they called it without a step, or a line matched the pattern for progress. `idle_s`: how long before
+    the stop of the round they made progress last."""
 
     step: wire.AnyInt | None = None
     has_moved: bool = False
+    idle_s: wire.Seconds | None = None
 
 
 @frozen

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
+from holdfast.rendezvous.membership import restart_policy
+from holdfast.rendezvous.membership.formation import named
 from holdfast.rendezvous.membership.model import (
     MAX_OTHER_FAILURES,
     Memory,
@@ -12,11 +15,14 @@ from holdfast.rendezvous.membership.model import (
     Outcome,
     Place,
     Settings,
+    StandBy,
+    Stop,
     World,
     with_end,
 )
 from holdfast.rendezvous.membership.protocol import HIGHEST_CLAIM, Join, Return
-from holdfast.rendezvous.membership.restart_policy import Budget, Failure
+from holdfast.rendezvous.membership.restart_policy import HANG, Advance, Budget, Failure
+from holdfast.telemetry import history
 
 STOP_MARGIN_S = 15.0  # What a node may need to stop beyond its grace: stacks, the sweep, a busy machine.
 MAX_OTHER_EVIDENCE = 1 << 16
@@ -28,16 +34,20 @@ _MEMBERS_WRITTEN_DOWN_BYTES = 1 << 19  # So that the memory fits into a value of
 class Round:
     """One life of a world. `owing` are the members whose workers may be alive, `unfinished` those whose workers have
     not succeeded. `failures` are in the order in which they were reported, one for each node; `departed` are members
-    that went away, and how. Until `returns_until` unknown members of an adopted world may come back; by `stop_by` all
-    must be back from a stop."""
+    that went away, and how; `has_lost_node`: at least one without a word. Until `returns_until` unknown members of an
+    adopted world may come back; by `stop_by` all must be back from a stop. `idle_s`: how long before the stop the last
+    progress was, as far as nodes say."""
 
     def __init__(self, world: World, returns_until: float | None = None) -> None:
         self.world = world
         self.owing, self.unfinished = set(world.keys), set(world.keys)
         self.failures: dict[str, Failure] = {}
         self.departed: dict[str, str] = {}
+        self.has_lost_node = False
+        self.idle_s: float | None = None
         self.returns_until = returns_until
-        self.is_stopped_for_failure = False
+        self.is_stopped_for_failure = self.is_stopped_for_hang = False
+        self.stop_reason = ""
         self.stopped_at = 0.0
         self.stop_by: float | None = None
 
@@ -81,13 +91,49 @@ class Round:
             others.append(failure if left_chars >= 0 else replace(failure, evidence=""))
         return tuple(others)
 
-    def stop(self, is_failure: bool, grace_s: float, now: float) -> None:
-        self.is_stopped_for_failure = is_failure
+    def stop(self, reason: str, is_failure: bool, is_hang: bool, grace_s: float, now: float) -> None:
+        self.stop_reason, self.is_stopped_for_failure, self.is_stopped_for_hang = reason, is_failure, is_hang
         self.stopped_at, self.stop_by = now, now + grace_s + STOP_MARGIN_S
+
+    def stopped_meanwhile(self) -> Stop:
+        """For a member that may have missed it."""
+        why = "the round was stopped meanwhile"
+        return Stop(self.world.round, why, self.is_stopped_for_failure, is_loss=self.has_lost_node)
+
+    def note(self, advance: Advance | None) -> None:
+        """The round made progress as long as one of its nodes did."""
+        if advance is not None and advance.idle_s is not None:
+            self.idle_s = advance.idle_s if self.idle_s is None else min(self.idle_s, advance.idle_s)
+
+    def end(self) -> tuple[str, str]:
+        """What has ended it and why, for the history, as far as is known now."""
+        if self.departed:
+            gone = restart_policy.named([*self.departed.values()])
+            return history.NODE_LOST if self.has_lost_node else history.MEMBERSHIP_CHANGED, gone
+        if self.failures:
+            cause = restart_policy.root_cause([*self.failures.values()])
+            return history.HUNG if cause.exception == HANG else history.FAILED, cause.text
+        if self.is_stopped_for_failure:  # By a coordinator before this one.
+            return history.HUNG if self.is_stopped_for_hang else history.FAILED, self.stop_reason
+        return history.MEMBERSHIP_CHANGED, self.stop_reason
+
+    def stand_by(self) -> StandBy:
+        """For nodes without a place."""
+        size = "1 node" if self.world.size == 1 else f"{self.world.size} nodes"
+        return StandBy(self.world.round, f"round {self.world.round} runs with {size}, this node stands by")
+
+    def give_up_stuck(self, stuck: Sequence[NodeFacts], now: float) -> tuple[str, str]:
+        """These members have not come back from the stop in time. Returns what to tell the others, and each of them."""
+        in_time = f"within {now - self.stopped_at:.0f} s"
+        for facts in stuck:
+            self.departed.setdefault(facts.key, f"{facts.node_id} did not stop its workers {in_time}")
+        workers = "its workers" if len(stuck) == 1 else "their workers"
+        names = named([facts.node_id for facts in stuck])
+        return f"{names} did not stop {workers} {in_time}: treated as lost", f"it did not stop its workers {in_time}"
 
     def give_up_unknown(self) -> str:
         """The members of an adopted round that have not come back are lost. Returns what to say of it."""
-        self.returns_until = None
+        self.returns_until, self.has_lost_node = None, True
         which = "1 node" if self.world.missing == 1 else f"{self.world.missing} nodes"
         reason = f"{which} of round {self.world.round} did not come back after the coordinator was replaced"
         self.departed.setdefault("", reason)

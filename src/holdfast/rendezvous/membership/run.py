@@ -42,11 +42,12 @@ from typing import assert_never
 
 from holdfast.errors import InternalError
 from holdfast.rendezvous.membership import model, protocol, restart_policy
-from holdfast.rendezvous.membership.formation import Formation, arrange, named, too_few
+from holdfast.rendezvous.membership.formation import Formation, arrange, too_few
 from holdfast.rendezvous.membership.model import End, Memory, NodeFacts, Notice, Outcome, Phase, Place, Stage, World
 from holdfast.rendezvous.membership.nodes import Node, NodeTable, Refusals, rejection_of
 from holdfast.rendezvous.membership.protocol import Command, Event, Expel, From, Join, Remember, Return, Tell
 from holdfast.rendezvous.membership.round import Past, Round
+from holdfast.telemetry.history import History
 
 _STORY_LENGTH = 40
 _SILENT_HEARTBEATS = 2.5  # A node that sent none for so long is not sealed into a world.
@@ -68,6 +69,7 @@ class Membership:
         self._budget = restart_policy.Budget(now, used, ages_s, past.best_step, past.fruitless)
         self._past = Past(memory, now)
         self._now = now
+        self.history = History(now, is_whole=memory is None).enter(self.phase.lower(), now)
         self.nodes = self._nodes = NodeTable()
         self._round: Round | None = None  # That runs or is being stopped.
         self._formation = Formation(now)
@@ -205,6 +207,7 @@ class Membership:
             commands += self._failed(facts.key, last.round, join.failure)
         if self._owes(facts.key):
             self._budget.note(join.advance)
+            self._present.note(join.advance)
             commands += self._stopped_before(join)
             self._present.owing.discard(facts.key)
         self._past.awaited.discard(facts.node_id)
@@ -216,9 +219,11 @@ class Membership:
         place, or the coordinator before this one told it to stop."""
         name = join.facts.node_id
         if join.has_lost_place:
+            self._present.has_lost_node = True
             return self._stop(f"{name} has lost its place", departed=join.facts)
         if join.stop is not None and not join.stop.is_failure:
             self._present.departed.setdefault("", join.stop.reason)  # What failed since then is put down to that.
+            self._present.has_lost_node |= join.stop.is_loss
         if self.phase is not Phase.RUNNING:
             return []
         if join.stop is None:
@@ -270,11 +275,7 @@ class Membership:
 
     def _stop_again(self, key: str) -> list[Command]:
         """It may have missed that the round is being stopped."""
-        if self.phase is not Phase.STOPPING:
-            return []
-        round = self._present
-        stop = model.Stop(round.world.round, "the round was stopped meanwhile", round.is_stopped_for_failure)
-        return [Tell((key,), stop)]
+        return [Tell((key,), self._present.stopped_meanwhile())] if self.phase is Phase.STOPPING else []
 
     def _was_silent(self, key: str, now: float) -> bool:
         node = self._nodes.get(key)
@@ -360,17 +361,14 @@ class Membership:
         returns because it has not heard of this is expelled again."""
         present = self._present
         present.stop_by = now + self._agreed.lease_s
-        in_time = f"within {now - present.stopped_at:.0f} s"
         stuck = [node for key in sorted(present.owing) if (node := self._nodes[key]).is_open]
         for node in stuck:
-            present.departed.setdefault(node.key, f"{node.facts.node_id} did not stop its workers {in_time}")
             self._nodes.drop(node, now + self._agreed.lease_s)
         if not stuck:
             return []
-        names, others = [node.facts.node_id for node in stuck], self._nodes.open_keys()
-        workers = "its workers" if len(stuck) == 1 else "their workers"
-        told = Notice(f"{named(names)} did not stop {workers} {in_time}: treated as lost")
-        return [Tell(others, told), *(Expel(node.key, f"it did not stop its workers {in_time}") for node in stuck)]
+        to_others, to_each = present.give_up_stuck([node.facts for node in stuck], now)
+        told = Tell(self._nodes.open_keys(), Notice(to_others))
+        return [told, *(Expel(node.key, to_each) for node in stuck)]
 
     def _lease_ends(self, node: Node) -> float:
         return node.heard_at + self._agreed.lease_s
@@ -384,6 +382,7 @@ class Membership:
         if not self._owes(key):
             return []
         self._present.owing.discard(key)
+        self._present.has_lost_node |= how != "left"
         return self._stop(f"{node.facts.node_id} {how}", departed=node.facts)
 
     # Rounds.
@@ -393,11 +392,14 @@ class Membership:
         self._round, self.round = round, round.world.round
         self._past.begin(round.world, is_ours=is_ours)
         self._formation.reset()
+        size = (round.world.size, round.world.template.worker_count())
+        self.history = self.history.begin_round(self.round, *size, self._now, is_new=is_ours).run(self._now)
 
     def _enter(self, phase: Phase) -> None:
         if (self.phase, phase) not in _ALLOWED:
             raise InternalError(f"a run cannot go from {self.phase} to {phase}; before:\n{self.story()}")
         self.phase = phase
+        self.history = self.history.enter(phase.lower(), self._now)
 
     def _stop(
         self, reason: str, departed: NodeFacts | None = None, *, is_failure: bool = False, is_hang: bool = False
@@ -410,9 +412,11 @@ class Membership:
             return []
         self._enter(Phase.STOPPING)
         members = [self._nodes[key] for key in round.world.keys if key in self._nodes]
-        round.stop(is_failure, max((node.facts.grace_s for node in members), default=0.0), self._now)
+        grace_s = max((node.facts.grace_s for node in members), default=0.0)
+        round.stop(reason, is_failure, is_hang, grace_s, self._now)
+        self.history = self.history.stop(*round.end(), self._now)
         keys = tuple(node.key for node in members if departed is None or node.key != departed.key)
-        return [Tell(keys, model.Stop(round.world.round, reason, is_failure, is_hang))]
+        return [Tell(keys, model.Stop(round.world.round, reason, is_failure, is_hang, round.has_lost_node))]
 
     def _maybe_admit(self, now: float) -> list[Command]:
         """Let waiting nodes in below max: newcomers, and those that were silent when the round was sealed."""
@@ -424,10 +428,7 @@ class Membership:
 
     def _stand_by(self, keys: tuple[str, ...]) -> list[Command]:
         """Also so that nodes without a place know of the round, should the coordinator lose its memory."""
-        world = self._present.world
-        size = "1 node" if world.size == 1 else f"{world.size} nodes"
-        text = f"round {world.round} runs with {size}, this node stands by"
-        return [Tell(keys, model.StandBy(world.round, text))] if keys else []
+        return [Tell(keys, self._present.stand_by())] if keys else []
 
     def _advance(self, now: float) -> list[Command]:
         """What is due now that the event has been taken in."""
@@ -447,6 +448,7 @@ class Membership:
     def _judge(self, now: float) -> list[Command]:
         """All members of the stopped round are accounted for: what was it, and does the run go on?"""
         round = self._present
+        self.history = self.history.amend(*round.end(), round.idle_s)
         self._past.end(tuple(key for key in round.world.keys if key in self._nodes), round.world.ranks)
         commands: list[Command] = []
         if round.failures and round.departed:
@@ -510,6 +512,7 @@ class Membership:
     # The end.
 
     def _end(self, outcome: Outcome) -> list[Command]:
+        self.history = self.history.finish(outcome.end.lower(), outcome.reason, self._now)
         self._enter(Phase.ENDED)
         self.outcome, keys = outcome, self._nodes.open_keys()
         size = self.world.size if self.world is not None else len(self._past.ranks)
@@ -539,6 +542,7 @@ class Membership:
         assert (self.phase is Phase.ENDED) == (self.outcome is not None)
         assert round is None or round.returns_until is None or round.world.missing > 0
         self._nodes.check()
+        self.history.check(self._now)
         if self.phase is not Phase.ENDED:
             assert round is None or all(key in round.world.ranks and key in self._nodes for key in round.owing)
         if self.settings and self.world:

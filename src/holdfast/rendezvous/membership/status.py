@@ -59,6 +59,7 @@ def run_status(
         story=tuple(_story(run, now)),
         end=outcome.end.lower() if outcome else None,
         end_reason=_clipped(outcome.reason) if outcome else None,
+        history=run.history.to_dict(now) if first == 0 else {},
     )
 
 
