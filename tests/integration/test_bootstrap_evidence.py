@@ -480,7 +480,7 @@ def test_function_in_a_fresh_interpreter_ends_as_usual(tmp_path: Path) -> None:
 
 FORKED = """
     import atexit, multiprocessing, os, signal, sys, threading, time
-    from holdfast.process.spawner import bootstrap
+    from holdfast.process.spawner import bootstrap, server
     from multiprocessing import Process
 
     def work():
@@ -503,7 +503,7 @@ FORKED = """
     function = globals()[sys.argv[1]]
     pid = os.fork()
     if pid == 0:
-        bootstrap.finish_forked(bootstrap.run_function(lambda: (function, ()), box))
+        server.finish_forked(bootstrap.run_function(lambda: (function, ()), box))
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     from holdfast.process.workers.worker import read_blackbox
     found = read_blackbox(os.pread(box, 1 << 20, 0))
@@ -517,7 +517,7 @@ FORKED = """
 FORKED_BY_A_POOL = """
     import os, sys
     from concurrent.futures import ThreadPoolExecutor
-    from holdfast.process.spawner import bootstrap
+    from holdfast.process.spawner import bootstrap, server
 
     def work():
         pool = ThreadPoolExecutor(1)
@@ -527,7 +527,7 @@ FORKED_BY_A_POOL = """
     def fork():
         pid = os.fork()
         if pid == 0:
-            bootstrap.finish_forked(bootstrap.run_function(lambda: (work, ()), os.memfd_create("box")))
+            server.finish_forked(bootstrap.run_function(lambda: (work, ()), os.memfd_create("box")))
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     with ThreadPoolExecutor(2) as pool:

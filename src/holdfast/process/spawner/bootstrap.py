@@ -11,6 +11,10 @@ second time under another name, resets `__main__`, and has the program run there
 recorded on its way out and then left to the interpreter, which prints it, sets the exit status, and dies of an
 interrupt as usual. Two things remain different: one more frame below the program's first, and faulthandler is on.
 
+The script is compiled without `compile`, which first makes all types of the syntax tree: several times the cost of all
+else here. The compiler behind `exec` needs none, so `exec` starts the script, and a profile function takes its code
+before the first instruction (`quickly_compiled`).
+
 The black box is a file in memory that the starting process holds too, so it outlives the worker. faulthandler writes
 the stacks into it as text, on a fatal signal and on the one that the agent sends to ask for them. The rest is records:
 
@@ -19,18 +23,16 @@ the stacks into it as text, on a fatal signal and on the one that the agent send
 
 import os
 import sys
+from _functools import partial  # type: ignore[import-not-found]  # It saves a frame, and the import of functools.
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from functools import partial
     from types import TracebackType
-    from typing import Any, NoReturn
+    from typing import Any
 
-    Program = Callable[[], object]
+    Program = Any  # To be called without arguments.
     Call = tuple[Callable[..., Any], tuple[Any, ...]]
-else:
-    from _functools import partial  # It saves a frame on the stack, and the import of functools.
 
 MAGIC, VALUE, ERROR = b"\0HF1", b"V", b"E"
 MESSAGE_LIMIT, CALLSTACK_LIMIT = 64 << 10, 256 << 10
@@ -316,8 +318,7 @@ def prepare_script(script: str, rest: "list[str]", evidence: Evidence) -> "Progr
         return partial(exec, code, evidence.main_names)
     except (SyntaxError, ValueError) as error:
         if sys.version_info >= (3, 10) and is_oddly_encoded(content) and os.path.isfile(path):
-            # Run it without the bootstrap: `compile` handles encodings differently from the interpreter.
-            evidence.record(error)
+            evidence.record(error)  # Without the bootstrap: `compile` and the interpreter differ about encodings.
             try:
                 os.execv(sys.executable, sys.orig_argv)
             except OSError:
@@ -326,44 +327,33 @@ def prepare_script(script: str, rest: "list[str]", evidence: Evidence) -> "Progr
 
 
 def quickly_compiled(content: bytes, path: str) -> "Any":
-    """What `compile` returns, or None for a script that it should see: one with errors, warnings or an encoding.
-
-    `compile` first makes all types of the syntax tree, which takes several times as long as everything else here. The
-    compiler behind `exec` needs none. So `exec` starts the script, and a profile function takes its code before the
-    first instruction. An empty script is tried first: an interpreter that does not call the function is left alone.
-    """
-    if sys.getprofile() is not None or is_oddly_encoded(content):
-        return None
-    import _imp
-    import _warnings
-
-    class Taken(BaseException):
-        pass
+    """What `compile` returns, or None for a script that it should see: one with errors, warnings or an encoding. An
+    empty script is tried first, so an interpreter that does not call the profile function runs nothing."""
+    _imp, _warnings = sys.modules["_imp"], sys.modules["_warnings"]
 
     def take(frame: "Any", event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_filename == "<string>":  # Else the compiler calls something to warn.
-            raise Taken(frame.f_code)
+            raise GeneratorExit(frame.f_code)
 
-    def code_of(source: bytes) -> "Any":
-        sys.setprofile(take)
-        try:
-            exec(source, {})
-        except Taken as taken:
-            return taken.args[0]
-        finally:
-            sys.setprofile(None)
-
-    filters, strict = sys.modules.get("warnings", _warnings).filters, ("error", None, Warning, None, 0)
+    if sys.getprofile() is not None or is_oddly_encoded(content):
+        return None
+    code, strict, filters = None, ("error", None, Warning, None, 0), sys.modules.get("warnings", _warnings).filters
     filters.insert(0, strict)
-    _warnings._filters_mutated()  # type: ignore[attr-defined]  # `warnings` calls it.
+    _warnings._filters_mutated()  # As `warnings` does.
     try:
-        code = code_of(b"") and code_of(content)
-        _imp._fix_co_filename(code, path)  # type: ignore[attr-defined]  # The import system calls it.
+        for source in (b"", content):
+            try:
+                sys.setprofile(take)
+                return exec(source, {})
+            except GeneratorExit as taken:
+                code = taken.args[0]
+        _imp._fix_co_filename(code, path)  # As the import system does.
     except Exception:
         return None
     finally:
+        sys.setprofile(None)
         filters.remove(strict)
-        _warnings._filters_mutated()  # type: ignore[attr-defined]
+        _warnings._filters_mutated()
     return code
 
 
@@ -524,34 +514,6 @@ def report(exc: BaseException) -> int:
     except BaseException:
         sys.__excepthook__(type(exc), exc, exc.__traceback__)
     return 130 if isinstance(exc, KeyboardInterrupt) else 1
-
-
-def finish_forked(code: int) -> "NoReturn":
-    """End a forked worker like multiprocessing does: exit handlers that it inherited belong to the parent."""
-    try:
-        if "threading" in sys.modules:
-            # A worker that was forked from a thread of a pool still counts as one of the pool's threads. Python joins
-            # those at the end, and a thread cannot join itself.
-            pool = sys.modules.get("concurrent.futures.thread")
-            getattr(pool, "_threads_queues", {}).pop(library("threading").current_thread(), None)
-            library("threading")._shutdown()
-        if "multiprocessing.util" in sys.modules:
-            # Wait for this process's own children, not for those that the parent had before the fork.
-            process = library("multiprocessing.process")
-            process._children = {each for each in process._children if each._parent_pid == os.getpid()}
-            library("multiprocessing.util")._exit_function()
-    except BaseException as exc:
-        report(exc)
-    flush_streams()
-    os._exit(code)
-
-
-def flush_streams() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BaseException:
-            pass
 
 
 OWN_FILE = print_error.__code__.co_filename

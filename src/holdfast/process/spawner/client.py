@@ -95,11 +95,11 @@ class SpawnerLink:
     @classmethod
     def fork(cls, calls: Mapping[int, Call]) -> SpawnerLink:
         """A spawner that is a fork of this process and holds the functions that its workers will call."""
-        from holdfast.process.spawner import bootstrap, server
+        from holdfast.process.spawner import server
 
         with starting:
             _ensure_standard_descriptors()
-            bootstrap.flush_streams()  # What is buffered here would be written once more by every forked process.
+            server.flush_streams()  # What is buffered here would be written once more by every forked process.
             ours, theirs = channel_pair()
             token = os.urandom(8).hex()
             handlers = {number: signal.getsignal(number) for number in server.DEAF_TO}

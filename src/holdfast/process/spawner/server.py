@@ -381,7 +381,7 @@ class Spawner:
             os.close(fd)
         peers = bootstrap.Peers(*(fds.get(name, -1) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")))
         call = self._calls[id_]
-        bootstrap.finish_forked(bootstrap.run_function(lambda: call, fds["HOLDFAST_BLACKBOX"], peers))
+        finish_forked(bootstrap.run_function(lambda: call, fds["HOLDFAST_BLACKBOX"], peers))
 
     # Ends.
 
@@ -481,6 +481,36 @@ def _pidfd(pid: int) -> tuple[int, ...]:
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
     """A handler must exist for the wake-up descriptor to be written."""
+
+
+def finish_forked(code: int) -> NoReturn:
+    """End a forked worker like multiprocessing does: exit handlers that it inherited belong to the parent."""
+    from holdfast.process.spawner import bootstrap
+
+    try:
+        if "threading" in sys.modules:
+            # A worker that was forked from a thread of a pool still counts as one of the pool's threads. Python joins
+            # those at the end, and a thread cannot join itself.
+            pool = sys.modules.get("concurrent.futures.thread")
+            getattr(pool, "_threads_queues", {}).pop(sys.modules["threading"].current_thread(), None)
+            sys.modules["threading"]._shutdown()
+        if "multiprocessing.util" in sys.modules:
+            # Wait for this process's own children, not for those that the parent had before the fork.
+            process: Any = sys.modules["multiprocessing.process"]
+            process._children = {each for each in process._children if each._parent_pid == os.getpid()}
+            sys.modules["multiprocessing.util"]._exit_function()
+    except BaseException as exc:
+        bootstrap.report(exc)
+    flush_streams()
+    os._exit(code)
+
+
+def flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BaseException:
+            pass
 
 
 def serve_forked(sock: _socket.socket, token: str, calls: dict[int, Call], handlers: dict[Any, Any]) -> NoReturn:
