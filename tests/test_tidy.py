@@ -57,6 +57,11 @@ PURE = {
     "agent/environment.py": {"holdfast.agent.model", "holdfast.errors"},
     "failures/report.py": {"holdfast.escape", "holdfast.frozen"},
     "failures/run_report.py": {"holdfast.escape", "holdfast.failures.report", "holdfast.frozen"},
+    "cli/checks/findings.py": {
+        "holdfast.failures.report",
+        "holdfast.frozen",
+        "holdfast.rendezvous.client.reachability",
+    },
     "hangs/policy.py": {"holdfast.errors", "holdfast.frozen"},
     "hangs/compare.py": {"holdfast.failures.report", "holdfast.frozen"},
     "process/output/lines.py": set(),

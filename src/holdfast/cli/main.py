@@ -22,6 +22,7 @@ COMMANDS = {
     "logs": ("holdfast.cli.logs:main", "show or follow the log files of a run's workers"),
     "stop": ("holdfast.cli.stop:main", "end a run on all its nodes"),
     "stacks": ("holdfast.cli.stacks:main", "show where the workers of a run are right now"),
+    "doctor": ("holdfast.cli.doctor:main", "check this host and the way to a coordinator"),
 }
 
 _USAGE = f"usage: {PROGRAM} COMMAND [options]"

@@ -146,7 +146,7 @@ class RemoteRun(RunView):
         from holdfast.rendezvous.client import visitor
 
         self.name = args.run
-        self.visitor = visitor.Visitor(visitor.find(args.rdzv_backend, args.rdzv_endpoint, args.run, _config(args)))
+        self.visitor = visitor.Visitor(visitor.find(args.rdzv_backend, args.rdzv_endpoint, args.run, config_of(args)))
 
     def run_page(self, first: int) -> dict[str, Any]:
         answer = self.visitor.ask({"command": "status", "first": first})
@@ -158,7 +158,7 @@ class RemoteRun(RunView):
         return self.visitor.ask(request, node_id, _ASK_LIMIT_S)
 
 
-def _config(args: argparse.Namespace) -> dict[str, Any]:
+def config_of(args: argparse.Namespace) -> dict[str, Any]:
     from holdfast.cli.options import check_brackets
     from holdfast.rendezvous.endpoints import parse_rendezvous_config
 
