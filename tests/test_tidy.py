@@ -64,6 +64,7 @@ PURE = {
     },
     "hangs/policy.py": {"holdfast.errors", "holdfast.frozen"},
     "hangs/compare.py": {"holdfast.failures.report", "holdfast.frozen"},
+    "telemetry/redaction.py": set(),
     "process/output/lines.py": set(),
     "process/output/folding.py": {"bisect", "operator"},
     "process/output/terminal.py": {"holdfast.failures.report", "holdfast.process.output.folding"},
