@@ -132,6 +132,12 @@ def command_line(pid: int) -> str:
     return _read_text(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
 
 
+def environment_of(pid: int) -> dict[str, str]:
+    """What it was started with; empty if it may not be asked."""
+    entries = _read_text(f"/proc/{pid}/environ").split("\0")
+    return {name: value for name, _, value in (entry.partition("=") for entry in entries) if name}
+
+
 def catches(pid: int, number: int) -> bool:
     """Whether the process has a handler for that signal."""
     lines = dict(line.split(":", 1) for line in _read_text(f"/proc/{pid}/status").splitlines())

@@ -226,6 +226,8 @@ def test_a_standalone_run_is_stopped_and_listed(tmp_path: Path) -> None:
         [agent] = [each for each in json.loads(ask(scene, "ps", "--json")) if each["pid"] == node.pid]
         row = next(line.split() for line in ask(scene, "ps").splitlines() if f" {node.pid} " in line)
         assert row[:2] == [agent["run_id"], str(node.pid)]
+        said = ask(scene, "logs", str(node.pid), "--rank", "7", code=2)
+        assert f"--rank 7: run {scene.run_id} has ranks 0, 1\n" in said
         picture = status_of(scene, str(node.pid))
         assert (picture["run"], picture["problem"]) == (None, "this run has no coordinator that could be asked")
         said = json.loads(ask(scene, "stop", str(node.pid), "--json"))
@@ -333,6 +335,17 @@ def test_logs_follow_through_a_restart_to_the_end_of_the_run(scene: Scene) -> No
     # Of an earlier attempt, and only lines that match.
     said = ask(scene, "logs", scene.run_id, "--rank", "0", "--attempt", "0", "--stream", "stdout", "--grep", "ends")
     assert said == "rank 0 attempt 0 ends without a line's end\n"
+    said = ask(scene, "logs", scene.run_id, "--json", "--grep", "begins|complains")
+    told = [json.loads(line) for line in said.splitlines()]
+    assert told == [
+        {"rank": rank, "stream": stream, "attempt": 1, "line": line}
+        for rank in (0, 1)
+        for stream, line in (
+            ("stdout", f"rank {rank} attempt 1 begins"),
+            ("stderr", f"rank {rank} \x1b[2J complains"),
+        )
+    ]
+    assert "\x1b" not in said
     (scene.home / "go1").touch()
     assert follower.wait() == 0, follower.err
     for rank in "01":
@@ -359,10 +372,42 @@ def test_logs_of_another_host_come_over_the_wire(scene: Scene, token: str) -> No
     (scene.home / "go0").touch()
     follower.await_text("rank 1 attempt 1 begins\n")
     assert "is another file now; shown from its beginning" in follower.err
-    assert "no such rank" in ask(scene, "logs", *where, "--rank", "7", code=2)
+    assert f"--rank 7: run {scene.run_id} has ranks 0, 1\n" in ask(scene, "logs", *where, "--rank", "7", code=2)
     (scene.home / "go1").touch()
     assert follower.wait() == 0, follower.err
     assert scene.ended() == {"a": 0, "b": 0}
+
+
+@on_tcp
+def test_a_reader_that_has_gone_ends_what_would_go_on(scene: Scene) -> None:
+    start_talkers(scene)
+    await_ranks(scene, (scene.run_id,))
+    for args in (("logs", "-f", "--json"), ("top", "--json")):
+        command = [sys.executable, "-m", "holdfast", *args, scene.run_id]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=scene._environment("command")) as process:
+            assert process.stdout is not None
+            json.loads(process.stdout.readline())
+            process.stdout.close()
+            assert process.wait(60) == 0
+    (scene.home / "go0").touch()
+    (scene.home / "go1").touch()
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+@on_tcp
+def test_top_prints_a_picture_a_second_for_programs(scene: Scene) -> None:
+    start_two(scene)
+    await_running(scene)
+    command = [sys.executable, "-m", "holdfast", "top", "--json", scene.run_id]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=scene._environment("command"), text=True) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            picture = json.loads(process.stdout.readline())
+            assert sorted(w["global_rank"] for agent in picture["agents"] for w in agent["workers"]) == [0, 1, 2, 3]
+        scene.order("exit 0")
+        assert scene.ended() == {"a": 0, "b": 0}
+        assert {json.loads(line)["run_id"] for line in process.stdout} <= {scene.run_id}
+        assert process.wait(60) == 0
 
 
 def await_ranks(scene: Scene, where: tuple[str, ...]) -> None:

@@ -262,6 +262,19 @@ def directories() -> list[str]:
     return found + [f"{directory}/holdfast-agents-{os.geteuid()}" for directory in temporary]
 
 
+def objection_to(directory: str) -> str:
+    """Why no socket can be made in that directory, which may not exist; or nothing."""
+    try:
+        if _is_private(directory):
+            return "" if os.access(directory, os.W_OK | os.X_OK) else "it cannot be written to"
+        return "it does not belong to this user alone"
+    except FileNotFoundError:
+        above = os.path.dirname(directory)
+        return "" if os.access(above, os.W_OK | os.X_OK) else f"it cannot be made in {above}"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def _is_own(path: str) -> bool:
     with contextlib.suppress(OSError):
         return os.lstat(path).st_uid == os.geteuid()

@@ -1,22 +1,29 @@
-"""What others may read of a node: the log files of its workers and where the workers are. Only on request.
+"""What others may read of a node: the log files of its workers, where the workers are, its own configuration and the
+end of its events file. Only on request.
 
 A request names a worker by its global rank and a log by stream and attempt. It never names a path: an agent reads the
-files that it gave its workers, and no others.
+files that it gave its workers, and its events file, and no others. Secrets stay here (`telemetry.redaction`).
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+import holdfast
+from holdfast.agent.model import WorkerSpec
 from holdfast.errors import HostError, UserError
+from holdfast.telemetry.redaction import Redactor, secrets_in
 from holdfast.telemetry.status import AgentStatus, WorkerStatus
 
 CHUNK_BYTES = 1 << 16  # In JSON it may become six times as much, which still fits into an answer.
 NO_LOG = "its output goes to the console, not to a file; start the run with --tee 3 --log-dir DIR to keep both"
 _STACKS_LIMIT_CHARS = 200_000
+_TEXT_LIMIT_CHARS = 4000
+_LIST_LIMIT = 1000
 _ATTEMPT = re.compile(r"/attempt_(\d+)(/[^/]*/[^/]*)$")
 
 
@@ -50,7 +57,7 @@ def attempt_of(path: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def read_piece(path: str, offset: int) -> dict[str, Any]:
+def read_piece(path: str, offset: int, what: str = "log file") -> dict[str, Any]:
     """`text` from that byte on, up to `CHUNK_BYTES` and to the end of a line if there is one; `offset` is where the
     next piece begins, `size` the present size. A negative offset counts from the end. `file` tells a file from another
     one that has taken its name. Raises HostError if it cannot be read."""
@@ -63,9 +70,9 @@ def read_piece(path: str, offset: int) -> dict[str, Any]:
             file.seek(min(offset, found.st_size))
             data = file.read(CHUNK_BYTES)
     except FileNotFoundError:
-        raise HostError(f"there is no log file {path}") from None
+        raise HostError(f"there is no {what} {path}") from None
     except OSError as error:
-        raise HostError(f"the log file {path} cannot be read: {error.strerror}") from None
+        raise HostError(f"the {what} {path} cannot be read: {error.strerror}") from None
     if len(data) == CHUNK_BYTES and b"\n" in data:
         data = data[: data.rindex(b"\n") + 1]
     begin = min(offset, found.st_size)
@@ -93,6 +100,64 @@ def take_stacks(status: AgentStatus, request: Mapping[str, Any]) -> dict[str, An
     if rank is not None:
         text += "\n\n" + compare.full_text(picture)
     return {"text": text[:_STACKS_LIMIT_CHARS]}
+
+
+def read_events(path: str) -> dict[str, Any]:
+    """The end of the events file: `path`, and what `read_piece` returns."""
+    if not path:
+        raise HostError("this agent writes no events file; start the run with --events-file FILE")
+    return {"path": path, **read_piece(path, -CHUNK_BYTES, "events file")}
+
+
+def describe_config(spec: WorkerSpec, logs: str) -> dict[str, Any]:
+    """How this agent was started. `logs` is the directory of its workers' log files, if there is one."""
+    redactor = Redactor(secrets_in(os.environ))
+    handler, system = spec.rdzv_handler, os.uname()
+    settings = getattr(handler, "settings_shown", None)
+    rendezvous = {"backend": handler.get_backend(), "run_id": handler.get_run_id()} if handler is not None else {}
+    shown = {name: getattr(spec, name) for name in spec.__match_args__ if name not in ("rdzv_handler", "fn", "args")}
+    try:
+        directory = os.getcwd()
+    except OSError:
+        directory = ""
+    return {
+        "command_line": redactor.arguments([each[:_TEXT_LIMIT_CHARS] for each in sys.orig_argv[:_LIST_LIMIT]]),
+        "directory": directory,
+        "versions": {
+            "holdfast": holdfast.__version__,
+            "python": sys.version,
+            "system": f"{system.sysname} {system.release} {system.machine}",
+        },
+        "environment": redactor.environment({name: value[:_TEXT_LIMIT_CHARS] for name, value in os.environ.items()}),
+        "workers": redactor.record({**_plain(shown), "args": _arguments(spec, redactor)}),
+        "rendezvous": redactor.record(_plain({**rendezvous, **(settings() if settings is not None else {})})),
+        "logs": logs or None,
+    }
+
+
+def _arguments(spec: WorkerSpec, redactor: Redactor) -> list[str]:
+    """Those of a function may be anything: only their types are shown."""
+    if callable(spec.entrypoint):
+        return [type(each).__qualname__ for each in spec.args[:_LIST_LIMIT]]
+    return redactor.arguments([str(each)[:_TEXT_LIMIT_CHARS] for each in spec.args[:_LIST_LIMIT]])
+
+
+def _plain(value: Any) -> Any:
+    """For JSON."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in [*value.items()][:_LIST_LIMIT]}
+    if isinstance(value, str):
+        return value[:_TEXT_LIMIT_CHARS]
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    names = getattr(value, "__match_args__", ())
+    if names:
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each) for each in [*value][:_LIST_LIMIT]]
+    return repr(value)[:_TEXT_LIMIT_CHARS]
 
 
 def _worker_of(status: AgentStatus, rank: object) -> WorkerStatus:

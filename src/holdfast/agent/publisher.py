@@ -138,7 +138,13 @@ class Publisher:
 
     @property
     def _readable(self) -> dict[str, control.Command]:
-        return {"status": self._describe, "logs": self._read_log, "stacks": self._take_stacks}
+        return {
+            "status": self._describe,
+            "logs": self._read_log,
+            "stacks": self._take_stacks,
+            "config": self._describe_config,
+            "events": self._read_events,
+        }
 
     def _read_log(self, request: Mapping[str, Any]) -> dict[str, Any]:
         from holdfast.agent import inspection
@@ -149,6 +155,18 @@ class Publisher:
         from holdfast.agent import inspection
 
         return inspection.take_stacks(self.status, request)
+
+    def _describe_config(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        from holdfast.agent import inspection
+
+        context = self._agent._context
+        logs = context.logs_dir if context is not None else ""
+        return inspection.describe_config(self._agent.get_worker_group().spec, logs)
+
+    def _read_events(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        from holdfast.agent import inspection
+
+        return inspection.read_events(self._agent.get_worker_group().spec.events_file)
 
     def _request_stop(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The loop does it, when it is its turn."""

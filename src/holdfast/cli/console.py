@@ -28,6 +28,18 @@ def print_out(text: str) -> None:
     stdio.write(sys.stdout, escape.lines(text), may_drop=False)
 
 
+def is_unread() -> bool:
+    """Whether the reader of stdout, a pipe, has gone (`| head`), so that there is no use in going on."""
+    import select
+
+    try:
+        poller = select.poll()
+        poller.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poller.poll(0))
+    except (AttributeError, OSError, ValueError):  # Closed, or not a file.
+        return False
+
+
 def write_error(program: str, message: str) -> None:
     """The one line in which a command says why it did nothing."""
     colour = _RED if wants_colour() else ""

@@ -2,18 +2,20 @@
 
 Each stream of each chosen rank is a `Source`, read in pieces of at most 64 KiB. Following is reading again after a
 bounded wait, which ends at once when an agent of this host does. A file that was deleted, replaced or cut is said in
-one line, and so is a new attempt. Lines come from workers and go through `escape`.
+one line, and so is a new attempt. Lines come from workers and go through `escape`; with --json, JSON escapes them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import select
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from itertools import islice
 from typing import Any
 
 from holdfast.agent import inspection
@@ -21,6 +23,7 @@ from holdfast.cli import console, runs, status
 from holdfast.cli.parser import PlainParser
 from holdfast.cli.runs import RunView, dicts_of, number_of, text_of
 from holdfast.errors import HostError, UserError
+from holdfast.failures.report import ranks_text
 
 PROGRAM = "holdfast logs"
 
@@ -29,17 +32,19 @@ _LOOK_AGAIN_S = 0.25
 _LOOK_AGAIN_ELSEWHERE_S = 1.0  # A coordinator passes on a bounded number of questions a second.
 _ASK_AGAIN_EVERY = 4  # Looks after which a coordinator is asked whether the run has ended.
 _MOST_SOURCES = 128
+_MOST_RANKS = 1 << 12  # Of one node.
 _SHOWN_BEFORE_FOLLOWING = 10
 
 _EPILOG = """\
 Log files exist if the run was started with --tee or --redirects and a --log-dir. Without --rank the logs of all ranks
 of this host are shown, each line with its rank. Those of other hosts come through the coordinator. A line is shown
-whole, with control characters made visible.
+whole, with control characters made visible. With --json each line is an object with the fields rank, stream, attempt
+(null if the path of the log names none) and line. Remarks of this command are on stderr.
 
 exit status:
   0  the logs were shown; with -f, the run has ended
   1  there is no such run or log, or it cannot be read
-  2  wrong usage, or several runs fit
+  2  wrong usage, no such rank, or several runs fit
 
 examples:
   holdfast logs -f
@@ -58,6 +63,7 @@ def get_parser() -> PlainParser:
     parser.add_argument("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
     parser.add_argument("--tail", type=int, metavar="LINES", help="only the last lines of each log, out of its last "
                         "64 KiB; with -f the default is 10")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="for programs: one JSON object a line")
     return parser
 
 
@@ -65,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     args = get_parser().parse_args(argv)
 
     def show() -> str:
-        _show(runs.open_run(args), args, Printer(_pattern(args.grep)))
+        _show(runs.open_run(args), args, Printer(_pattern(args.grep), args.json))
         return ""
 
     return status.shown(PROGRAM, show)
@@ -79,16 +85,22 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 class Printer:
-    """Prints lines as they become whole."""
+    """Prints lines as they become whole: with the prefix of their source, or as JSON."""
 
-    def __init__(self, pattern: re.Pattern[str] | None) -> None:
-        self._pattern = pattern
+    def __init__(self, pattern: re.Pattern[str] | None, as_json: bool) -> None:
+        self._pattern, self._as_json = pattern, as_json
+        self.prefixes: dict[Source, str] = {}
 
-    def lines(self, prefix: str, lines: Sequence[str]) -> None:
+    def lines(self, source: Source, lines: Sequence[str]) -> None:
         chosen = [line for line in lines if self._pattern is None or self._pattern.search(line)]
         if chosen:
-            console.print_out("".join(f"{prefix}{line}\n" for line in chosen))
+            console.print_out("".join(f"{self._shown(source, line)}\n" for line in chosen))
             sys.stdout.flush()
+
+    def _shown(self, source: Source, line: str) -> str:
+        if not self._as_json:
+            return f"{self.prefixes[source]}{line}"
+        return json.dumps({"rank": source.rank, "stream": source.stream, "attempt": source.attempt, "line": line})
 
     def note(self, text: str) -> None:
         console.write(f"{PROGRAM}: {text}\n")
@@ -105,7 +117,11 @@ class Source:
         self._is_missing = False
         self.is_fixed = attempt is not None
 
-    def read(self, printer: Printer, prefix: str, tail: int | None = None) -> None:
+    @property
+    def attempt(self) -> int | None:
+        return self._attempt if self._attempt is not None else inspection.attempt_of(self.path)
+
+    def read(self, printer: Printer, tail: int | None = None) -> None:
         """All that is there now. With `tail`, only the last lines of it."""
         if tail is not None:
             self._offset = -inspection.CHUNK_BYTES
@@ -115,34 +131,34 @@ class Source:
                 continue
             lines = (self._rest + text_of_log(piece)).split("\n")
             self._rest = lines.pop()
-            printer.lines(prefix, lines if tail is None else lines[max(0, len(lines) - tail) :])
+            printer.lines(self, lines if tail is None else lines[max(0, len(lines) - tail) :])
             end, size = number_of(piece, "offset") or 0, number_of(piece, "size") or 0
             is_done = end >= size or end == self._offset
             self._offset, tail = int(end), None
             if is_done:
                 return
 
-    def finish(self, printer: Printer, prefix: str) -> None:
+    def finish(self, printer: Printer) -> None:
         """What was written without a line's end."""
         if self._rest:
-            printer.lines(prefix, [self._rest])
+            printer.lines(self, [self._rest])
             self._rest = ""
 
-    def follow(self, printer: Printer, prefix: str) -> None:
+    def follow(self, printer: Printer) -> None:
         """Like `read`, but a file that is gone is a line and not the end."""
         try:
-            self.read(printer, prefix)
+            self.read(printer)
             self._is_missing = False
         except HostError as error:
             if not self._is_missing:
                 self._is_missing = True
                 printer.note(f"rank {self.rank}: {error}; waiting for it or for the run to end")
 
-    def turn_to(self, path: str, printer: Printer, prefix: str) -> None:
+    def turn_to(self, path: str, printer: Printer) -> None:
         """The worker was started again, with another log."""
         with suppress(HostError):
-            self.read(printer, prefix)
-        self.finish(printer, prefix)
+            self.read(printer)
+        self.finish(printer)
         printer.note(f"rank {self.rank}: attempt {inspection.attempt_of(path)} begins, in {path}")
         self.path, self._offset, self._file = path, 0, ""
 
@@ -194,16 +210,16 @@ def _show(run: RunView, args: argparse.Namespace, printer: Printer) -> None:
     if len(sources) > _MOST_SOURCES:
         printer.note(f"only the first {_MOST_SOURCES} of {len(sources)} logs are shown; choose with --rank")
         del sources[_MOST_SOURCES:]
-    prefixes = {each: _prefix(each, sources) for each in sources}
+    printer.prefixes = {each: _prefix(each, sources) for each in sources}
     tail = args.tail if args.tail is not None else _SHOWN_BEFORE_FOLLOWING if args.follow else None
     if tail is not None and tail < 0:
         raise UserError(f"--tail {tail} is not a number of lines")
     for each in sources:
-        each.read(printer, prefixes[each], tail)
+        each.read(printer, tail)
     if args.follow:
-        _follow(run, sources, prefixes, printer)
+        _follow(run, sources, printer)
     for each in sources:
-        each.finish(printer, prefixes[each])
+        each.finish(printer)
 
 
 def _prefix(source: Source, sources: Sequence[Source]) -> str:
@@ -217,14 +233,17 @@ def _prefix(source: Source, sources: Sequence[Source]) -> str:
 
 def _sources(run: RunView, args: argparse.Namespace) -> Iterator[Source]:
     streams = [args.stream] if args.stream else _STREAMS
-    here = _workers_of(run)
+    agents = run.local_agents()
+    here = _workers_of(agents)
     for rank in sorted(here) if args.rank is None else [args.rank]:
         for stream in streams:
             if rank in here and text_of(here[rank], stream):
                 yield Source(run, rank, stream, "", text_of(here[rank], stream), args.attempt)
     if args.rank in here or (here and args.rank is None):
         return
-    for node, rank in _ranks_elsewhere(run, args.rank):
+    if here and all(number_of(agent, "nodes") == 1 for agent in agents):
+        raise _no_such_rank(args.rank, f"run {run.name}", here)
+    for node, rank in _ranks_elsewhere(run, args.rank, here):
         answer = run.ask_node(node, {"command": "status"})
         workers = {number_of(each, "global_rank"): each for each in dicts_of(answer, "workers")}
         for stream in streams:
@@ -232,34 +251,45 @@ def _sources(run: RunView, args: argparse.Namespace) -> Iterator[Source]:
                 yield Source(run, rank, stream, node, inspection.log_path(path, args.attempt), args.attempt)
 
 
-def _workers_of(run: RunView) -> dict[int, dict[str, Any]]:
-    """The workers on this host, by rank."""
-    found = {}
-    for agent in run.local_agents():
-        for worker in dicts_of(agent, "workers"):
-            rank = number_of(worker, "global_rank")
-            if rank is not None:
-                found[int(rank)] = worker
+def _workers_of(agents: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The workers on this host, by rank. Before the first round they have none."""
+    workers = [worker for agent in agents for worker in dicts_of(agent, "workers")]
+    ranked = [(number_of(worker, "global_rank"), worker) for worker in workers]
+    return {int(rank): worker for rank, worker in ranked if rank is not None and rank >= 0}
+
+
+def _ranks_elsewhere(run: RunView, wanted: int | None, here: Mapping[int, object]) -> list[tuple[str, int]]:
+    """Node id and rank, of the wanted one or of all."""
+    try:
+        nodes = dicts_of(run.run_status(), "nodes")
+    except HostError as error:
+        if wanted is None or not here:
+            raise
+        raise _no_such_rank(wanted, "this host", here, f"; other hosts cannot be asked: {error}") from None
+    spans = [(text_of(node, "node_id"), _span_of(node)) for node in nodes]
+    if wanted is None:
+        return [*islice(((node_id, rank) for node_id, span in spans for rank in span), _MOST_SOURCES)]
+    found = [(node_id, wanted) for node_id, span in spans if wanted in span]
+    if not found:
+        raise _no_such_rank(wanted, f"run {run.name}", [rank for _, span in spans for rank in span])
     return found
 
 
-def _ranks_elsewhere(run: RunView, wanted: int | None) -> list[tuple[str, int]]:
-    """Node id and rank, of the wanted one or of all."""
-    found = []
-    for node in dicts_of(run.run_status(), "nodes"):
-        first, size = number_of(node, "first_rank"), number_of(node, "local_world_size")
-        if first is not None and size is not None:
-            ranks = range(int(first), int(first + min(size, _MOST_SOURCES)))
-            found += [(text_of(node, "node_id"), rank) for rank in ranks if wanted in (None, rank)]
-    if wanted is not None and not found:
-        raise UserError(f"--rank {wanted}: the present round of the run has no such rank")
-    return found[:_MOST_SOURCES]
+def _span_of(node: Mapping[str, Any]) -> range:
+    """The global ranks of a node, as the coordinator says."""
+    first, size = number_of(node, "first_rank"), number_of(node, "local_world_size")
+    return range(0) if first is None or size is None else range(int(first), int(first + min(size, _MOST_RANKS)))
+
+
+def _no_such_rank(rank: int, whose: str, there_are: Iterable[int], note: str = "") -> UserError:
+    known = sorted(set(there_are))
+    return UserError(f"--rank {rank}: {whose} has {ranks_text(known) if known else 'no ranks at the moment'}{note}")
 
 
 # Following.
 
 
-def _follow(run: RunView, sources: list[Source], prefixes: Mapping[Source, str], printer: Printer) -> None:
+def _follow(run: RunView, sources: list[Source], printer: Printer) -> None:
     """Until the run has ended. On this host its agents are waited for; elsewhere the coordinator says so."""
     is_here = not any(each.node_id for each in sources)
     with ExitStack() as opened:
@@ -279,22 +309,22 @@ def _follow(run: RunView, sources: list[Source], prefixes: Mapping[Source, str],
                 left -= 1
             looks += 1
             is_over = left == 0 if is_here else looks % _ASK_AGAIN_EVERY == 0 and _has_ended(run)
+            if console.is_unread():
+                return
             if is_here:
-                _turn_to_new_attempts(run, sources, prefixes, printer)
+                _turn_to_new_attempts(run, sources, printer)
             for each in sources:
-                each.follow(printer, prefixes[each])
+                each.follow(printer)
 
 
-def _turn_to_new_attempts(
-    run: RunView, sources: list[Source], prefixes: Mapping[Source, str], printer: Printer
-) -> None:
+def _turn_to_new_attempts(run: RunView, sources: list[Source], printer: Printer) -> None:
     """As the agents say, or, if they have ended meanwhile, as the directories do."""
-    workers = _workers_of(run)
+    workers = _workers_of(run.local_agents())
     for each in sources:
         path = text_of(workers.get(each.rank, {}), each.stream) if workers else each.next_path()
         path = "" if each.is_fixed else path
         while path and path != each.path:
-            each.turn_to(path, printer, prefixes[each])
+            each.turn_to(path, printer)
             path = "" if workers else each.next_path()
 
 

@@ -24,6 +24,8 @@ COMMANDS = {
     "logs": ("holdfast.cli.logs:main", "show or follow the log files of a run's workers"),
     "stop": ("holdfast.cli.stop:main", "end a run on all its nodes"),
     "stacks": ("holdfast.cli.stacks:main", "show where the workers of a run are right now"),
+    "doctor": ("holdfast.cli.doctor:main", "check this host and the way to a coordinator"),
+    "bundle": ("holdfast.cli.bundle:main", "collect what is needed to look into a problem, without secrets"),
 }
 
 _USAGE = f"usage: {PROGRAM} COMMAND [options]"

@@ -56,6 +56,10 @@ class RunView:
         """What the agent of that node answers."""
         raise NotImplementedError
 
+    def ask_about(self, agent: Mapping[str, Any], request: Mapping[str, Any]) -> Any:
+        """What that agent, one of `agents`, answers."""
+        return self.ask_node(text_of(agent, "node_id"), request)
+
     def local_agents(self) -> list[dict[str, Any]]:
         """The agents of the run on this host (`AgentStatus.to_dict`), as far as they were looked for."""
         return []
@@ -118,6 +122,9 @@ class LocalRun(RunView):
                 return self.ask_agent(agent, request)
         return self._ask_any({"command": "query", "node": node_id, "request": request})
 
+    def ask_about(self, agent: Mapping[str, Any], request: Mapping[str, Any]) -> Any:
+        return self.ask_agent(agent, request) if "socket" in agent else super().ask_about(agent, request)
+
     def _ask_any(self, request: Mapping[str, Any]) -> Any:
         trouble = HostError("no agent of the run answers")
         for agent in self._agents:
@@ -146,7 +153,7 @@ class RemoteRun(RunView):
         from holdfast.rendezvous.client import visitor
 
         self.name = args.run
-        self.visitor = visitor.Visitor(visitor.find(args.rdzv_backend, args.rdzv_endpoint, args.run, _config(args)))
+        self.visitor = visitor.Visitor(visitor.find(args.rdzv_backend, args.rdzv_endpoint, args.run, config_of(args)))
 
     def run_page(self, first: int) -> dict[str, Any]:
         answer = self.visitor.ask({"command": "status", "first": first})
@@ -158,7 +165,7 @@ class RemoteRun(RunView):
         return self.visitor.ask(request, node_id, _ASK_LIMIT_S)
 
 
-def _config(args: argparse.Namespace) -> dict[str, Any]:
+def config_of(args: argparse.Namespace) -> dict[str, Any]:
     from holdfast.cli.options import check_brackets
     from holdfast.rendezvous.endpoints import parse_rendezvous_config
 
@@ -223,6 +230,11 @@ def _dicts(value: object) -> list[dict[str, Any]]:
 
 def dicts_of(record: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return _dicts(record.get(name))
+
+
+def dict_of(record: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = record.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def text_of(record: Mapping[str, Any], name: str) -> str:

@@ -155,7 +155,7 @@ def _sentence_of_agents(agents: Sequence[Mapping[str, Any]]) -> str:
 
 def lines_of(picture: Mapping[str, Any]) -> Iterator[str]:
     status, agents, silent = picture["run"], picture["agents"], picture["silent"]
-    yield _heading(picture)
+    yield heading(picture)
     yield escape.one_line(picture["sentence"])
     if past := history_line(status if status is not None else (agents[0] if agents else {})):
         yield past
@@ -205,7 +205,7 @@ def history_line(record: Mapping[str, Any]) -> str:
     return line
 
 
-def _heading(picture: Mapping[str, Any]) -> str:
+def heading(picture: Mapping[str, Any]) -> str:
     status, agents = picture["run"], picture["agents"]
     record = status if status is not None else (agents[0] if agents else {})
     used, left = number_of(record, "restarts_used") or 0, number_of(record, "restarts_left") or 0

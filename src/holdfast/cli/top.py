@@ -5,11 +5,14 @@ a list of `Row`s, which a pure function makes from the same picture that `holdfa
 stay in the list after their restart. `rich` draws; it is imported here and nowhere else.
 
 The terminal is put back whatever happens: signals end the loop like `q`, and an error is shown after that.
+
+With --json nothing is drawn: each picture is a line, until the run ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import signal
@@ -21,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast import escape, loop, signals
-from holdfast.cli import runs, status
+from holdfast.cli import console, runs, status
 from holdfast.cli.parser import PlainParser
 from holdfast.cli.runs import RunView, dicts_of, number_of, text_of
 from holdfast.errors import HoldfastError, HostError, UserError
@@ -45,13 +48,16 @@ _KEYS = {
 }
 
 _EPILOG = """\
+With --json it needs no terminal: once a second it prints what `holdfast status --json` does, on one line, until the run
+ends or cannot be asked any more.
+
 keys:
   up, down   select a worker
   s          take the stacks of the selected worker; nothing is stopped
   q          leave; the run goes on
 
 exit status:
-  0  the view was left with q
+  0  the view was left with q; with --json, the run has ended
   1  there is no such run, it cannot be asked, or this terminal cannot show a live view
   2  wrong usage, or several runs fit
 
@@ -63,6 +69,7 @@ example:
 def get_parser() -> PlainParser:
     parser = PlainParser(PROGRAM, "Watch a run: its nodes and workers, live.", _EPILOG)
     runs.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="for programs: one JSON object a second, each on a line")
     return parser
 
 
@@ -70,13 +77,33 @@ def main(argv: Sequence[str]) -> int:
     args = get_parser().parse_args(argv)
 
     def show() -> str:
+        if args.json:
+            return print_pictures(runs.open_run(args))
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
-            raise UserError("this is no terminal; `holdfast status` prints the same once")
+            raise UserError("this is no terminal; `holdfast status` prints the same once, `holdfast top --json` for "
+                            "programs")  # fmt: skip
         if os.environ.get("TERM", "") in ("", "dumb"):
             raise HostError("this terminal (TERM) cannot show a live view; `holdfast status` prints the same once")
         return watch(runs.open_run(args))
 
     return status.shown(PROGRAM, show)
+
+
+def print_pictures(run: RunView) -> str:
+    """Until the run has ended. One that cannot be asked from the first is an error, and no end."""
+    picture = status.picture_of(run)
+    while not console.is_unread():
+        console.print_out(json.dumps(picture) + "\n")
+        sys.stdout.flush()
+        if picture["run"] is not None and text_of(picture["run"], "end"):
+            break
+        loop.wait_readable([], _ASK_EVERY_S)
+        try:
+            picture = status.picture_of(run)
+        except HostError as error:
+            console.write(f"{PROGRAM}: the run has ended or cannot be asked: {error}\n")
+            break
+    return ""
 
 
 # What is shown. Pure.
@@ -283,16 +310,16 @@ def _draw_until_left(view: View, asking: Asking) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    console = Console(highlight=False)
+    terminal = Console(highlight=False)
 
     def drawn() -> Group:
         # As it is now: a shell may have exported COLUMNS and LINES, which then stay what they were.
         width, height = os.get_terminal_size(1)
-        console.size = ConsoleDimensions(width, height)
+        terminal.size = ConsoleDimensions(width, height)
         lines = view.lines(max(10, width), max(4, height))
         return Group(*(Text(text, style, no_wrap=True, overflow="crop") for text, style in lines[:height]))
 
-    with Live(drawn(), console=console, screen=True, auto_refresh=False) as live:
+    with Live(drawn(), console=terminal, screen=True, auto_refresh=False) as live:
         while True:
             loop.wait_readable([0, asking.wakeup.fileno()], _DRAW_EVERY_S)
             asking.wakeup.clear()

@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import re
 
+from holdfast.failures.report import size_text
 from holdfast.frozen import frozen
 
 # v1 writes "no limit" as the largest multiple of the page size; no real limit is a quarter of that.
@@ -82,17 +83,9 @@ def evidence(before: MemoryKills | None, after: MemoryKills | None) -> str:
     victims = "1 process" if kills == 1 else f"{kills} processes"
     name = after.cgroup.encode("utf-8", "replace").decode()
     sizes = {"limit": after.limit_bytes, "peak": after.peak_bytes}
-    known = ", ".join(f"{key} {_size_text(size)}" for key, size in sizes.items() if size is not None)
+    known = ", ".join(f"{key} {size_text(size)}" for key, size in sizes.items() if size is not None)
     where = f"of cgroup {name}{known and f' ({known})'}" if after.cgroup else "of this host"
     return f"the kernel's memory killer ended {victims} {where} while it ran"
-
-
-def _size_text(size: float) -> str:
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} TiB"
 
 
 def _unescaped(path: str) -> str:

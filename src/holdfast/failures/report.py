@@ -267,6 +267,14 @@ def _place(stack: str) -> str:
     return f"in {found[3].strip()}, {found[1]} line {found[2]}" if found else ""
 
 
+def size_text(size: float) -> str:
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} TiB"
+
+
 def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."
 

@@ -13,8 +13,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
+from typing import Any
 
 from holdfast import loop
 from holdfast.errors import HostError, UserError
@@ -116,6 +117,13 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         return True
 
     # What the agent needs.
+
+    def settings_shown(self) -> dict[str, Any]:
+        """For people who look into a problem. The token is not among them."""
+        return {
+            "where": self._where,
+            **{each.name: getattr(self._options, each.name) for each in fields(self._options) if each.name != "token"},
+        }
 
     def introduce(self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0) -> None:
         if len(role) > protocol.MAX_ROLE:

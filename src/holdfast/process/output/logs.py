@@ -157,7 +157,7 @@ class DefaultLogsSpecs(LogsSpecs):
         local_ranks_filter: set[int] | None = None,
     ) -> None:
         self._is_temporary = not log_dir
-        root = os.fspath(log_dir) if log_dir else _new_directory(_temp_root(), _TEMP_PREFIX)
+        root = os.fspath(log_dir) if log_dir else _new_directory(temp_root(), _TEMP_PREFIX)
         super().__init__(root, redirects, tee, local_ranks_filter)
         # Workers may change their directory, so they get absolute paths even if the user gave a relative one.
         with _refused(root):  # The working directory may have been removed.
@@ -297,7 +297,7 @@ def _as_file_name(run_id: str) -> str:
     return visible.encode(encoding, "replace")[:_RUN_ID_MAX_BYTES].decode(encoding, "ignore")
 
 
-def _temp_root() -> str:
+def temp_root() -> str:
     """The system's temporary directory. `tempfile` is slow to import, so it is used only if these places fail."""
     for candidate in (os.environ.get("TMPDIR"), os.environ.get("TEMP"), os.environ.get("TMP"), "/tmp"):
         if candidate and os.path.isdir(candidate) and os.access(candidate, os.W_OK | os.X_OK):

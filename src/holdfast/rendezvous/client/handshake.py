@@ -36,6 +36,21 @@ class TurnedAway(HoldfastError):  # noqa: N818
         self.obstacle = obstacle
 
 
+def obstacle_of(error: OSError | HoldfastError) -> Obstacle:
+    match error:
+        case HoldfastError():
+            return error.obstacle if isinstance(error, TurnedAway) else Obstacle.TURNED_AWAY
+        case socket.gaierror():
+            return Obstacle.NAME_UNKNOWN
+        case ConnectionResetError() | BrokenPipeError():
+            return Obstacle.HUNG_UP
+        case ConnectionRefusedError():
+            return Obstacle.REFUSED
+        case TimeoutError():
+            return Obstacle.TIMED_OUT
+    return Obstacle.UNREACHABLE
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Where the coordinator is and how to speak to it."""
@@ -47,6 +62,7 @@ class Target:
     tls: ReloadingTls | None = None
     timeout_s: float = 2.0
     asker: str = "this agent"
+    handshake_timeout_s: float | None = None  # The usual one.
 
     @property
     def endpoint(self) -> str:
@@ -62,14 +78,8 @@ class Target:
 
     def connect(self, node: protocol.Introduction) -> tuple[socket.socket, frames.Frames, protocol.Welcome]:
         """A connection on which both sides have proved themselves. Raises OSError or `TurnedAway`."""
-        sock = self._reach()
+        sock = self._open()
         try:
-            if sock.getsockname() == sock.getpeername():  # On one host the kernel may connect a socket to itself.
-                raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.settimeout(HANDSHAKE_TIMEOUT_S)
-            if self.tls is not None:
-                sock = self._secure(sock, self.tls.context())
             stream = frames.Frames()
             welcome = self.greet(sock, stream, node)
             stream.expect(frames.DOWNWARD)
@@ -78,6 +88,28 @@ class Target:
         except BaseException:
             sock.close()
             raise
+
+    def look(self) -> protocol.Challenge:
+        """What the coordinator says to every client that connects. Raises OSError or `TurnedAway`."""
+        with self._open() as sock:
+            return self._challenge(sock, frames.Frames())
+
+    def _open(self) -> socket.socket:
+        """A connection, with TLS if it is wanted."""
+        sock = self._reach()
+        try:
+            if sock.getsockname() == sock.getpeername():  # On one host the kernel may connect a socket to itself.
+                raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(self._patience_s)
+            return sock if self.tls is None else self._secure(sock, self.tls.context())
+        except BaseException:
+            sock.close()
+            raise
+
+    @property
+    def _patience_s(self) -> float:
+        return HANDSHAKE_TIMEOUT_S if self.handshake_timeout_s is None else self.handshake_timeout_s
 
     def _reach(self) -> socket.socket:
         """A refusal tells that no coordinator runs only if every address of the name refuses."""
@@ -94,25 +126,23 @@ class Target:
         try:
             return tls.wrap_socket(sock, server_hostname=self.host)
         except ssl.SSLCertVerificationError as error:
-            raise TurnedAway(f"the certificate of {self.endpoint} is not accepted: {error.verify_message}") from None
+            problem = f"the certificate of {self.endpoint} is not accepted: {error.verify_message}"
+            raise TurnedAway(problem, Obstacle.BAD_CERTIFICATE) from None
         except ssl.SSLEOFError:
             raise ConnectionResetError(*_HUNG_UP) from None
         except ssl.SSLError as error:
             hint = "; does it speak TLS?" if error.reason == "WRONG_VERSION_NUMBER" else ""
-            raise TurnedAway(f"no TLS connection to {self.endpoint}: {error.reason or error}{hint}") from None
+            problem = f"no TLS connection to {self.endpoint}: {error.reason or error}{hint}"
+            raise TurnedAway(problem, Obstacle.NO_TLS) from None
         except TimeoutError:
             raise self._silent("does it speak TLS?") from None
 
     def greet(self, sock: socket.socket, stream: frames.Frames, node: protocol.Introduction) -> protocol.Welcome:
         """The handshake, on a connection that blocks."""
-        challenge = self._read(sock, stream, protocol.Challenge)
-        stream.peer_minor = challenge.minor
-        ours, theirs = protocol.MAJOR, challenge.version
-        if theirs != ours:
-            raise TurnedAway(f"{self._who} speaks version {theirs} of the protocol, {self.asker} speaks {ours}")
+        challenge = self._challenge(sock, stream)
         nonce, dialled = os.urandom(protocol.NONCE_BYTES), endpoint_text(*sock.getpeername()[:2])
         has_token = self.token is not None
-        hello = frames.encode(protocol.Hello(ours, self.run_id, nonce, protocol.MINOR, has_token, dialled))
+        hello = frames.encode(protocol.Hello(protocol.MAJOR, self.run_id, nonce, protocol.MINOR, has_token, dialled))
         if self.token is None:  # Nothing has to be waited for.
             sock.sendall(hello + frames.encode(node))
         else:
@@ -125,6 +155,15 @@ class Target:
         welcome: protocol.Welcome = self._read(sock, stream, protocol.Welcome)
         return welcome
 
+    def _challenge(self, sock: socket.socket, stream: frames.Frames) -> protocol.Challenge:
+        challenge: protocol.Challenge = self._read(sock, stream, protocol.Challenge)
+        stream.peer_minor = challenge.minor
+        ours, theirs = protocol.MAJOR, challenge.version
+        if theirs != ours:
+            problem = f"{self._who} speaks version {theirs} of the protocol, {self.asker} speaks {ours}"
+            raise TurnedAway(problem, Obstacle.OTHER_VERSION)
+        return challenge
+
     def _not_sealed(self, sock: socket.socket, stream: frames.Frames, body: bytes) -> TurnedAway:
         """The coordinator has another token; or it has none, and turned the agent away in a frame without a seal."""
         with contextlib.suppress(frames.Malformed):
@@ -133,7 +172,7 @@ class Target:
                 return self._denied(answer)
         with contextlib.suppress(OSError):  # So that the coordinator can say what was wrong, too.
             sock.sendall(stream.sealed(frames.encode(protocol.Denied("the token is another one"))))
-        return TurnedAway(f"{self._who} does not know {self.asker}'s token")
+        return TurnedAway(f"{self._who} does not know {self.asker}'s token", Obstacle.OTHER_TOKEN)
 
     def _denied(self, denied: protocol.Denied) -> TurnedAway:
         obstacle = Obstacle.UNREACHABLE if denied.is_passing else Obstacle.TURNED_AWAY
@@ -142,7 +181,7 @@ class Target:
     def _read(self, sock: socket.socket, stream: frames.Frames, kind: type) -> Any:
         """The next message, which is of that kind. Certificates of clients are looked at after the client's side of
         the TLS handshake is over."""
-        ends = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        ends = time.monotonic() + self._patience_s
         try:
             while (message := stream.next()) is None:
                 sock.settimeout(max(0.001, ends - time.monotonic()))
@@ -169,9 +208,9 @@ class Target:
         if isinstance(message, protocol.Denied):
             raise self._denied(message)
         if not isinstance(message, kind):
-            raise TurnedAway(f"{self.endpoint} answers, but it is not a holdfast coordinator")
+            problem = f"{self.endpoint} answers, but it is not a holdfast coordinator"
+            raise TurnedAway(problem, Obstacle.NOT_A_COORDINATOR)
         return message
 
     def _silent(self, hint: str) -> TurnedAway:
-        text = f"{self.endpoint} accepts connections but says nothing; {hint}"
-        return TurnedAway(text, Obstacle.UNREACHABLE)
+        return TurnedAway(f"{self.endpoint} accepts connections but says nothing; {hint}", Obstacle.SILENT)

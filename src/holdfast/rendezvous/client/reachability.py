@@ -16,16 +16,32 @@ from holdfast.frozen import frozen
 
 
 class Obstacle(StrEnum):
+    """What is in the way. SILENT accepts connections and says nothing; NOT_A_COORDINATOR says something else."""
+
     UNREACHABLE = "UNREACHABLE"
+    REFUSED = "REFUSED"
+    TIMED_OUT = "TIMED_OUT"
+    SILENT = "SILENT"
     NAME_UNKNOWN = "NAME_UNKNOWN"
     HUNG_UP = "HUNG_UP"
     TLS_REFUSED = "TLS_REFUSED"
+    NO_TLS = "NO_TLS"
+    BAD_CERTIFICATE = "BAD_CERTIFICATE"
+    NOT_A_COORDINATOR = "NOT_A_COORDINATOR"
+    OTHER_VERSION = "OTHER_VERSION"
+    OTHER_TOKEN = "OTHER_TOKEN"
     TURNED_AWAY = "TURNED_AWAY"
 
 
 # How long the same obstacle may last on the first connection. A coordinator that is about to end hangs up. One that is
 # unreachable or frozen may yet come: the join timeout bounds the wait.
-_PATIENCE_S = {Obstacle.NAME_UNKNOWN: 5.0, Obstacle.HUNG_UP: 8.0, Obstacle.TLS_REFUSED: 0.5, Obstacle.TURNED_AWAY: 0.0}
+_PATIENCE_S = {
+    **dict.fromkeys((Obstacle.NO_TLS, Obstacle.BAD_CERTIFICATE, Obstacle.NOT_A_COORDINATOR), 0.0),
+    **dict.fromkeys((Obstacle.OTHER_VERSION, Obstacle.OTHER_TOKEN, Obstacle.TURNED_AWAY), 0.0),
+    Obstacle.NAME_UNKNOWN: 5.0,
+    Obstacle.HUNG_UP: 8.0,
+    Obstacle.TLS_REFUSED: 0.5,
+}
 _FIRST_WORD_AFTER_S = 3.0
 _NEXT_WORD_AFTER_S = 60.0
 

@@ -24,9 +24,9 @@ from typing import Any
 from holdfast.errors import HoldfastError, HostError
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
-from holdfast.rendezvous.client.handshake import Target, TurnedAway
+from holdfast.rendezvous.client.handshake import Target, obstacle_of
 from holdfast.rendezvous.client.queries import Answering
-from holdfast.rendezvous.client.reachability import Obstacle, Reachability, Say
+from holdfast.rendezvous.client.reachability import Reachability, Say
 from holdfast.rendezvous.coordination import Mailbox
 from holdfast.rendezvous.membership import node, node_lease, protocol
 from holdfast.rendezvous.membership.frames import Frames, Malformed, encode
@@ -267,7 +267,7 @@ class Client:
                 self._tell(why, target)
 
     def _tell(self, error: OSError | HoldfastError, target: Target | None) -> None:
-        self._say(self.reach.failed(_obstacle(error), _words(error, target, self.reach.who), time.monotonic()))
+        self._say(self.reach.failed(obstacle_of(error), _words(error, target, self.reach.who), time.monotonic()))
 
     def _say(self, word: Say | None) -> None:
         if word is not None and word.gives_up:
@@ -339,17 +339,6 @@ class Client:
 def _would_block(error: OSError) -> bool:
     """TLS has its own words for it, and is imported only where it is spoken."""
     return type(error).__name__ in ("BlockingIOError", "SSLWantReadError", "SSLWantWriteError")
-
-
-def _obstacle(error: OSError | HoldfastError) -> Obstacle:
-    match error:
-        case HoldfastError():
-            return error.obstacle if isinstance(error, TurnedAway) else Obstacle.TURNED_AWAY
-        case socket.gaierror():
-            return Obstacle.NAME_UNKNOWN
-        case ConnectionResetError() | BrokenPipeError():
-            return Obstacle.HUNG_UP
-    return Obstacle.UNREACHABLE
 
 
 def _words(error: OSError | HoldfastError, target: Target | None, who: str) -> str:

@@ -11,7 +11,7 @@ import json
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.rendezvous import endpoints
@@ -20,10 +20,14 @@ from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.membership import frames, protocol
 from holdfast.rendezvous.options import Options
 
+if TYPE_CHECKING:
+    from holdfast.rendezvous.etcd.election import Leader
+    from holdfast.rendezvous.etcd.options import EtcdOptions
+
 DEFAULT_PORT = 29400
 _ETCD_REQUEST_S = 5.0
 _READ_BYTES = 1 << 16
-_ASKER = "this command"
+ASKER = "this command"
 
 
 class Visitor:
@@ -95,19 +99,25 @@ def find(backend: str, endpoint: str, run_id: str, config: Mapping[str, Any]) ->
         raise UserError(f"--rdzv-backend {backend}: only runs on tcp, static or etcd have a coordinator")
     options = Options.from_parameters(parameters)
     host, port = endpoints.parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
-    return Target(host, port, run_id, options.token, options.tls.load(), asker=_ASKER)
+    return Target(host, port, run_id, options.token, options.tls.load(), asker=ASKER)
 
 
 def _find_on_etcd(parameters: RendezvousParameters) -> Target:
-    from holdfast.rendezvous.etcd import gateway, memory
     from holdfast.rendezvous.etcd.options import EtcdOptions
 
     options = EtcdOptions.from_parameters(parameters)
-    with contextlib.closing(options.access.gateway(_ETCD_REQUEST_S)) as etcd:
-        try:
-            leader = memory.decode_leader(etcd.get(memory.keys_of(options.prefix, parameters.run_id)[0]))
-        except gateway.EtcdError as error:
-            raise HostError(str(error)) from None
+    leader = leader_on_etcd(options, parameters.run_id, _ETCD_REQUEST_S)
     if leader is None:
         raise HostError(f"etcd {parameters.endpoint} knows no coordinator of run {parameters.run_id!r}")
-    return Target(leader.host, leader.port, parameters.run_id, options.token, options.tls.load(), asker=_ASKER)
+    return Target(leader.host, leader.port, parameters.run_id, options.token, options.tls.load(), asker=ASKER)
+
+
+def leader_on_etcd(options: EtcdOptions, run_id: str, timeout_s: float) -> Leader | None:
+    """Raises HostError if etcd cannot be asked."""
+    from holdfast.rendezvous.etcd import gateway, memory
+
+    with contextlib.closing(options.access.gateway(timeout_s)) as etcd:
+        try:
+            return memory.decode_leader(etcd.get(memory.keys_of(options.prefix, run_id)[0]))
+        except gateway.EtcdError as error:
+            raise HostError(str(error)) from None

@@ -1,0 +1,328 @@
+"""`holdfast bundle`: one .tar.gz with what is needed to look into a problem of a run, for a bug report.
+
+While the run is there, its agents are asked, also those of other hosts: configuration, status, events, log tails,
+stacks. After its end, --log-dir has what it left. A piece that cannot be had is named in the index with the reason, and
+is no error. Secrets are left out (`telemetry.redaction`), and control characters in texts are made visible.
+
+Names in the archive are made of numbers and of words of ours; `archive` writes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from holdfast import escape, procfs
+from holdfast.agent import inspection
+from holdfast.cli import archive, doctor, runs, status
+from holdfast.cli.archive import Pieces
+from holdfast.cli.parser import PlainParser
+from holdfast.cli.runs import dict_of, dicts_of, number_of, text_of
+from holdfast.errors import HostError, UserError
+from holdfast.failures.report import size_text
+from holdfast.frozen import fields_of
+from holdfast.process.output.logs import open_left_file
+from holdfast.telemetry.redaction import Redactor, secrets_in
+
+PROGRAM = "holdfast bundle"
+
+_ASK_FOR_S = 120.0  # All agents together.
+_FILE_BYTES = 1 << 20
+_SECRET_BYTES = 1 << 16
+_STREAMS = ("stdout", "stderr")
+
+_EPILOG = """\
+The file has versions and what `holdfast doctor` finds, the command line and configuration of each node, the status, the
+end of the events file and of each log (64 KiB, 16 MiB of all), and the stacks of the workers, of all hosts that can be
+asked. After the end of a run, --log-dir takes report.json, logs and events from the directory that `holdfast run` had.
+
+Tokens, passwords and what looks like a secret are left out. A program may print anything, so look through the file
+before you send it.
+
+exit status:
+  0  the file was written; its index.json says what is missing and why
+  1  there is no such run, or the file cannot be written
+  2  wrong usage, or several runs fit
+
+examples:
+  holdfast bundle job7
+  holdfast bundle --log-dir logs -o problem.tar.gz
+"""
+
+_README = """\
+This is a bundle of `holdfast bundle`: what is needed to look into a problem of a run.
+
+index.json   what is in here, and what is missing and why
+doctor.txt   what `holdfast doctor` found on the host where this was made
+status.txt   how the run stood (status.json: all of it)
+node-N/      of each node: config.json (command line, settings, environment), events.jsonl, stacks.txt
+logs/        the ends of the workers' logs, by rank and attempt
+log-dir/     what was found in the directory of --log-dir, by attempt and local rank
+
+Secrets are left out, as far as they have a name or a shape; host names, addresses and paths are not.
+"""
+
+
+def get_parser() -> PlainParser:
+    parser = PlainParser(PROGRAM, "Collect what is needed to look into a problem of a run, without secrets.", _EPILOG)
+    runs.add_arguments(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="the file to write, which must not exist yet. Left out, "
+                        "it is named after the run and the time, in this directory")  # fmt: skip
+    parser.add_argument("--log-dir", metavar="DIRECTORY", help="the log directory of a run that has ended, or the "
+                        "directory of one run in it; without RUN, no running one is looked for")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    args = get_parser().parse_args(argv)
+
+    def make() -> str:
+        told = make_bundle(args)
+        return json.dumps(told) + "\n" if args.json else f"{_words(told)}\n"
+
+    return status.shown(PROGRAM, make)
+
+
+def _words(told: Mapping[str, Any]) -> str:
+    missing = told["missing"]
+    count = f"{len(missing)} piece{'s are' if len(missing) > 1 else ' is'} missing" if missing else "nothing is missing"
+    size = size_text(told["bytes"])
+    lines = [f"wrote {told['file']} ({size}, {told['pieces']} files, mode 0600); {count}"]
+    lines += [f"  {each['what']}: {each['reason']}" for each in missing[:8]]
+    lines += [f"  ... and {len(missing) - 8} more; see its index.json"] if len(missing) > 8 else []
+    lines += ["Secrets are left out as far as they can be told from other text; look through it before you send it."]
+    return "\n".join(escape.cut(escape.one_line(line)) for line in lines)
+
+
+def make_bundle(args: argparse.Namespace) -> dict[str, Any]:
+    """`file`, its `bytes`, how many `pieces` are in it, and what is `missing`."""
+    directory = _run_directory(args.log_dir) if args.log_dir is not None else None
+    run, trouble = _open_run(args)
+    name = run.name if run is not None else args.run or os.path.basename(directory or "run")
+    path = os.path.abspath(args.output or _file_name(name))
+    answers = Answers(run) if run is not None else None
+    redactor = Redactor(_known_secrets(args, answers))
+    with archive.written(path, redactor) as pieces:
+        pieces.attempt("the checks of this host", _add_doctor, pieces, args)
+        if trouble:
+            pieces.miss("the run itself", trouble)
+        if answers is not None:
+            _add_run(pieces, answers)
+        if directory is not None:
+            pieces.attempt("the log directory", _add_directory, pieces, directory, args.log_dir)
+        pieces.text("README.txt", _README, "what this is")
+        pieces.finish(name)
+    return {"file": path, "bytes": os.stat(path).st_size, "pieces": pieces.count, "missing": pieces.missing}
+
+
+def _open_run(args: argparse.Namespace) -> tuple[runs.LocalRun | runs.RemoteRun | None, str]:
+    """The run, or why there is none to be asked. At an endpoint that does not answer, that is what the bundle shows."""
+    if args.log_dir is not None and args.run is None:
+        return None, ""
+    try:
+        return runs.open_run(args), ""
+    except HostError as error:
+        if args.rdzv_endpoint is None and args.log_dir is None:
+            raise HostError(f"{error}; after the end of a run, give its --log-dir") from None
+        return None, str(error)
+
+
+def _file_name(name: str) -> str:
+    plain = re.sub("[^0-9A-Za-z_-]", "_", name)[:60]
+    return f"holdfast-bundle-{plain}-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz"
+
+
+class Answers:
+    """What the agents of a run say. The status and how each was started are asked for at once: the latter says where
+    secrets are kept. `configs` has an answer, or why there is none, for each of `agents`."""
+
+    def __init__(self, run: runs.RunView) -> None:
+        self._run, self._ends = run, time.monotonic() + _ASK_FOR_S
+        self.picture: dict[str, Any] = {"agents": [], "silent": {}, "run": None}
+        self.problem = ""
+        try:
+            self.picture = status.picture_of(run)
+        except HostError as error:
+            self.problem = str(error)
+        self.agents: list[dict[str, Any]] = self.picture["agents"]
+        self.configs = [self._config_of(agent) for agent in self.agents]
+
+    def _config_of(self, agent: Mapping[str, Any]) -> dict[str, Any] | str:
+        try:
+            return self.ask(agent, command="config")
+        except HostError as error:
+            return str(error)
+
+    def ask(self, agent: Mapping[str, Any], **request: Any) -> dict[str, Any]:
+        if time.monotonic() > self._ends:
+            raise HostError(f"not asked: the others took {_ASK_FOR_S:g} s")
+        answer = self._run.ask_about(agent, request)
+        if not isinstance(answer, dict):
+            raise HostError("it sent an answer that makes no sense")
+        return answer
+
+
+def _known_secrets(args: argparse.Namespace, answers: Answers | None) -> Iterator[str]:
+    """Those of this command and of the run's agents on this host: the files and variables that hold them."""
+    yield from secrets_in(os.environ)
+    files = [str(args.token_file)]
+    with suppress(UserError):
+        config = runs.config_of(args) if args.rdzv_endpoint is not None else {}
+        files += [str(config.get(name, "")) for name in ("token_file", "password_file")]
+    for agent, told in zip(answers.agents, answers.configs, strict=True) if answers is not None else ():
+        if "socket" in agent and isinstance(told, dict):
+            yield from secrets_in(procfs.environment_of(int(number_of(agent, "pid") or 0)))
+            settings = dict_of(told, "rendezvous")
+            named = [text_of(settings, "token_file"), text_of(dict_of(settings, "access"), "password_file")]
+            files += [os.path.join(text_of(told, "directory"), each) for each in named if each]
+    for path in filter(None, files):
+        with suppress(OSError), open(path, "rb") as file:
+            yield file.read(_SECRET_BYTES).decode("utf-8", "surrogateescape").strip()
+
+
+# What goes into it.
+
+
+def _add_doctor(pieces: Pieces, args: argparse.Namespace) -> None:
+    found = doctor.examine(args)
+    pieces.json("doctor.json", {"findings": [fields_of(each) for each in found]}, "what `holdfast doctor` finds")
+    pieces.text("doctor.txt", "\n".join(doctor.lines_of(found)) + "\n", "the same for people")
+
+
+def _add_run(pieces: Pieces, answers: Answers) -> None:
+    if answers.problem:
+        pieces.miss("the status", answers.problem)
+        return
+    picture = answers.picture
+    pieces.json("status.json", picture, "all nodes and workers, as far as they answered")
+    pieces.text("status.txt", "\n".join(status.lines_of(picture)) + "\n", "the same for people")
+    for node_id, reason in picture["silent"].items():
+        pieces.miss(f"everything of node {node_id}", reason)
+    for number, (agent, config) in enumerate(zip(answers.agents, answers.configs, strict=True)):
+        _add_node(pieces, answers, f"node-{number}", agent, config)
+    pieces.miss("report.json", "a run has one when it has failed; then give --log-dir")
+
+
+def _add_node(
+    pieces: Pieces, answers: Answers, place: str, agent: Mapping[str, Any], config: dict[str, Any] | str
+) -> None:
+    who = text_of(agent, "node_id") or text_of(agent, "host") or place
+    if isinstance(config, dict):
+        pieces.json(f"{place}/config.json", {"node": who, **config}, f"command line and configuration of {who}")
+    else:
+        pieces.miss(f"the configuration of {who}", config)
+
+    def add(name: str, what: str, request: dict[str, Any]) -> None:
+        text = answers.ask(agent, **request).get("text")
+        (pieces.log if request["command"] == "logs" else pieces.text)(name, str(text or ""), what)
+
+    for command, name, words in (
+        ("events", "events.jsonl", "the end of the events file"),
+        ("stacks", "stacks.txt", "the stacks of the workers"),
+    ):
+        what = f"{words} of {who}"
+        pieces.attempt(what, add, f"{place}/{name}", what, {"command": command})
+    for stream, rank, attempt in _logs_of(agent):
+        what = f"{stream} of rank {rank} on {who}"
+        if attempt is None:
+            pieces.miss(what, inspection.NO_LOG)
+            continue
+        request = {"command": "logs", "rank": rank, "stream": stream, "attempt": attempt}
+        name = f"logs/rank-{rank}.attempt-{attempt}.{stream}.log"
+        pieces.attempt(what, add, name, f"the end of {what}", {**request, "offset": -inspection.CHUNK_BYTES})
+
+
+def _logs_of(agent: Mapping[str, Any]) -> Iterator[tuple[str, int, int | None]]:
+    """Stream, present rank and attempt, None if there is no file. Those of workers that failed come first: they are
+    wanted most. Under which rank a log is asked for depends on the local rank, which its directory is named after."""
+    workers = dicts_of(agent, "workers")
+    ranks = {number_of(each, "local_rank"): int(number_of(each, "global_rank") or 0) for each in workers}
+    chosen = {
+        (stream, ranks[number_of(each, "local_rank")], inspection.attempt_of(text_of(each, stream))): None
+        for each in (*dicts_of(agent, "failed"), *workers)
+        for stream in _STREAMS
+        if number_of(each, "local_rank") in ranks
+    }
+    yield from chosen
+
+
+# After the run.
+
+
+def _run_directory(path: str) -> str:
+    """The directory of one run: the one that is named, or in a log directory the latest."""
+    latest = os.path.join(path, "latest")
+    if not os.path.isdir(path):
+        raise UserError(f"--log-dir {path} is not a directory")
+    if os.path.isdir(latest):
+        return os.path.dirname(os.path.realpath(latest))
+    if any(name.startswith("attempt_") for name in os.listdir(path)):
+        return os.path.realpath(path)
+    raise UserError(f"--log-dir {path}: there are no logs of a run in it (no link `latest`, no attempt_0)")
+
+
+def _add_directory(pieces: Pieces, directory: str, log_dir: str) -> None:
+    def add(path: str, name: str) -> None:
+        is_log = name.endswith(".log")
+        text = _end_of(path, inspection.CHUNK_BYTES if is_log else _FILE_BYTES)
+        (pieces.log if is_log else pieces.text)(f"log-dir/{name}", text, f"the end of {path}")
+
+    pieces.attempt("report.json", add, os.path.join(directory, "report.json"), "report.json")
+    events = _events_files(directory, log_dir)
+    for number, path in enumerate(events):
+        pieces.attempt(path, add, path, f"events-{number}.jsonl")
+    if not events:
+        pieces.miss("the events", f"no events file is in {log_dir}; `holdfast run --events-file FILE` writes one")
+    for attempt in _attempts(directory):
+        for path, name in _files_of_attempt(os.path.join(directory, f"attempt_{attempt}")):
+            pieces.attempt(path, add, path, f"attempt-{attempt}/{name}")
+
+
+def _end_of(path: str, size_bytes: int) -> str:
+    try:
+        with open_left_file(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size_bytes))
+            return file.read(size_bytes).decode("utf-8", "backslashreplace")
+    except OSError as error:
+        raise HostError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _attempts(directory: str) -> list[int]:
+    """The latest first."""
+    found = (re.fullmatch(r"attempt_(\d{1,6})", name) for name in os.listdir(directory))
+    return sorted((int(each[1]) for each in found if each), reverse=True)
+
+
+def _files_of_attempt(directory: str) -> Iterator[tuple[str, str]]:
+    """The files that holdfast writes there, and their names in the archive."""
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError:
+        return
+    yield from (
+        (os.path.join(directory, name), name) for name in names if re.fullmatch(r"stacks(_\d{1,6})?\.txt", name)
+    )
+    for rank in sorted(int(name) for name in names if re.fullmatch(r"\d{1,6}", name)):
+        for name in ("stdout.log", "stderr.log", "error.json"):
+            path = os.path.join(directory, str(rank), name)
+            if os.path.lexists(path):
+                yield path, f"{rank}/{name}"
+
+
+def _events_files(directory: str, log_dir: str) -> list[str]:
+    """Files in the log directory that begin as events do (docs/events.md)."""
+    found = []
+    for top in dict.fromkeys((directory, os.path.realpath(log_dir))):
+        for name in sorted(os.listdir(top)):
+            with suppress(OSError, ValueError), open_left_file(os.path.join(top, name)) as file:
+                first = json.loads(file.readline(_SECRET_BYTES)) if name.endswith((".json", ".jsonl", ".log")) else None
+                if isinstance(first, dict) and {"version", "event", "monotonic"} <= first.keys():
+                    found.append(os.path.join(top, name))
+    return found

@@ -1,0 +1,101 @@
+"""`holdfast doctor`: checks this host and, with an endpoint, the way to the coordinator. It takes some seconds at most.
+
+`checks` has the parts: `host` and `endpoint` read facts, `findings` judges them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+
+from holdfast import escape
+from holdfast.cli import runs, status
+from holdfast.cli.checks import endpoint, findings, host
+from holdfast.cli.checks.findings import Finding, Level
+from holdfast.cli.parser import PlainParser
+from holdfast.errors import HoldfastError, UserError
+from holdfast.frozen import fields_of
+
+PROGRAM = "holdfast doctor"
+
+LIMIT_S = 9.0
+_WAY = ("endpoint name", "etcd", "coordinator", "token", "run")
+
+_EPILOG = """\
+Each check is a line: ok, warning (a run works, but worse, or not yet) or problem, and what to do about it. With
+--rdzv-endpoint it goes the way that an agent goes: name, connection, TLS, version, token, and RUN if it is given. With
+RUN alone the run is looked for on this host. Nothing is changed, and it takes ten seconds at most.
+
+exit status:
+  0  there is no problem; there may be warnings
+  1  there is a problem
+  2  wrong usage
+
+examples:
+  holdfast doctor
+  holdfast doctor job7 --rdzv-endpoint node1:29400 --token-file token
+"""
+
+
+def get_parser() -> PlainParser:
+    parser = PlainParser(PROGRAM, "Check this host, and the way to the coordinator of a run.", _EPILOG)
+    runs.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    args = get_parser().parse_args(argv)
+    found: list[Finding] = []
+
+    def show() -> str:
+        found.extend(examine(args))
+        if args.json:
+            return json.dumps({"findings": [fields_of(each) for each in found]}, indent=2) + "\n"
+        return "\n".join(lines_of(found)) + "\n"
+
+    code = status.shown(PROGRAM, show)
+    return code or int(any(each.level is Level.PROBLEM for each in found))
+
+
+def examine(args: argparse.Namespace) -> list[Finding]:
+    """Raises UserError if the options make no sense."""
+    readers = dict(host.READERS)
+    way = None
+    if args.rdzv_endpoint is not None:
+        way = endpoint.Way(args)
+        readers["endpoint"] = way.examine
+    elif args.rdzv_conf or args.rdzv_backend != "tcp":
+        raise UserError("--rdzv-backend and --rdzv-conf are for --rdzv-endpoint")
+    else:
+        if args.run is not None:
+            readers["run"] = lambda: _run_here(args)
+        if args.token_file or os.environ.get("HOLDFAST_TOKEN"):
+            readers["token"] = lambda: endpoint.token_of(args.token_file)[1]
+    facts = host.read_all(readers, LIMIT_S)
+    if way is not None:
+        whole = facts.pop("endpoint")
+        facts |= {check: way.facts[check] for check in _WAY if check in way.facts}
+        facts |= {"endpoint": whole} if whole is not None else {}
+    return [*findings.judge(facts)]
+
+
+def _run_here(args: argparse.Namespace) -> findings.Run:
+    chosen = argparse.Namespace(**{**vars(args), "token_file": ""})
+    try:
+        picture = status.picture_of(runs.open_run(chosen))
+    except HoldfastError as error:
+        return findings.Run(args.run, problem=str(error))
+    return findings.Run(args.run, status.heading(picture))
+
+
+def lines_of(found: Sequence[Finding]) -> Iterator[str]:
+    """One for each finding, and a last one that counts them."""
+    width = max(len(each.check) for each in found)
+    for each in found:
+        fix = f"; fix: {each.fix}" if each.fix else ""
+        yield f"{each.level:<7}  {each.check:<{width}}  {escape.cut(escape.one_line(each.text + fix))}"
+    counts = {level: sum(each.level is level for each in found) for level in (Level.PROBLEM, Level.WARNING)}
+    yield ", ".join(f"{number or 'no'} {level}{'' if number == 1 else 's'}" for level, number in counts.items())

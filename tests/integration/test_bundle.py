@@ -1,0 +1,306 @@
+"""`holdfast bundle`: of real runs of two nodes, after their end, and with secrets planted where people have them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import tarfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli import archive
+from holdfast.telemetry.redaction import MASK
+from holdfast.testing.etcd_server import EtcdServer
+from tests import nodes, support
+from tests.attacks.harness import check_plain
+from tests.e2e.command import COMMAND
+from tests.nodes import Scene
+
+TOKEN = "planted-token-0123456789abcdef"
+PASSWORD = "planted-etcd-password"
+WANDB = "planted-wandb-0123456789"
+ARGUMENT = "planted-argument-secret"
+URL = "planted-url-secret"
+PRINTED = "planted-printed-secret"
+SECRETS = (TOKEN, PASSWORD, WANDB, ARGUMENT, URL, PRINTED)
+
+LEAKY = f"""
+import json, os, sys, time
+
+rank = os.environ["RANK"]
+print("\\x1b[2J\\x1b]0;hostile\\x07 rank", rank, "argv", sys.argv, flush=True)
+print("logged in with", os.environ.get("WANDB_API_KEY"), flush=True)
+print("password={PRINTED}", json.dumps({{"token": "{PRINTED}"}}), file=sys.stderr, flush=True)
+print("the token is", open(sys.argv[2]).read(), flush=True)
+while not os.path.exists(f"{{sys.argv[1]}}/go"):
+    time.sleep(0.01)
+raise RuntimeError("api_key={PRINTED} \\x1b[2J does not work")
+"""
+
+
+@pytest.fixture(params=["tcp", "etcd"])
+def scene(request: pytest.FixtureRequest, etcd: EtcdServer, tmp_path: Path) -> Iterator[Scene]:
+    endpoint = etcd.get_endpoint() if request.param == "etcd" else ""
+    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK], etcd=endpoint) as stage:
+        yield stage
+
+
+on_tcp = pytest.mark.parametrize("scene", ["tcp"], indirect=True)
+
+
+def start_leaky(scene: Scene, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
+    """Two nodes with one worker each, and secrets in every place. Gives the token file."""
+    token = scene.home / "token"
+    token.write_text(TOKEN + "\n")
+    token.chmod(0o600)
+    environ = Scene._environment
+
+    def with_secrets(self: Scene, name: str) -> dict[str, str]:
+        secrets = {"WANDB_API_KEY": WANDB, "HOLDFAST_ETCD_PASSWORD": PASSWORD} if name in "ab" else {}
+        return {**environ(self, name), **secrets}
+
+    monkeypatch.setattr(Scene, "_environment", with_secrets)
+    script = support.write_script(scene.home / "leaky.py", LEAKY)
+    for name in "ab":
+        logs = str(scene.home / f"logs-{name}")
+        chosen = ("--token-file", str(token), "--redirects", "3", "--log-dir", logs, *options)
+        events = ("--events-file", f"{logs}/events.jsonl")
+        args = (str(token), "--api-key", ARGUMENT, f"https://bob:{URL}@example.org/x")
+        (scene.home / f"logs-{name}").mkdir()
+        scene.start(name, "2", *chosen, *events, script=script, args=args)
+    for name in "ab":
+        paths = scene.home / f"logs-{name}"
+        support.wait_until(
+            lambda paths=paths: any("the token is" in each.read_text() for each in paths.rglob("stdout.log")), "output"
+        )
+    return str(token)
+
+
+def make(scene: Scene, *args: str, code: int = 0) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the command says, and the texts in the file."""
+    path = scene.home / f"bundle-{uuid.uuid4().hex[:8]}.tar.gz"
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "bundle", *args, "-o", str(path), "--json"],
+        capture_output=True, text=True, timeout=120, env=scene._environment("command"), cwd=scene.home,
+    )  # fmt: skip
+    assert done.returncode == code, f"{done.stdout}\n{done.stderr}\n{scene}"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not [*scene.home.glob("*.part")]
+    check_plain(done.stdout)
+    return json.loads(done.stdout), texts_in(path)
+
+
+def texts_in(path: Path) -> dict[str, str]:
+    """By name; no secret is in any of them, and no control character."""
+    with tarfile.open(path) as found:
+        assert all(each.isfile() and each.mode == 0o600 for each in found.getmembers())
+        data = {each.name: found.extractfile(each).read() for each in found.getmembers()}  # type: ignore[union-attr]
+    texts = {name.removeprefix("holdfast-bundle/"): each.decode() for name, each in data.items()}
+    for name, text in texts.items():
+        check_plain(text)
+        for secret in SECRETS:
+            assert secret not in text, f"{secret} is in {name}\n{text}"
+    index = json.loads(texts["index.json"])
+    assert {each["name"] for each in index["pieces"]} == texts.keys() - {"index.json"}
+    return texts
+
+
+def await_workers(scene: Scene) -> None:
+    def are_known() -> bool:
+        done = subprocess.run(
+            [sys.executable, "-m", "holdfast", "status", scene.run_id, "--json"],
+            capture_output=True, text=True, timeout=60, env=scene._environment("command"),
+        )  # fmt: skip
+        agents = json.loads(done.stdout)["agents"] if done.returncode == 0 else []
+        return [each["state"] for agent in agents for each in agent["workers"]] == ["running"] * 2
+
+    support.wait_until(are_known, "that both agents know their workers")
+
+
+@pytest.mark.parametrize("way", ["here", "endpoint"])
+def test_a_run_of_two_nodes(scene: Scene, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = start_leaky(scene, monkeypatch)
+    await_workers(scene)
+    where = [scene.run_id]
+    if way == "endpoint":
+        place = ["--rdzv-endpoint", scene.etcd or f"127.0.0.1:{scene.port}"]
+        where += [*place, "--token-file", token, *(["--rdzv-backend", "etcd"] if scene.etcd else [])]
+        # Secrets of other hosts are not known here, but those that have a name are found.
+        monkeypatch.setenv("WANDB_API_KEY", WANDB)
+    told, texts = make(scene, *where)
+    names = {"README.txt", "index.json", "doctor.json", "doctor.txt", "status.json", "status.txt"}
+    names |= {f"node-{n}/{name}" for n in (0, 1) for name in ("config.json", "events.jsonl", "stacks.txt")}
+    names |= {f"logs/rank-{n}.attempt-0.{stream}.log" for n in (0, 1) for stream in ("stdout", "stderr")}
+    assert texts.keys() == names
+    assert [each["what"] for each in told["missing"]] == ["report.json"]
+    assert told["pieces"] == len(names)
+    for rank in (0, 1):
+        config = json.loads(texts[f"node-{rank}/config.json"])
+        assert config["command_line"][-4:] == [token, "--api-key", MASK, f"https://{MASK}@example.org/x"]
+        assert config["rendezvous"]["token_file"] == token
+        assert config["environment"]["HOLDFAST_ETCD_PASSWORD"] == MASK
+        assert config["versions"]["holdfast"]
+        out = texts[f"logs/rank-{rank}.attempt-0.stdout.log"]
+        assert out.startswith(f"\\x1b[2J\\x1b]0;hostile\\x07 rank {rank} argv ")
+        assert f"logged in with {MASK}\nthe token is {MASK}" in out
+        assert texts[f"logs/rank-{rank}.attempt-0.stderr.log"].startswith(f'password={MASK} {{"token": "{MASK}"}}')
+        events = [json.loads(line)["event"] for line in texts[f"node-{rank}/events.jsonl"].splitlines()]
+        assert events[-1] == "started"
+        assert "leaky.py" in texts[f"node-{rank}/stacks.txt"]
+    assert texts["status.txt"].startswith(f"run {scene.run_id}: running, round 1, 2 of 2 nodes here")
+    finish(scene)
+
+
+def finish(scene: Scene) -> None:
+    (scene.home / "go").touch()
+    assert scene.ended() == {"a": 1, "b": 1}
+
+
+@on_tcp
+def test_after_the_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a failed run has left, from its log directory; the token is known from its file."""
+    token = start_leaky(scene, monkeypatch)
+    finish(scene)
+    monkeypatch.setenv("WANDB_API_KEY", WANDB)
+    for directory in (scene.home / "logs-a", next((scene.home / "logs-a").glob(f"{scene.run_id}_*"))):
+        told, texts = make(scene, "--log-dir", str(directory), "--token-file", token)
+        report = json.loads(texts["log-dir/report.json"])
+        assert report["first_failure"]["words"].startswith(f"failed: RuntimeError: api_key={MASK} ")
+        assert texts["log-dir/attempt-0/0/stderr.log"].startswith(f"password={MASK}")
+        assert "log-dir/attempt-0/0/error.json" in texts
+        if directory.name == "logs-a":
+            assert json.loads(texts["log-dir/events-0.jsonl"].splitlines()[-1])["event"] == "ended"
+            assert told["missing"] == []
+        else:
+            assert [each["what"] for each in told["missing"]] == ["the events"]
+    # By the name of the run alone there is nothing to be asked any more.
+    said = refused(scene, scene.run_id, code=2)
+    assert f"run {scene.run_id!r} is not found on this host" in said
+
+
+def refused(scene: Scene, *args: str, code: int) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "bundle", *args],
+        capture_output=True, text=True, timeout=120, env=scene._environment("command"), cwd=scene.home,
+    )  # fmt: skip
+    assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert not [*scene.home.glob("*.part")]
+    check_plain(done.stderr)
+    return done.stderr
+
+
+@on_tcp
+def test_what_is_missing_is_named(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that is stopped, a log that is gone, and an endpoint where nothing is."""
+    start_leaky(scene, monkeypatch)
+    await_workers(scene)
+    [log] = scene.home.glob("logs-a/*_*/attempt_0/0/stdout.log")
+    log.unlink()
+    support.halt(scene.nodes[1].pid)
+    try:
+        _, texts = make(scene, str(scene.nodes[0].pid))
+    finally:
+        os.kill(scene.nodes[1].pid, 18)
+    missing = {each["what"]: each["reason"] for each in json.loads(texts["index.json"])["missing"]}
+    assert any(str(log) in reason for reason in missing.values())
+    assert any(what.startswith("everything of node") for what in missing)
+    nothing = f"127.0.0.1:{support.free_port()}"
+    told, texts = make(scene, "job7", "--rdzv-endpoint", nothing)
+    assert "no coordinator answers" in told["missing"][0]["reason"]
+    assert "nothing listens" in texts["doctor.txt"]
+    finish(scene)
+
+
+@on_tcp
+def test_bad_input(scene: Scene, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "file").touch()
+    assert "there are no logs of a run in it" in refused(scene, "--log-dir", str(empty), code=2)
+    assert "is not a directory" in refused(scene, "--log-dir", str(empty / "file"), code=2)
+    assert "is not found on this host" in refused(scene, "no-such-run", code=2)
+    (empty / "attempt_0" / "0").mkdir(parents=True)
+    (empty / "attempt_0" / "0" / "stdout.log").symlink_to("/etc/passwd")
+    os.mkfifo(empty / "attempt_0" / "0" / "stderr.log")
+    told, texts = make(scene, "--log-dir", str(empty))
+    assert not [name for name in texts if name.startswith("log-dir/")]
+    assert sum("it is not a regular file" in each["reason"] for each in told["missing"]) == 2
+    taken = tmp_path / "taken.tar.gz"
+    taken.write_text("mine")
+    assert "exists already" in refused(scene, "--log-dir", str(empty), "-o", str(taken), code=2)
+    assert taken.read_text() == "mine"
+    said = refused(scene, "--log-dir", str(empty), "-o", str(tmp_path / "no" / "such" / "file"), code=1)
+    assert "No such file or directory" in said
+
+
+@on_tcp
+def test_a_full_disk_leaves_nothing(scene: Scene, tmp_path: Path) -> None:
+    (tmp_path / "attempt_0" / "0").mkdir(parents=True)
+    (tmp_path / "attempt_0" / "0" / "stdout.log").write_bytes(os.urandom(40_000))
+    limit = f"ulimit -f 8; exec {COMMAND} bundle --log-dir {tmp_path} -o {scene.home}/full.tar.gz"
+    done = subprocess.run(
+        ["bash", "-c", limit], capture_output=True, text=True, timeout=120, env=scene._environment("command")
+    )
+    assert done.returncode == 1, done
+    assert "cannot be written: File too large" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not [*scene.home.glob("full*")]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changes its user")
+@on_tcp
+def test_another_users_run(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_leaky(scene, monkeypatch)
+    await_workers(scene)
+    # What is imported after that could be out of its reach.
+    drop = "import os, sys; from holdfast.cli import bundle; os.setgroups([]); os.setgid(65534); os.setuid(65534)"
+    code = f"{drop}; sys.exit(bundle.main([{scene.run_id!r}, '-o', '/tmp/none.tar.gz']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd="/",
+        env={**scene._environment("command"), "TMPDIR": "/tmp"},
+    )  # fmt: skip
+    assert done.returncode == 2, done
+    assert f"run {scene.run_id!r} is not found on this host (of user 65534;" in done.stderr
+    finish(scene)
+
+
+# The archive alone.
+
+
+def test_logs_have_a_quota_and_one_bad_piece_costs_no_other(tmp_path: Path) -> None:
+    from holdfast.telemetry.redaction import Redactor
+
+    def fail(why: str) -> None:
+        raise RuntimeError(f"{why} token={PRINTED}")
+
+    with archive.written(str(tmp_path / "x.tar.gz"), Redactor()) as pieces:
+        half = "x" * (archive.LOGS_QUOTA_BYTES // 2 + 1)
+        for number in range(3):
+            pieces.attempt(f"log {number}", pieces.log, f"logs/{number}.log", half, "half of all")
+        pieces.attempt("a small one", pieces.log, "logs/small.log", "x", "it still fits")
+        pieces.attempt("a bad one", fail, "broken")
+        pieces.finish("job7")
+    index = json.loads(texts_in(tmp_path / "x.tar.gz")["index.json"])
+    assert [each["name"] for each in index["pieces"]] == ["logs/0.log", "logs/small.log"]
+    reasons = {each["what"]: each["reason"] for each in index["missing"]}
+    assert reasons == {
+        "log 1": "the logs in this file have 16 MiB already",
+        "log 2": "the logs in this file have 16 MiB already",
+        "a bad one": f"RuntimeError: broken token={MASK}",
+    }
+
+
+def test_an_error_leaves_no_file(tmp_path: Path) -> None:
+    from holdfast.telemetry.redaction import Redactor
+
+    with pytest.raises(KeyboardInterrupt), archive.written(str(tmp_path / "x.tar.gz"), Redactor()):
+        raise KeyboardInterrupt
+    assert [*tmp_path.iterdir()] == []
