@@ -77,6 +77,7 @@ PURE = {
     "process/output/terminal.py": {"holdfast.failures.report", "holdfast.process.output.folding"},
     "process/workers/ladder.py": set(),
     "hosts/job.py": {"holdfast.frozen"},
+    "hosts/environment.py": {"holdfast.frozen"},
 }
 DATA_MODULES = {
     "__future__", "collections", "collections.abc", "dataclasses", "enum", "functools", "heapq", "itertools", "json",

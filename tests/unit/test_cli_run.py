@@ -290,6 +290,30 @@ def test_what_has_no_effect_is_said(tokens: str, warnings: list[str], caplog: py
     assert said == [f"{text} has no effect in this run" for text in warnings]
 
 
+def test_nodes_without_a_place_to_meet_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    config("--nnodes", "2")
+    assert caplog.messages == [
+        "--nnodes 2 without --rdzv-endpoint: nodes of this host alone can meet, at 127.0.0.1:29500"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags"),
+    [
+        ("--nproc-per-node 4 --lr 0.1", ["--nproc-per-node"]),
+        ("--nproc_per_node=4 --nnodes=2", ["--nproc_per_node", "--nnodes"]),
+        ("--nproc 4 --log-dir x --role y -t 3 nnodes", []),
+    ],
+)
+def test_options_of_launchers_after_the_script_are_said(
+    arguments: str, flags: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    args = cli.parse_args(["x.py", *arguments.split()])
+    cli.config_from_args(args)
+    words = "comes after the script, so it is an argument of the script and no option of holdfast"
+    assert caplog.messages == [f"{flag} {words}" for flag in flags]
+
+
 def test_a_misspelt_variable_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PET_NPROC_PER_NOD", "2")
     monkeypatch.setenv("PET_FOOD", "hay")
@@ -385,6 +409,7 @@ BAD_INPUT = [
         for backend, port in (("tcp", 29400), ("etcd", 2379))
         for endpoint in ("", " --rdzv-endpoint=")
     ),
+    ("--nnodes=2 --rdzv-endpoint=", "--rdzv-endpoint is empty, and --nnodes 2 nodes need a place to meet"),
     ("--rdzv-conf=a", about("--rdzv-conf", "'a'")),
     ("--rdzv-conf=backend=x", about("--rdzv-conf", "'backend'")),
     ("--nnodes=2 --rdzv-conf=rank=1", "--rdzv-conf cannot set 'rank' for static; use --node-rank"),

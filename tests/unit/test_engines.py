@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,16 @@ gone = plugged_engines_that_are_gone:Both
 
 
 @pytest.fixture(autouse=True)
-def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _logging_as_it_was() -> Iterator[None]:
+    logger = logging.getLogger("holdfast")
+    level, handlers = logger.level, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+
+
+@pytest.fixture(autouse=True)
+def _plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "plugged_engines.py").write_text(PLUG_IN)
     metadata = tmp_path / "plugged-1.0.dist-info"
     metadata.mkdir()

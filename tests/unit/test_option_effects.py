@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from holdfast.rendezvous.membership.model import Admit, Settings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests import support
 from tests.unit.test_cli_run import RECORDER, install_logs_specs
+from tests.unit.test_engine_environment import SKYPILOT
 
 HEALTH_PORT = support.free_port()
 TCP = "--rdzv-backend=tcp --rdzv-endpoint=h:7 --nnodes=1:3"
@@ -65,12 +66,13 @@ def agreed(agent: LocalElasticAgent) -> Settings:
 @dataclass(frozen=True)
 class Effect:
     """With the option set to `text` (none for a flag), `seen` in the agent is `expected`, and without it it is not.
-    `besides` are options that it needs."""
+    `besides` are options that it needs, `environ` variables."""
 
     text: str | None
     seen: Callable[[LocalElasticAgent], object]
     expected: object
     besides: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
 
 
 EFFECTS = {
@@ -89,6 +91,7 @@ EFFECTS = {
     "nnodes": Effect(
         "2:5", lambda a: (agreed(a).min_nodes, agreed(a).max_nodes), (2, 5), "--rdzv-backend=tcp --rdzv-endpoint=h:7"
     ),
+    "no_detect": Effect(None, lambda a: handler(a).get_backend(), "standalone", environ=SKYPILOT),
     "standalone": Effect(None, lambda a: handler(a).get_backend(), "standalone", "--rdzv-endpoint=h:7"),
     "rdzv_backend": Effect("tcp", lambda a: handler(a).get_backend(), "tcp", "--rdzv-endpoint=h:7"),
     "rdzv_endpoint": Effect("host9:77", lambda a: handler(a)._addresses, [("host9", 77)], TCP),
@@ -186,6 +189,8 @@ def observe(tokens: list[str], seen: Callable[[LocalElasticAgent], object], monk
 def test_every_option_has_its_effect(option: Option, monkeypatch: pytest.MonkeyPatch) -> None:
     effect = EFFECTS[option.name]
     besides = effect.besides.split()
+    for name, value in effect.environ.items():
+        monkeypatch.setenv(name, value)
     own = option.flags[-1] if effect.text is None else f"{option.flags[-1]}={effect.text}"
     assert observe([*besides, own], effect.seen, monkeypatch) == effect.expected
     assert observe(besides, effect.seen, monkeypatch) != effect.expected

@@ -60,6 +60,7 @@ DEFAULTS = {
     "rdzv_id": "none",
     "rdzv_conf": "",
     "standalone": False,
+    "no_detect": False,
     "max_restarts": 0,
     "monitor_interval": 0.1,
     "start_method": "spawn",
@@ -116,6 +117,7 @@ DEFAULTS = {
     "quiet": False,
     "verbose": False,
     "from_environment": [],
+    "given": set(),
 }
 
 
@@ -456,7 +458,7 @@ def test_help_names_every_choice() -> None:
 def test_names_are_unique() -> None:
     flags = [flag for option in OPTIONS for flag in option.flags]
     assert len(flags) == len(set(flags))
-    assert set(BY_DEST) == set(DEFAULTS) - {"from_environment"}
+    assert set(BY_DEST) == set(DEFAULTS) - {"from_environment", "given"}
     assert all(option.group in options.GROUPS for option in OPTIONS)
 
 

@@ -87,6 +87,7 @@ def _value_of(option: Option, text: str) -> Any:
 def complete(namespace: Any, given: Any, left: list[str]) -> None:
     """Add what the command line has left open, and the script. `given` has the names of the options that were given."""
     namespace.from_environment = []
+    namespace.given = {*given}
     for option in OPTIONS:
         text = os.environ.get(option.variable or "", "")
         if not text or option.dest in given:
@@ -96,6 +97,7 @@ def complete(namespace: Any, given: Any, left: list[str]) -> None:
         except ValueError as error:
             raise UsageError(f"environment variable {option.variable}: {error}") from None
         namespace.from_environment.append(option)
+        namespace.given.add(option.dest)
     if namespace.quiet and namespace.verbose:
         raise UsageError("--quiet and --verbose exclude each other")
     if left[:1] == ["--"]:

@@ -191,6 +191,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("--standalone", NODES,
            help="Run on this machine alone. No port is opened for the nodes to meet, and the options that say "
                 "where to meet are not used."),
+    Option("--no-detect", NODES, in_full=True,
+           help="Take nothing from the variables of Slurm, mpirun, Kubernetes, SkyPilot, PBS and LSF. Without this, if "
+                "no option says where the nodes meet, they give the number of nodes, the endpoint, this node's rank "
+                "and the run id. See docs/engines.md."),
     Option("--rdzv-backend NAME", NODES, default="static",
            help="How the nodes find each other: static, from the node's rank and the master's address given here; "
                 "tcp (c10d is another name for it), at a coordinator at the endpoint; etcd (etcd-v3 is another "

@@ -68,6 +68,19 @@ def entry(args: argparse.Namespace) -> tuple[Callable[..., Any] | str, list[str]
     return os.environ.get("PYTHON_EXEC") or sys.executable, ["-u", *module, args.training_script, *own]
 
 
+# Options that no script has for its own purposes. Many have a --log-dir, a --role or a --verbose.
+_OF_LAUNCHERS = {
+    "nproc-per-node", "nnodes", "standalone", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf",
+    "master-addr", "master-port", "max-restarts", "monitor-interval",
+}  # fmt: skip
+
+
+def misplaced_options(args: argparse.Namespace) -> list[str]:
+    """Options of launchers among the arguments of the script, where they have no effect on the launch."""
+    flags = [token.partition("=")[0] for token in args.training_script_args if token.startswith("--")]
+    return [flag for flag in flags if flag[2:].replace("_", "-") in _OF_LAUNCHERS]
+
+
 def check_program(args: argparse.Namespace, local_world_size: int) -> None:
     """Whether there is something to run, found out before anything starts. Modules are left to Python."""
     check_combination(args)

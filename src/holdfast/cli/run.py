@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from holdfast import escape, signals
 from holdfast.cli import command_line, console
 from holdfast.cli.options import OPTIONS, PROGRAM, check_brackets
-from holdfast.cli.program import check_combination, check_program, entry, get_use_env, run_script_path
+from holdfast.cli.program import (
+    check_combination,
+    check_program,
+    entry,
+    get_use_env,
+    misplaced_options,
+    run_script_path,
+)
 from holdfast.errors import HoldfastError, HostError, InternalError, UserError, is_from_run
 from holdfast.failures import report
 from holdfast.process import devices, errors
@@ -39,6 +46,12 @@ DEFAULT_MASTER_PORT = 29500
 # The backends that are built in, and the default port of their endpoint. Plug-ins have endpoints of their own kinds.
 _DEFAULT_PORTS = {"static": DEFAULT_MASTER_PORT, "tcp": 29400, "c10d": 29400, "etcd": 2379, "etcd-v3": 2379}
 LOGS_SPECS_GROUPS = ("holdfast.logs_specs", "torchrun.logs_specs")
+
+# Variables of engines; `hosts.environment` says what each means, and is imported only if one of them is there.
+ENGINE_VARIABLES = (
+    "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "JSM_NAMESPACE_RANK", "LSF_PM_TASKID",
+    "PBS_NODEFILE", "SKYPILOT_NODE_RANK", "JOB_COMPLETION_INDEX",
+)  # fmt: skip
 
 T = TypeVar("T")
 
@@ -165,7 +178,13 @@ def _rendezvous_fields(args: argparse.Namespace, max_nodes: int) -> dict[str, An
 
 
 def _check_endpoint(args: argparse.Namespace, endpoint: str, max_nodes: int) -> None:
-    port = _DEFAULT_PORTS[args.rdzv_backend]
+    port, given = _DEFAULT_PORTS[args.rdzv_backend], getattr(args, "given", ())
+    if max_nodes > 1 and args.rdzv_backend == "static" and not args.rdzv_endpoint:
+        if "rdzv_endpoint" in given:
+            raise UserError(f"--rdzv-endpoint is empty, and --nnodes {args.nnodes} nodes need a place to meet")
+        if given and given.isdisjoint(("master_addr", "master_port", "node_rank")):
+            log.warning("--nnodes %s without --rdzv-endpoint: nodes of this host alone can meet, at %s", args.nnodes,
+                        endpoint)  # fmt: skip
     if not endpoint.strip() and max_nodes > 1:
         raise UserError(
             f"--rdzv-backend {args.rdzv_backend} with --nnodes {args.nnodes} needs --rdzv-endpoint: "
@@ -297,6 +316,8 @@ def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[.
     }
     for text in _unused(args, fields, streams):
         log.warning("%s has no effect in this run", text)
+    for flag in misplaced_options(args):
+        log.warning("%s comes after the script, so it is an argument of the script and no option of holdfast", flag)
     make = _logs_specs_class(args.logs_specs or "default")
     redirects, tee = (_streams_for(make, streams[option]) for option in ("--redirects", "--tee"))
     ranks = streams["--local-ranks-filter"]
@@ -365,6 +386,10 @@ def _why_it_cannot_start(args: argparse.Namespace) -> str:
 
 
 def _launch(args: argparse.Namespace) -> None:
+    if any(name in os.environ for name in ENGINE_VARIABLES):
+        from holdfast.cli import detection
+
+        detection.complete(args)
     refusal = _why_it_cannot_start(args)
     config, entrypoint, entry_args = config_from_args(args)
     if refusal:

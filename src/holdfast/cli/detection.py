@@ -1,0 +1,76 @@
+"""What `holdfast run` takes from the engine that has started it, where the command line leaves it open.
+
+An option that says where the nodes meet, or that there is one node, switches the detection off. `--nnodes` and
+`--rdzv-id` count beside it. `hosts.environment` reads the variables; here is what becomes of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from holdfast.errors import UserError
+from holdfast.hosts import environment
+from holdfast.hosts.environment import Contradiction, Found, LeftAlone
+
+if TYPE_CHECKING:
+    import argparse
+
+log = logging.getLogger(__name__)
+
+_PLACES = {"no_detect", "standalone", "rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port"}
+_MAX_NODE_FILE_CHARS = 1 << 24
+
+
+def complete(args: argparse.Namespace) -> None:
+    """Add what the engine says. Programs that have made the arguments themselves mean what they say."""
+    from holdfast.cli.run import parse_min_max_nnodes
+
+    given = getattr(args, "given", None)
+    # `PET_STANDALONE=no` switches nothing off.
+    if given is None or any(getattr(args, name) is not False for name in _PLACES & given):
+        return
+    least, most = parse_min_max_nnodes(args.nnodes) if "nnodes" in given else (0, 0)
+    if most == 1:
+        return
+    match environment.found(os.environ, _node_file()):
+        case LeftAlone(advice, is_first) if is_first:
+            log.warning("%s", advice)
+        case Contradiction(text):
+            raise UserError(f"variables of the environment contradict each other: {text} (--no-detect ignores them)")
+        case Found() as it if most or not it.needs_nnodes:
+            if least > it.nodes:
+                raise UserError(f"--nnodes {args.nnodes}, but {it.what} has {it.nodes} (--no-detect ignores that)")
+            _take(args, given, it, most or it.nodes)
+
+
+def _take(args: argparse.Namespace, given: set[str], it: Found, max_nodes: int) -> None:
+    from holdfast.rendezvous.endpoints import endpoint_text
+
+    said = []
+    if it.nodes > 1:
+        args.rdzv_backend, args.rdzv_endpoint = "tcp", endpoint_text(it.host, it.port)
+        # A node beyond those of the run stands by, without a rank.
+        args.node_rank = it.rank if it.rank < max_nodes else None
+        if "nnodes" not in given:
+            args.nnodes = str(it.nodes)
+        if "rdzv_id" not in given:
+            args.rdzv_id = it.run_id
+        said += [f"node {it.rank} of {it.nodes}", f"meeting at {args.rdzv_endpoint}"]
+    if it.workers and "nproc_per_node" not in given:
+        args.nproc_per_node = str(it.workers)
+        said.append(f"{it.workers} workers ({it.workers_variable})")
+    if said:
+        log.info("%s: %s", it.what, ", ".join(said))
+
+
+def _node_file() -> str:
+    path = os.environ.get("PBS_NODEFILE", "")
+    if not path:
+        return ""
+    try:
+        with open(path, errors="replace") as file:
+            return file.read(_MAX_NODE_FILE_CHARS)
+    except OSError:
+        return ""  # Then PBS says nothing of the nodes.
