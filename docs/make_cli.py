@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from holdfast.cli import bundle, coordinator, doctor, logs, parser, stacks, status, stop, submit, token, top
+from holdfast.cli.dashboard import command as dashboard
 from holdfast.cli.options import GROUPS, OPTIONS, USAGE, Option
 
 _READING_RULES = (
@@ -88,7 +89,9 @@ def document() -> str:
     ):
         parts.append(f"## {title}\n\n{_table(first, rows)}")
     examples = "\n\n".join(parser.EXAMPLES)
-    parsers = [each.get_parser for each in (coordinator, token, status, top, logs, stop, stacks, doctor, bundle)]
+    parsers = [
+        each.get_parser for each in (coordinator, token, status, top, dashboard, logs, stop, stacks, doctor, bundle)
+    ]
     engines = (submit.get_submit_parser, submit.get_render_parser)
     pages = [_page(get()) for get in (*engines, *parsers[:3], status.get_ps_parser, *parsers[3:])]
     parts += [f"## Examples\n\n```sh\n{examples}\n```", *pages]

@@ -215,6 +215,7 @@ def _make_specs(
         "rdzv_handler": registry.get_rendezvous_handler(parameters),
         "master_addr": master_addr,
         "master_port": master_port,
+        "token_file": str(config.rdzv_configs.get("token_file") or ""),
     }
     return _filled(WorkerSpec, values), _filled(GroupSpec, values)
 

@@ -455,3 +455,67 @@ def test_nothing_is_left_at_the_end(home: Path, no_descriptor_leak: None) -> Non
         assert "error" in control.ask(str(path), {"command": "status"})[0]
     assert list(home.iterdir()) == []
     assert "holdfast-control" not in [thread.name for thread in threading.enumerate()]
+
+
+# The end.
+
+
+def fail_at_the_gate(directory: str, code: int) -> None:
+    if os.environ["RANK"] == "1":
+        with open(f"{directory}/gate"):
+            pass
+        sys.exit(code)
+
+
+@pytest.mark.parametrize(("code", "end", "states"), [(0, "succeeded", "succeeded"), (3, "failed", "failed")])
+def test_an_agent_says_how_its_run_ended(tmp_path: Path, code: int, end: str, states: str) -> None:
+    os.mkfifo(tmp_path / "gate")
+    with ThreadPoolExecutor(1) as thread:
+        run = thread.submit(make_agent(fail_at_the_gate, str(tmp_path), code).run)
+        path = support.wait_until(lambda: found_here().get("run"), "it is there")["socket"]
+        question = control.Question(path, {"command": "end"})
+        support.open_gate(tmp_path / "gate")
+        told = question.answer(support.DEADLINE_S)["result"]
+        run.result()
+    assert told["end"] == end
+    assert told["status"]["workers"][1]["state"] == states
+    if code:
+        assert told["reason"].startswith("rank 1 exited with code 3")
+        assert "Root Cause" in told["report"]
+        assert told["report"].endswith(f"Cause: {told['reason']}")
+    else:
+        assert told["report"] is None
+
+
+def test_the_end_is_told_to_all_that_wait_and_to_no_more_than_a_few(serve: Callable[..., ControlSocket]) -> None:
+    made = serve()
+    questions = [control.Question(made.path, {"command": "end"}) for _ in range(9)]
+    with pytest.raises(ValueError, match="without an end"):
+        questions[0].answer(support.DEADLINE_S)  # Dropped for the newest.
+    assert "result" in control.ask(made.path, {"command": "status"}, 30)[0], "others are served meanwhile"
+    made.tell_end(lambda: {"end": "succeeded"})
+    for each in questions[1:]:
+        assert each.answer(support.DEADLINE_S) == {"result": {"end": "succeeded"}}
+
+
+def test_a_reader_that_stands_still_does_not_hold_up_the_end(
+    serve: Callable[..., ControlSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_END_PATIENCE_S", 4.0)  # The other one may be slow on a busy machine.
+    made = serve()
+    stuck, reader = (control.Question(made.path, {"command": "end"}) for _ in range(2))
+    control.ask(made.path, {"command": "status"}, 30)  # Both were taken before.
+    with ThreadPoolExecutor(1) as thread:
+        told = thread.submit(reader.answer, support.DEADLINE_S)
+        made.tell_end(lambda: "x" * (1 << 20))  # More than a socket holds.
+        assert len(told.result()["result"]) == 1 << 20
+    stuck.close()
+
+
+def test_a_socket_that_is_closed_says_nothing_of_an_end(serve: Callable[..., ControlSocket]) -> None:
+    made = serve()
+    question = control.Question(made.path, {"command": "end"})
+    control.ask(made.path, {"command": "status"}, 30)
+    made.close()
+    with pytest.raises(ValueError, match="without an end"):
+        question.answer(support.DEADLINE_S)

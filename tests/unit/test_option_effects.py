@@ -148,6 +148,9 @@ EFFECTS = {
     "verbose": Effect(None, lambda a: logging.getLogger("holdfast").level, logging.DEBUG),
     "event_log_handler": Effect("file:e.json", lambda a: spec(a).event_log_handler, "file:e.json"),
     "events_file": Effect("e.jsonl", lambda a: spec(a).events_file, "e.jsonl"),
+    "dashboard": Effect(None, lambda a: spec(a).dashboard, True),
+    "dashboard_addr": Effect("[::1]:7", lambda a: spec(a).dashboard_addr, "[::1]:7", "--dashboard"),
+    "dashboard_linger": Effect("7m", lambda a: spec(a).dashboard_linger_s, 420.0, "--dashboard"),
     "health_port": Effect(str(HEALTH_PORT), lambda a: getattr(a._health_check_server, "port", None), HEALTH_PORT),
 }
 

@@ -441,7 +441,7 @@ class SimpleElasticAgent(ElasticAgent):
             logger.error(trouble)
         result = RunResult(WorkerState.FAILED, failures=dict(settled.failures), stopped=settled.stopped)
         known = (self._run_outcome, group, self._policy, self._machine.round, self._place)
-        result.report = causes.report_of(result, *known) if end is End.FAILED else None
+        settled.report = result.report = causes.report_of(result, *known) if end is End.FAILED else None
         if self._run_outcome is not None:
             causes.add_agreed_cause(result, self._run_outcome, group.group_world_size or 1)
         return result

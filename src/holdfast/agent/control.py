@@ -10,7 +10,8 @@ is no place for the socket, the run goes on without it.
 One thread serves the clients one after another. A client has a second for everything, so one that is slow or sends junk
 delays other clients by that, and the run not at all. Commands are a table from names to functions, which are called in
 that thread: they only read, or hand a request over to the agent's loop. Those in `slow`, which wait for other hosts,
-have a thread each, and there are a few at most.
+have a thread each, and there are a few at most. A client that asks for the `end` gets its answer when the agent's run
+is over, and needs no thread meanwhile; if too many ask, the oldest is dropped for the newest.
 
 An agent that was killed leaves its socket behind. A connection to such a socket is refused, and `find` removes it.
 """
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 Command = Callable[[Mapping[str, Any]], Any]
 
+END = "end"
+
 _CLIENT_LIMIT_S = 1.0
 _REQUEST_LIMIT_BYTES = 4096
 _ANSWER_LIMIT_BYTES = 4 << 20
@@ -49,6 +52,8 @@ _PATH_LIMIT_BYTES = 107  # the kernel's
 _CLOSE_PATIENCE_S = 0.2
 _SHORTAGE_PAUSE_S = 1.0
 _SLOW_AT_ONCE = 8
+_MOST_AWAIT_END = 8
+_END_PATIENCE_S = 0.2  # For all of them together.
 # A socket refuses connections for a moment before its agent listens on it, too.
 _STALE_AFTER_S = 10.0
 _PATH = r"/holdfast(?:-agents-\d+)?/[^/]*\.(\d+)\.[0-9a-f]{8}\.sock$"
@@ -58,16 +63,16 @@ _PATH = r"/holdfast(?:-agents-\d+)?/[^/]*\.(\d+)\.[0-9a-f]{8}\.sock$"
 
 
 @contextlib.contextmanager
-def served(run_id: str, commands: Mapping[str, Command], slow: Collection[str] = ()) -> Iterator[None]:
+def served(run_id: str, commands: Mapping[str, Command], slow: Collection[str] = ()) -> Iterator[ControlSocket | None]:
     """Within this block the commands are served, if there is a place for the socket."""
     try:
         control = ControlSocket(run_id, commands, slow)
     except (OSError, RuntimeError) as error:
         logger.debug("no control socket, so `holdfast status` and others will not find this agent: %s", error)
-        yield
+        yield None
         return
     with contextlib.closing(control):
-        yield
+        yield control
 
 
 class ControlSocket:
@@ -78,6 +83,8 @@ class ControlSocket:
         self._slow_places = threading.Semaphore(_SLOW_AT_ONCE)
         self._owner = os.getpid()
         self._is_closing = threading.Event()
+        self._await_end: list[_socket.socket] = []
+        self._await_end_lock = threading.Lock()
         self._listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
         release_in_children(self)
         self.path = ""
@@ -96,6 +103,8 @@ class ControlSocket:
         if os.getpid() != self._owner:
             return  # The name and the thread are the parent's.
         self._is_closing.set()
+        for client in self._taken_awaiting():
+            client.close()
         self._remove()
         with contextlib.suppress(OSError):
             self._listener.shutdown(_socket.SHUT_RDWR)  # Ends the thread's accept.
@@ -103,7 +112,24 @@ class ControlSocket:
 
     def release(self) -> None:
         """In a forked process, which must not look like its agent when that is gone."""
-        self._listener.close()
+        for sock in (self._listener, *self._await_end):
+            sock.close()
+
+    def tell_end(self, last_word: Callable[[], Any]) -> None:
+        """Answer those that wait for the end, if there are any. A reader that stands still is not waited for."""
+        clients = self._taken_awaiting()
+        if not clients:
+            return
+        answer = _answer(lambda _: last_word(), {}) + b"\n"
+        for client in clients:
+            with contextlib.suppress(OSError), contextlib.closing(client):
+                client.settimeout(_END_PATIENCE_S / len(clients))
+                client.sendall(answer)
+
+    def _taken_awaiting(self) -> list[_socket.socket]:
+        with self._await_end_lock:
+            clients, self._await_end = self._await_end, []
+        return clients
 
     def _remove(self) -> None:
         with contextlib.suppress(OSError):
@@ -137,12 +163,23 @@ class ControlSocket:
         if uid not in (0, os.geteuid()):
             raise PermissionError(f"user {uid} may not ask")
         line = _read_line(client, _REQUEST_LIMIT_BYTES, until)
+        if f'"{END}"'.encode() in line and _parsed(line).get("command") == END:
+            return self._keep_until_end(client)
         is_slow = any(f'"{name}"'.encode() in line for name in self._slow) and self._slow_places.acquire(blocking=False)
         if is_slow:
             threading.Thread(target=self._serve_slow, args=(client, line), name="holdfast-query", daemon=True).start()
         else:
             self._reply(client, line)
         return is_slow
+
+    def _keep_until_end(self, client: _socket.socket) -> bool:
+        with self._await_end_lock:
+            if self._is_closing.is_set():
+                return False
+            self._await_end.append(client)
+            if len(self._await_end) > _MOST_AWAIT_END:
+                self._await_end.pop(0).close()
+        return True
 
     def _serve_slow(self, client: _socket.socket, line: bytes) -> None:
         try:
@@ -162,19 +199,30 @@ class ControlSocket:
 
 def answer_to(line: bytes, commands: Mapping[str, Command]) -> bytes:
     """The answer to a request, whatever it is."""
+    request = _parsed(line)
     try:
-        request = json.loads(line)
         act = commands[request["command"]]
     except Exception:  # Junk of any kind.
-        answer = {"error": f"this is no command; there are: {', '.join(sorted(commands))}"}
-    else:
-        try:
-            answer = {"result": act(request)}
-        except HoldfastError as error:
-            answer = {"error": str(error)}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
+        return json.dumps({"error": f"this is no command; there are: {', '.join(sorted(commands))}"}).encode()
+    return _answer(act, request)
+
+
+def _answer(act: Command, request: Mapping[str, Any]) -> bytes:
+    try:
+        answer = {"result": act(request)}
+    except HoldfastError as error:
+        answer = {"error": str(error)}
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
     return json.dumps(answer).encode()
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        request = json.loads(line)
+    except Exception:  # Junk of any kind.
+        return {}
+    return request if isinstance(request, dict) else {}
 
 
 def _bind(listener: _socket.socket, run_id: str) -> str:
@@ -233,24 +281,45 @@ def find(*, of_all_users: bool = False) -> tuple[list[dict[str, Any]], list[int]
 def ask(path: str, request: Mapping[str, Any], timeout_s: float = _ASK_LIMIT_S) -> tuple[dict[str, Any], int]:
     """The answer of the agent at that socket, and its pid. OSError if it cannot be asked, ValueError for nonsense."""
     until = time.monotonic() + timeout_s
-    owner = os.lstat(path).st_uid
-    if owner != os.geteuid() != 0:
-        raise PermissionError(errno.EPERM, "it belongs to another user", path)
-    sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-    try:
-        sock.settimeout(timeout_s)
-        sock.connect(path)
-        pid, uid = _peer_of(sock)
-        if uid != owner:
-            raise PermissionError(errno.EPERM, f"user {uid} serves the socket of user {owner}", path)
-        sock.sendall(json.dumps(request).encode() + b"\n")
-        limit_bytes = _ANSWER_LIMIT_BYTES if owner == os.geteuid() else _ANSWER_OF_OTHERS_LIMIT_BYTES
-        answer = json.loads(_read_line(sock, limit_bytes, until))
-    finally:
-        sock.close()
-    if not isinstance(answer, dict):
-        raise ValueError(f"{path} does not answer with an object")
-    return answer, pid
+    asked = Question(path, request, timeout_s)
+    return asked.answer(until - time.monotonic()), asked.pid
+
+
+class Question:
+    """One that has been sent. `fileno` can be read when there is an answer, or none will come."""
+
+    def __init__(self, path: str, request: Mapping[str, Any], timeout_s: float = _ASK_LIMIT_S) -> None:
+        owner = os.lstat(path).st_uid
+        if owner != os.geteuid() != 0:
+            raise PermissionError(errno.EPERM, "it belongs to another user", path)
+        self._path = path
+        self._limit_bytes = _ANSWER_LIMIT_BYTES if owner == os.geteuid() else _ANSWER_OF_OTHERS_LIMIT_BYTES
+        self._sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        try:
+            self._sock.settimeout(timeout_s)
+            self._sock.connect(path)
+            self.pid, uid = _peer_of(self._sock)
+            if uid != owner:
+                raise PermissionError(errno.EPERM, f"user {uid} serves the socket of user {owner}", path)
+            self._sock.sendall(json.dumps(request).encode() + b"\n")
+        except BaseException:
+            self._sock.close()
+            raise
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def answer(self, timeout_s: float = _ASK_LIMIT_S) -> dict[str, Any]:
+        try:
+            answer = json.loads(_read_line(self._sock, self._limit_bytes, time.monotonic() + timeout_s))
+        finally:
+            self.close()
+        if not isinstance(answer, dict):
+            raise ValueError(f"{self._path} does not answer with an object")
+        return answer
+
+    def close(self) -> None:
+        self._sock.close()
 
 
 def directories() -> list[str]:

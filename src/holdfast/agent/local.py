@@ -352,7 +352,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         """For each life of the group watches of its own, if the user wants them: of progress, and of hangs."""
         spec = self._worker_group.spec
         is_watched = spec.hang_policy is not None and spec.hang_policy.is_on
-        if not is_watched and not spec.events_file and self._policy.no_progress_limit is None:
+        is_shown = bool(spec.events_file) or spec.dashboard
+        if not is_watched and not is_shown and self._policy.no_progress_limit is None:
             return None
         from holdfast.hangs.progress import GroupProgress
 

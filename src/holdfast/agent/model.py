@@ -32,7 +32,9 @@ class WorkerSpec:
     `entrypoint` is a function, or the program to execute. `master_addr` and `master_port` override what the
     rendezvous offers. `fn` is the old name of `entrypoint` and wins over it. `restart_policy` says more about
     restarts than `max_restarts` can, and replaces it. `hang_policy` says when the group counts as hung; it is for
-    agents of this host, others watch as they can. The agent writes what happens to `events_file` (docs/events.md).
+    agents of this host, others watch as they can. The agent writes what happens to `events_file` (docs/events.md). With
+    `dashboard`, the node with group rank 0 has a page about the run served at `dashboard_addr`, until
+    `dashboard_linger_s` after the run has ended; given the run's `token_file`, that page can end the run.
     """
 
     role: str
@@ -54,6 +56,10 @@ class WorkerSpec:
     restart_policy: RestartPolicy | None = None
     hang_policy: HangPolicy | None = None
     events_file: str = ""
+    dashboard: bool = False
+    dashboard_addr: str = "127.0.0.1:0"
+    dashboard_linger_s: float = 300.0
+    token_file: str = ""
 
     def __post_init__(self) -> None:
         if self.fn is not None:

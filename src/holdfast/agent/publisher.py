@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from holdfast.agent import control, lifecycle
+from holdfast.agent import causes, control, lifecycle
 from holdfast.agent.lifecycle import Phase
 from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT, Worker
 from holdfast.errors import HostError, UserError
 from holdfast.frozen import changed
-from holdfast.rendezvous.membership.model import Ended, PlaceLost, Sealed, Stop
+from holdfast.rendezvous.membership.model import End, Ended, PlaceLost, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import HANG, Failure
+from holdfast.signals import RunClosed, SignalException
 from holdfast.telemetry import history
 from holdfast.telemetry.history import History
 from holdfast.telemetry.status import AgentStatus, WorkerStatus
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _REASON_LIMIT = 300
 _FAILED_KEPT = 16
 _QUERY_LIMIT_BYTES = 4096  # That of the wire (`protocol`).
+_REPORT_LIMIT_CHARS = 200_000
 _COORDINATOR_LIMIT_S = 3.0
 _NODE_LIMIT_S = 20.0  # Stacks take their time.
 
@@ -41,6 +43,7 @@ class Publisher:
 
     def __init__(self, agent: SimpleElasticAgent) -> None:
         self._agent = agent
+        self._has_dashboard = False
         self.status = AgentStatus()
 
     @contextmanager
@@ -53,8 +56,40 @@ class Publisher:
         who = (run_id, spec.role, os.uname().nodename, os.getpid())
         self.status = AgentStatus(*who, *now, node_id=node_id, history=History(now[1]))
         commands = {**self._readable, "stop": self._request_stop, "query": self._query}
-        with self._health_served(), control.served(run_id, commands, slow=("query", "stacks")):
-            yield
+        with self._health_served(), control.served(run_id, commands, slow=("query", "stacks")) as served:
+            ended_by: BaseException | None = None
+            try:
+                yield
+            except BaseException as error:
+                ended_by = error
+                raise
+            finally:
+                if served is not None:
+                    served.tell_end(lambda: self._last_word(ended_by))
+
+    def _serve_dashboard(self) -> None:
+        """If this node is to, in a process of its own. Waits for nothing."""
+        group = self._agent.get_worker_group()
+        if group.spec.dashboard and group.group_rank == 0 and not self._has_dashboard:
+            from holdfast.agent import dashboard
+
+            self._has_dashboard = True
+            dashboard.start(group.spec, self.status.run_id)
+
+    def _last_word(self, error: BaseException | None) -> dict[str, Any]:
+        """For those that wait for the end: `end` is `succeeded`, `failed`, `closed`, `left` (this node alone) or
+        `error` (of this agent). `report` is what a run that has failed prints."""
+        result, machine_end = self._agent._result, self._agent._machine.end
+        report = getattr(error, "run_report", None) or (result.report if machine_end is End.FAILED else None)
+        end, reason = _end_of_run(error)
+        if machine_end is End.FAILED:
+            end, reason = "failed", reason or causes.cause_of(result)
+        text = None
+        if report is not None:
+            from holdfast.failures import run_report
+
+            end, reason, text = "failed", report.cause, run_report.text(report).strip("\n")[:_REPORT_LIMIT_CHARS]
+        return {"end": end, "reason": reason, "report": text, "status": self._describe({})}
 
     def answer(self, request: bytes) -> bytes:
         """What others ask this node through the coordinator: they only read."""
@@ -66,6 +101,8 @@ class Publisher:
         if steps and steps[-1][2] is event:  # Else it dropped it.
             self._tell(self._history_after(event, now))
         self.publish()
+        if isinstance(event, Sealed):
+            self._serve_dashboard()
 
     def failed(self, failure: Failure) -> None:
         """What the workers of this node have failed of; the machine has taken the fact before."""
@@ -214,6 +251,14 @@ def _end_of(stop: Stop) -> str:
     if stop.is_failure:
         return history.HUNG if stop.is_hang else history.FAILED
     return history.NODE_LOST if stop.is_loss else history.MEMBERSHIP_CHANGED
+
+
+def _end_of_run(error: BaseException | None) -> tuple[str, str]:
+    if isinstance(error, RunClosed):
+        return "closed", str(error)
+    if isinstance(error, SignalException):
+        return "left", error.sigval.name
+    return ("error", str(error) or type(error).__name__) if error is not None else ("succeeded", "")
 
 
 def _worker_status(

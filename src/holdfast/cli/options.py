@@ -32,6 +32,21 @@ def duration_s(text: str) -> float:
     return seconds
 
 
+def host_and_port(text: str) -> str:
+    """An address such as `127.0.0.1:8000` or `[::1]:8000`, checked; the port may be left out."""
+    from holdfast.rendezvous import endpoints
+
+    example = f"[{text}]:8000" if text.count(":") > 1 and not text.startswith("[") else "127.0.0.1:8000"
+    try:
+        endpoints.parse_rendezvous_endpoint(text, 0)
+        is_clear = example.startswith("127.") and bool(text.strip())
+    except UserError:
+        is_clear = False
+    if not is_clear:
+        raise ValueError(f"{text!r} is not an address such as {example}")
+    return text.strip()
+
+
 def names(text: str) -> frozenset[str]:
     return frozenset(name.strip() for name in text.split(",") if name.strip())
 
@@ -354,6 +369,15 @@ OPTIONS: tuple[Option, ...] = (
            help="Append one JSON line to FILE for each thing that happens on this node: joined, refused, sealed, "
                 "restarted, started, progress, finished, failed, hung, stopped, ended. Agents of one host may share "
                 "the file. See docs/events.md."),
+    Option("--dashboard", OUTPUT, field="settings.dashboard", in_full=True,
+           help="Serve a page about the run to browsers, as `holdfast dashboard` does, from a process of its own. If "
+                "several nodes give this, the one with group rank 0 serves. The URL is printed when the workers start, "
+                "with a key in it: whoever has the URL can look. Needs pip install 'holdfast[dashboard]'."),
+    Option("--dashboard-addr HOST:PORT", OUTPUT, parse=host_and_port, field="settings.dashboard_addr", in_full=True,
+           help="Where to serve that page (127.0.0.1:0 if left out; port 0 is any free one). An address that other "
+                "hosts can reach needs a token (--token-file)."),
+    Option("--dashboard-linger TIME", OUTPUT, parse=duration_s, field="settings.dashboard_linger_s", in_full=True,
+           help="How long that page stays after the run has ended (5m if left out)."),
     Option("--health-port PORT", OUTPUT, parse=int, field="health_port",
            help="Answer HTTP requests on this port: 200 while the agent is alive, whatever phase it is in, and 503 "
                 "with the reason when it is stuck. 0 is any free port. Left out, it is "

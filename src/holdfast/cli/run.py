@@ -280,6 +280,8 @@ def _unused(args: argparse.Namespace, fields: dict[str, Any], streams: dict[str,
     cases = (
         (args.start_method != "spawn" and not args.run_path, f"--start-method {args.start_method}"),
         (args.restart_window and args.max_restarts == 0, f"--restart-window {args.restart_window or 0:g}"),
+        (not args.dashboard and args.dashboard_addr is not None, f"--dashboard-addr {args.dashboard_addr}"),
+        (not args.dashboard and args.dashboard_linger is not None, f"--dashboard-linger {args.dashboard_linger or 0}"),
         (standalone and not is_static, f"--rdzv-backend {args.rdzv_backend}"),
         (standalone and args.rdzv_endpoint, f"--rdzv-endpoint {args.rdzv_endpoint}"),
         (not uses_master and args.master_addr != "127.0.0.1", f"--master-addr {args.master_addr}"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from holdfast.agent import control
@@ -63,6 +64,14 @@ class RunView:
     def local_agents(self) -> list[dict[str, Any]]:
         """The agents of the run on this host (`AgentStatus.to_dict`), as far as they were looked for."""
         return []
+
+    def stop(self, reason: str) -> tuple[str, int]:
+        """End it, with grace. How far that reaches (`run`, or `host` if there is no coordinator), and how many nodes
+        the coordinator has told, if it was asked."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of what is needed for asking."""
 
     def run_status(self) -> dict[str, Any]:
         """With all nodes, up to a bound."""
@@ -118,7 +127,7 @@ class LocalRun(RunView):
 
     def ask_node(self, node_id: str, request: Mapping[str, Any]) -> Any:
         for agent in self._agents:
-            if node_id == text_of(agent, "node_id"):
+            if node_id in (text_of(agent, "node_id"), name_of(agent)):
                 return self.ask_agent(agent, request)
         return self._ask_any({"command": "query", "node": node_id, "request": request})
 
@@ -133,6 +142,25 @@ class LocalRun(RunView):
             except HostError as error:
                 trouble = error
         raise trouble
+
+    def stop(self, reason: str) -> tuple[str, int]:
+        scopes = set()
+        for agent in self.local_agents():
+            with suppress(HostError):  # It has ended meanwhile, as a node of a run that was closed just now.
+                scopes.add(text_of(self.ask_agent(agent, {"command": "stop", "reason": reason}), "scope"))
+            if "run" in scopes:
+                return "run", 0  # One member closes it for all.
+        if not scopes:
+            raise HostError(f"no agent of run {self.name} can be asked any more")
+        return "host", 0
+
+    def send_to_all(self, request: Mapping[str, Any]) -> list[control.Question]:
+        """The request to each agent that is there; the answers may come much later."""
+        sent = []
+        for agent in self._agents:
+            with suppress(OSError):
+                sent.append(control.Question(str(agent["socket"]), request))
+        return sent
 
     def ask_agent(self, agent: Mapping[str, Any], request: Mapping[str, Any]) -> Any:
         try:
@@ -153,16 +181,23 @@ class RemoteRun(RunView):
         from holdfast.rendezvous.client import visitor
 
         self.name = args.run
-        self.visitor = visitor.Visitor(visitor.find(args.rdzv_backend, args.rdzv_endpoint, args.run, config_of(args)))
+        self._visitor = visitor.Visitor(visitor.find(args.rdzv_backend, args.rdzv_endpoint, args.run, config_of(args)))
 
     def run_page(self, first: int) -> dict[str, Any]:
-        answer = self.visitor.ask({"command": "status", "first": first})
+        answer = self._visitor.ask({"command": "status", "first": first})
         if not isinstance(answer, dict):
             raise HostError("the coordinator sent an answer that makes no sense")
         return answer
 
     def ask_node(self, node_id: str, request: Mapping[str, Any]) -> Any:
-        return self.visitor.ask(request, node_id, _ASK_LIMIT_S)
+        return self._visitor.ask(request, node_id, _ASK_LIMIT_S)
+
+    def stop(self, reason: str) -> tuple[str, int]:
+        told = self._visitor.ask({"command": "stop", "reason": reason})
+        return "run", int(number_of(told, "nodes") or 0) if isinstance(told, dict) else 0
+
+    def close(self) -> None:
+        self._visitor.close()
 
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -226,6 +261,11 @@ def as_whom() -> str:
 
 def _dicts(value: object) -> list[dict[str, Any]]:
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def name_of(agent: Mapping[str, Any]) -> str:
+    """Its node id, or for one that has none a name that no other agent of this host has."""
+    return text_of(agent, "node_id") or f"agent {number_of(agent, 'pid') or 0:.0f}"
 
 
 def dicts_of(record: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

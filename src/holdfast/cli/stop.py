@@ -50,49 +50,40 @@ def main(argv: Sequence[str]) -> int:
     args = get_parser().parse_args(argv)
 
     def stop() -> str:
-        request = {"command": "stop", "reason": args.reason or f"holdfast stop, by {_user()} on {os.uname().nodename}"}
+        reason = args.reason or f"holdfast stop, by {user_name()} on {os.uname().nodename}"
         run = runs.open_run(args)
-        told = _stop_here(run, request, args.timeout) if isinstance(run, runs.LocalRun) else _stop_there(run, request)
+        told = _stop_here(run, reason, args.timeout) if isinstance(run, runs.LocalRun) else _stop_there(run, reason)
         return json.dumps(told) + "\n" if args.json else f"{told['text']}\n"
 
     return status.shown(PROGRAM, stop)
 
 
-def _stop_there(run: runs.RemoteRun, request: dict[str, Any]) -> dict[str, Any]:
-    told = run.visitor.ask(request)
-    nodes = int(runs.number_of(told, "nodes") or 0) if isinstance(told, dict) else 0
+def _stop_there(run: runs.RemoteRun, reason: str) -> dict[str, Any]:
+    _, nodes = run.stop(reason)
     text = f"run {run.name} is closed; its {_count(nodes, 'node')} stop{'s' if nodes == 1 else ''} now"
     return {"run_id": run.name, "scope": "run", "nodes": nodes, "text": text}
 
 
-def _stop_here(run: runs.LocalRun, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+def _stop_here(run: runs.LocalRun, reason: str, timeout_s: float) -> dict[str, Any]:
     with ExitStack() as opened:
-        agents = run.local_agents()
         pids = {}
-        for agent in agents:
+        for agent in run.local_agents():
             with suppress(OSError):  # It has just ended.
                 fd = os.pidfd_open(int(agent["pid"]))
                 opened.callback(os.close, fd)
                 pids[fd] = int(agent["pid"])
-        scopes = set()
-        for agent in agents:
-            with suppress(HostError):  # It has ended meanwhile, as a node of a run that was closed just now.
-                scopes.add(run.ask_agent(agent, request)["scope"])
-            if "run" in scopes:
-                break  # One member closes it for all.
-        if not scopes:
-            raise HostError(f"no agent of run {run.name} can be asked any more")
+        scope, _ = run.stop(reason)
         left = _await_end(set(pids), timeout_s)
         if left:
             names = ", ".join(str(pids[fd]) for fd in sorted(left))
             raise HostError(f"after {timeout_s:g} s these agents have not ended yet: {names}; their workers are being "
                             "stopped, or kill -9 ends agent and workers at once")  # fmt: skip
     ended = f"{_count(len(pids), 'agent')} of this host {'has' if len(pids) == 1 else 'have'} ended"
-    if "run" in scopes:
+    if scope == "run":
         text = f"run {run.name} is closed on all nodes; {ended}"
     else:
         text = f"{ended}; run {run.name} has no coordinator within reach, so nodes on other hosts were not told"
-    return {"run_id": run.name, "scope": "run" if "run" in scopes else "host", "pids": [*pids.values()], "text": text}
+    return {"run_id": run.name, "scope": scope, "pids": [*pids.values()], "text": text}
 
 
 def _await_end(fds: set[int], timeout_s: float) -> set[int]:
@@ -110,7 +101,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _user() -> str:
+def user_name() -> str:
     import pwd
 
     try:

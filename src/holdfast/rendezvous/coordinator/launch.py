@@ -74,23 +74,28 @@ def host_at(sock: socket.socket, options: list[str]) -> bool:
     return True
 
 
+def detached(module: str) -> list[str]:
+    """The command line, but for its arguments, of a process that calls the module's `main` and is no child of this one:
+    the first process only makes the second. It uses this holdfast and no other, but nothing else from its directory
+    before the standard library: that may be one of many packages."""
+    root = os.path.abspath(os.path.join(__file__, "../../../.."))
+    code = (
+        f"import os, sys, __future__; os._exit(0) if os.fork() else None; sys.path.insert(0, {root!r}); "
+        f"import holdfast; del sys.path[0]; from {module} import main; sys.exit(main(sys.argv[1:]))"
+    )
+    # Without -P a file in the working directory could take the place of a module that it needs.
+    return [sys.executable, "-P", "-c", code]
+
+
 def start_coordinator(sock: socket.socket, guard: socket.socket | BinaryIO, options: list[str]) -> None:
     """Returns when it serves. What it says until then is the error if it does not come to that; later it has a log of
     its own. It keeps the guard for as long as it lives. Both sockets are closed here as soon as it exists: if it died
     while this process, frozen perhaps, still held them, no other could take its place."""
     from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired  # Only an agent that hosts one needs them.
 
-    root = os.path.abspath(os.path.join(__file__, "../../../.."))
-    # The first process only makes the second, so that the coordinator is no child of this one. It uses this holdfast
-    # and no other, but nothing else from its directory before the standard library: that may be one of many packages.
-    code = (
-        f"import os, sys, __future__; os._exit(0) if os.fork() else None; sys.path.insert(0, {root!r}); "
-        "import holdfast; del sys.path[0]; from holdfast.cli.coordinator import main; sys.exit(main(sys.argv[1:]))"
-    )
     # Copies, none of which can be in the place of a standard descriptor, should one of those be closed.
     fd, kept = (fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in (sock, guard))
-    # Without -P a file in the working directory could take the place of a module that the coordinator needs.
-    command = [sys.executable, "-P", "-c", code, "--fd", str(fd), *options]
+    command = [*detached("holdfast.cli.coordinator"), "--fd", str(fd), *options]
     try:
         first = Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, pass_fds=(fd, kept), start_new_session=True)
     except OSError as error:

@@ -1,0 +1,50 @@
+"""`holdfast dashboard` beside an agent: the node with group rank 0 starts it, once, if it was given --dashboard.
+
+The dashboard is a process of its own and no child of the agent. It ends by itself some time after the run, or after the
+agent is gone, however that came about (`cli/dashboard/command.py`). A thread starts it and passes on the one line that
+it says. Whatever fails here is a warning: the run goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+from holdfast.agent.model import WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+_START_PATIENCE_S = 30.0
+_ERROR = "holdfast dashboard: error: "
+
+
+def start(spec: WorkerSpec, run_id: str) -> None:
+    """Waits for nothing."""
+    arguments = [run_id, "--agent", str(os.getpid()), "--addr", spec.dashboard_addr]
+    arguments += ["--linger", str(spec.dashboard_linger_s)]
+    arguments += ["--token-file", os.path.abspath(spec.token_file)] if spec.token_file else []
+    try:
+        threading.Thread(target=_start, args=(arguments,), name="holdfast-dashboard", daemon=True).start()
+    except RuntimeError as error:
+        logger.warning("no dashboard: %s", error)
+
+
+def _start(arguments: list[str]) -> None:
+    from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
+
+    from holdfast.rendezvous.coordinator import launch
+
+    command = [*launch.detached("holdfast.cli.dashboard.command"), *arguments]
+    try:
+        with Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True) as first:
+            said, _ = first.communicate(timeout=_START_PATIENCE_S)
+    except (OSError, TimeoutExpired, RuntimeError) as error:
+        logger.warning("no dashboard: %s", error)
+        return
+    *_, last = said.decode(errors="replace").strip().splitlines() or ["it ended without a word"]
+    url, _, pid = last.partition(" ")
+    if url.startswith("http://") and pid.isdecimal():
+        logger.info("dashboard: %s (process %s)", url, pid)
+    else:
+        logger.warning("no dashboard: %s", last.removeprefix(_ERROR))

@@ -1,0 +1,1 @@
+"""`holdfast dashboard`: one page about one run, served to browsers by a process of its own."""

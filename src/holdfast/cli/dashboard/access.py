@@ -1,0 +1,96 @@
+"""Which requests are answered. Data in, data out.
+
+Whoever has the key, which is in the printed URL and nowhere else, may look. The first request brings it, and takes away
+a cookie that scripts cannot read and other sites cannot send. A page of another site can make a browser send requests
+here, and by a name that it has changed meanwhile (DNS rebinding) even read the answers. So the request must name this
+server by an address, as `localhost`, or by a name that the server knows for its own; and a request that comes from a
+page must come from ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Iterable, Mapping
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import urlsplit
+
+from holdfast.frozen import frozen
+
+WRONG_KEY = "This needs the key that is in the URL which the dashboard has printed. It is another one for each start."
+WRONG_HOST = "The dashboard is not known by this name. Use the printed URL, or an address."
+WRONG_ORIGIN = "Pages of other sites get no answer."
+
+# Nothing is loaded from elsewhere, no text becomes code or markup, and no other page can show this one in a frame.
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
+}
+
+
+@frozen
+class Access:
+    """`names` are those of this host. The name of the cookie is another one for each key: a browser sends a cookie to
+    all ports of a host."""
+
+    key: str
+    names: frozenset[str]
+
+    @classmethod
+    def fresh(cls, names: Iterable[str]) -> Access:
+        return cls(secrets.token_urlsafe(24), frozenset(name.lower() for name in names if name))
+
+    @property
+    def cookie(self) -> str:
+        return f"holdfast-{hashlib.sha256(self.key.encode()).hexdigest()[:8]}"
+
+    def set_cookie(self) -> str:
+        return f"{self.cookie}={self.key}; Path=/; HttpOnly; SameSite=Strict"
+
+    def opens(self, key: str) -> bool:
+        return hmac.compare_digest(key.encode(errors="replace"), self.key.encode())
+
+    def objection(self, method: str, headers: Mapping[str, str]) -> str:
+        """Why the request is refused, whatever key it has; empty if it is not."""
+        host = headers.get("host", "")
+        if not self._is_own_name(host):
+            return WRONG_HOST
+        origin = headers.get("origin")
+        is_own = origin is not None and urlsplit(origin).netloc == host
+        if origin is not None and not is_own:
+            return WRONG_ORIGIN
+        if method == "POST" and not is_own:
+            return WRONG_ORIGIN
+        return ""
+
+    def knows(self, headers: Mapping[str, str]) -> bool:
+        """Whether the request has the cookie."""
+        try:
+            sent = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
+        except CookieError:
+            return False
+        return sent is not None and self.opens(sent.value)
+
+    def _is_own_name(self, host: str) -> bool:
+        """The port may be another one, as that of a tunnel."""
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").lower()
+        except ValueError:
+            return False
+        if name == "localhost" or name in self.names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True

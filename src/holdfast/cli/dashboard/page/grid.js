@@ -1,0 +1,367 @@
+// Nodes x workers on one canvas. A worker is a cell: its colour and its sign say the state. Few workers get large cells
+// with their ranks, in a row for each node; thousands get small ones, node beside node. A change draws only the cells
+// that differ.
+
+import { element, number } from "./format.js";
+
+const STATES = {
+  R: ["running", "--running"],
+  D: ["succeeded", "--done"],
+  F: ["failed", "--failed"],
+  S: ["stopped", "--stopped"],
+  N: ["not started", "--waiting"],
+  U: ["unknown", "--unknown"],
+};
+const MOST_ROWS_WITH_NAMES = 24;
+
+export const stateName = (letter) => (STATES[letter.toUpperCase()] ?? STATES.U)[0];
+
+function sizeFor(workers) {
+  if (workers <= 128) return { width: 44, height: 26, gap: 4 };
+  if (workers <= 512) return { width: 20, height: 20, gap: 3 };
+  if (workers <= 2048) return { width: 12, height: 12, gap: 2 };
+  return { width: 8, height: 8, gap: 2 };
+}
+
+export class Grid {
+  constructor(box, canvas, tip, legend, onSelect) {
+    this.box = box;
+    this.canvas = canvas;
+    this.tip = tip;
+    this.legend = legend;
+    this.onSelect = onSelect;
+    this.order = [];
+    this.nodes = {};
+    this.groups = new Map();
+    this.selected = null;
+    this.drawn = new Map();
+    this.readColours();
+    new ResizeObserver(() => this.layOut()).observe(box);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+      this.readColours();
+      this.layOut(true);
+    });
+    canvas.addEventListener("click", (event) => {
+      const found = this.at(event);
+      if (found) this.onSelect(found.rank);
+    });
+    canvas.addEventListener("mousemove", (event) => this.hover(event));
+    canvas.addEventListener("mouseleave", () => (tip.hidden = true));
+    canvas.addEventListener("keydown", (event) => this.press(event));
+  }
+
+  readColours() {
+    const style = getComputedStyle(document.documentElement);
+    const read = (name) => style.getPropertyValue(name).trim();
+    this.colours = Object.fromEntries(Object.entries(STATES).map(([letter, [, name]]) => [letter, read(name)]));
+    this.plain = { text: read("--text"), muted: read("--muted"), panel: read("--panel"), on: read("--on-fill") };
+    this.font = getComputedStyle(document.body).fontFamily;
+  }
+
+  set(nodes, order) {
+    const shape = (of, ids) => ids.map((id) => `${id}:${of[id].workers.length}:${of[id].rank}:${of[id].first}`).join();
+    const isSame = this.order.length === order.length && shape(this.nodes, this.order) === shape(nodes, order);
+    this.nodes = { ...nodes };
+    this.order = order;
+    if (isSame) this.draw();
+    else this.layOut(true);
+    this.count();
+  }
+
+  layOut(isAnew = false) {
+    const width = this.box.clientWidth;
+    if (!width || (!isAnew && width === this.width)) return;
+    this.width = width;
+    const total = this.order.reduce((sum, id) => sum + this.nodes[id].workers.length, 0);
+    const cell = (this.cell = sizeFor(total));
+    const hasNames = (this.hasNames = this.order.length <= MOST_ROWS_WITH_NAMES);
+    const isNarrow = width < 480;
+    const names = hasNames && !isNarrow ? Math.min(200, Math.floor(width * 0.28)) : 0;
+    const above = hasNames && isNarrow ? 18 : 0;
+    const space = hasNames ? (isNarrow ? 10 : 8) : cell.gap * 3;
+    this.groups.clear();
+    let x = 2;
+    let y = 2;
+    let lowest = 0;
+    for (const id of this.order) {
+      const size = this.nodes[id].workers.length;
+      const room = width - names - 4;
+      const columns = Math.max(1, Math.min(size, Math.floor((room + cell.gap) / (cell.width + cell.gap))));
+      const rows = Math.max(1, Math.ceil(size / columns));
+      const wide = columns * (cell.width + cell.gap) - cell.gap;
+      const high = above + rows * (cell.height + cell.gap) - cell.gap;
+      if (!hasNames && x > 2 && x + wide > width - 2) {
+        x = 2;
+        y = lowest + space;
+      }
+      this.groups.set(id, { x: x + names, y: y + above, columns, size, wide, high: high - above });
+      lowest = Math.max(lowest, y + high);
+      if (hasNames) y = lowest + space;
+      else x += wide + space;
+    }
+    const height = lowest + 3;
+    const scale = (this.scale = Math.min(2, devicePixelRatio || 1));
+    this.canvas.width = Math.round(width * scale);
+    this.canvas.height = Math.round(height * scale);
+    this.canvas.style.width = `${width}px`;
+    this.canvas.style.height = `${height}px`;
+    this.pen = this.canvas.getContext("2d");
+    this.pen.setTransform(scale, 0, 0, scale, 0, 0);
+    this.drawn.clear();
+    this.draw();
+  }
+
+  draw() {
+    if (!this.pen) return;
+    let changed = 0;
+    for (const id of this.order) {
+      const node = this.nodes[id];
+      const group = this.groups.get(id);
+      if (!group) continue;
+      const before = this.drawn.get(id) ?? "";
+      if (this.hasNames && this.drawn.get(`${id} name`) !== node.state + node.is_connected) this.drawName(id, node, group);
+      if (before === node.workers) continue;
+      for (let local = 0; local < node.workers.length; local += 1) {
+        if (before[local] !== node.workers[local]) {
+          this.drawCell(id, local);
+          changed += 1;
+        }
+      }
+      this.drawn.set(id, node.workers);
+    }
+    return changed;
+  }
+
+  drawName(id, node, group) {
+    const pen = this.pen;
+    const isAbove = this.width < 480;
+    const [x, y, wide] = isAbove ? [2, group.y - 18, this.width - 4] : [2, group.y, group.x - 14];
+    pen.fillStyle = this.plain.panel;
+    pen.fillRect(x - 2, y - 2, wide + 4, isAbove ? 19 : this.cell.height + 2);
+    const place = node.rank === null ? "standby" : `node ${node.rank}`;
+    const middle = y + (isAbove ? 8 : this.cell.height / 2);
+    pen.textBaseline = "middle";
+    pen.textAlign = "left";
+    pen.font = `600 12px ${this.font}`;
+    pen.fillStyle = node.is_connected ? this.plain.text : this.colours.F;
+    pen.fillText(place, x, middle);
+    const used = pen.measureText(place).width + 8;
+    pen.font = `400 12px ${this.font}`;
+    pen.fillStyle = this.plain.muted;
+    pen.fillText(clipped(pen, node.is_connected ? node.name : "not connected", wide - used), x + used, middle);
+    this.drawn.set(`${id} name`, node.state + node.is_connected);
+  }
+
+  place(group, local) {
+    const { width, height, gap } = this.cell;
+    return [
+      group.x + (local % group.columns) * (width + gap),
+      group.y + Math.floor(local / group.columns) * (height + gap),
+    ];
+  }
+
+  drawCell(id, local) {
+    const node = this.nodes[id];
+    const [x, y] = this.place(this.groups.get(id), local);
+    const { width, height, gap } = this.cell;
+    const pen = this.pen;
+    const margin = Math.min(2, gap / 2 + 0.5);
+    pen.fillStyle = this.plain.panel;
+    pen.fillRect(x - margin, y - margin, width + 2 * margin, height + 2 * margin);
+    const letter = node.workers[local].toUpperCase();
+    const rank = node.first === null ? null : node.first + local;
+    if (width >= 40) {
+      paintLarge(pen, x, y, width, height, letter, this.colours[letter] ?? this.colours.U, this.plain.on);
+      pen.font = `600 12px ${this.font}`;
+      pen.textAlign = "left";
+      pen.textBaseline = "middle";
+      pen.fillText(rank === null ? "" : String(rank), x + 19, y + height / 2 + 0.5, width - 22);
+    } else {
+      paintSmall(pen, x, y, width, letter, this.colours[letter] ?? this.colours.U, this.plain.on);
+    }
+    if (rank !== null && rank === this.selected) {
+      pen.strokeStyle = this.plain.text;
+      pen.lineWidth = margin;
+      pen.strokeRect(x - margin / 2, y - margin / 2, width + margin, height + margin);
+    }
+  }
+
+  select(rank) {
+    const before = this.selected;
+    this.selected = rank;
+    for (const each of [before, rank]) {
+      const found = this.find(each);
+      if (found && this.pen) this.drawCell(found.id, found.local);
+    }
+    this.describe();
+  }
+
+  find(rank) {
+    if (rank === null) return null;
+    for (const id of this.order) {
+      const { first, workers } = this.nodes[id];
+      if (first !== null && rank >= first && rank < first + workers.length) return { id, local: rank - first, rank };
+    }
+    return null;
+  }
+
+  at(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    const { width, height, gap } = this.cell;
+    for (const [id, group] of this.groups) {
+      const [across, down] = [x - group.x, y - group.y];
+      if (across < 0 || down < 0 || across > group.wide || down > group.high) continue;
+      const local = Math.floor(down / (height + gap)) * group.columns + Math.floor(across / (width + gap));
+      const first = this.nodes[id].first;
+      if (local < group.size && first !== null) return { id, local, rank: first + local };
+    }
+    return null;
+  }
+
+  hover(event) {
+    const found = this.at(event);
+    this.tip.hidden = !found;
+    if (!found) return;
+    const node = this.nodes[found.id];
+    const place = node.rank === null ? "" : `, node ${node.rank}`;
+    this.tip.textContent = `rank ${found.rank}: ${stateName(node.workers[found.local])}${place} ${node.name}`;
+    const [x, y] = this.place(this.groups.get(found.id), found.local);
+    const left = Math.max(0, Math.min(x, this.width - this.tip.offsetWidth));
+    this.tip.style.transform = `translate(${left}px, ${y + this.cell.height + 6}px)`;
+  }
+
+  press(event) {
+    const found = this.find(this.selected);
+    const columns = found ? this.groups.get(found.id).columns : 1;
+    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const next = this.find((this.selected ?? -1) + step);
+    if (next) this.onSelect(next.rank);
+  }
+
+  counts() {
+    const found = {};
+    for (const id of this.order) {
+      for (const letter of this.nodes[id].workers) {
+        const name = STATES[letter.toUpperCase()] ? letter.toUpperCase() : "U";
+        found[name] = (found[name] ?? 0) + 1;
+      }
+    }
+    return found;
+  }
+
+  count() {
+    const found = this.counts();
+    const key = JSON.stringify([found, this.colours.R, this.cell]);
+    if (key !== this.counted) {
+      this.counted = key;
+      this.legend.replaceChildren(...Object.keys(STATES).filter((each) => found[each]).map((each) => this.entry(each, found[each])));
+    }
+    this.describe();
+  }
+
+  entry(letter, amount) {
+    const sign = element("canvas", { width: 28, height: 28 });
+    const pen = sign.getContext("2d");
+    pen.scale(2, 2);
+    const size = this.cell && this.cell.width < 40 ? Math.min(14, this.cell.width) : 14;
+    const at = (14 - size) / 2;
+    if (this.cell && this.cell.width >= 40) paintLarge(pen, 0, 0, 14, 14, letter, this.colours[letter], this.plain.on, 7);
+    else paintSmall(pen, at, at, size, letter, this.colours[letter], this.plain.on);
+    return element("li", {}, sign, `${number(amount)} ${stateName(letter)}`);
+  }
+
+  describe() {
+    const all = Object.entries(this.counts()).map(([letter, amount]) => `${amount} ${stateName(letter)}`);
+    const found = this.find(this.selected);
+    const chosen = found ? ` Selected: rank ${found.rank}, ${stateName(this.nodes[found.id].workers[found.local])}.` : "";
+    const label = `Workers: ${all.join(", ") || "none"}.${chosen}`;
+    if (this.canvas.getAttribute("aria-label") !== label) this.canvas.setAttribute("aria-label", label);
+  }
+}
+
+// A filled cell, or an outlined one for workers that do not run, with a sign in it. Leaves the colour for its text.
+function paintLarge(pen, x, y, width, height, letter, colour, on, sign = 10) {
+  const isFilled = "RDF".includes(letter);
+  pen.beginPath();
+  pen.roundRect(x + (isFilled ? 0 : 0.75), y + (isFilled ? 0 : 0.75), width - (isFilled ? 0 : 1.5), height - (isFilled ? 0 : 1.5), 4);
+  pen.fillStyle = pen.strokeStyle = colour;
+  pen.lineWidth = 1.5;
+  if (isFilled) pen.fill();
+  else pen.stroke();
+  pen.fillStyle = pen.strokeStyle = isFilled ? on : colour;
+  paintSign(pen, x + sign, y + height / 2, letter);
+}
+
+function paintSign(pen, x, y, letter) {
+  pen.lineWidth = 1.75;
+  pen.lineCap = pen.lineJoin = "round";
+  pen.beginPath();
+  if (letter === "R") {
+    pen.moveTo(x - 2.5, y - 4);
+    pen.lineTo(x + 4, y);
+    pen.lineTo(x - 2.5, y + 4);
+    pen.fill();
+  } else if (letter === "D") {
+    pen.moveTo(x - 3.5, y);
+    pen.lineTo(x - 1, y + 3);
+    pen.lineTo(x + 4, y - 3);
+    pen.stroke();
+  } else if (letter === "F") {
+    pen.moveTo(x - 3, y - 3);
+    pen.lineTo(x + 3, y + 3);
+    pen.moveTo(x + 3, y - 3);
+    pen.lineTo(x - 3, y + 3);
+    pen.stroke();
+  } else if (letter === "S") {
+    pen.fillRect(x - 3, y - 3, 6, 6);
+  } else if (letter === "N") {
+    pen.arc(x, y, 2.5, 0, 7);
+    pen.stroke();
+  } else {
+    pen.moveTo(x - 3, y);
+    pen.lineTo(x + 3, y);
+    pen.stroke();
+  }
+}
+
+// A shape of its own for each state: square, disc, cross, frame, dot, bar.
+function paintSmall(pen, x, y, size, letter, colour, on) {
+  const middle = size / 2;
+  pen.fillStyle = pen.strokeStyle = colour;
+  pen.lineWidth = Math.max(1.25, size / 7);
+  pen.lineCap = "butt";
+  pen.beginPath();
+  if (letter === "R") {
+    pen.fillRect(x, y, size, size);
+  } else if (letter === "D") {
+    pen.arc(x + middle, y + middle, middle, 0, 7);
+    pen.fill();
+  } else if (letter === "F") {
+    pen.fillRect(x, y, size, size);
+    pen.strokeStyle = on;
+    const edge = size * 0.22;
+    pen.moveTo(x + edge, y + edge);
+    pen.lineTo(x + size - edge, y + size - edge);
+    pen.moveTo(x + size - edge, y + edge);
+    pen.lineTo(x + edge, y + size - edge);
+    pen.stroke();
+  } else if (letter === "S") {
+    const half = pen.lineWidth / 2;
+    pen.strokeRect(x + half, y + half, size - 2 * half, size - 2 * half);
+  } else if (letter === "N") {
+    pen.arc(x + middle, y + middle, size / 4, 0, 7);
+    pen.fill();
+  } else {
+    pen.fillRect(x, y + middle - size / 8, size, size / 4);
+  }
+}
+
+function clipped(pen, text, room) {
+  if (pen.measureText(text).width <= room) return text;
+  let length = text.length;
+  while (length > 1 && pen.measureText(`${text.slice(0, length)}…`).width > room) length -= 1;
+  return `${text.slice(0, length)}…`;
+}

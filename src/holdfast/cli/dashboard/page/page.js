@@ -1,0 +1,314 @@
+// The page: takes the events of the server, and keeps the picture of the run on the screen up to date.
+
+import { plot, roundRow, short, timeline } from "./charts.js";
+import { duration, element, number, percent, setText, show } from "./format.js";
+import { Grid } from "./grid.js";
+import { LogPane } from "./log.js";
+
+const byId = (id) => document.getElementById(id);
+const HIDDEN_FOR_MS = 60_000;
+const RETRY_MS = 2_000;
+
+const picture = { run: null, nodes: {}, order: [], rounds: [], totals: {}, report: null, points: [] };
+let facts = null;
+let source = null;
+let watchdog = null;
+let isOver = false;
+let attempts = 0;
+
+const grid = new Grid(byId("grid"), byId("cells"), byId("tip"), byId("legend"), (rank) => choose({ rank }));
+const log = new LogPane(byId("log"), byId("log-problem"), byId("follow"));
+
+// What is chosen stays in the address, so that a reload shows it again.
+const chosen = { rank: 0, stream: "stdout", attempt: "" };
+for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
+  if (name === "rank" && /^\d{1,9}$/.test(value)) chosen.rank = Number(value);
+  if (name === "stream" && value === "stderr") chosen.stream = value;
+}
+
+// The stream of events.
+
+function connect() {
+  clearTimeout(watchdog);
+  if (source) source.close();
+  if (isOver) return;
+  source = new EventSource("/events");
+  const on = (name, act) => source.addEventListener(name, (event) => {
+    rest();
+    act(JSON.parse(event.data));
+  });
+  on("hello", (data) => {
+    facts = data;
+    link("live", "live");
+    drawFoot();
+    followLog();
+  });
+  on("picture", (data) => timed("picture", () => take(data)));
+  on("change", (data) => timed("update", () => take(data)));
+  on("log", takeLog);
+  on("beat", () => {});
+  on("bye", (data) => {
+    isOver = true;
+    source.close();
+    clearTimeout(watchdog);
+    link("over", "ended");
+    show(byId("note"), data.text);
+    drawStop();
+  });
+  source.onerror = () => lost();
+}
+
+// A server that says nothing for three beats is as good as gone.
+function rest() {
+  clearTimeout(watchdog);
+  watchdog = setTimeout(lost, 3000 * (facts?.beat_s ?? 10));
+}
+
+function lost() {
+  if (isOver || document.hidden) {
+    if (source) source.close();
+    return;
+  }
+  source.close();
+  link("lost", "connection lost, trying again");
+  clearTimeout(watchdog);
+  watchdog = setTimeout(connect, RETRY_MS);
+}
+
+function link(state, text) {
+  byId("link").dataset.link = state;
+  setText(byId("link"), text);
+}
+
+// A page that is not looked at costs the run nothing after a while.
+let hiddenTimer = null;
+document.addEventListener("visibilitychange", () => {
+  clearTimeout(hiddenTimer);
+  if (document.hidden) {
+    hiddenTimer = setTimeout(() => source && source.close(), HIDDEN_FOR_MS);
+  } else if (!source || source.readyState === EventSource.CLOSED) connect();
+});
+
+function timed(name, act) {
+  const start = performance.now();
+  act();
+  const kind = `holdfast ${name}`;
+  performance.measure(kind, { start, end: performance.now() });
+  if (performance.getEntriesByName(kind).length > 200) performance.clearMeasures(kind);
+}
+
+// The picture.
+
+function take(news) {
+  if (news.points) picture.points = news.points;
+  if (news.point) picture.points.push(news.point);
+  if (news.points || !news.nodes) Object.assign(picture, news, news.points ? {} : { nodes: picture.nodes });
+  else {
+    const nodes = { ...picture.nodes };
+    for (const [id, node] of Object.entries(news.nodes)) {
+      if (node === null) delete nodes[id];
+      else nodes[id] = node;
+    }
+    Object.assign(picture, news, { nodes });
+  }
+  if (news.nodes || news.order) {
+    grid.set(picture.nodes, picture.order);
+    if (grid.selected === null) choose({});
+  }
+  drawRun();
+  if (news.rounds || news.totals) drawRounds(Boolean(news.rounds));
+  if (news.point || news.points) drawPlots();
+  if (news.report !== undefined || news.rounds || news.run) drawFailure();
+  askWorker();
+}
+
+function drawRun() {
+  const run = picture.run;
+  if (!run) return;
+  setText(byId("run-id"), run.id);
+  setText(byId("state"), run.state);
+  byId("state").dataset.state = run.state;
+  setText(byId("sentence"), run.sentence);
+  const refused = run.refused.length ? `Refused: ${run.refused[run.refused.length - 1]}` : "";
+  if (!isOver) show(byId("note"), run.note || refused);
+  setText(byId("round"), run.round ? number(run.round) : "–");
+  const wanted = run.min_nodes === run.max_nodes ? run.max_nodes : `${run.min_nodes} to ${run.max_nodes}`;
+  figure("nodes", number(run.nodes_here), run.max_nodes === null ? "" : ` of ${wanted}`);
+  const counts = grid.counts();
+  const all = Object.values(counts).reduce((sum, each) => sum + each, 0);
+  figure("workers", number(counts.R ?? 0), ` of ${number(all)} running`);
+  figure("restarts", number(run.restarts_left), ` of ${number(run.restarts_left + run.restarts_used)}`);
+  document.title = `${run.state} · ${run.id} · holdfast`;
+  drawStop();
+}
+
+function figure(id, value, more) {
+  const target = byId(id);
+  if (target.textContent === value + more) return;
+  target.replaceChildren(value, element("small", {}, more));
+}
+
+function drawRounds(hasChanged) {
+  const { rounds, totals } = picture;
+  setText(byId("goodput"), percent(totals.goodput));
+  setText(byId("lost"), duration(totals.lost_s));
+  const causes = Object.entries(totals.restarts ?? {}).filter(([, times]) => times > 0);
+  const restarts = causes.map(([cause, times]) => `${number(times)} × ${cause}`).join(", ");
+  setText(byId("rounds-now"), restarts ? `new rounds: ${restarts}` : "");
+  timeline(byId("timeline"), rounds, totals);
+  if (hasChanged) byId("rounds").replaceChildren(...[...rounds].reverse().map(roundRow));
+}
+
+function drawPlots() {
+  const points = picture.points;
+  const last = points[points.length - 1];
+  plot(byId("progress"), points, {
+    lines: [(point) => point[1], (point) => point[2]],
+    names: "Steps of the slowest and of the fastest worker over time",
+    format: short,
+    empty: "Workers that call holdfast.progress(step) are plotted here.",
+  });
+  plot(byId("goodput-plot"), points, {
+    lines: [(point) => point[3]],
+    names: "Share of the time in which the workers ran and made progress",
+    low: 0,
+    high: 1,
+    format: (value) => `${100 * value}%`,
+    isGood: true,
+    empty: "Not known yet.",
+  });
+  const [, slow, fast, good] = last ?? [];
+  const steps = slow === fast ? short(fast ?? 0) : `${short(slow ?? 0)} to ${short(fast ?? 0)}`;
+  setText(byId("progress-now"), fast === null || fast === undefined ? "" : `step ${steps}`);
+  setText(byId("goodput-now"), good === null || good === undefined ? "" : percent(good));
+}
+
+function drawFailure() {
+  const { report, rounds, run } = picture;
+  const bad = [...rounds].reverse().find((round) => ["failed", "hung", "node lost"].includes(round.end));
+  const isFailed = run?.state === "failed" || run?.state === "error";
+  byId("failure").hidden = !(report || isFailed || bad);
+  setText(byId("failure").querySelector("h2"), report || isFailed ? "Failure report" : "Last failure");
+  const cause = bad ? `Round ${bad.round}, ${bad.end}: ${bad.cause}` : run?.sentence ?? "";
+  setText(byId("cause"), report || isFailed ? run?.sentence ?? "" : cause);
+  setText(byId("report"), report ?? "");
+}
+
+function drawStop() {
+  byId("stop").hidden = !(facts?.may_stop && picture.run && !picture.run.is_over && !isOver);
+}
+
+function drawFoot() {
+  const rights = facts.may_stop ? "" : " Read-only: given the run's token (--token-file), the page can stop the run, too.";
+  const stays = `It stays for ${duration(facts.linger_s)} after the end of the run.`;
+  setText(byId("foot"), `holdfast ${facts.version}, served by process ${facts.pid} on ${facts.host}. ${stays}${rights}`);
+}
+
+// One worker.
+
+function choose(change) {
+  const isOther = change.rank !== undefined && change.rank !== chosen.rank;
+  Object.assign(chosen, isOther ? { attempt: "" } : {}, change);
+  byId("rank").value = String(chosen.rank);
+  byId("stream").value = chosen.stream;
+  byId("attempt").value = chosen.attempt;
+  history.replaceState(null, "", `#rank=${chosen.rank}${chosen.stream === "stderr" ? "&stream=stderr" : ""}`);
+  grid.select(chosen.rank);
+  askWorker();
+  followLog();
+}
+
+byId("rank").addEventListener("change", (event) => {
+  const rank = Number(event.target.value);
+  if (Number.isSafeInteger(rank) && rank >= 0) choose({ rank });
+});
+byId("stream").addEventListener("change", (event) => choose({ stream: event.target.value }));
+byId("attempt").addEventListener("change", (event) => choose({ attempt: event.target.value }));
+byId("controls").addEventListener("submit", (event) => event.preventDefault());
+
+let asking = false;
+async function askWorker() {
+  if (asking || !picture.run || isOver || !grid.find(chosen.rank)) return;
+  asking = true;
+  try {
+    const answer = await fetch(`/worker?rank=${chosen.rank}`);
+    const told = await answer.json();
+    if (told.rank === chosen.rank) setText(byId("worker-facts"), workerText(told));
+  } catch {
+    // The stream of events says whether the server is there.
+  }
+  asking = false;
+}
+
+function workerText(told) {
+  const node = picture.nodes[told.node];
+  const place = node ? `node ${node.rank ?? "–"} ${node.name}` : "";
+  if (!told.state) return `rank ${told.rank}, ${place}`;
+  const parts = [`rank ${told.rank}`, told.state, place, told.pid ? `pid ${told.pid}` : "", `age ${told.age}`, told.progress];
+  return parts.filter(Boolean).join(" · ");
+}
+
+async function followLog() {
+  if (!facts || !picture.run || isOver) return;
+  const attempt = chosen.attempt === "" ? null : Number(chosen.attempt);
+  const problem = await post("/log", { page: facts.page, rank: chosen.rank, stream: chosen.stream, attempt });
+  if (problem) show(byId("log-problem"), problem);
+}
+
+function takeLog(piece) {
+  const [rank, stream, attempt] = piece.key;
+  if (rank !== chosen.rank || stream !== chosen.stream || String(attempt ?? "") !== chosen.attempt) return;
+  if (piece.begins) log.clear();
+  log.take(piece);
+  if (attempt === null && Number.isSafeInteger(piece.attempt) && piece.attempt !== attempts) {
+    attempts = piece.attempt;
+    const earlier = Array.from({ length: Math.min(attempts, 100) }, (_, index) => String(attempts - 1 - index));
+    const options = earlier.map((each) => element("option", { value: each }, each));
+    byId("attempt").replaceChildren(element("option", { value: "" }, `present (${attempts})`), ...options);
+  }
+}
+
+async function post(path, body) {
+  const request = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+  try {
+    const answer = await fetch(path, request);
+    const isJson = answer.headers.get("Content-Type")?.startsWith("application/json");
+    const told = isJson ? await answer.json() : { problem: (await answer.text()).trim() };
+    if (answer.ok) Object.assign(body, { answer: told });
+    return answer.ok ? "" : told.problem;
+  } catch {
+    return "the dashboard does not answer";
+  }
+}
+
+byId("stacks").addEventListener("click", async (event) => {
+  const button = event.target;
+  const body = { rank: chosen.rank };
+  button.disabled = true;
+  setText(button, "Taking stacks ...");
+  const problem = await post("/stacks", body);
+  button.disabled = false;
+  setText(button, "Take stacks");
+  byId("stacks-box").hidden = false;
+  setText(byId("stacks-title"), `Stacks of rank ${body.rank}, ${new Date().toLocaleTimeString()}`);
+  setText(byId("stacks-text"), problem || body.answer.text);
+});
+byId("stacks-close").addEventListener("click", () => (byId("stacks-box").hidden = true));
+
+// Stop.
+
+byId("stop").addEventListener("click", () => {
+  show(byId("stop-problem"), "");
+  byId("ask-stop").showModal();
+});
+byId("stop-now").addEventListener("click", async () => {
+  const problem = await post("/stop", { reason: byId("stop-reason").value });
+  show(byId("stop-problem"), problem);
+  if (!problem) byId("ask-stop").close();
+});
+
+new ResizeObserver(() => {
+  drawPlots();
+  drawRounds(false);
+}).observe(byId("timeline"));
+connect();
