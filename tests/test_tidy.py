@@ -78,6 +78,11 @@ PURE = {
     "process/workers/ladder.py": set(),
     "hosts/job.py": {"holdfast.frozen"},
     "hosts/environment.py": {"holdfast.frozen"},
+    "hosts/ssh/host_list.py": {"holdfast.errors", "holdfast.frozen"},
+    "hosts/ssh/command.py": {"holdfast.frozen"},
+    "hosts/ssh/messages.py": {"holdfast.frozen"},
+    "hosts/ssh/output.py": {"holdfast.hosts.ssh.messages", "holdfast.process.output"},
+    "hosts/ssh/launch.py": {"holdfast.frozen", "holdfast.hosts.ssh", "holdfast.rendezvous.membership.model"},
 }
 DATA_MODULES = {
     "__future__", "collections", "collections.abc", "dataclasses", "enum", "functools", "heapq", "itertools", "json",

@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TextIO
 
 from holdfast import escape
@@ -38,6 +39,15 @@ _AGAIN = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # How the fil
 
 _unfinished: set[tuple[int, int]] = set()
 """The files behind consoles that stand in the middle of a line. stdout and stderr are one file as a rule."""
+
+
+_pieces_of: Callable[[str], list[str]] | None = None
+
+
+def write_as(pieces_of: Callable[[str], list[str]] | None) -> None:
+    """Write each text in these pieces from now on, so that its reader can tell it from the output of workers."""
+    global _pieces_of
+    _pieces_of = pieces_of
 
 
 def note_written(fd: int, data: bytes | memoryview) -> None:
@@ -72,7 +82,10 @@ def write(stream: TextIO | None, text: str, *, may_drop: bool = True) -> None:
     except ValueError:  # Closed.
         pass
     else:
-        _queue.put(stream, fd, text.encode(stream.encoding or "utf-8", "backslashreplace"), may_drop)
+        pieces = [text] if _pieces_of is None else _pieces_of(text)
+        for piece in pieces:
+            data = piece.encode(stream.encoding or "utf-8", "backslashreplace")
+            _queue.put(stream, fd, data, may_drop and len(pieces) == 1)
 
 
 class StderrHandler(logging.Handler):

@@ -2,7 +2,7 @@
 
 The real command makes the real agent and the real handler; only `run` of the agent is replaced, by one that keeps the
 agent. A row of `EFFECTS` gives an option and says what must differ there from a run without it. An option without a
-row fails.
+row fails. With `--hosts` there is no agent in this process: `HOST_EFFECTS` look at the job for the hosts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import RunResult, WorkerSpec, WorkerState
 from holdfast.cli import program
 from holdfast.cli import run as cli
-from holdfast.cli.options import OPTIONS, Option
+from holdfast.cli.options import HOSTS, OPTIONS
 from holdfast.hangs.policy import HangPolicy, Signal
+from holdfast.hosts.ssh import run as ssh
+from holdfast.hosts.ssh.host_list import Host
+from holdfast.hosts.ssh.run import HostsJob
 from holdfast.process.output.logs import Std
 from holdfast.process.workers import device_memory
 from holdfast.process.workers.cpus import AffinityMode, NumaOptions
@@ -188,19 +191,56 @@ def observe(tokens: list[str], seen: Callable[[LocalElasticAgent], object], monk
     return found.pop()
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-def test_every_option_has_its_effect(option: Option, monkeypatch: pytest.MonkeyPatch) -> None:
-    effect = EFFECTS[option.name]
+def names_of(*, of_hosts: bool) -> list[str]:
+    return [option.name for option in OPTIONS if (option.group == HOSTS) is of_hosts]
+
+
+@pytest.mark.parametrize("name", names_of(of_hosts=False))
+def test_every_option_has_its_effect(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    effect = EFFECTS[name]
     besides = effect.besides.split()
-    for name, value in effect.environ.items():
-        monkeypatch.setenv(name, value)
-    own = option.flags[-1] if effect.text is None else f"{option.flags[-1]}={effect.text}"
-    assert observe([*besides, own], effect.seen, monkeypatch) == effect.expected
+    for variable, value in effect.environ.items():
+        monkeypatch.setenv(variable, value)
+    assert observe([*besides, flag_of(name, effect.text)], effect.seen, monkeypatch) == effect.expected
     assert observe(besides, effect.seen, monkeypatch) != effect.expected
 
 
+def flag_of(name: str, text: str | None) -> str:
+    [option] = [each for each in OPTIONS if each.name == name]
+    return option.flags[-1] if text is None else f"{option.flags[-1]}={text}"
+
+
 def test_no_effect_is_of_an_option_that_is_gone() -> None:
-    assert set(EFFECTS) == {option.name for option in OPTIONS}
+    assert set(EFFECTS) == set(names_of(of_hosts=False))
+    assert set(HOST_EFFECTS) == set(names_of(of_hosts=True))
+
+
+# The option's text, what is seen in the job, and what is expected there.
+HOST_EFFECTS: dict[str, tuple[str, Callable[[HostsJob], object], object]] = {
+    "hosts": ("a,b:3", lambda j: j.hosts, (Host("a"), Host("b", 3))),
+    "hostfile": ("hosts", lambda j: j.hosts, (Host("c", 2),)),
+    "remote_python": ("/opt/python", lambda j: j.job.python, "/opt/python"),
+    "env": ("A=1,OMP_NUM_THREADS", lambda j: j.job.environment, (("A", "1"), ("OMP_NUM_THREADS", "1"))),
+    "copy": ("script", lambda j: j.archive is not None, True),
+    "ssh": ("sh -F 'a b'", lambda j: j.ssh, ("sh", "-F", "a b")),
+    "host_timeout": ("7m", lambda j: j.host_timeout_s, 420.0),
+}
+
+
+@pytest.mark.parametrize("name", names_of(of_hosts=True))
+def test_every_option_for_hosts_has_its_effect(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hosts").write_text("c slots=2")
+    text, seen, expected = HOST_EFFECTS[name]
+    besides = [] if name in ("hosts", "hostfile") else ["--hosts=x"]
+    assert seen(job_of([*besides, flag_of(name, text)], monkeypatch)) == expected
+    assert seen(job_of(["--hosts=x"], monkeypatch)) != expected
+
+
+def job_of(tokens: list[str], monkeypatch: pytest.MonkeyPatch) -> HostsJob:
+    jobs: list[HostsJob] = []
+    monkeypatch.setattr(ssh, "run", jobs.append)
+    cli.main([*tokens, "x.py"])
+    return jobs.pop()
 
 
 def test_the_template_of_labels_has_its_effect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,13 @@ DEFAULTS = {
     "rdzv_conf": "",
     "standalone": False,
     "no_detect": False,
+    "hosts": None,
+    "hostfile": None,
+    "remote_python": None,
+    "env": None,
+    "copy": None,
+    "ssh": "ssh",
+    "host_timeout": 30.0,
     "max_restarts": 0,
     "monitor_interval": 0.1,
     "start_method": "spawn",
@@ -129,6 +136,9 @@ def test_defaults() -> None:
 
 
 VALUES = {
+    "env": ("A=1, B,,C", ["A=1", "B,C"]),
+    "copy": ("script", "script"),
+    "host_timeout": ("1m", 60.0),
     "duplicate_stdout_filters": ("a, b,,c", ["a", "b,c"]),
     "duplicate_stderr_filters": ("x", ["x"]),
     "nnodes": ("1:4", "1:4"),

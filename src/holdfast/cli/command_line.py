@@ -131,7 +131,16 @@ class Scanner(Generic[T]):
         while left and left[0] != "--" and _looks_like_option(left[0]):
             token = left.pop(0)
             given += self._long_option(token, left) if token.startswith("--") else self._short_options(token, left)
-        return given, left
+        return self._joined(given), left
+
+    def _joined(self, given: list[tuple[T, str | None]]) -> list[tuple[T, str | None]]:
+        """The texts of a list that is given in parts are one text."""
+        for flag in [flag for option in OPTIONS if option.is_list for flag in option.flags if flag in self._flags]:
+            parts = [text or "" for option, text in given if option == self._flags[flag]]
+            if len(parts) > 1:
+                given = [each for each in given if each[0] != self._flags[flag]]
+                given.append((self._flags[flag], ",".join(parts)))
+        return given
 
     def _long_option(self, token: str, left: list[str]) -> Iterator[tuple[T, str | None]]:
         name, equals, value = token.partition("=")

@@ -102,6 +102,7 @@ class Option:
     in it; if it is empty, run.py or program.py uses the option. An option that is left out is None and sets no field.
     `sets` is for a second name of an option: the name in the namespace where its value goes. `in_full` is for options
     that were added later: they cannot be shortened, so that a shortened name in a user's script keeps its meaning.
+    `is_list`: given more than once, the texts are joined with commas.
     """
 
     invocation: str
@@ -114,6 +115,7 @@ class Option:
     sets: str = ""
     field: str = ""
     in_full: bool = False
+    is_list: bool = False
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -162,11 +164,12 @@ class Option:
 
 WORKERS = "Workers"
 NODES = "Nodes and rendezvous"
+HOSTS = "Many hosts by ssh"
 FAILURES = "Failures and restarts"
 HANGS = "Hangs"
 LOGS = "Logs of the workers"
 OUTPUT = "Output of holdfast itself"
-GROUPS = (WORKERS, NODES, FAILURES, HANGS, LOGS, OUTPUT)
+GROUPS = (WORKERS, NODES, HOSTS, FAILURES, HANGS, LOGS, OUTPUT)
 
 # fmt: off
 OPTIONS: tuple[Option, ...] = (
@@ -269,6 +272,25 @@ OPTIONS: tuple[Option, ...] = (
            help="The certificate's key, if it is not in the same file."),
     Option("--tls-ca FILE", NODES, field="rdzv_configs.tls_ca",
            help="The authority that must have signed the other side's certificate."),
+
+    Option("--hosts HOST[:N],...", HOSTS, in_full=True,
+           help="Run on these hosts: start an agent on each by ssh, with N workers on it (as --nproc-per-node says, if "
+                "left out), and end all of them with this command. docs/ssh.md tells more."),
+    Option("--hostfile FILE", HOSTS, in_full=True,
+           help="The same with a host a line, as in `node1 slots=8`. A # begins a comment."),
+    Option("--remote-python PATH", HOSTS, in_full=True,
+           help="The Python interpreter on the hosts. Left out, it has the path of this command's."),
+    Option("--env NAME[=VALUE],...", HOSTS, parse=filters, in_full=True, is_list=True,
+           help="Give the agents and workers on the hosts these variables; without a value, that of this command's "
+                "environment. Two commas stand for a comma. May be given several times."),
+    Option("--copy WHAT", HOSTS, choices=("script", "directory"), in_full=True,
+           help="Copy the script, or the working directory with all that is below it, to a temporary directory on each "
+                "host, and run there. The directory is removed at the end."),
+    Option("--ssh COMMAND", HOSTS, default="ssh", in_full=True,
+           help="The ssh command, with options if need be, as in 'ssh -F config'."),
+    Option("--host-timeout TIME", HOSTS, parse=duration_s, default="30s", in_full=True,
+           help="How long a host may take to connect, and how long its connection may be silent later, before it "
+                "counts as lost."),
 
     Option("--max-restarts N", FAILURES, parse=int, default=0, field="max_restarts",
            help="How often the workers may be restarted after failures, in the whole run, before it fails for "

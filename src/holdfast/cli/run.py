@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import escape, signals
 from holdfast.cli import command_line, console
-from holdfast.cli.options import OPTIONS, PROGRAM, check_brackets
+from holdfast.cli.options import HOSTS, OPTIONS, PROGRAM, check_brackets
 from holdfast.cli.program import (
     check_combination,
     check_program,
@@ -167,17 +167,17 @@ def _rendezvous_fields(args: argparse.Namespace, max_nodes: int) -> dict[str, An
         raise UserError(f"--node-rank {rank}: rendezvous backend {backend!r} gives out the ranks itself")
     if rank is not None and not 0 <= rank < max_nodes:
         raise UserError(f"--node-rank {rank} is not between 0 and {max_nodes - 1} (--nnodes {args.nnodes})")
-    settings = _rendezvous_settings(args)
+    settings = rendezvous_settings(args)
     if is_standalone:
         backend, endpoint, run_id = "standalone", "", run_id if run_id not in ("", "none") else fresh_id()
     elif backend in _DEFAULT_PORTS:
-        _check_endpoint(args, endpoint, max_nodes)
+        check_endpoint(args, endpoint, max_nodes)
         if rank is not None or backend == "static":
             settings["rank"] = rank or 0
     return {"rdzv_backend": backend, "rdzv_endpoint": endpoint, "rdzv_configs": settings, "run_id": run_id}
 
 
-def _check_endpoint(args: argparse.Namespace, endpoint: str, max_nodes: int) -> None:
+def check_endpoint(args: argparse.Namespace, endpoint: str, max_nodes: int) -> None:
     port, given = _DEFAULT_PORTS[args.rdzv_backend], getattr(args, "given", ())
     if max_nodes > 1 and args.rdzv_backend == "static" and not args.rdzv_endpoint:
         if "rdzv_endpoint" in given:
@@ -194,7 +194,7 @@ def _check_endpoint(args: argparse.Namespace, endpoint: str, max_nodes: int) -> 
         check_brackets("--rdzv-endpoint", place.strip().rpartition("://")[2], port)
 
 
-def _rendezvous_settings(args: argparse.Namespace) -> dict[str, Any]:
+def rendezvous_settings(args: argparse.Namespace) -> dict[str, Any]:
     from holdfast.rendezvous.endpoints import parse_rendezvous_config
 
     settings: dict[str, Any] = dict(_for_option("--rdzv-conf", parse_rendezvous_config, args.rdzv_conf))
@@ -292,6 +292,9 @@ def _unused(args: argparse.Namespace, fields: dict[str, Any], streams: dict[str,
         (makes_no_files and args.tee != "0", f"--tee {args.tee}"),
     )  # fmt: skip
     yield from (text for is_unused, text in cases if is_unused)
+    for each in [each for each in OPTIONS if each.group == HOSTS]:
+        if getattr(args, each.dest) != each.default_value:
+            yield f"{each.flags[-1]} (it is for --hosts)"
     workers = fields["nproc_per_node"]
     for option, ranks in streams.items():
         for rank in sorted(ranks) if isinstance(ranks, dict | set) else ():
@@ -343,7 +346,8 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "min_nodes": min_nodes,
         "max_nodes": max_nodes,
         "nproc_per_node": determine_local_world_size(args.nproc_per_node),
-        "log_line_prefix_template": os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
+        "log_line_prefix_template": os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        or getattr(args, "prefix_template", None),  # Of an agent that `--hosts` has started.
         "restart_policy": RestartPolicy(args.max_restarts, **_given(args, "restart_policy")),
         "settings": _given(args, "settings"),
         **_rendezvous_fields(args, max_nodes),
@@ -412,9 +416,15 @@ def _launch(args: argparse.Namespace) -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command line from Python. Returns when the run has succeeded, and raises what went wrong."""
-    parsed: Any = command_line.read(sys.argv[1:] if args is None else args)
+    tokens = sys.argv[1:] if args is None else args
+    parsed: Any = command_line.read(tokens)
     console.set_up(quiet=parsed.quiet, verbose=parsed.verbose)
-    run(parsed)
+    if parsed.hosts is None and parsed.hostfile is None:
+        run(parsed)
+        return
+    from holdfast.cli import hosts
+
+    hosts.run(parsed, tokens)
 
 
 def command(args: Sequence[str] | None = None) -> int:
@@ -444,6 +454,9 @@ def explain(error: BaseException) -> int:
 
         console.write(run_report.text(failed) + "\n")
         return int(failed.exit_code)
+    if (words := getattr(error, "last_words", None)) is not None:  # Of the hosts that `--hosts` names.
+        console.write(words)
+        return int(error.exit_code)  # type: ignore[attr-defined]  # it comes with the words
     if isinstance(error, errors.ChildFailedError):
         console.write(error.format_msg().rstrip("\n") + "\n")
         return 1

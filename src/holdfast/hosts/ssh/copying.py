@@ -1,0 +1,153 @@
+"""The files that `--copy` sends to the hosts: packed once here, unpacked there into a temporary directory.
+
+The directory is the working directory of the workers. On the host a process of its own (`Keeper`) removes it when the
+agent has ended, however that came about: it waits for the end of a pipe that only the agent holds open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import IO
+
+from holdfast.errors import HostError, UserError
+from holdfast.frozen import frozen
+
+# Made by tools, large, and of no use elsewhere.
+LEFT_OUT = frozenset(
+    (".git", ".hg", ".svn", "__pycache__", ".venv", "venv", "node_modules", ".tox", ".nox", ".mypy_cache",
+     ".pytest_cache", ".ruff_cache", ".hypothesis")
+)  # fmt: skip
+MOST_BYTES = 256 << 20
+MOST_FILES = 20_000
+_PIECE_BYTES = 1 << 16
+
+
+@frozen
+class Archive:
+    """A packed file, open for reading, and what is in it in words."""
+
+    file: IO[bytes]
+    size: int
+    contents: str
+
+
+def pack(what: str, script: str, directory: str) -> Archive:
+    """`what` is as --copy has it: the script, or the working directory with all that is below it. A module is none."""
+    if what == "script":
+        if not os.path.isfile(script):
+            raise UserError(f"--copy script: {script!r} is not a file here")
+        return _packed([(script, os.path.basename(script))], repr(script))
+    if script and not os.path.realpath(script).startswith(os.path.join(os.path.realpath(directory), "")):
+        raise UserError(f"--copy directory: {script!r} is not in the working directory {directory!r}")
+    found = list(_files_in(directory))
+    left_out = sorted({os.path.basename(path) for path, name in found if not name})
+    besides = f" without {', '.join(left_out)}" if left_out else ""
+    return _packed([(path, name) for path, name in found if name], f"{directory}{besides}")
+
+
+def _files_in(directory: str, below: str = "") -> Iterator[tuple[str, str]]:
+    """Each path with its name in the archive; a name is empty if the path is left out."""
+    try:
+        entries = sorted(os.scandir(os.path.join(directory, below)), key=lambda entry: entry.name)
+    except OSError as error:
+        raise UserError(f"--copy directory: {error.filename!r} cannot be read: {error.strerror}") from None
+    for entry in entries:
+        name = os.path.join(below, entry.name)
+        is_directory = entry.is_dir(follow_symlinks=False)
+        if entry.name in LEFT_OUT:
+            yield entry.path, ""
+        elif is_directory or entry.is_file(follow_symlinks=False) or entry.is_symlink():
+            yield entry.path, name
+            if is_directory:
+                yield from _files_in(directory, name)
+
+
+def _packed(files: list[tuple[str, str]], contents: str) -> Archive:
+    total, count = 0, 0
+    packed = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the archive)
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
+        for path, name in files:
+            try:
+                entry = archive.gettarinfo(path, name)
+                count += 1
+                total += entry.size
+                if count > MOST_FILES or total > MOST_BYTES:
+                    limit = f"{MOST_FILES} files or {MOST_BYTES >> 20} MiB"
+                    raise UserError(f"--copy: {contents} has more than {limit}; copy it to the hosts by other means")
+                if entry.isreg():
+                    with open(path, "rb") as file:
+                        archive.addfile(entry, file)
+                else:
+                    archive.addfile(entry)
+            except OSError as error:
+                raise UserError(f"--copy: {path!r} cannot be copied: {error.strerror or error}") from None
+    packed.flush()  # It is read by its descriptor.
+    return Archive(packed, packed.tell(), f"{contents} ({count} file{'s' * (count != 1)}, {_size_text(total)})")
+
+
+def _size_text(size: int) -> str:
+    return f"{size} bytes" if size < 10_000 else f"{size / 1e3:.0f} KB" if size < 1e7 else f"{size / 1e6:.0f} MB"
+
+
+class Keeper:
+    """The temporary directory of a copy, on the host."""
+
+    def __init__(self) -> None:
+        try:
+            self.directory = tempfile.mkdtemp(prefix="holdfast-copy-")
+        except OSError as error:
+            raise HostError(f"no temporary directory for --copy can be made: {error.strerror}") from None
+        read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._remove_later(read_fd)
+        os.close(read_fd)
+
+    def _remove_later(self, read_fd: int) -> None:
+        """The process that only waits. It must hold nothing else open: ssh waits for the ends of its pipes."""
+        try:
+            os.setsid()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_IGN)
+            os.chdir("/")
+            os.dup2(read_fd, 0)
+            os.closerange(1, 1 << 16)
+            while os.read(0, 1):
+                pass
+            shutil.rmtree(self.directory, ignore_errors=True)
+        finally:
+            os._exit(0)
+
+    def unpack(self, file: IO[bytes]) -> None:
+        try:
+            with tarfile.open(fileobj=file, mode="r:gz") as archive:
+                # What comes from the user's own command is trusted, links that lead elsewhere included.
+                archive.extractall(self.directory, filter="tar")
+        except OSError as error:
+            raise HostError(f"the copy cannot be unpacked in {self.directory}: {error.strerror or error}") from None
+
+    def close(self) -> None:
+        """Returns when the directory is gone."""
+        os.close(self._write_fd)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+def receive(read: Callable[[int], bytes], size: int) -> IO[bytes]:
+    """The archive that follows an order. `read` gives at most so many bytes, and raises at the end."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115  (the caller closes it)
+    try:
+        while size:
+            piece = read(min(size, _PIECE_BYTES))
+            file.write(piece)
+            size -= len(piece)
+        file.seek(0)
+    except OSError as error:
+        raise HostError(f"the copy cannot be stored: {error.strerror}") from None
+    return file

@@ -1,0 +1,191 @@
+"""`holdfast run --hosts`: from a command line to a job for ssh, and the lines for wrong input."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import command_line
+from holdfast.cli import run as cli
+from holdfast.errors import UserError
+from holdfast.hosts.ssh import copying
+from holdfast.hosts.ssh.run import HostsJob
+from tests.unit.test_option_effects import job_of
+
+
+@pytest.fixture(autouse=True)
+def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith(("PET_", "HOLDFAST_"))]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+
+
+def options_of(job: HostsJob, host: int, endpoint: str = "10.0.0.1:4321") -> command_line.SimpleNamespace:
+    """What the agent of that host reads from its command line."""
+    return command_line.read(job.job.agent_command(*job.engine_options(host, endpoint))[4:])
+
+
+def test_each_agent_gets_the_users_options_and_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_MAX_RESTARTS", "3")
+    monkeypatch.setenv("PET_VIRTUAL_LOCAL_RANK", "yes")
+    job = job_of(
+        ["--hosts=a,b:8", "--nproc-per-node=2", "--lease", "7s", "-t3", "--rdzv-conf=read_timeout=9"], monkeypatch
+    )
+    first, second = (options_of(job, host) for host in (0, 1))
+    assert (first.nproc_per_node, second.nproc_per_node) == ("2", "8")
+    assert (first.node_rank, second.node_rank) == (0, 1)
+    for each in (first, second):
+        assert (each.nnodes, each.max_restarts, each.virtual_local_rank) == ("2", 3, True)
+        assert (each.lease, each.tee, each.prefix) == (7.0, "3", "always")
+        assert (each.rdzv_backend, each.rdzv_endpoint, each.rdzv_id) == ("tcp", "10.0.0.1:4321", job.job.run_id)
+        assert each.rdzv_conf == "outage_timeout=60,read_timeout=9"
+        assert (each.hosts, each.training_script) == (None, "x.py")
+    assert job.needs_place
+    assert len(job.job.run_id) == 32
+
+
+def test_the_token_is_fresh_or_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (job_of(["--hosts=a"], monkeypatch).token for _ in range(2))
+    assert first != second
+    assert len(first) == 64
+    monkeypatch.setenv("HOLDFAST_TOKEN", "the word of the day\n")
+    assert job_of(["--hosts=a"], monkeypatch).token == "the word of the day"
+
+
+def test_what_the_user_says_about_the_rendezvous_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(["--hosts=a,b", "--rdzv-endpoint=c:77", "--rdzv-id=job7"], monkeypatch)
+    read = options_of(job, 1, "")
+    assert (read.rdzv_backend, read.rdzv_endpoint, read.rdzv_id, read.rdzv_conf) == ("tcp", "c:77", "job7", "")
+    assert (job.needs_place, job.place) == (False, "c")
+    job = job_of(["--hosts=a,b", "--rdzv-backend=etcd", "--rdzv-endpoint=http://e:2379,f"], monkeypatch)
+    assert (options_of(job, 1, "").rdzv_backend, job.needs_place, job.place) == ("etcd", False, "e")
+    job = job_of(["--hosts=a,b", "--master-addr=m"], monkeypatch)
+    read = options_of(job, 1, "")
+    assert (read.rdzv_backend, read.master_addr, read.node_rank, job.place) == ("static", "m", 1, "m")
+
+
+def test_a_host_alone_needs_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(["--hosts=a:4"], monkeypatch)
+    read = options_of(job, 0, "")
+    assert (job.needs_place, read.rdzv_backend, read.nnodes, read.node_rank) == (False, "static", "1", None)
+
+
+def test_hosts_above_the_maximum_stand_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(["--hosts=a,b,c", "--nnodes=1:2"], monkeypatch)
+    assert [options_of(job, host).node_rank for host in range(3)] == [0, 1, None]
+    assert (job.job.min_nodes, job.job.max_nodes) == (1, 2)
+
+
+def test_the_directory_is_named_as_the_users_shell_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path / "link")
+    monkeypatch.setenv("PWD", str(tmp_path / "link"))
+    assert job_of(["--hosts=a"], monkeypatch).job.directory == str(tmp_path / "link")
+    monkeypatch.setenv("PWD", "/elsewhere")
+    assert job_of(["--hosts=a"], monkeypatch).job.directory == str(tmp_path / "real")
+
+
+def test_variables_may_be_given_one_by_one_and_contain_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HERE", "x,y")
+    job = job_of(["--hosts=a", "--env", "A=1,,2,HERE", "--env=B="], monkeypatch)
+    assert job.job.environment == (("A", "1,2"), ("HERE", "x,y"), ("B", ""))
+    assert cli.parse_args(["--env=A", "--env", "B=1", "x.py"]).env == ["A", "B=1"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [
+        ("--hosts=a --hostfile=b", "--hosts and --hostfile exclude each other"),
+        ("--hostfile=nosuch", "--hostfile 'nosuch' cannot be read: No such file or directory"),
+        ("--hostfile=.", "--hostfile '.' cannot be read: Is a directory"),
+        ("--hostfile=binary", "--hostfile 'binary' is not a text file"),
+        ("--hostfile=large", "is larger than 1 MiB"),
+        ("--hosts=a --standalone", "--standalone is for one host, and --hosts names them all"),
+        ("--hosts=a,b --node-rank=1", "--node-rank 1 is for one host"),
+        ("--hosts=a,b --local-addr=x", "--local-addr x is for one host"),
+        ("--hosts=a --nnodes=2", "--nnodes 2 needs 2 hosts, and there is a list of 1 host"),
+        ("--hosts=a,b --nnodes=3:4", "--nnodes 3:4 needs 3 hosts, and there is a list of 2 hosts"),
+        ("--hosts=a,b --nnodes=x", "is neither a number nor MIN:MAX"),
+        ("--hosts=a,b --rdzv-endpoint=::1", "write an IPv6 address in brackets"),
+        ("--hosts=a,b --rdzv-backend=etcd", "--rdzv-backend etcd with --nnodes 2 needs --rdzv-endpoint"),
+        ("--hosts=a,b --rdzv-backend=static", "static nodes need --master-addr"),
+        ("--hosts=a --ssh=nosuchssh", "there is no 'nosuchssh' on PATH"),
+        ("--hosts=a --ssh='", "--ssh .*No closing quotation"),
+        ("--hosts=a --ssh=", "--ssh is empty"),
+        ("--hosts=a --env=NOSUCH", "--env NOSUCH: the variable is not set here"),
+        ("--hosts=a --env=1A=2", "'1A' is not the name of a variable"),
+        ("--hosts=a --env==2", "'' is not the name of a variable"),
+        ("--hosts=a --host-timeout=0", "--host-timeout 0: at least a second is needed"),
+        ("--hosts=a --max-restarts=-1", "--max-restarts -1 is negative"),
+        ("--hosts=a --copy=script --module", "a module is not a file"),
+    ],
+)
+def test_wrong_input(tokens: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    (tmp_path / "large").write_bytes(b"a\n" * (1 << 20))
+    with pytest.raises(UserError, match=problem):
+        job_of(tokens.split(), monkeypatch)
+
+
+def test_no_ssh_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match="there is no 'ssh' on PATH: install an ssh client, or name one with --ssh"):
+        job_of(["--hosts=a"], monkeypatch)
+
+
+def test_a_script_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="script '-' is read from stdin, which the hosts do not have"):
+        cli.main(["--hosts=a", "-"])
+
+
+# --copy.
+
+
+def names_in(archive: copying.Archive) -> list[str]:
+    archive.file.seek(0)
+    with tarfile.open(fileobj=archive.file) as tar:
+        return sorted(tar.getnames())
+
+
+def test_the_working_directory_is_copied_without_what_tools_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("pkg/a.py", ".git/config", "pkg/__pycache__/a.pyc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text")
+    (tmp_path / "link").symlink_to("/nowhere")
+    os.mkfifo(tmp_path / "fifo")
+    job = job_of(["--hosts=a,b", "--copy=directory", str(tmp_path / "x.py")], monkeypatch)
+    assert job.archive is not None
+    assert names_in(job.archive) == ["link", "pkg", "pkg/a.py", "x.py"]
+    assert f"copying {tmp_path} without .git, __pycache__ (4 files, 4 bytes) to 2 hosts" in capsys.readouterr().err
+    assert job.job.program[0] == "x.py"
+
+
+def test_the_script_is_copied_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(["--hosts=a", "--copy=script"], monkeypatch)
+    assert job.archive is not None
+    assert (names_in(job.archive), job.job.program) == (["x.py"], ("x.py",))
+    job = job_of(["--hosts=a", "--copy=script", "--no-python"], monkeypatch)
+    assert job.job.program == ("./x.py",)
+
+
+def test_a_copy_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 100)
+    monkeypatch.setattr(copying, "MOST_BYTES", 99)
+    with pytest.raises(UserError, match="has more than 20000 files or 0 MiB; copy it to the hosts by other means"):
+        job_of(["--hosts=a", "--copy=directory"], monkeypatch)
+
+
+def test_what_cannot_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "MOST_FILES", 1)
+    with pytest.raises(UserError, match=r"'nosuch\.py' is not a file here"):
+        copying.pack("script", "nosuch.py", str(tmp_path))
+    with pytest.raises(UserError, match="is not in the working directory"):
+        copying.pack("directory", "/etc/passwd", str(tmp_path))
