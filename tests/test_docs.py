@@ -240,7 +240,7 @@ def test_the_table_of_settings_has_every_key(page: Path, keys: dict[str, tuple[s
 
 @pytest.mark.parametrize(
     ("page", "backend", "kind", "count"),
-    [(MANY_NODES, "tcp", options.Options, 9), (ETCD, "etcd", etcd_options.EtcdOptions, 10)],
+    [(MANY_NODES, "tcp", options.Options, 10), (ETCD, "etcd", etcd_options.EtcdOptions, 11)],
 )
 def test_defaults_in_the_table_of_settings(page: Path, backend: str, kind: Any, count: int) -> None:
     found = kind.from_parameters(RendezvousParameters(backend, "host:1", "run", 1, 2))

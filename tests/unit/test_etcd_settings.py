@@ -47,6 +47,7 @@ VALUES: list[tuple[str, Any, dict[str, Any]]] = [
     ("join_timeout", "30", {"join_timeout_s": 30.0}),
     ("timeout", "7200", {"join_timeout_s": 7200.0, "outage_timeout_s": 7200.0}),
     ("outage_timeout", "60", {"outage_timeout_s": 60.0}),
+    ("resolve_timeout", "90", {"resolve_timeout_s": 90.0}),
     ("last_call", 0.5, {"last_call_s": 0.5}),
     ("last_call_timeout", "7", {"last_call_s": 7.0}),
     ("heartbeat", "0.5", {"heartbeat_s": 0.5}),

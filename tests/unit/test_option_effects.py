@@ -104,6 +104,7 @@ EFFECTS = {
     "master_addr": Effect("host9", lambda a: spec(a).master_addr, "host9", STATIC),
     "master_port": Effect("77", lambda a: spec(a).master_port, 77, STATIC),
     "local_addr": Effect("10.0.0.9", lambda a: (spec(a).local_addr, meeting(a).local_addr), ("10.0.0.9",) * 2, TCP),
+    "resolve_timeout": Effect("2m", lambda a: meeting(a).resolve_timeout_s, 120.0, TCP),
     "join_timeout": Effect("7m", lambda a: agreed(a).join_timeout_s, 420.0, TCP),
     "last_call": Effect("7s", lambda a: agreed(a).last_call_s, 7.0, TCP),
     "exit_barrier_timeout": Effect("7m", lambda a: a._machine.peers_timeout_s, 420.0),

@@ -7,8 +7,8 @@ import pytest
 from holdfast.rendezvous.client.reachability import Obstacle, Reachability, Say
 
 
-def attempt(now: float = 0.0) -> Reachability:
-    return Reachability("host:1", 600.0, 60.0, now)
+def attempt(now: float = 0.0, resolve_timeout_s: float = 5.0) -> Reachability:
+    return Reachability("host:1", 600.0, 60.0, resolve_timeout_s, now)
 
 
 def words(reach: Reachability, obstacle: Obstacle, times: list[float]) -> list[Say | None]:
@@ -61,6 +61,14 @@ def test_a_mistake_ends_the_first_attempt_within_seconds(obstacle: Obstacle, giv
     found = words(attempt(), obstacle, times)
     ends = [now for now, word in zip(times, found, strict=True) if word and word.gives_up]
     assert (ends[0] if ends else None) == gives_up_at
+
+
+def test_a_name_that_appears_late_is_waited_for() -> None:
+    reach = attempt(resolve_timeout_s=300.0)
+    times = [5.0 * step for step in range(100)]
+    found = words(reach, Obstacle.NAME_UNKNOWN, times)
+    assert next(now for now, word in zip(times, found, strict=True) if word and word.gives_up) == 300.0
+    assert found[1] == Say("cannot reach host:1: it is down (tried 2 times in 5 s, trying for 595 s more)")
 
 
 def test_a_mistake_counts_from_its_own_beginning() -> None:

@@ -54,6 +54,7 @@ VALUES: list[tuple[str, Any, dict[str, Any]]] = [
     ("drop_timeout", "3", {"drop_timeout_s": 3.0}),
     ("reconnect_grace", "0.3", {"reconnect_grace_s": 0.3}),
     ("outage_timeout", "7", {"outage_timeout_s": 7.0}),
+    ("resolve_timeout", "90", {"resolve_timeout_s": 90.0}),
     ("close_linger", 1, {"close_linger_s": 1.0}),
     ("close_timeout", "1", {"close_linger_s": 1.0}),
     ("admit", "on-restart", {"admit": Admit.ON_RESTART}),

@@ -227,13 +227,13 @@ OPTIONS: tuple[Option, ...] = (
            help="The name of the run, the same on all of its nodes. A run on one machine gets a fresh one if none "
                 "is given."),
     Option("--rdzv-conf KEY=VALUE,...", NODES, default="",
-           help="More settings for the rendezvous; for tcp: join_timeout, outage_timeout, last_call, heartbeat, "
-                "lease, drop_timeout, reconnect_grace, close_linger, admit, on_isolation, is_host, read_timeout, "
-                "token_file, require_token, tls_cert, tls_key, tls_ca; for static also coordinator_port (default: "
-                "the master port + 1; off to go without); for etcd those of tcp and leader_lease, coordinator_port "
-                "(any free one if left out), prefix (/holdfast if left out), protocol (http or https, for endpoints"
-                " that say neither), user, password_file (else HOLDFAST_ETCD_PASSWORD of the environment), cert, "
-                "key, cacert (TLS files for etcd alone), agent_tls."),
+           help="More settings for the rendezvous; for tcp: join_timeout, outage_timeout, resolve_timeout, last_call, "
+                "heartbeat, lease, drop_timeout, reconnect_grace, close_linger, admit, on_isolation, is_host, "
+                "read_timeout, token_file, require_token, tls_cert, tls_key, tls_ca; for static also coordinator_port "
+                "(default: the master port + 1; off to go without); for etcd those of tcp and leader_lease, "
+                "coordinator_port (any free one if left out), prefix (/holdfast if left out), protocol (http or "
+                "https, for endpoints that say neither), user, password_file (else HOLDFAST_ETCD_PASSWORD of the "
+                "environment), cert, key, cacert (TLS files for etcd alone), agent_tls."),
     Option("--node-rank RANK", NODES, parse=int,
            help="The rank to give this node, from 0. For static it is needed on every node but the first; "
                 "otherwise it is a request, honoured in every round that is large enough."),
@@ -246,6 +246,9 @@ OPTIONS: tuple[Option, ...] = (
            help="The address of this node as the other nodes see it. Left out, it is detected."),
     Option("--join-timeout TIME", NODES, parse=duration_s, field="rdzv_configs.join_timeout",
            help="How long to wait for enough nodes before the run fails (10m if left out)."),
+    Option("--resolve-timeout TIME", NODES, parse=duration_s, field="rdzv_configs.resolve_timeout", in_full=True,
+           help="How long the endpoint's name may be unknown when this node starts, because it appears only when its "
+                "host does, as that of a pod; at most --join-timeout counts (5s if left out)."),
     Option("--last-call TIME", NODES, parse=duration_s, field="rdzv_configs.last_call",
            help="How long the first round waits for more nodes once there are enough (5s if left out)."),
     Option("--exit-barrier-timeout TIME", NODES, parse=duration_s, field="exit_barrier_timeout",

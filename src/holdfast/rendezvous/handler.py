@@ -34,7 +34,6 @@ from holdfast.rendezvous.options import Options, warn_without_token
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 29400
-_RESOLVE_PATIENCE_S = 5.0
 _LONGEST_GRACE_S = 86400.0  # That the coordinator is told of; the agent itself takes what the user gave.
 
 
@@ -153,7 +152,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             locator = self._make_locator(self._facts)
             lease = NodeLease(options.lease, may_outlive_lease=options.continue_when_isolated)
             participant = node.Participant(self._facts, options.settings(self._policy), lease)
-            reach = Reachability(self._where, options.join_timeout_s, options.outage_timeout_s, time.monotonic())
+            patience = (options.join_timeout_s, options.outage_timeout_s, options.resolve_timeout_s)
+            reach = Reachability(self._where, *patience, time.monotonic())
             with self._lock:
                 if self._is_shut_down:
                     locator.stop()
@@ -237,7 +237,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
 
     def _find_address(self) -> str:
         """The address that reaches the endpoint: others reach this node there. A name has seconds to resolve."""
-        deadline = time.monotonic() + _RESOLVE_PATIENCE_S
+        patience_s = self._options.resolve_timeout_s
+        deadline = time.monotonic() + patience_s
         while True:
             problems = []
             for host, port in self._addresses:
@@ -257,7 +258,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
                     return address
                 problems.append(f"the endpoint {endpoints.endpoint_text(host, port)}: {problem}")
             if time.monotonic() >= deadline:
-                raise api.RendezvousConnectionError(f"{'; '.join(problems)}; tried for {_RESOLVE_PATIENCE_S:g} s")
+                raise api.RendezvousConnectionError(f"{'; '.join(problems)}; tried for {patience_s:g} s")
             time.sleep(0.5)
 
     # In the client's thread.

@@ -49,9 +49,11 @@ class TlsFiles(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Options(Settings):
     """What all nodes of a run have to agree on, and what is this node's own. `outage_timeout_s` is how long a node
-    without workers waits for a coordinator that it has reached before."""
+    without workers waits for a coordinator that it has reached before, `resolve_timeout_s` how long the name of the
+    endpoint may be unknown before the node has reached it for the first time."""
 
     outage_timeout_s: float = 600.0
+    resolve_timeout_s: float = 5.0
     read_timeout_s: float = 60.0
     reconnect_grace_s: float = 0.5
     does_refusal_renew: bool = True
@@ -98,8 +100,8 @@ KEYS: Keys = {
     "last_call": ("last_call_timeout",),
     "close_linger": ("close_timeout",),
     "heartbeat": ("keep_alive_interval",),
-    **dict.fromkeys(("lease", "drop_timeout", "reconnect_grace", "outage_timeout", "read_timeout"), ()),
-    **dict.fromkeys(("admit", "on_isolation", "rank", "is_host", "coordinator_port"), ()),
+    **dict.fromkeys(("lease", "drop_timeout", "reconnect_grace", "outage_timeout", "resolve_timeout"), ()),
+    **dict.fromkeys(("admit", "on_isolation", "rank", "is_host", "coordinator_port", "read_timeout"), ()),
     **dict.fromkeys(("token_file", "require_token", "tls_cert", "tls_key", "tls_ca"), ()),
     # Accepted because torchrun command lines have them.
     **dict.fromkeys(("keep_alive_max_attempt", "heartbeat_timeout", "store_type"), ()),
@@ -125,6 +127,7 @@ def fields_of(params: RendezvousParameters, usual_lease_s: float = 5.0, usual_ou
         "max_nodes": params.max_nodes,
         "join_timeout_s": join_timeout_s,
         "outage_timeout_s": seconds(config, "outage_timeout", max(usual_outage_s, join_timeout_s)),
+        "resolve_timeout_s": seconds(config, "resolve_timeout", 5.0),
         "last_call_s": seconds(config, "last_call", 5.0),
         "heartbeat_s": heartbeat_s,
         "lease_s": lease_s,

@@ -2,7 +2,8 @@
 
 Before the first connection of a node a mistake is likely (a wrong token, a name that does not resolve) and ends the
 attempt within seconds. That nothing listens yet, or that a coordinator is frozen, is no mistake; it is logged after
-some seconds and then once a minute, until the join timeout ends the attempt.
+some seconds and then once a minute, until the join timeout ends the attempt. Where names appear late (the name of a pod
+exists once the pod does), `resolve_timeout_s` says for how long an unknown one is no mistake either.
 
 Once the node was welcome none of this ends anything at once. Workers may be running, and what turns the node away may
 be gone the next moment; the lease decides. A node that waits for a place gives up after `outage_timeout_s`.
@@ -38,7 +39,6 @@ class Obstacle(StrEnum):
 _PATIENCE_S = {
     **dict.fromkeys((Obstacle.NO_TLS, Obstacle.BAD_CERTIFICATE, Obstacle.NOT_A_COORDINATOR), 0.0),
     **dict.fromkeys((Obstacle.OTHER_VERSION, Obstacle.OTHER_TOKEN, Obstacle.TURNED_AWAY), 0.0),
-    Obstacle.NAME_UNKNOWN: 5.0,
     Obstacle.HUNG_UP: 8.0,
     Obstacle.TLS_REFUSED: 0.5,
 }
@@ -55,12 +55,15 @@ class Say:
 class Reachability:
     """`since` is since when there has been no connection, or None while there is one."""
 
-    def __init__(self, who: str, join_timeout_s: float, outage_timeout_s: float, now: float) -> None:
+    def __init__(
+        self, who: str, join_timeout_s: float, outage_timeout_s: float, resolve_timeout_s: float, now: float
+    ) -> None:
         """`who` is to be reached, and where."""
         self.since: float | None = now
         self.last_problem = ""
         self.who = who
         self._patience_s, self._outage_timeout_s = join_timeout_s, outage_timeout_s
+        self._mistake_after_s = {**_PATIENCE_S, Obstacle.NAME_UNKNOWN: resolve_timeout_s}
         self._has_been_welcome = self._has_spoken = False
         self._attempts = 0
         self._obstacle: Obstacle | None = None
@@ -83,7 +86,7 @@ class Reachability:
             self._obstacle, self._obstacle_since = obstacle, now
         elapsed_s = 0.0 if self.since is None else now - self.since
         tried = f"tried {'once' if self._attempts == 1 else f'{self._attempts} times'} in {elapsed_s:.0f} s"
-        patience_s = None if self._has_been_welcome else _PATIENCE_S.get(obstacle)
+        patience_s = None if self._has_been_welcome else self._mistake_after_s.get(obstacle)
         if patience_s is not None and now - self._obstacle_since >= patience_s:
             return Say(f"{problem} ({tried})" if patience_s else problem, gives_up=True)
         if now < self._speak_at:
