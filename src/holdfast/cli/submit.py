@@ -159,6 +159,8 @@ def read(engine: Engine, tokens: Sequence[str], common: Sequence[EngineOption] =
         nproc_per_node=args.nproc_per_node if any(each.dest == "nproc_per_node" for each, _ in texts) else "",
         directory=os.getcwd(),
         python=sys.executable,
+        shutdown_timeout_s=args.shutdown_timeout,
+        health_port=args.health_port,
     )
     return job, {row.dest: getattr(args, row.dest) for row in rows}
 

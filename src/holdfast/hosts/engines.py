@@ -19,7 +19,9 @@ from holdfast.hosts.job import JobSpec
 GROUP = "holdfast.engines"
 
 # Name -> module and class.
-_BUILT_IN: dict[str, str] = {}
+_BUILT_IN: dict[str, str] = {
+    "kubernetes": "holdfast.hosts.kubernetes:Kubernetes",
+}
 
 # Options of `holdfast run` that say where this node meets the others: each node's own, or the engine's to decide.
 _PLACES = ("standalone", "node_rank", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port", "local_addr")

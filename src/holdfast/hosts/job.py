@@ -13,7 +13,8 @@ from holdfast.frozen import frozen
 class JobSpec:
     """`options` are those of `holdfast run`, as the user gave them, without the ones that have a field here; `program`
     is the script with its arguments. `nproc_per_node` is empty if the user left it out. `environment` are variables
-    that every agent gets in addition. `directory` and `python` are where and by which interpreter the agents run."""
+    that every agent gets in addition. `directory` and `python` are where and by which interpreter the agents run.
+    `shutdown_timeout_s` and `health_port` are among the options, too; they are None if the user left them out."""
 
     options: tuple[str, ...]
     program: tuple[str, ...]
@@ -24,6 +25,8 @@ class JobSpec:
     directory: str = ""
     python: str = "python3"
     environment: tuple[tuple[str, str], ...] = ()
+    shutdown_timeout_s: float | None = None
+    health_port: int | None = None
 
     @property
     def nnodes(self) -> str:

@@ -1,0 +1,401 @@
+"""The engine `kubernetes`: manifests that start one agent a pod. It talks to no cluster; `kubectl` does that.
+
+Each node is one pod of an Indexed Job, which gives pods stable numbers and, with a headless service, stable names. A
+JobSet and a Kubeflow TrainJob contain such a Job, so all three kinds share its description:
+
+* The nodes meet at the pod of number 0. Its name exists only once the pod does, and its agent starts the coordinator.
+* A pod that ends is replaced as its exit code says (`_pod_failure_policy`). Replacements join the run that goes on.
+* The name of the run contains the id of the Job, so applying the same manifest twice makes two runs.
+
+What the kubelet would expand in an argument, `$(NAME)`, is written by this module alone; a `$` of the user is doubled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.errors import UserError
+from holdfast.frozen import changed
+from holdfast.hosts.engines import Engine, EngineOption
+from holdfast.hosts.job import JobSpec
+
+Tree = dict[str, Any]
+
+PORT, HEALTH_PORT = 29400, 29401
+_NODE = "node"  # The name of the container and of the replicated job; Kubeflow's trainer looks for it.
+_TOKEN_KEY = "token"
+_SHUTDOWN_TIMEOUT_S = 30.0  # Of `holdfast run`.
+_GRACE_MARGIN_S = 15  # What the agent needs after the grace of its workers: to kill the rest, and to report.
+_MOST_STARTUP_S = 300
+
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_RESOURCE = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+_QUANTITY = re.compile(r"(?=.*[1-9])([0-9]+(\.[0-9]*)?|\.[0-9]+)(m|k|[MGTPE]|[KMGTPE]i)?")
+_LABEL_LENGTH = 63
+_SUBDOMAIN_LENGTH = 253
+_LABEL_RULE = "lower-case letters, digits and '-', beginning with a letter"
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _quantity(text: str) -> str:
+    if _QUANTITY.fullmatch(text) is None:
+        raise ValueError(f"{text!r} is not an amount of Kubernetes such as 500m, 8 or 16Gi")
+    return text
+
+
+def _named(pattern: re.Pattern[str], rule: str, longest: int) -> Any:
+    def parse(text: str) -> str:
+        if pattern.fullmatch(text) is None or len(text) > longest:
+            raise ValueError(f"{text!r} is not a name for Kubernetes: {rule}, at most {longest} characters")
+        return text
+
+    return parse
+
+
+_subdomain = _named(_SUBDOMAIN, "lower-case letters, digits, '-' and '.'", _SUBDOMAIN_LENGTH)
+
+
+class Kubernetes(Engine):
+    name = "kubernetes"
+    # Where the nodes meet may be given: an etcd, or a coordinator that runs elsewhere.
+    decides = ("standalone", "node_rank", "master_addr", "master_port", "local_addr", "rdzv_id")
+    options = (
+        EngineOption("--image IMAGE", "the image of the pods; holdfast and the script are in it (needed)"),
+        EngineOption("--kind KIND", "what to make", default="job", choices=("job", "jobset", "trainjob")),
+        EngineOption("--name NAME", "the name of the job, and the beginning of its pods' names; that of the script if "
+                     "left out", _named(_LABEL, _LABEL_RULE, _LABEL_LENGTH)),
+        EngineOption("--namespace NAME", "where to create it; that of kubectl if left out",
+                     _named(_NAMESPACE, "lower-case letters, digits and '-'", _LABEL_LENGTH)),
+        EngineOption("--gpus-per-node N", "how many GPUs each pod gets", _positive),
+        EngineOption("--gpu-resource NAME", "what the cluster calls a GPU", _named(_RESOURCE, "letters, digits, '-', "
+                     "'.' and one '/'", _SUBDOMAIN_LENGTH), "nvidia.com/gpu"),
+        EngineOption("--cpu AMOUNT", "how many CPUs each pod needs, as in 8 or 500m", _quantity),
+        EngineOption("--memory AMOUNT", "how much memory each pod needs and may use, as in 64Gi", _quantity),
+        EngineOption("--shm-size AMOUNT", "the size of /dev/shm, which is memory of the pod", _quantity, "8Gi"),
+        EngineOption("--secret NAME", "the Secret whose key `token` is the token of the run", _subdomain),
+        EngineOption("--service-account NAME", "whose rights the pods have; none if left out", _subdomain),
+        EngineOption("--working-dir DIR", "the directory in the image in which the agents start"),
+        EngineOption("--python PATH", "the interpreter in the image", default="python3"),
+        EngineOption("--port PORT", "the port of the pod of number 0 at which the nodes meet", _positive, PORT),
+        EngineOption("--termination-grace SECONDS", "how long a pod that is to end may take; longer than "
+                     f"--shutdown-timeout, {_GRACE_MARGIN_S} s longer if left out", _positive),
+        EngineOption("--pod-restarts N", "how often each pod is replaced that was killed (by the kernel for memory, "
+                     "say); evictions do not count", _count, 3),
+        EngineOption("--set-restarts N", "jobset, trainjob: how often all pods are started again, as a new run, after "
+                     "the run has failed", _count, 0),
+        EngineOption("--time-limit SECONDS", "end the job after this time", _positive),
+    )  # fmt: skip
+
+    def render(self, job: JobSpec, settings: Mapping[str, Any]) -> str:
+        name = _checked(job, settings)
+        documents = _DOCUMENTS[settings["kind"]](name, job, settings)
+        return _opening(name, settings) + "---\n".join("".join(_block(each)) for each in documents)
+
+
+# --- input --------------------------------------------------------------------------------------------------------
+
+
+def _checked(job: JobSpec, settings: Mapping[str, Any]) -> str:
+    """The name of the job. What the API server or a kubelet would refuse is refused here."""
+    if not settings["image"] or re.search(r"\s", settings["image"]):
+        raise UserError(f"--image IMAGE is needed: the image of the pods, not {settings['image'] or ''!r}")
+    grace_s, shutdown_s = settings["termination_grace"], _shutdown_timeout_s(job)
+    if grace_s is not None and grace_s <= shutdown_s:
+        raise UserError(
+            f"--termination-grace {grace_s} is not longer than the {shutdown_s:g} s that the workers have to "
+            f"end (--shutdown-timeout); {math.ceil(shutdown_s) + _GRACE_MARGIN_S} leaves time to report"
+        )
+    if job.health_port == 0:
+        raise UserError("--health-port 0: the probes of a pod need a port that is known before it starts")
+    if settings["port"] > 65535:
+        raise UserError(f"--port {settings['port']} is not a port (1 to 65535)")
+    if settings["port"] == (job.health_port or HEALTH_PORT):
+        raise UserError(f"--port {settings['port']} and --health-port are the same; give another one")
+    if settings["set_restarts"] and settings["kind"] == "job":
+        raise UserError("--set-restarts is for --kind jobset and trainjob; a job starts nothing again")
+    _check_text((*job.options, *job.program, *(value for _, value in job.environment)))
+    name = settings["name"] or _name_of(job.program[0])
+    longest = _pod_name(name, job.max_nodes - 1, settings)
+    if len(longest) > _LABEL_LENGTH:
+        raise UserError(
+            f"--name {name}: the pods would be called {longest}, which has {len(longest)} characters, "
+            f"and {_LABEL_LENGTH} are allowed; give a shorter one"
+        )
+    return name
+
+
+def _check_text(texts: Sequence[str]) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{text!r} is not text in UTF-8, which a manifest needs") from None
+
+
+def _name_of(script: str) -> str:
+    """`src/train_net.py` and `pkg.train_net` are `train-net`."""
+    stem = re.sub(r"\.py$", "", script.rstrip("/").rsplit("/", 1)[-1]).rsplit(".", 1)[-1].lower()
+    name = re.sub(r"[^a-z0-9]+", "-", stem).strip("-")
+    if _LABEL.fullmatch(name) is None:
+        raise UserError(f"the job cannot be named after {script!r}; give --name: {_LABEL_RULE}")
+    return name
+
+
+def _shutdown_timeout_s(job: JobSpec) -> float:
+    return _SHUTDOWN_TIMEOUT_S if job.shutdown_timeout_s is None else job.shutdown_timeout_s
+
+
+def _pod_name(name: str, index: int, settings: Mapping[str, Any]) -> str:
+    """The host name of a pod. JobSet puts the name of the replicated job, and its number, in between."""
+    return f"{name}-{index}" if settings["kind"] == "job" else f"{name}-{_NODE}-0-{index}"
+
+
+# --- documents ----------------------------------------------------------------------------------------------------
+
+
+def _job(name: str, job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
+    spec = _job_spec(job, settings, _container(name, job, settings))
+    spec["template"]["spec"]["subdomain"] = name
+    service = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,  # The nodes meet before they are ready.
+        "selector": {"batch.kubernetes.io/job-name": name},
+        "ports": [{"name": "rendezvous", "port": settings["port"]}],
+    }
+    return [
+        _document("v1", "Service", name, settings, service),
+        _document("batch/v1", "Job", name, settings, spec),
+    ]
+
+
+def _jobset(name: str, job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
+    spec = _jobset_spec(_job_spec(job, settings, _container(name, job, settings)), settings)
+    return [_document("jobset.x-k8s.io/v1alpha2", "JobSet", name, settings, spec)]
+
+
+def _trainjob(name: str, job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
+    """The runtime says how pods are run, the TrainJob what runs in them."""
+    container = _container(name, job, settings)
+    own = {key: container.pop(key) for key in ("command", "args", "resources") if key in container}
+    spec = _jobset_spec(_job_spec(job, settings, container), settings)
+    spec["replicatedJobs"][0]["template"]["metadata"] = {
+        "labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    }
+    runtime = {"mlPolicy": {"numNodes": job.max_nodes}, "template": {"spec": spec}}
+    trainer = {"numNodes": job.max_nodes, "image": settings["image"], "command": own["command"], "args": own["args"]}
+    if "resources" in own:
+        trainer["resourcesPerNode"] = own["resources"]
+    group = "trainer.kubeflow.org"
+    reference = {"apiGroup": group, "kind": "TrainingRuntime", "name": name}
+    return [
+        _document(f"{group}/v1alpha1", "TrainingRuntime", name, settings, runtime),
+        _document(f"{group}/v1alpha1", "TrainJob", name, settings, {"runtimeRef": reference, "trainer": trainer}),
+    ]
+
+
+_DOCUMENTS = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}
+
+
+def _document(version: str, kind: str, name: str, settings: Mapping[str, Any], spec: Tree) -> Tree:
+    namespace = {"namespace": settings["namespace"]} if settings["namespace"] else {}
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, **namespace}, "spec": spec}
+
+
+def _jobset_spec(job_spec: Tree, settings: Mapping[str, Any]) -> Tree:
+    """What ends the Job by its exit code ends the set, too; any other failure may start it again."""
+    rule = {"name": "endsForGood", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "failurePolicy": {"maxRestarts": settings["set_restarts"], "rules": [rule]},
+        "replicatedJobs": [{"name": _NODE, "replicas": 1, "template": {"spec": job_spec}}],
+    }
+
+
+def _job_spec(job: JobSpec, settings: Mapping[str, Any], container: Tree) -> Tree:
+    """With `--nnodes 2:4` four pods are asked for. Two of them may fail for good, and two that have succeeded are
+    enough, because the pods of a run succeed together: the others may wait for a machine for ever."""
+    spec: Tree = {
+        "completionMode": "Indexed",
+        "completions": job.max_nodes,
+        "parallelism": job.max_nodes,
+        "backoffLimitPerIndex": settings["pod_restarts"],
+        "maxFailedIndexes": job.max_nodes - job.min_nodes,
+        "podReplacementPolicy": "Failed",  # Never two pods of one name.
+        "podFailurePolicy": {"rules": _pod_failure_rules()},
+    }
+    if job.min_nodes < job.max_nodes:
+        spec["successPolicy"] = {"rules": [{"succeededCount": job.min_nodes}]}
+    if settings["time_limit"]:
+        spec["activeDeadlineSeconds"] = settings["time_limit"]
+    spec["template"] = {"spec": _pod_spec(job, settings, container)}
+    return spec
+
+
+def _pod_failure_rules() -> list[Tree]:
+    """The first rule that fits counts; what fits none counts against `backoffLimitPerIndex`.
+
+    1 is the end of a run that has used its own restarts, so Kubernetes must not start it again. It fails the index and
+    not the Job: it may also be the end of one node, and the others go on if there are enough of them."""
+
+    def on_exit(action: str, *codes: int) -> Tree:
+        return {"action": action, "onExitCodes": {"containerName": _NODE, "operator": "In", "values": [*codes]}}
+
+    disrupted = {"type": "DisruptionTarget", "status": "True"}
+    return [
+        {"action": "Ignore", "onPodConditions": [disrupted]},
+        on_exit("FailJob", 2, 93),
+        on_exit("Ignore", 143),
+        on_exit("FailIndex", 1),
+    ]
+
+
+def _pod_spec(job: JobSpec, settings: Mapping[str, Any], container: Tree) -> Tree:
+    grace_s = settings["termination_grace"] or math.ceil(_shutdown_timeout_s(job)) + _GRACE_MARGIN_S
+    account = settings["service_account"]
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": grace_s,
+        "enableServiceLinks": False,  # A service named "master" would set MASTER_PORT.
+        **({"serviceAccountName": account} if account else {"automountServiceAccountToken": False}),
+        "containers": [container],
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings["shm_size"]}}],
+    }
+
+
+def _container(name: str, job: JobSpec, settings: Mapping[str, Any]) -> Tree:
+    health_port = job.health_port or HEALTH_PORT
+    command = _command(name, job, settings, health_port)
+    directory, resources = settings["working_dir"], _resources(settings)
+    probe = {"httpGet": {"path": "/", "port": health_port}, "timeoutSeconds": 5}
+    return {
+        "name": _NODE,
+        "image": settings["image"],
+        **({"workingDir": directory} if directory else {}),
+        "command": command[:4],  # The first process of the pod is the agent, so it gets the pod's SIGTERM.
+        "args": command[4:],
+        "env": _environment(job, settings),
+        "ports": [
+            {"name": "rendezvous", "containerPort": settings["port"]},
+            {"name": "health", "containerPort": health_port},
+        ],
+        "startupProbe": {**probe, "periodSeconds": 2, "failureThreshold": _MOST_STARTUP_S // 2},
+        "livenessProbe": {**probe, "periodSeconds": 10, "failureThreshold": 3},
+        **({"resources": resources} if resources else {}),
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+
+
+def _command(name: str, job: JobSpec, settings: Mapping[str, Any], health_port: int) -> list[str]:
+    ours = ["--node-rank=$(JOB_COMPLETION_INDEX)", "--local-addr=$(POD_IP)"]
+    given = {option.partition("=")[0] for option in job.options}
+    if "--rdzv-endpoint" not in given:
+        first = _pod_name(name, 0, settings)
+        ours += ["--rdzv-backend=tcp", f"--rdzv-endpoint={first}.{name}:{settings['port']}"]
+    if "--resolve-timeout" not in given:
+        ours += ["--resolve-timeout=1d"]  # In effect: for as long as --join-timeout.
+    if job.health_port is None:
+        ours += [f"--health-port={health_port}"]
+    if settings["secret"] and "--require-token" not in given:
+        ours += ["--require-token"]
+    return changed(
+        job,
+        options=tuple(map(_literal, job.options)),
+        program=tuple(map(_literal, job.program)),
+        run_id=f"{name}-$(HOLDFAST_JOB_UID)",
+        python=settings["python"],
+    ).agent_command(*ours)
+
+
+def _environment(job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
+    def from_pod(name: str, path: str) -> Tree:
+        return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+    variables = [
+        from_pod("HOLDFAST_JOB_UID", "metadata.labels['batch.kubernetes.io/controller-uid']"),
+        from_pod("POD_IP", "status.podIP"),
+        *({"name": name, "value": _literal(value)} for name, value in job.environment),
+    ]
+    if settings["secret"]:
+        key = {"name": settings["secret"], "key": _TOKEN_KEY}
+        variables.append({"name": "HOLDFAST_TOKEN", "valueFrom": {"secretKeyRef": key}})
+    return variables
+
+
+def _literal(text: str) -> str:
+    """A text that the kubelet makes the given one of: it takes `$(NAME)` for a variable and `$$` for a `$`."""
+    return text.replace("$", "$$")
+
+
+def _resources(settings: Mapping[str, Any]) -> Tree:
+    """Memory that is used beyond the request would make the pod the first one to be evicted, so both are the same."""
+    cpu, memory, gpus = settings["cpu"], settings["memory"], settings["gpus_per_node"]
+    requests = {**({"cpu": cpu} if cpu else {}), **({"memory": memory} if memory else {})}
+    limits = {**({"memory": memory} if memory else {}), **({settings["gpu_resource"]: str(gpus)} if gpus else {})}
+    return {**({"requests": requests} if requests else {}), **({"limits": limits} if limits else {})}
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def _opening(name: str, settings: Mapping[str, Any]) -> str:
+    where = f" --namespace {settings['namespace']}" if settings["namespace"] else ""
+    secret = settings["secret"]
+    lines = [
+        "Start it with `kubectl create -f FILE`, end it with `kubectl delete -f FILE`. `holdfast stop` would end the",
+        "pods as an eviction does, and Kubernetes would replace them.",
+    ]
+    if secret:
+        lines += [
+            f"Make the token first: holdfast token | kubectl create secret generic {secret}{where} "
+            f"--from-file={_TOKEN_KEY}=/dev/stdin"
+        ]
+    else:
+        lines += ["Without --secret NAME every pod that can reach this job's pods can join or disturb the run."]
+    return f"# holdfast {settings['kind']} {name}\n" + "".join(f"# {line}\n" for line in lines)
+
+
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+_NOT_PLAIN = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}
+_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+
+
+def _block(value: Any, indent: str = "") -> list[str]:
+    """YAML, in lines, of a mapping or a list. Texts are quoted as in JSON, unless they can be nothing else."""
+    lines = []
+    items = value.items() if isinstance(value, dict) else ((None, each) for each in value)
+    for key, each in items:
+        head = f"{indent}- " if key is None else f"{indent}{_scalar(key)}:"
+        if not isinstance(each, (dict, list)):
+            lines.append(f"{head}{'' if key is None else ' '}{_scalar(each)}\n")
+        elif key is None:  # What is in an item begins in its line.
+            first, *rest = _block(each, f"{indent}  ")
+            lines += [head + first.removeprefix(f"{indent}  "), *rest]
+        else:
+            lines += [f"{head}\n", *_block(each, f"{indent}  ")]
+    return lines
+
+
+def _scalar(value: str | int | bool) -> str:
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if _PLAIN.fullmatch(value) and value.lower() not in _NOT_PLAIN:
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
