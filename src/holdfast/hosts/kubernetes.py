@@ -124,6 +124,9 @@ def _checked(job: JobSpec, settings: Mapping[str, Any]) -> str:
         )
     if job.health_port == 0:
         raise UserError("--health-port 0: the probes of a pod need a port that is known before it starts")
+    backend = next((each for each in job.options if each.startswith("--rdzv-backend=")), "")
+    if backend and not any(each.startswith("--rdzv-endpoint=") for each in job.options):
+        raise UserError(f"{backend} needs --rdzv-endpoint; without both, the nodes meet at the pod of number 0")
     if settings["port"] > 65535:
         raise UserError(f"--port {settings['port']} is not a port (1 to 65535)")
     if settings["port"] == (job.health_port or HEALTH_PORT):
@@ -131,7 +134,7 @@ def _checked(job: JobSpec, settings: Mapping[str, Any]) -> str:
     if settings["set_restarts"] and settings["kind"] == "job":
         raise UserError("--set-restarts is for --kind jobset and trainjob; a job starts nothing again")
     _check_text((*job.options, *job.program, *(value for _, value in job.environment)))
-    name = settings["name"] or _name_of(job.program[0])
+    name = settings["name"] or _name_of(job.program[0], is_module="--module" in job.options)
     longest = _pod_name(name, job.max_nodes - 1, settings)
     if len(longest) > _LABEL_LENGTH:
         raise UserError(
@@ -149,10 +152,11 @@ def _check_text(texts: Sequence[str]) -> None:
             raise UserError(f"{text!r} is not text in UTF-8, which a manifest needs") from None
 
 
-def _name_of(script: str) -> str:
-    """`src/train_net.py` and `pkg.train_net` are `train-net`."""
-    stem = re.sub(r"\.py$", "", script.rstrip("/").rsplit("/", 1)[-1]).rsplit(".", 1)[-1].lower()
-    name = re.sub(r"[^a-z0-9]+", "-", stem).strip("-")
+def _name_of(script: str, *, is_module: bool) -> str:
+    """`src/train_net.py` and the module `pkg.train_net` are `train-net`."""
+    file = script.rstrip("/").rpartition("/")[2]
+    stem = script.rpartition(".")[2] if is_module else file.partition(".")[0]
+    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     if _LABEL.fullmatch(name) is None:
         raise UserError(f"the job cannot be named after {script!r}; give --name: {_LABEL_RULE}")
     return name
@@ -172,7 +176,7 @@ def _pod_name(name: str, index: int, settings: Mapping[str, Any]) -> str:
 
 def _job(name: str, job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
     spec = _job_spec(job, settings, _container(name, job, settings))
-    spec["template"]["spec"]["subdomain"] = name
+    spec["template"]["spec"] = {"subdomain": name, **spec["template"]["spec"]}
     service = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,  # The nodes meet before they are ready.
