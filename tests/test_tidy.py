@@ -62,8 +62,13 @@ PURE = {
     "timer/table.py": set(),
     "agent/ranks.py": {"holdfast.agent.model"},
     "agent/environment.py": {"holdfast.agent.model", "holdfast.errors"},
-    "failures/report.py": {"holdfast.escape", "holdfast.frozen"},
-    "failures/run_report.py": {"holdfast.escape", "holdfast.failures.report", "holdfast.frozen"},
+    "failures/report.py": {"holdfast.escape", "holdfast.frozen", "holdfast.telemetry.stragglers"},
+    "failures/run_report.py": {
+        "holdfast.escape",
+        "holdfast.failures.report",
+        "holdfast.frozen",
+        "holdfast.telemetry.stragglers",
+    },
     "cli/checks/findings.py": {
         "holdfast.failures.report",
         "holdfast.frozen",
@@ -72,6 +77,7 @@ PURE = {
     "hangs/policy.py": {"holdfast.errors", "holdfast.frozen"},
     "hangs/compare.py": {"holdfast.failures.report", "holdfast.frozen"},
     "telemetry/redaction.py": set(),
+    "telemetry/stragglers.py": {"holdfast.frozen"},
     "process/output/lines.py": set(),
     "process/output/folding.py": {"bisect", "operator"},
     "process/output/terminal.py": {"holdfast.failures.report", "holdfast.process.output.folding"},

@@ -29,6 +29,7 @@ AGENT = frozenset(
         "linecache",
         "logging",
         "math",
+        "mmap",
         "operator",
         "re",
         "reprlib",

@@ -219,11 +219,14 @@ def test_a_policy_that_makes_no_sense_is_refused_before_anything_starts() -> Non
         LaunchConfig(1, 1, 1, rdzv_backend="standalone", hang_policy=HangPolicy(1.0, pattern="("))
 
 
-def test_without_a_policy_nobody_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_policy_hangs_are_not_watched_for_but_progress_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watch, "HangWatch", None)
     launch = config(tmp_path)
     launch.hang_policy = None
-    assert elastic_launch(launch, board)() == {0: None, 1: None}
+    found = elastic_launch(launch, board)()
+    assert len(set(filter(None, found.values()))) == 2, found
 
 
 def board() -> str | None:

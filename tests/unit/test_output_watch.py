@@ -53,6 +53,23 @@ def test_lines_that_match(pattern: str, pieces: list[bytes], matches: list[bool]
     assert found == matches
 
 
+def test_matching_lines_are_counted_by_worker() -> None:
+    watch = OutputWatch(r"step \d+")
+    out, err, other = watch.stream(0), watch.stream(0), watch.stream(1)
+    out.saw(b"step 1\nstep 2\nloss\nstep", 1.0)
+    err.saw(b"step 3\n", 2.0)
+    out.saw(b" 4\n", 3.0)
+    other.saw(b"loss\n", 4.0)
+    assert watch.matches_of(0) == (3.0, 4)
+    assert watch.matches_of(1) == (None, 0)
+    watch.give_up("it is only a test")
+    assert watch.matches_of(0) == (3.0, None)
+    assert OutputWatch("").matches_of(0) == (None, None)
+    everywhere = OutputWatch("x*")
+    everywhere.stream(0).saw(b"abc" * 100_000 + b"\n", 1.0)
+    assert everywhere.matches_of(0) == (1.0, output_watch._COUNTED_MAX)
+
+
 def test_a_pattern_that_takes_too_long_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,6 +19,7 @@ from holdfast.frozen import changed
 from holdfast.process.errors import ProcessFailure
 from holdfast.rendezvous.membership.model import End, Outcome, Place, RoundEnd
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+from holdfast.telemetry.stragglers import STEPS, Straggler
 
 HOST = os.uname().nodename
 FIRST = FirstFailure(
@@ -51,6 +52,21 @@ def test_ranks_with_the_error_of_the_first_are_folded() -> None:
     shown = lines_of(changed(REPORT, cascade=cascade))
     start = shown.index("Other failures, in order:")
     assert shown[start + 1 : start + 3] == ["  ranks 0, 1, 3-6: same error", "  rank 8: was killed by SIGSEGV"]
+
+
+def test_workers_that_were_behind_are_named() -> None:
+    slow = tuple(Straggler(rank, 0.25, 2.0, STEPS, 400) for rank in range(100, 116))
+    report = changed(REPORT, first=changed(FIRST, evidence=Evidence(stragglers=slow)))
+    shown = lines_of(report)
+    start = next(
+        number for number, line in enumerate(shown) if line.startswith("Behind the median of 400 ranks on node1")
+    )
+    assert shown[start].startswith("Behind the median of 400 ranks on node1 (2 steps/s): rank 100 (0.25), rank")
+    assert max(map(len, shown)) <= 80
+    assert run_report.to_dict(report)["stragglers"][0] == {
+        "rank": 100, "per_s": 0.25, "median_per_s": 2.0, "unit": "steps", "compared": 400,
+    }  # fmt: skip
+    assert run_report.to_dict(REPORT)["stragglers"] == []
 
 
 def test_more_errors_than_are_shown_are_counted() -> None:

@@ -14,6 +14,7 @@ from holdfast.frozen import changed
 from holdfast.rendezvous.membership.model import Place, Sealed
 from holdfast.telemetry.history import History
 from holdfast.telemetry.status import AgentStatus, WorkerStatus
+from holdfast.telemetry.stragglers import STEPS, Rate
 
 WORKER = WorkerStatus(0, 4, 17, "running", 1000.0, 90.0, stdout="/logs/0/stdout.log")
 PAST = History(50.0)
@@ -29,7 +30,8 @@ def test_nothing_of_it_can_be_changed() -> None:
 
 
 def test_the_json_form() -> None:
-    told = json.loads(json.dumps(STATUS.to_dict(100.0, None, lambda local_rank: (99.5, 1200 + local_rank))))
+    readers = (lambda local_rank: (99.5, 1200 + local_rank), lambda local_rank: Rate(2.5, STEPS, 60.0))
+    told = json.loads(json.dumps(STATUS.to_dict(100.0, None, *readers)))
     assert told == {
         "run_id": "job7",
         "role": "trainer",
@@ -59,6 +61,7 @@ def test_the_json_form() -> None:
                 "round": 0,
                 "progress_age_s": 0.5,
                 "step": 1200,
+                "rate": {"per_s": 2.5, "unit": "steps", "window_s": 60.0},
             }
         ],
         "story": [],

@@ -50,6 +50,18 @@ def test_the_tree_of_nodes_and_workers() -> None:
     ]
 
 
+def test_workers_that_are_behind_are_named() -> None:
+    rates = [{"per_s": each, "unit": "steps", "window_s": 60.0} for each in (2.0, 2.0, 0.5)]
+    lines = shown(view_of(picture(*(worker(rank, step=7, rate=rate) for rank, rate in enumerate(rates)))))
+    assert lines[2] == "Behind the median of 3 ranks (2 steps/s): rank 2 (0.5)"
+    assert "  rank 2 running 1m05s  step 7, 0.5 steps/s  pid 102" in lines
+    # What agents say of rates may be anything.
+    odd = [{"per_s": -1.0, "unit": "steps", "window_s": 60.0}, {"per_s": "x"}, 7, {"per_s": 1.0, "unit": HOSTILE}]
+    lines = shown(view_of(picture(*(worker(rank, rate=rate) for rank, rate in enumerate(odd)))), 200)
+    assert not [line for line in lines if line.startswith("Behind")]
+    assert all(line.isprintable() for line in lines)
+
+
 def test_a_failed_worker_stays_after_its_restart() -> None:
     failed = worker(0, "failed", 17, exit_code=3, round=1)
     now = picture(worker(0, pid=18))

@@ -12,12 +12,16 @@ from holdfast.failures import report
 from holdfast.failures.report import Evidence, Fold, SentFailure
 from holdfast.process.errors import ChildFailedError, ProcessFailure
 from holdfast.rendezvous.membership import protocol
+from holdfast.telemetry.stragglers import LINES, STEPS, Straggler
 
 CALLSTACK = 'Traceback (most recent call last):\n  File "t.py", line 1, in main\nValueError: boom\n'
 ERROR: dict[str, Any] = {
     "message": {"message": "ValueError: boom", "extraInfo": {"py_callstack": CALLSTACK, "timestamp": "1700000000"}}
 }
-EVIDENCE = Evidence(ERROR, stack="Fatal", stderr_tail="last words", memory="killed", note="noted", is_waiting=True)
+SLOW = (Straggler(5, 0.5, 2.0, STEPS, 4), Straggler(7, 0.0, 1.0, LINES, 2))
+EVIDENCE = Evidence(
+    ERROR, stack="Fatal", stderr_tail="last words", memory="killed", note="noted", is_waiting=True, stragglers=SLOW
+)
 
 
 def test_another_node_shows_what_the_node_itself_shows() -> None:
@@ -34,6 +38,27 @@ def test_a_failure_without_an_exception_keeps_its_signal_and_stack() -> None:
     there = ProcessFailure.on_another_node("b", -11, "rank 0 was killed by SIGSEGV", here.encoded())
     assert there.message == here.message
     assert there.evidence == here.evidence
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        "x", {"a": 1}, [1], [[]], [[1, 2.0, 1.0, "steps", 4]], [[-1, 0.5, 2.0, "steps", 4]], [[1, 0.5, 2.0, "\x1b", 4]],
+        [[1, -0.5, 2.0, "steps", 4]], [["1", 0.5, 2.0, "steps", 4]], [[1, 0.5, 1e300, "steps", 4]],
+        [[1, 0.5, 2.0, "steps", 1 << 60]], [[1 << 60, 0.5, 2.0, "steps", 1]],
+    ],
+)  # fmt: skip
+def test_stragglers_that_make_no_sense_are_left_out(sent: object) -> None:
+    found = report.decode_evidence(json.dumps({"stragglers": sent}))
+    assert found is not None
+    assert found.evidence.stragglers == ()
+
+
+def test_only_some_stragglers_are_sent() -> None:
+    many = Evidence(stragglers=tuple(Straggler(rank, 0.5, 2.0, STEPS, 4000) for rank in range(2000)))
+    sent = report.decode_evidence(ProcessFailure(0, 1, 1, "", many).encoded())
+    assert sent is not None
+    assert sent.evidence.stragglers == many.stragglers[:16]
 
 
 @pytest.mark.parametrize("filler", ["x", "\0", "é", "\U0001f600", '"'])

@@ -81,7 +81,7 @@ class Journal:
     def look(self) -> None:
         """While the workers run: how far they are, every few seconds, if they are further than before."""
         progress = self._agent._progress
-        if progress is not None and progress.is_due(time.monotonic()) and self._file is not None:
+        if progress is not None and progress.look(time.monotonic()) and self._file is not None:
             self._tell_progress(progress)
 
     def _tell_progress(self, progress: GroupProgress) -> None:

@@ -30,6 +30,7 @@ from holdfast.agent.model import (
 from holdfast.errors import HostError
 from holdfast.failures.report import Evidence
 from holdfast.frozen import changed
+from holdfast.hangs.progress import GroupProgress
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.spawner import command
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from holdfast.process.workers.device_memory import DeviceWait
     from holdfast.process.workers.shared_memory import Cleaning
     from holdfast.rendezvous.coordination import Coordination
+    from holdfast.telemetry.stragglers import Straggler
     from holdfast.timer import FileTimerRequest, FileTimerServer
 
 __all__ = [
@@ -91,6 +93,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._stuck_since: dict[int, float] = {}
         self._began_at = 0.0
         self._output_watch: OutputWatch | None = None
+        self._behind: tuple[Straggler, ...] | None = None  # None until the workers are stopped.
         self._start_error: OSError | HostError | None = None
         self._refusal: RunResult | None = None
         self._link: SpawnerLink | None = None
@@ -197,6 +200,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         return dict(context.pids())
 
     def _begin_stop(self, group: WorkerGroup, at_once: bool) -> None:
+        if self._behind is None:
+            self._behind = self._workers_behind()
         self._stop_watching()
         if self._group.clean_shm and self._context is not None and self._cleaning is None:
             from holdfast.process.workers.shared_memory import Cleaning
@@ -212,6 +217,14 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._context.begin_stop(signal.SIGTERM, self._shutdown_timeout)
         else:
             super()._begin_stop(group, at_once)
+
+    def _workers_behind(self) -> tuple[Straggler, ...]:
+        """Before they are stopped. Those that have finished are not slow."""
+        if self._progress is None or self._context is None:
+            return ()
+        finished = {rank for rank, (code, _) in self._context.ends().items() if code == 0}
+        ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        return tuple(self._progress.behind({rank: ranks[rank] for rank in ranks.keys() - finished}))
 
     def _poll_stop(self, group: WorkerGroup) -> bool:
         if self._context is not None and self._context.next_deadline() is not None and not self._context.poll_stop():
@@ -332,7 +345,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             )
             left = "\n".join(leftovers.left_by(environments, crashed, self._began_at))
             for failure in settled.failures.values():
-                failure.evidence = changed(failure.evidence, logs=self._context.logs_dir, left=left)
+                failure.evidence = changed(
+                    failure.evidence, logs=self._context.logs_dir, left=left, stragglers=self._behind or ()
+                )
         return settled
 
     def _refused(self, error: Exception) -> list[lifecycle.Event]:
@@ -349,20 +364,15 @@ class LocalElasticAgent(SimpleElasticAgent):
     # Hangs.
 
     def _prepare_watches(self, envs: dict[int, dict[str, str]]) -> OutputWatch | None:
-        """For each life of the group watches of its own, if the user wants them: of progress, and of hangs."""
-        spec = self._worker_group.spec
-        is_watched = spec.hang_policy is not None and spec.hang_policy.is_on
-        is_shown = bool(spec.events_file) or spec.dashboard
-        if not is_watched and not is_shown and self._policy.no_progress_limit is None:
-            return None
-        from holdfast.hangs.progress import GroupProgress
-
+        """For each life of the group watches of its own: of progress, and of hangs if the user wants that."""
+        policy = self._worker_group.spec.hang_policy
         self._progress = GroupProgress(envs, time.monotonic())
-        if spec.hang_policy is None or not is_watched:
+        if policy is None or not policy.is_on:
             return None
         from holdfast.hangs.watch import HangWatch
 
-        self._hangs = HangWatch(spec.hang_policy, self._progress)
+        self._hangs = HangWatch(policy, self._progress)
+        self._progress.output = self._hangs.output
         return self._hangs.output
 
     def _result_of_hang(self, context: PContext) -> RunResult | None:
@@ -448,7 +458,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         return Advance(max(steps, default=None), matched_at is not None or len(steps) < len(calls), idle_s)
 
     def _forget_progress(self) -> None:
-        self._output_watch = None
+        self._output_watch = self._behind = None
         if self._progress is not None:
             self._progress.close()
             self._progress = None

@@ -233,7 +233,8 @@ class Publisher:
     def _describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
         run, progress = self._agent._coordination, self._agent._progress
         joined = run.joined if run is not None else None
-        return self.status.to_dict(time.monotonic(), joined, progress.of if progress is not None else None)
+        readers = (progress.of, progress.rate_of) if progress is not None else ()
+        return self.status.to_dict(time.monotonic(), joined, *readers)
 
     def _health_served(self) -> Any:
         agent = self._agent

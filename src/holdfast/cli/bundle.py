@@ -151,7 +151,9 @@ class Answers:
             self.picture = status.picture_of(run)
         except HostError as error:
             self.problem = str(error)
-        self.agents: list[dict[str, Any]] = self.picture["agents"]
+        self.agents: list[dict[str, Any]] = sorted(
+            self.picture["agents"], key=lambda each: number_of(each, "node") or 0
+        )
         self.configs = [self._config_of(agent) for agent in self.agents]
 
     def _config_of(self, agent: Mapping[str, Any]) -> dict[str, Any] | str:

@@ -11,8 +11,11 @@ from typing import Any
 from holdfast import escape, signals
 from holdfast.cli import console, runs
 from holdfast.cli.parser import PlainParser
-from holdfast.cli.runs import RunView, dicts_of, number_of, text_of
+from holdfast.cli.runs import RunView, dict_of, dicts_of, number_of, text_of
 from holdfast.errors import HoldfastError, HostError, UserError
+from holdfast.frozen import fields_of
+from holdfast.telemetry import stragglers
+from holdfast.telemetry.stragglers import Rate
 
 PROGRAM = "holdfast status"
 PROGRAM_PS = "holdfast ps"
@@ -118,7 +121,19 @@ def picture_of(run: RunView) -> dict[str, Any]:
             raise
     agents, silent = run.agents(status["nodes"] if status else [])
     picture = {"run_id": run.name, "run": status, "problem": problem, "agents": agents, "silent": silent}
-    return {**picture, "sentence": sentence(picture)}
+    slow = [fields_of(each) for each in stragglers.find(rates_of(agents))]
+    return {**picture, "sentence": sentence(picture), "stragglers": slow}
+
+
+def rates_of(agents: Sequence[Mapping[str, Any]]) -> dict[int, Rate]:
+    """How fast the workers of all nodes are, by rank, as far as they say so."""
+    found = {}
+    for worker in [worker for agent in agents for worker in dicts_of(agent, "workers")]:
+        rank, rate = number_of(worker, "global_rank"), dict_of(worker, "rate")
+        per_s, window_s = number_of(rate, "per_s"), number_of(rate, "window_s")
+        if rank is not None and per_s is not None and per_s >= 0 and window_s is not None:
+            found[int(rank)] = Rate(per_s, text_of(rate, "unit"), window_s)
+    return found
 
 
 def sentence(picture: Mapping[str, Any]) -> str:
@@ -159,6 +174,7 @@ def lines_of(picture: Mapping[str, Any]) -> Iterator[str]:
     yield escape.one_line(picture["sentence"])
     if past := history_line(status if status is not None else (agents[0] if agents else {})):
         yield past
+    yield from stragglers.words(stragglers.find(rates_of(agents)))
     if picture["problem"]:
         yield escape.one_line(f"Only this host's agents are shown: {picture['problem']}.")
     yield ""
@@ -293,9 +309,11 @@ def worker_state(worker: Mapping[str, Any]) -> str:
 
 def progress_text(worker: Mapping[str, Any]) -> str:
     ago_s, step = number_of(worker, "progress_age_s"), number_of(worker, "step")
-    if ago_s is None:
-        return ""
-    return f"{age_text(ago_s)} ago" if step is None else f"step {step:.0f}, {age_text(ago_s)} ago"
+    rate = number_of(dict_of(worker, "rate"), "per_s")
+    parts = [f"step {step:.0f}"] if step is not None else []
+    parts += [f"{age_text(ago_s)} ago"] if ago_s is not None else []
+    parts += [f"{rate:.3g} {text_of(dict_of(worker, 'rate'), 'unit')}/s"] if rate is not None else []
+    return ", ".join(parts)
 
 
 def age_text(seconds: float | None) -> str:

@@ -25,7 +25,8 @@ from signal import Signals
 from typing import Any, TypeVar
 
 from holdfast import escape
-from holdfast.frozen import frozen
+from holdfast.frozen import fields_of, frozen
+from holdfast.telemetry.stragglers import LINES, STEPS, Straggler
 
 K = TypeVar("K")
 
@@ -44,6 +45,8 @@ _TEXTS = ("stack", "stderr_tail", "memory", "note", "hang", "refusal", "logs", "
 _FOLDS_SENT = 16
 _KIND_LIMIT_CHARS = 40
 _RANKS_LIMIT = 1 << 16  # In one fold, which is of one node.
+_STRAGGLERS_SENT = 16
+_NUMBER_LIMIT = 1 << 53
 
 
 @frozen
@@ -60,6 +63,7 @@ class Evidence:
     refusal: str = ""  # Why it could not be started.
     logs: str = ""  # The directory of the log files of its group, on its host.
     left: str = ""  # Core files and dumps of its group, one a line.
+    stragglers: tuple[Straggler, ...] = ()  # Workers of its group that were behind the others.
 
 
 @frozen
@@ -420,6 +424,7 @@ def encode_evidence(
     facts |= {
         "is_waiting": evidence.is_waiting,
         "also": [[each.kind, each.words, _spans(each.ranks)] for each in also[:_FOLDS_SENT]],
+        "stragglers": [[*fields_of(each).values()] for each in evidence.stragglers[:_STRAGGLERS_SENT]],
     }
     texts = {"error_file": error_file, "message": message, "callstack": callstack}
     texts |= {name: getattr(evidence, name) for name in _TEXTS}
@@ -443,9 +448,10 @@ def decode_evidence(text: str) -> SentFailure | None:
     numbers = {name: _number(said.get(name)) for name in ("local_rank", "pid", "timestamp", "round")}
     extra = {"py_callstack": texts["callstack"], "timestamp": str(max(numbers["timestamp"], 0))}
     error = {"message": {"message": texts["message"], "extraInfo": extra}} if texts["message"] else None
-    evidence = Evidence(error, **{name: texts[name] for name in _TEXTS}, is_waiting=said.get("is_waiting") is True)
-    sent = said.get("also")
-    also = tuple(filter(None, map(_fold, sent[:_FOLDS_SENT]))) if isinstance(sent, list) else ()
+    slow = tuple(filter(None, map(_straggler, _list(said.get("stragglers"))[:_STRAGGLERS_SENT])))
+    evidence = Evidence(error, **{name: texts[name] for name in _TEXTS}, stragglers=slow,
+                        is_waiting=said.get("is_waiting") is True)  # fmt: skip
+    also = tuple(filter(None, map(_fold, _list(said.get("also"))[:_FOLDS_SENT])))
     who = numbers["local_rank"], numbers["pid"], texts["error_file"]
     return SentFailure(*who, evidence, max(0, numbers["round"]), also)
 
@@ -460,6 +466,19 @@ def _fold(sent: object) -> Fold | None:
         case [str(kind), str(words), list(spans)] if ranks := _ranks_in(spans):
             return Fold(ranks, _one_line(kind)[:_KIND_LIMIT_CHARS], shorten(_one_line(words), CAUSE_LINE_LIMIT_CHARS))
     return None
+
+
+def _straggler(sent: object) -> Straggler | None:
+    match sent:
+        case [int(rank), int() | float() as per_s, int() | float() as median, str(unit), int(compared)] if (
+            unit in (STEPS, LINES) and 0 <= rank < _NUMBER_LIMIT and 0 <= per_s < median < _NUMBER_LIMIT > compared
+        ):
+            return Straggler(rank, per_s, median, unit, compared)
+    return None
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 def _ranks_in(spans: list[object]) -> tuple[int, ...]:
@@ -479,4 +498,4 @@ def _plain(value: object) -> str:
 
 
 def _number(value: object) -> int:
-    return value if isinstance(value, int) and abs(value) < 1 << 53 else -1
+    return value if isinstance(value, int) and abs(value) < _NUMBER_LIMIT else -1

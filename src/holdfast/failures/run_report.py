@@ -27,6 +27,7 @@ from holdfast.failures.report import (
     tail_lines,
 )
 from holdfast.frozen import fields_of, frozen
+from holdfast.telemetry import stragglers
 
 VERSION = 1
 DO_NOT_REQUEUE = 93  # The exit code of a run that would not get further if it were started again.
@@ -91,8 +92,8 @@ def text(report: RunReport) -> str:
     nodes = "1 node" if report.nodes == 1 else f"{report.nodes} nodes"
     lines = ["", border, f"{escape.one_line(report.name)} FAILED", *_wrapped(f"run {report.run_id}, {nodes}"), rule]
     lines += ["Root Cause (first observed failure):", *_first_lines(report.first)]
-    for section in (_cascade_lines(report), _stopped_lines(report), _restart_lines(report), _where_lines(report)):
-        lines += section
+    sections = (_cascade_lines, _stopped_lines, _straggler_lines, _restart_lines, _where_lines)
+    lines += [line for section in sections for line in section(report)]
     return "\n".join([*lines, border, f"Cause: {escape.one_line(report.cause)}"])
 
 
@@ -134,6 +135,12 @@ def _stopped_lines(report: RunReport) -> Iterator[str]:
     yield from _wrapped(f"Stopped by holdfast{may_have_finished}: {'; '.join(how_many)}")
 
 
+def _straggler_lines(report: RunReport) -> Iterator[str]:
+    """Rates are known of the workers of the node that failed first."""
+    for line in stragglers.words(report.first.evidence.stragglers, f" on {report.first.host}"):
+        yield from _wrapped(line)
+
+
 def _restart_lines(report: RunReport) -> Iterator[str]:
     used = f"{report.restarts_used} of {report.restarts_allowed} used"
     yield from _wrapped(f"Restarts: {used}; not restarted: {report.not_again}")
@@ -173,6 +180,7 @@ def to_dict(report: RunReport) -> dict[str, Any]:
         "first_failure": first,
         "cascade": [_listed(fields_of(fold)) for fold in report.cascade],
         "stopped": [{"how": how or None, "ranks": list(ranks)} for how, ranks in report.stopped],
+        "stragglers": [fields_of(each) for each in evidence.stragglers],
         "restarts": {
             "used": report.restarts_used,
             "allowed": report.restarts_allowed,

@@ -15,6 +15,7 @@ from typing import Any
 
 from holdfast.frozen import fields_of, frozen
 from holdfast.telemetry.history import History
+from holdfast.telemetry.stragglers import Rate
 
 _STEPS_SHOWN = 8
 _TEXT_LIMIT = 200
@@ -42,11 +43,14 @@ class WorkerStatus:
     error_file: str = ""
     round: int = 0
 
-    def to_dict(self, now: float, progress: tuple[float | None, int | None]) -> dict[str, Any]:
+    def to_dict(
+        self, now: float, progress: tuple[float | None, int | None], rate: Rate | None = None
+    ) -> dict[str, Any]:
         progress_at, step = progress
         shown = fields_of(self)
         shown["age_s"] = _age_s(shown.pop("started_monotonic"), now)
-        return {**shown, "progress_age_s": _age_s(progress_at, now), "step": step}
+        known = {"progress_age_s": _age_s(progress_at, now), "step": step}
+        return {**shown, **known, "rate": fields_of(rate) if rate is not None else None}
 
 
 @frozen
@@ -78,14 +82,20 @@ class AgentStatus:
         now: float,
         joining: str | None = None,
         progress_of: Callable[[int], tuple[float | None, int | None]] | None = None,
+        rate_of: Callable[[int], Rate | None] | None = None,
     ) -> dict[str, Any]:
         """For JSON. `joining` says how far the rendezvous is; `progress_of` when (monotonic) a worker called
-        `holdfast.progress` last, and with which step."""
+        `holdfast.progress` last, and with which step; `rate_of` how fast it is."""
         shown = fields_of(self)
         shown["age_s"] = _age_s(shown.pop("started_monotonic"), now)
         shown["waiting_for"] = (self.phase == "joining" and joining) or _WAITS.get(self.phase)
         shown["workers"] = [
-            each.to_dict(now, progress_of(each.local_rank) if progress_of else (None, None)) for each in self.workers
+            each.to_dict(
+                now,
+                progress_of(each.local_rank) if progress_of else (None, None),
+                rate_of(each.local_rank) if rate_of and each.state == "running" else None,
+            )
+            for each in self.workers
         ]
         shown["failed"] = [each.to_dict(now, (None, None)) for each in self.failed]
         shown["story"] = [

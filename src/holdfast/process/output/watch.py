@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Container, Iterable
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from holdfast.process.output.lines import HeldLine
@@ -25,19 +26,22 @@ logger = logging.getLogger(__name__)
 _SLOW_SEARCH_S = 1.0
 # If a file grew by more than this between two looks, only the last part is searched.
 _SEARCHED_MAX_BYTES = 4 << 20
+# A pattern that fits between any two characters must not hold up the pump.
+_COUNTED_MAX = 4096
 # A longer line is searched in parts.
 _LINE_MAX_BYTES = 64 * 1024
 
 
 class StreamWatch:
-    """One stream of one worker: when something came, and when a line last matched. With a path, it is a file that the
-    worker writes itself."""
+    """One stream of one worker: when something came, when a line last matched, and how often. With a path, it is a file
+    that the worker writes itself."""
 
     def __init__(self, owner: OutputWatch, rank: int, path: str) -> None:
         self.rank = rank
         self.path = path
         self.at: float | None = None
         self.matched_at: float | None = None
+        self.matches = 0
         self._owner = owner
         self._size = 0
         self._line = HeldLine()
@@ -54,8 +58,11 @@ class StreamWatch:
             if len(self._line) > _LINE_MAX_BYTES:
                 text += self._line.release()
             # `$` in the pattern matches only before a newline.
-            if text and pattern.search(text.replace(b"\r", b"\n").decode("utf-8", "replace")):
+            lines = text.replace(b"\r", b"\n").decode("utf-8", "replace")
+            matches = sum(1 for _ in islice(pattern.finditer(lines), _COUNTED_MAX)) if text else 0
+            if matches:
                 self.matched_at = now
+                self.matches += matches
             if time.monotonic() - began > _SLOW_SEARCH_S:
                 self._owner.give_up("it takes too long to search for; lines are not searched any more")
         except Exception as error:
@@ -111,6 +118,12 @@ class OutputWatch:
 
     def matched_at(self) -> float | None:
         return _latest(stream.matched_at for stream in self._streams)
+
+    def matches_of(self, rank: int) -> tuple[float | None, int | None]:
+        """When a line of that worker last matched, and how many have; None if lines are not searched."""
+        streams = [stream for stream in self._streams if stream.rank == rank]
+        count = None if self.pattern is None else sum(stream.matches for stream in streams)
+        return _latest(stream.matched_at for stream in streams), count
 
     def give_up(self, why: str) -> None:
         """Stop using the pattern."""

@@ -1,0 +1,93 @@
+"""Ranks that are behind, in real runs: named by status and report, wherever they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import nodes, support
+from tests.nodes import Scene
+
+# The rate of a worker is compared after 20 s, and the agent looks every 5 s.
+DEADLINE_S = 120.0
+
+TRAINER = """
+import os, sys, time
+import holdfast
+
+rank, step = int(os.environ["RANK"]), 0
+while rank != 3 or not os.path.exists(f"{sys.argv[1]}/go"):
+    step += 1
+    if sys.argv[2] == "progress":
+        holdfast.progress(step=step)
+    else:
+        print("step", step, flush=True)
+    time.sleep(0.5 if rank == 3 else 0.05)
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK]) as stage:
+        yield stage
+
+
+def ask(scene: Scene, *args: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "status", scene.run_id, *args],
+        capture_output=True, text=True, timeout=60, env=scene._environment("command"),
+    )  # fmt: skip
+    return done.stdout if done.returncode == 0 else ""
+
+
+def picture_of(scene: Scene) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(ask(scene, "--json") or '{"stragglers": [], "agents": []}')
+    return found
+
+
+def test_one_rank_of_two_nodes_is_behind(scene: Scene) -> None:
+    """It is compared with those of the other node, too. No option asks for it."""
+    script = support.write_script(scene.home / "trainer.py", TRAINER)
+    for name in "ab":
+        logs = ("--log-dir", str(scene.home / f"logs-{name}"))
+        scene.start(name, "2", "--nproc-per-node", "2", *logs, script=script, args=("progress",))
+    support.wait_until(lambda: picture_of(scene)["stragglers"], "that a rank is behind", DEADLINE_S)
+    picture = picture_of(scene)
+    [slow] = picture["stragglers"]
+    assert (slow["rank"], slow["unit"], slow["compared"]) == (3, "steps", 4)
+    assert slow["per_s"] < slow["median_per_s"] / 1.5
+    workers = {each["global_rank"]: each for agent in picture["agents"] for each in agent["workers"]}
+    assert workers[3]["rate"]["per_s"] < workers[0]["rate"]["per_s"]
+    text = ask(scene)
+    assert text.splitlines()[2].startswith("Behind the median of 4 ranks (")
+    assert "steps/s): rank 3 (" in text.splitlines()[2]
+    (scene.home / "go").touch()
+    assert scene.ended() == {"a": 1, "b": 1}
+    # The report compares the workers of the node that failed first. Of two the median lies between them.
+    for node, name in zip(scene.nodes, "ab", strict=True):
+        [path] = scene.home.glob(f"logs-{name}/{scene.run_id}_*/report.json")
+        [named] = json.loads(path.read_text())["stragglers"]
+        assert (named["rank"], named["compared"]) == (3, 2)
+        assert "Behind the median of 2 ranks on " in node.log
+
+
+def test_lines_that_match_a_pattern_count_as_steps(scene: Scene) -> None:
+    script = support.write_script(scene.home / "trainer.py", TRAINER)
+    watched = ("--progress-pattern", r"^step \d+$", "--progress-every", "10m")
+    node = scene._start("a", "1", ["--standalone"], ("--nproc-per-node", "4", *watched), script, ("lines",), {})
+    support.wait_until(lambda: picture_of(scene)["stragglers"], "that a rank is behind", DEADLINE_S)
+    [slow] = picture_of(scene)["stragglers"]
+    assert (slow["rank"], slow["unit"]) == (3, "lines")
+    (scene.home / "go").touch()
+    assert node.wait() == 1
+    assert "Behind the median of 4 ranks on " in node.log
+    assert "lines/s): rank 3 (" in node.log.replace("\n    ", " ")
