@@ -222,7 +222,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         """Before they are stopped. Those that have finished are not slow."""
         if self._progress is None or self._context is None:
             return ()
-        finished = {rank for rank, (code, _) in self._context.ends().items() if code == 0}
+        finished = {rank for rank, (code, *_) in self._context.ends().items() if code == 0}
         ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
         return tuple(self._progress.behind({rank: ranks[rank] for rank in ranks.keys() - finished}))
 
