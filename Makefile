@@ -19,7 +19,9 @@ demo: $(VENV)/.runtime
 test: $(VENV)/.test
 	$(PYTEST) -n 5 --dist worksteal $(TESTS)
 
-# What `test` runs, and what needs more than Python packages: a terminal (tmux).
+# What `test` runs, and what needs more than Python packages: a terminal (tmux), a Prometheus server. A tool that is
+# missing here is a failure, not a skip.
+test-all: export HOLDFAST_TEST_ALL = 1
 test-all: $(VENV)/.tools test
 
 # Runs that never were, every other one on etcd, with faults drawn from a seed; one that fails says how to see it again.
@@ -64,8 +66,12 @@ $(VENV)/.test: $(VENV)/.runtime
 	@touch $@
 
 # Of Debian. Tests that need one of them are skipped where it is missing, and say so.
-$(VENV)/.tools: | $(VENV)/bin/python
+$(VENV)/.tools: Makefile | $(VENV)/bin/python
 	command -v tmux >/dev/null || apt-get install -y tmux
+	command -v prometheus >/dev/null || apt-get install -y --no-install-recommends prometheus
+	command -v openssl >/dev/null || apt-get install -y openssl
+	command -v ip >/dev/null || apt-get install -y iproute2
+	command -v nft >/dev/null || apt-get install -y nftables
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.runtime

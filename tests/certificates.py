@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from tests import support
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,7 @@ def openssl(*args: str, cwd: Path) -> None:
 
 
 def make_certificates(home: Path) -> Certificates:
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not there to make certificates")
+    support.need_tools("openssl")
     new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     for authority in ("ca", "other"):
         about = ("-subj", f"/CN={authority}", "-keyout", f"{authority}.key", "-out", f"{authority}.pem")

@@ -6,10 +6,12 @@ import contextlib
 import errno
 import fcntl
 import functools
+import http.client
 import itertools
 import os
 import random
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import pytest
 
 T = TypeVar("T")
 
@@ -32,6 +35,26 @@ TEST_MARK = "HOLDFAST_TEST"
 
 _PORT_SHARES = 8
 DOCUMENTED_PORTS = range(1000, 2700)
+
+
+def need_tools(*names: str) -> None:
+    """Skip the test where a program is missing. `make test-all` installs them, so there it is a failure."""
+    missing = [name for name in names if shutil.which(name) is None]
+    if missing:
+        end = pytest.fail if os.environ.get("HOLDFAST_TEST_ALL") == "1" else pytest.skip
+        end(f"needs {', '.join(missing)}, which `make test-all` installs")
+
+
+def get_page(port: int, path: str = "/", status: int = 200) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = answer.read().decode()
+        assert answer.status == status, body
+        return body
+    finally:
+        connection.close()
 
 
 def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:

@@ -197,6 +197,16 @@ class LightRun:
         for name, peer in zip(self.names, self._peers, strict=True):
             peer.send(protocol.Join(NodeFacts(name, address="127.0.0.1", port=1), self.settings))
 
+    def change_round(self) -> bool:
+        """Once both have a place in the same round, they ask for the next one."""
+        if len({place.round for place in self.places.values()}) != 1 or len(self.places) != 2:
+            return False
+        places, self.places = self.places, {}
+        for name, peer in zip(self.names, self._peers, strict=True):
+            facts, last = NodeFacts(name, address="127.0.0.1", port=1), places[name]
+            peer.send(protocol.Join(facts, self.settings, last, last.round, stop=model.Stop(last.round, "")))
+        return True
+
     def turn(self) -> None:
         """Send what is due, take what has come, and return after a moment."""
         now = time.monotonic()

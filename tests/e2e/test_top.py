@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import uuid
@@ -18,7 +17,10 @@ from tests import nodes, support
 from tests.e2e.command import COMMAND
 from tests.nodes import Scene
 
-pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux, which `make test-all` installs")
+
+@pytest.fixture(autouse=True)
+def _has_terminal() -> None:
+    support.need_tools("tmux")
 
 
 class Terminal:

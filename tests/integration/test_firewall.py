@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import support
 
 ROOT = Path(__file__).parent.parent.parent
 NAMESPACE = ["unshare", "--map-root-user", "--net"]
@@ -15,9 +16,7 @@ NAMESPACE = ["unshare", "--map-root-user", "--net"]
 
 @pytest.fixture(autouse=True)
 def _has_namespaces() -> None:
-    missing = [tool for tool in ("unshare", "ip", "nft") if shutil.which(tool) is None]
-    if missing:
-        pytest.skip(f"not there to make a network namespace with a firewall: {', '.join(missing)}")
+    support.need_tools("unshare", "ip", "nft")
     tried = subprocess.run(
         [*NAMESPACE, "nft", "add", "table", "ip", "test"], capture_output=True, text=True, timeout=30
     )

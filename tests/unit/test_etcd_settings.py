@@ -72,6 +72,7 @@ VALUES: list[tuple[str, Any, dict[str, Any]]] = [
     ("protocol", "http", {"access": Access(("http://localhost",))}),
     ("agent_tls", "off", {}),
     ("agent_tls", "on", {}),
+    ("http", "0.0.0.0:9400", {"http": "0.0.0.0:9400"}),
     ("heartbeat_timeout", 5, {}),
 ]
 

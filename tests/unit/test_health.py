@@ -21,7 +21,9 @@ from holdfast import loop
 from holdfast.errors import UserError
 from holdfast.loop import BusyTime
 from holdfast.telemetry import health
-from holdfast.telemetry.health import AgentAlive, HealthCheckServer, create_healthcheck_server, respond
+from holdfast.telemetry import http as telemetry_http
+from holdfast.telemetry.health import AgentAlive, HealthCheckServer, create_healthcheck_server
+from holdfast.telemetry.http import Page, Request, read_request
 from holdfast.telemetry.status import AgentStatus
 from tests import support
 
@@ -81,17 +83,21 @@ RUNNING = {"phase": "running", "round": 2, "restarts": 1}
     ],
 )
 def test_answers(request_: bytes, status: int | None) -> None:
-    answer = respond(request_, lambda: ALIVE)
-    assert (answer and int(answer.split()[1])) == status
+    found = read_request(request_)
+    assert (200 if isinstance(found, Request) else found and found.status) == status
+
+
+def test_what_is_asked_for() -> None:
+    assert read_request(b"GET /metrics?x=/y HTTP/1.1\r\n\r\n") == Request("/metrics")
+    assert read_request(b"HEAD /\xff HTTP/1.1\r\n\r\n") == Request("/\xff", is_head=True)
 
 
 def test_an_answer_is_http() -> None:
-    answer = respond(b"GET / HTTP/1.1\r\n\r\n", lambda: ALIVE)
-    assert answer is not None
-    head, body = answer.split(b"\r\n\r\n")
+    page = Page.of(200, ALIVE)
+    head, body = page.encoded().split(b"\r\n\r\n")
     assert json.loads(body) == ALIVE
     assert f"Content-Length: {len(body)}".encode() in head.split(b"\r\n")
-    assert respond(b"HEAD / HTTP/1.1\r\n\r\n", lambda: ALIVE) == head + b"\r\n\r\n"
+    assert page.encoded(has_body=False) == head + b"\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +184,7 @@ def test_the_port_is_released_and_may_be_used_again(no_descriptor_leak: None) ->
 
 
 def test_the_port_is_released_although_the_callback_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_STOP_PATIENCE_S", 0.1)
+    monkeypatch.setattr(telemetry_http, "_STOP_PATIENCE_S", 0.1)
     was_asked, may_end = threading.Event(), threading.Event()
 
     def hang() -> float:
@@ -230,11 +236,11 @@ def test_slow_callers_do_not_keep_others_from_being_answered(no_descriptor_leak:
             slow = callers.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             slow.sendall(b"GET / HT")
         assert ask(server.port) == (200, ALIVE)
-        assert len(server._callers) <= health._MOST_CALLERS + 1
+        assert len(server._callers) <= telemetry_http._MOST_CALLERS + 1
 
 
 def test_a_slow_caller_is_dropped_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_CALL_LIMIT_S", 0.5)  # Enough for it to be read before.
+    monkeypatch.setattr(telemetry_http, "_CALL_LIMIT_S", 0.5)  # Enough for it to be read before.
     with serving() as server:
         assert say(server.port, b"GET / HT") == b""
 

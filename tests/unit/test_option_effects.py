@@ -155,6 +155,7 @@ EFFECTS = {
     "dashboard": Effect(None, lambda a: spec(a).dashboard, True),
     "dashboard_addr": Effect("[::1]:7", lambda a: spec(a).dashboard_addr, "[::1]:7", "--dashboard"),
     "dashboard_linger": Effect("7m", lambda a: spec(a).dashboard_linger_s, 420.0, "--dashboard"),
+    "http": Effect(":9400", lambda a: meeting(a).http, ":9400", TCP),
     "health_port": Effect(str(HEALTH_PORT), lambda a: getattr(a._health_check_server, "port", None), HEALTH_PORT),
 }
 

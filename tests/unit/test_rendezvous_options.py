@@ -67,6 +67,7 @@ VALUES: list[tuple[str, Any, dict[str, Any]]] = [
     ("rank", 0, {"requested_rank": 0}),
     ("tls_cert", "c.pem", {"tls": TlsFiles("c.pem")}),
     ("tls_ca", "ca.pem", {"tls": TlsFiles(ca="ca.pem")}),
+    ("http", "node1:9400", {"http": "node1:9400"}),
     ("store_type", " TCP ", {}),
 ]
 
@@ -255,6 +256,7 @@ def test_a_token_file_that_every_user_can_open(tmp_path: Path, mode: int, is_pri
 def test_a_coordinator_speaks_as_the_node_that_starts_it() -> None:
     chosen = read(tls_cert="c", tls_key="k", tls_ca="a")
     assert chosen.coordinator_options() == ["--tls-cert", "c", "--tls-key", "k", "--tls-ca", "a"]
+    assert read(http="9400").coordinator_options() == ["--http", "9400"]
     assert read().coordinator_options() == []
     assert read().tls.load() is None
     assert TlsFiles("", "", "").load(is_server=True) is None

@@ -190,7 +190,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         prefixes = log_line_prefixes(self._group.log_line_prefix_template, spec.role, worker_group.workers)
         link, lease = self._spawner(), self._lease()
         self._began_at = time.time()
-        self._context = context = new_group(self._group, args, envs, prefixes, link=link, lease=lease, watch=watch)
+        seen = {"watch": watch, "copied": self._publisher.copied}
+        self._context = context = new_group(self._group, args, envs, prefixes, link=link, lease=lease, **seen)
         context.begin_start()
         return context
 

@@ -18,6 +18,7 @@ from holdfast.agent.lifecycle import Phase
 from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT, Worker
 from holdfast.errors import HostError, UserError
 from holdfast.frozen import changed
+from holdfast.process.output.lines import Copied
 from holdfast.rendezvous.membership.model import End, Ended, PlaceLost, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import HANG, Failure
 from holdfast.signals import RunClosed, SignalException
@@ -45,6 +46,7 @@ class Publisher:
         self._agent = agent
         self._has_dashboard = False
         self.status = AgentStatus()
+        self.copied = {"stdout": Copied(), "stderr": Copied()}
 
     @contextmanager
     def served(self) -> Iterator[None]:
@@ -234,7 +236,9 @@ class Publisher:
         run, progress = self._agent._coordination, self._agent._progress
         joined = run.joined if run is not None else None
         readers = (progress.of, progress.rate_of) if progress is not None else ()
-        return self.status.to_dict(time.monotonic(), joined, *readers)
+        shown = self.status.to_dict(time.monotonic(), joined, *readers)
+        shown["output"] = {name: {"lines": each.lines, "bytes": each.size_bytes} for name, each in self.copied.items()}
+        return shown
 
     def _health_served(self) -> Any:
         agent = self._agent
@@ -244,7 +248,9 @@ class Publisher:
 
         if agent._health_check_server is None:
             agent._health_check_server = health.server_at(health.chosen_port())
-        health.introduce(agent._health_check_server, agent._get_alive_time, lambda: self.status)
+        health.introduce(
+            agent._health_check_server, agent._get_alive_time, lambda: self.status, lambda: self._describe({})
+        )
         return health.served(agent._health_check_server)
 
 

@@ -19,7 +19,7 @@ from holdfast.cli.options import check_brackets, duration_s
 from holdfast.cli.parser import PlainParser, argument
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.rendezvous import endpoints, options
-from holdfast.rendezvous.coordinator import launch, memory, watchdog
+from holdfast.rendezvous.coordinator import launch, memory, monitoring, watchdog
 from holdfast.rendezvous.coordinator.run import Keeper
 from holdfast.rendezvous.coordinator.server import Coordinator
 
@@ -47,9 +47,16 @@ def get_parser() -> PlainParser:
     parser.add_argument("--tls-cert", default="", metavar="FILE", help="speak TLS with this certificate")
     parser.add_argument("--tls-key", default="", metavar="FILE", help="the certificate's key, if it is not in it")
     parser.add_argument("--tls-ca", default="", metavar="FILE", help="agents must show a certificate of this authority")
+    parser.add_argument("--http", type=argument(_http_address), metavar="HOST:PORT", help="answer HTTP requests there: "
+                        "/metrics for Prometheus; a port alone is on 127.0.0.1, 0 is any free one")  # fmt: skip
     parser.add_argument("--idle-timeout", type=argument(duration_s), metavar="TIME", help="exit when no node has been "
                         "connected for this long, or the last run is over (default: serve until stopped)")  # fmt: skip
     return parser
+
+
+def _http_address(text: str) -> tuple[str, int]:
+    check_brackets("--http", text, 9400)
+    return endpoints.parse_http_address(text)
 
 
 def main(argv: list[str]) -> int:
@@ -83,12 +90,24 @@ async def _serve_by_hand(args: argparse.Namespace) -> None:
     if signals.inbox().has_pending:  # It came during the start, when signals were only noted.
         coordinator.stop()
     shown = endpoints.endpoint_text(*sock.getsockname()[:2])
-    await _serve(coordinator, lambda: logging.getLogger("holdfast").info("listening at %s", shown))
+    await _serve(args, coordinator, lambda: logging.getLogger("holdfast").info("listening at %s", shown))
 
 
-async def _serve(coordinator: Coordinator, when_ready: Callable[[], None]) -> None:
+async def _serve(args: argparse.Namespace, coordinator: Coordinator, when_ready: Callable[[], None]) -> None:
+    """The other port is opened when this coordinator surely serves; a warning about it still reaches the user."""
+    monitor = monitoring.MonitoringServer(args.http, coordinator) if args.http is not None else None
+
+    def ready() -> None:
+        if monitor is not None:
+            monitor.start()
+        when_ready()
+
     with watchdog.watching(lambda: coordinator.patience_s):
-        await coordinator.serve(when_ready)
+        try:
+            await coordinator.serve(ready)
+        finally:
+            if monitor is not None:
+                monitor.stop()
 
 
 async def _serve_for_a_run(args: argparse.Namespace) -> None:
@@ -107,7 +126,7 @@ async def _serve_for_a_run(args: argparse.Namespace) -> None:
     log = memory.log_path(memory.endpoint_name(*sock.getsockname()[:2]))
     coordinator = _coordinator(args, sock)
     try:
-        await _serve(coordinator, lambda: _withdraw(log))
+        await _serve(args, coordinator, lambda: _withdraw(log))
     except launch.PortTaken:
         print(launch.READY)  # Another coordinator was faster, and serves.
     else:
@@ -128,7 +147,7 @@ async def _serve_in_office(args: argparse.Namespace, sock: socket.socket) -> Non
     try:
         await keeper.begin()
         keeper.when_over = coordinator.resign
-        await _serve(coordinator, lambda: _withdraw(log, os.O_APPEND))
+        await _serve(args, coordinator, lambda: _withdraw(log, os.O_APPEND))
     finally:
         await keeper.close()
     if not keeper.reason_to_resign and not coordinator.has_failed:

@@ -229,8 +229,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("--rdzv-conf KEY=VALUE,...", NODES, default="",
            help="More settings for the rendezvous; for tcp: join_timeout, outage_timeout, resolve_timeout, last_call, "
                 "heartbeat, lease, drop_timeout, reconnect_grace, close_linger, admit, on_isolation, is_host, "
-                "read_timeout, token_file, require_token, tls_cert, tls_key, tls_ca; for static also coordinator_port "
-                "(default: the master port + 1; off to go without); for etcd those of tcp and leader_lease, "
+                "read_timeout, token_file, require_token, tls_cert, tls_key, tls_ca, http; for static also "
+                "coordinator_port (default: the master port + 1; off to go without); for etcd those of tcp and leader_lease, "
                 "coordinator_port (any free one if left out), prefix (/holdfast if left out), protocol (http or "
                 "https, for endpoints that say neither), user, password_file (else HOLDFAST_ETCD_PASSWORD of the "
                 "environment), cert, key, cacert (TLS files for etcd alone), agent_tls."),
@@ -405,8 +405,11 @@ OPTIONS: tuple[Option, ...] = (
            help="How long that page stays after the run has ended (5m if left out)."),
     Option("--health-port PORT", OUTPUT, parse=int, field="health_port",
            help="Answer HTTP requests on this port: 200 while the agent is alive, whatever phase it is in, and 503 "
-                "with the reason when it is stuck. 0 is any free port. Left out, it is "
-                "TORCHELASTIC_HEALTH_CHECK_PORT, or none."),
+                "with the reason when it is stuck. /metrics has the metrics of this node for Prometheus. 0 is any free "
+                "port. Left out, it is TORCHELASTIC_HEALTH_CHECK_PORT, or none."),
+    Option("--http HOST:PORT", OUTPUT, field="rdzv_configs.http", in_full=True,
+           help="If this agent starts the coordinator of the run: where that serves the metrics of the whole run for "
+                "Prometheus, at /metrics. A port alone is on 127.0.0.1. See docs/observability.md."),
 )
 # fmt: on
 

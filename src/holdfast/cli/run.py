@@ -142,6 +142,11 @@ def check_values(args: argparse.Namespace) -> None:
         raise UserError(f"--master-port {args.master_port} is not a port (1 to 65535)")
     if args.health_port is not None and not 0 <= args.health_port < 65536:
         raise UserError(f"--health-port {args.health_port} is not a port (0 to 65535; 0 is any free one)")
+    if args.http is not None:
+        from holdfast.rendezvous.endpoints import parse_http_address
+
+        check_brackets("--http", args.http, 9400)
+        _for_option("--http", parse_http_address, args.http)
     if not _for_option("--signals-to-handle", signals.parse_signals, args.signals_to_handle):
         raise UserError("--signals-to-handle names no signal")
     _for_option("--event-log-handler", events.check_destination, args.event_log_handler)
@@ -284,6 +289,7 @@ def _unused(args: argparse.Namespace, fields: dict[str, Any], streams: dict[str,
         (not args.dashboard and args.dashboard_linger is not None, f"--dashboard-linger {args.dashboard_linger or 0}"),
         (standalone and not is_static, f"--rdzv-backend {args.rdzv_backend}"),
         (standalone and args.rdzv_endpoint, f"--rdzv-endpoint {args.rdzv_endpoint}"),
+        (standalone and args.http, f"--http {args.http}"),
         (not uses_master and args.master_addr != "127.0.0.1", f"--master-addr {args.master_addr}"),
         (not uses_master and args.master_port is not None, f"--master-port {args.master_port}"),
         (is_static and not standalone and least < most,

@@ -51,6 +51,17 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
     return host, port
 
 
+def parse_http_address(text: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT`, `:PORT` or `PORT`; without a host it is the loopback address."""
+    host_text, _, port_text = text.strip().rpartition(":")
+    if (port := try_parse_port(port_text)) is None:
+        raise UserError(f"{text!r} is not HOST:PORT or PORT (0 to 65535; 0 is any free one)")
+    host = host_text[1:-1] if _is_bracketed(host_text) else host_text or "127.0.0.1"
+    if _HOST.fullmatch(host) is None or not _is_encodable(host):
+        raise UserError(f"{text!r}: {host_text!r} is not a host name or an IP address")
+    return host, port
+
+
 def for_lookup(host: str) -> str | bytes:
     """Python encodes text as an international name, with a codec that is slow to import; bytes pass as they are."""
     return host.encode() if host.isascii() else host

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.errors import UserError
+from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.api import DefaultTimeout, RendezvousParameters
 from holdfast.rendezvous.membership.model import Admit, Settings, is_loopback
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
@@ -66,6 +67,7 @@ class Options(Settings):
     token_file: str = ""
     require_token: bool = False
     tls: TlsFiles = TlsFiles()  # noqa: RUF009
+    http: str = ""
 
     @classmethod
     def from_parameters(cls, params: RendezvousParameters) -> Options:
@@ -89,10 +91,10 @@ class Options(Settings):
 
     def coordinator_options(self) -> list[str]:
         """For a coordinator that this node starts: it speaks as this node does."""
-        names = ("--token-file", "--tls-cert", "--tls-key", "--tls-ca")
-        given = zip(names, (self.token_file, *self.tls), strict=True)
-        files = [part for name, file in given if file for part in (name, file)]
-        return [*files, "--require-token"] if self.require_token else files
+        names = ("--http", "--token-file", "--tls-cert", "--tls-key", "--tls-ca")
+        values = zip(names, (self.http, self.token_file, *self.tls), strict=True)
+        given = [part for name, value in values if value for part in (name, value)]
+        return [*given, "--require-token"] if self.require_token else given
 
 
 KEYS: Keys = {
@@ -102,7 +104,7 @@ KEYS: Keys = {
     "heartbeat": ("keep_alive_interval",),
     **dict.fromkeys(("lease", "drop_timeout", "reconnect_grace", "outage_timeout", "resolve_timeout"), ()),
     **dict.fromkeys(("admit", "on_isolation", "rank", "is_host", "coordinator_port", "read_timeout"), ()),
-    **dict.fromkeys(("token_file", "require_token", "tls_cert", "tls_key", "tls_ca"), ()),
+    **dict.fromkeys(("token_file", "require_token", "tls_cert", "tls_key", "tls_ca", "http"), ()),
     # Accepted because torchrun command lines have them.
     **dict.fromkeys(("keep_alive_max_attempt", "heartbeat_timeout", "store_type"), ()),
 }
@@ -144,6 +146,7 @@ def fields_of(params: RendezvousParameters, usual_lease_s: float = 5.0, usual_ou
         "token": read_token(token_file, is_required=require_token),
         "require_token": require_token,
         "tls": tls_files(config, KEYS, "tls_cert", "tls_key", "tls_ca"),
+        "http": _http_address(text(config, KEYS, "http")),
     }
 
 
@@ -192,6 +195,15 @@ def tls_files(config: dict[str, Any], keys: Keys, cert: str, key: str, ca: str) 
     if files.key and not files.cert:
         raise UserError(f"{key} {files.key!r} is the key of no certificate: {cert} is missing")
     return files
+
+
+def _http_address(given: str) -> str:
+    if given:
+        try:
+            endpoints.parse_http_address(given)
+        except UserError as error:
+            raise UserError(f"the rendezvous setting http: {error}") from None
+    return given
 
 
 def read_token(path: str, *, is_required: bool = False) -> bytes | None:

@@ -13,6 +13,17 @@ from __future__ import annotations
 TAIL_BYTES = 16 * 1024
 
 
+class Copied:
+    """How much of a stream was copied. The pump writes it, any thread may read it."""
+
+    def __init__(self) -> None:
+        self.lines = self.size_bytes = 0
+
+    def add(self, data: bytes) -> None:
+        self.lines += data.count(b"\n")
+        self.size_bytes += len(data)
+
+
 class Tail:
     """The last bytes of a stream. The pump writes it, any thread may read it."""
 

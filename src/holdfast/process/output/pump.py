@@ -46,7 +46,7 @@ from holdfast import stdio
 from holdfast.errors import HostError, InternalError
 from holdfast.frozen import dataclass, field
 from holdfast.loop import Wakeup
-from holdfast.process.output.lines import HeldLine, LineFilter, LinePrefixer, Tail
+from holdfast.process.output.lines import Copied, HeldLine, LineFilter, LinePrefixer, Tail
 
 if TYPE_CHECKING:
     from holdfast.process.output.terminal import Source, TerminalView
@@ -98,6 +98,7 @@ class Stream:
     filter: LineFilter | None = None
     filtered_fd: int | None = None  # May be shared between streams; the caller owns it.
     watch: StreamWatch | None = None
+    copied: Copied | None = None
     source: Source | None = None  # Its place on a terminal.
     margin: int = 0  # The columns of the terminal that the worker does not get, because a prefix takes them.
 
@@ -345,6 +346,8 @@ class Pump:
             now = self._moved_at = time.monotonic()
             if stream.watch is not None:
                 stream.watch.saw(data, now)
+            if stream.copied is not None:
+                stream.copied.add(data)
             stream.follow_size()
             self._pass_on(stream, data)
         else:

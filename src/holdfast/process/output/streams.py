@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from holdfast import signals, stdio
 from holdfast.process.output import pump
-from holdfast.process.output.lines import TAIL_BYTES, LineFilter, LinePrefixer, Tail
+from holdfast.process.output.lines import TAIL_BYTES, Copied, LineFilter, LinePrefixer, Tail
 from holdfast.process.output.logs import LogsDest, open_left_file
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ _DRAIN_PATIENCE_S = 5.0
 
 
 class Outlets:
-    """The streams of one life of a group. `ranks` are the global ranks by local rank."""
+    """The streams of one life of a group. `ranks` are the global ranks by local rank. What passes through the pump is
+    counted in `copied`, by the name of the stream."""
 
     def __init__(
         self,
@@ -48,8 +49,10 @@ class Outlets:
         *,
         ranks: Mapping[int, int],
         prefix: str = "auto",
+        copied: Mapping[str, Copied] | None = None,
     ) -> None:
         self._name = name
+        self._copied = copied or {}
         self._ranks = ranks
         self._prefix_choice = prefix
         self._views: dict[object, TerminalView] = {}
@@ -111,6 +114,7 @@ class Outlets:
         prefix = self._prefix(rank, is_teed, is_terminal)
         read_fd, write_fd = pump.open_channel(None if path else fd, self._margin)
         made = pump.Stream(read_fd, f"rank {rank} {stream}", None, console, tail, margin=self._margin)
+        made.copied = self._copied.get(stream)
         if self._watch is not None:
             made.watch = self._watch.stream(rank)
         if isinstance(console, int) and is_terminal and (prefix or self._is_shared):

@@ -17,7 +17,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ from holdfast.process.workers.ladder import Action, Ladder
 from holdfast.process.workers.worker import RunProcsResult, Slot
 
 if TYPE_CHECKING:
+    from holdfast.process.output.lines import Copied
     from holdfast.process.output.watch import OutputWatch
     from holdfast.process.spawner.warm import Wanted
 
@@ -78,7 +79,7 @@ class PContext(abc.ABC):
     """A group of processes that start and stop together. Made by `start_processes` or `new_group`.
 
     A `link` to a spawner that is already there saves starting another one. When the `lease` expires the spawner kills
-    the processes. A `watch` notes when they write something.
+    the processes. A `watch` notes when they write something, and `copied` counts what passes through the pump.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class PContext(abc.ABC):
         lease: Lease | None = None,
         watch: OutputWatch | None = None,
         prefix: str = "auto",
+        copied: Mapping[str, Copied] | None = None,
         template: Wanted | None = None,
     ) -> None:
         for what, mapping in (("args", args), ("envs", envs)):
@@ -118,8 +120,8 @@ class PContext(abc.ABC):
         self.survivors: tuple[tuple[int, str], ...] = ()
         filters = {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters}
         ranks = {rank: _global_rank(rank, env) for rank, env in envs.items()}
-        prefixes = log_line_prefixes or {}
-        self._outlets = Outlets(name, self.destinations, prefixes, filters, watch, ranks=ranks, prefix=prefix)
+        shown = (self.destinations, log_line_prefixes or {}, filters, watch)
+        self._outlets = Outlets(name, *shown, ranks=ranks, prefix=prefix, copied=copied)
         self._numa_options = numa_options
         self._link = link
         self._owns_link = link is None
@@ -502,7 +504,7 @@ def new_group(
     log_line_prefixes: dict[int, str] | None = None,
     **more: Any,
 ) -> PContext:
-    """One life of a group, before its start. `more` are the `link`, `lease` and `watch` of `PContext`."""
+    """One life of a group, before its start. `more` are the `link`, `lease`, `watch` and `copied` of `PContext`."""
     logs = (spec.logs_specs, log_line_prefixes, spec.duplicate_stdout_filters, spec.duplicate_stderr_filters)
     template = command.template_for(spec, next(iter(args.values()), ()))
     more |= {"numa_options": spec.numa_options, "prefix": spec.prefix, "template": template}

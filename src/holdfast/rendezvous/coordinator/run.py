@@ -19,9 +19,10 @@ from holdfast.rendezvous.coordinator.limits import Bucket
 from holdfast.rendezvous.coordinator.log import RunLog, shown
 from holdfast.rendezvous.coordinator.queries import Queries
 from holdfast.rendezvous.coordinator.turns import Share, Turns
-from holdfast.rendezvous.membership import frames, keys, model, protocol
+from holdfast.rendezvous.membership import frames, keys, model, protocol, status
 from holdfast.rendezvous.membership.protocol import From
 from holdfast.rendezvous.membership.run import Membership
+from holdfast.telemetry.status import RunStatus
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.coordinator.connection import Connection
@@ -165,6 +166,10 @@ class Run:
         """It asks, and does not keep the run."""
         self._visitors.add(connection)
         connection.send(protocol.Welcome(self.machine.term, self.machine.round))
+
+    def status_in_brief(self) -> RunStatus:
+        """Without the nodes."""
+        return status.run_status(self.run_id, self.machine, self._loop.time(), page=0)
 
     def note_stranger(self, peer: str, problem: str) -> None:
         self._queries.note_stranger(peer, problem)

@@ -76,7 +76,7 @@ class Coordinator:
         self.deserted: dict[Run, None] = {}  # Runs without a client; the one that is so for the longest time is first.
         self.complaints = Complaints(logger.warning)
         self._sock = sock
-        self._runs: dict[str, Run] = {}
+        self.runs: dict[str, Run] = {}
         self._parked: OrderedDict[str, float] = OrderedDict()  # When each is forgotten.
         self._over = asyncio.Event()
         self._door: Door | None = None
@@ -107,7 +107,7 @@ class Coordinator:
         finally:
             sweeping.cancel()
             self._door.close()
-            for run in self._runs.values():
+            for run in self.runs.values():
                 run.close()
             for connection in self.connections:
                 connection.close()
@@ -143,7 +143,7 @@ class Coordinator:
     @property
     def patience_s(self) -> float:
         """For how long the loop may stand still: no longer than the longest lease."""
-        leases_s = [run.machine.settings.lease_s for run in self._runs.values() if run.machine.settings]
+        leases_s = [run.machine.settings.lease_s for run in self.runs.values() if run.machine.settings]
         return min(60.0, max([5.0, *leases_s]))
 
     @property
@@ -156,27 +156,27 @@ class Coordinator:
 
     @property
     def remembered_of_a_run(self) -> int:
-        return max(64, self.limits.remembered_connections // max(1, len(self._runs)))
+        return max(64, self.limits.remembered_connections // max(1, len(self.runs)))
 
     def known_run(self, run_id: str) -> Run | None:
         """One that has nodes, or had."""
-        return self._runs.get(run_id)
+        return self.runs.get(run_id)
 
     def run_of(self, run_id: str) -> Run | None:
         """None if there are too many already, and each has a client."""
-        if run_id not in self._runs:
-            if len(self._runs) >= self.limits.runs:
+        if run_id not in self.runs:
+            if len(self.runs) >= self.limits.runs:
                 if not self.deserted:
                     return None
                 self.park(next(iter(self.deserted)))
             self._parked.pop(run_id, None)
-            self._runs[run_id] = Run(run_id, self)
+            self.runs[run_id] = Run(run_id, self)
             self._watch_idleness()
-        return self._runs[run_id]
+        return self.runs[run_id]
 
     def drop(self, run: Run) -> None:
         """A client looked in, and nothing came of it."""
-        self._runs.pop(run.run_id, None)
+        self.runs.pop(run.run_id, None)
         self.deserted.pop(run, None)
         run.close()
         self._watch_idleness()
@@ -209,12 +209,12 @@ class Coordinator:
         logger.info("run %r is over: %s", shown(run.run_id), shown(reason, 700))
         self.keeper.forget(run.run_id)
         self.drop(run)
-        if not self._runs and self.idle_timeout_s is not None:
+        if not self.runs and self.idle_timeout_s is not None:
             self._over.set()
 
     def _watch_idleness(self) -> None:
         """With no run for a while, end."""
         if self._idle_timer is not None:
             self._idle_timer.cancel()
-        if not self._runs and self.idle_timeout_s is not None:
+        if not self.runs and self.idle_timeout_s is not None:
             self._idle_timer = asyncio.get_running_loop().call_later(self.idle_timeout_s, self._over.set)

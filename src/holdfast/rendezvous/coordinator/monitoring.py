@@ -1,0 +1,87 @@
+"""The coordinator's HTTP port (`--http`): metrics of all its runs, for Prometheus.
+
+    GET /metrics       the metrics (`telemetry.prometheus`) of its runs, which are at most 256 (`limits`)
+    GET / (any path)   200 {"status": "alive", "runs": 1}, or 503 if the loop does not answer in time
+
+It is a thread of the coordinator, not a process of its own. A process would need a connection and the token of every
+run, would have to be restarted and ended with the coordinator, and takes 40 MB. The thread takes the sockets, the
+requests and the text away from the loop; the loop only makes the statuses, one run in a turn, each as for a query. That
+happens at most once a second, however many ask. What is left is the interpreter's lock: while a page is written, which
+takes a millisecond for one run, the loop may wait for up to 5 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from holdfast.rendezvous import endpoints
+from holdfast.rendezvous.coordinator import launch
+from holdfast.telemetry.http import HttpServer, KeptPage, Page
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.coordinator.server import Coordinator
+
+_PATIENCE_S = 3.0
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class MonitoringServer(HttpServer):
+    """Made in the coordinator's loop, which it asks."""
+
+    def __init__(self, address: tuple[str, int], coordinator: Coordinator) -> None:
+        super().__init__("metrics", endpoints.endpoint_text(*address), lambda: launch.bind(*address))
+        self._host = address[0]
+        self._coordinator = coordinator
+        self._loop = asyncio.get_running_loop()
+        self._metrics = KeptPage(self._make_metrics)
+
+    def start(self) -> None:
+        super().start()
+        if (port := self.listening_port) is not None:
+            logger.info("metrics at http://%s/metrics", endpoints.endpoint_text(self._host, port))
+
+    async def page(self, path: str) -> Page:
+        if path == "/metrics":
+            return await self._metrics.get()
+        try:
+            return Page.of(200, {"status": "alive", "runs": await self._ask(self._count())})
+        except TimeoutError:
+            return _stuck()
+
+    async def _make_metrics(self) -> Page:
+        from holdfast.telemetry import prometheus
+
+        try:
+            return prometheus.runs_page(await self._ask(self._statuses()))
+        except TimeoutError:
+            return _stuck()
+
+    async def _ask(self, question: Coroutine[None, None, T]) -> T:
+        """What the coordinator's loop answers."""
+        asked = asyncio.run_coroutine_threadsafe(question, self._loop)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(asked), _PATIENCE_S)
+        finally:
+            asked.cancel()
+
+    # In the coordinator's loop.
+
+    async def _count(self) -> int:
+        return len(self._coordinator.runs)
+
+    async def _statuses(self) -> list[dict[str, Any]]:
+        found = []
+        for run in [*self._coordinator.runs.values()]:
+            found.append(run.status_in_brief().to_dict())
+            await asyncio.sleep(0)
+        return found
+
+
+def _stuck() -> Page:
+    return Page.of(503, {"status": "stuck", "reason": f"the coordinator did not answer within {_PATIENCE_S:g} s"})
