@@ -11,10 +11,13 @@ import argparse
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.agent import control
 from holdfast.errors import HostError, UserError
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.membership.model import Outcome
 
 MOST_NODES = 1024
 _MOST_ASKED = 64  # Agents of other hosts, for their workers.
@@ -195,6 +198,20 @@ class RemoteRun(RunView):
     def stop(self, reason: str) -> tuple[str, int]:
         told = self._visitor.ask({"command": "stop", "reason": reason})
         return "run", int(number_of(told, "nodes") or 0) if isinstance(told, dict) else 0
+
+    def await_outcome(self, timeout_s: float) -> Outcome | None:
+        """How the run ended, with the evidence if the token was proved; None if it has not ended by then."""
+        import msgspec
+
+        from holdfast.rendezvous.client import visitor
+        from holdfast.rendezvous.membership.model import Outcome
+
+        try:
+            return msgspec.convert(self._visitor.ask({"command": "outcome"}, "", timeout_s), Outcome)
+        except visitor.NoAnswer:
+            return None
+        except msgspec.ValidationError as error:
+            raise HostError(f"the coordinator sent an answer that makes no sense: {error}") from None
 
     def close(self) -> None:
         self._visitor.close()

@@ -23,7 +23,8 @@ from holdfast.frozen import frozen
 
 Picture = dict[str, Any]
 
-OVER = ("succeeded", "failed", "closed")  # The run's own end. A `left`, `error` or `gone` is of this host's agent.
+# The run's own end. A `left`, `error` or `gone` is of this host's agent, and `unreachable` of the coordinator.
+OVER = ("succeeded", "failed", "closed")
 
 _LETTERS = {"running": "R", "succeeded": "D", "failed": "F", "stopped": "S", "not started": "N"}
 _GUESSES = {"running": "r", "finished": "d", "leaving": "s", "waiting": "n"}
@@ -141,6 +142,7 @@ def _ending(known: Known, end: str) -> str:
         "failed": f"The run has failed: {reason}.",
         "closed": f"The run has been closed: {reason}.",
         "left": f"{host} has left the run ({reason}). {elsewhere}",
+        "unreachable": "The coordinator cannot be reached any more. The run has probably ended.",
         "error": f"{host} has ended with an error: {reason}. {elsewhere}",
     }.get(end, f"{host} is gone without a word, as after kill -9. {elsewhere}")
 

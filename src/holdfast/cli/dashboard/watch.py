@@ -8,8 +8,10 @@ Threads ask, because an answer may take its time, and hand pictures on; none of 
   longest comes first. Between two answers the state of the node stands for its workers.
 * `_await_end` waits until the agents of this host say how the run ended, or are gone. It asks once, and is told.
 
-A run that is asked by its endpoint has no such agents: its end is seen while a page is open. The agent is gone a moment
-after the end, so logs are then read from their files, as far as they are on this host.
+  A run that is asked by its endpoint has no such agents: there `_await_outcome` waits for the word of the coordinator.
+
+Agents and coordinator are gone a moment after the end, so what they say then is all that will be known. Logs are then
+read from their files, as far as they are on this host.
 """
 
 from __future__ import annotations
@@ -18,15 +20,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import loop
 from holdfast.agent import control, inspection
 from holdfast.cli.dashboard import picture
 from holdfast.cli.dashboard.picture import Known, Picture, Series, Told
-from holdfast.cli.runs import LocalRun, RemoteRun, dicts_of, name_of, text_of
+from holdfast.cli.runs import LocalRun, RemoteRun, dicts_of, name_of, number_of, text_of
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.frozen import changed
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.membership.model import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +40,9 @@ View = LocalRun | RemoteRun
 
 _ASK_EVERY_S = 1.0
 _AGENTS_A_SECOND = 8
+_KEEP_ALIVE_S = 20.0  # A coordinator hangs up on a client that says nothing for a minute.
+_CONNECT_AGAIN_S = 5.0
+_UNREACHABLE_S = 120.0  # A coordinator that is replaced is back by then; else the run has probably ended.
 _SILENT_FOR_S = 30.0  # An agent that does not answer is not asked again for that long.
 
 
@@ -86,8 +94,8 @@ class Watch:
         self.picture: Picture | None = None
 
     def start(self) -> None:
-        ends = [self._await_end] if self._local_run is not None else []
-        for target in (self._poll, self._ask_agents, *ends):
+        await_end = self._await_end if self._local_run is not None else self._await_outcome
+        for target in (self._poll, self._ask_agents, await_end):
             threading.Thread(target=target, name=f"holdfast{target.__name__}", daemon=True).start()
 
     def close(self) -> None:
@@ -104,8 +112,8 @@ class Watch:
 
     @property
     def is_over(self) -> bool:
-        """Whether the end is known. The agents of this host tell more of it than the coordinator, and tell it last."""
-        return self._known.end is not None if self._local_run is not None else bool(picture.end_of(self._known))
+        """Whether the last word was said. A status may say earlier that the run has ended, and less of it."""
+        return self._known.end is not None
 
     @property
     def ending(self) -> str:
@@ -201,10 +209,7 @@ class Watch:
             else:
                 status = self._known.status if here is None else None
             self._known = changed(self._known, now=now, status=status, problem=problem, agents=agents)
-            is_over = self.is_over
             self._show(now)
-        if is_over:
-            self._on_end()
 
     def _show(self, now: float) -> None:
         self.picture = picture.picture_of(self._known)
@@ -265,6 +270,24 @@ class Watch:
                 break
         self._end(word)
 
+    def _await_outcome(self) -> None:
+        ask, seen_at = Asker(self._open), time.monotonic()
+        while not self._is_closed.is_set():
+            try:
+                outcome = ask(lambda view: view.await_outcome(_KEEP_ALIVE_S) if isinstance(view, RemoteRun) else None)
+            except HoldfastError:
+                if time.monotonic() > seen_at + _UNREACHABLE_S:
+                    self._end({"end": "unreachable"})
+                    return
+                self._is_closed.wait(_CONNECT_AGAIN_S)
+                continue
+            seen_at = time.monotonic()
+            if outcome is not None:
+                end = outcome.end.lower()
+                report = report_text(self.name, outcome, self._known.status or {}) if end == "failed" else None
+                self._end({"end": end, "reason": outcome.reason, "report": report})
+                return
+
     def _end(self, word: Mapping[str, Any]) -> None:
         now = time.monotonic()
         with self._lock:
@@ -278,6 +301,21 @@ class Watch:
             self._known = changed(self._known, now=now, agents=agents, end=word, report=report, problem="")
             self._show(now)
         self._on_end()
+
+
+def report_text(run_id: str, outcome: Outcome, status: Mapping[str, Any]) -> str | None:
+    """The report that every node has printed, as far as the coordinator knows it."""
+    from holdfast.agent import causes
+    from holdfast.agent.model import RunResult, WorkerGroup, WorkerSpec, WorkerState
+    from holdfast.failures import run_report
+    from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+
+    group = WorkerGroup(WorkerSpec("", 1, None, entrypoint=f"run {run_id}"))
+    group.group_world_size = max(2, int(number_of(status, "members") or 0))  # What it knows is of other nodes.
+    allowed = sum(int(number_of(status, name) or 0) for name in ("restarts_used", "restarts_left"))
+    round = int(number_of(status, "round") or 0)
+    report = causes.report_of(RunResult(WorkerState.FAILED), outcome, group, RestartPolicy(allowed), round, None)
+    return run_report.text(changed(report, run_id=run_id)).strip("\n") if report is not None else None
 
 
 def _last_word(question: control.Question) -> Mapping[str, Any] | None:

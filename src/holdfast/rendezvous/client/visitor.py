@@ -30,6 +30,10 @@ _READ_BYTES = 1 << 16
 ASKER = "this command"
 
 
+class NoAnswer(HostError):  # noqa: N818
+    """It may still come; the connection is good."""
+
+
 class Visitor:
     """One connection. Raises HostError if the coordinator cannot be reached, or says no."""
 
@@ -68,7 +72,7 @@ class Visitor:
             self._sock.sendall(self._frames.sealed(frames.encode(query)))
             answer = self._answer_to(self._number, ends)
         except TimeoutError:
-            raise HostError(f"{whom} did not answer within {timeout_s:g} s") from None
+            raise NoAnswer(f"{whom} did not answer within {timeout_s:g} s") from None
         except (OSError, ValueError, RecursionError) as error:
             raise HostError(f"the connection to {self.target.endpoint} broke: {error}") from None
         if not isinstance(answer, dict) or "result" not in answer:

@@ -1,6 +1,7 @@
 """What people ask about one run: how it stands, what its agents say, and to end it.
 
     who may ask                           for the status      what agents read (logs, stacks)     to end the run
+                                                              and the evidence in the outcome
     a visitor that has proved the token   yes                 yes                                 yes
     a visitor, if there is no token       yes                 no                                  no
     a member, on its connection           yes                 yes                                 yes, with `Close`
@@ -10,7 +11,8 @@ Asking costs a run next to nothing, and not being asked costs nothing:
 * visitors have one share of the turns together, as if they were one run (`turns`),
 * a status is made for the first reader and kept for the next ones, until the machine has taken a step or a second has
   passed; but making them takes no more than a twentieth of the time, however many readers and steps there are,
-* questions to agents are passed on at a bounded rate; an answer is sent on at once and not kept.
+* questions to agents are passed on at a bounded rate; an answer is sent on at once and not kept,
+* a question for the outcome is answered when the run ends, and until then costs an entry in a bounded list.
 
 An agent that never answers is no concern of the coordinator's: the reader has its own patience, and of the unanswered
 questions the oldest are forgotten.
@@ -24,6 +26,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from holdfast.frozen import changed
 from holdfast.rendezvous.coordinator.limits import Bucket, Limits
 from holdfast.rendezvous.membership import model, protocol, status
 
@@ -36,6 +41,7 @@ _SHARE_OF_TIME = 20
 _STRANGERS_KEPT = 8
 _PAGES_KEPT = 64
 _REASON_LIMIT = 300
+_MOST_AWAIT_END = 64
 
 
 class Queries:
@@ -50,12 +56,14 @@ class Queries:
         self._numbers = itertools.count(1)
         # By the number under which it was passed on: which client asked, its number, and which client is to answer.
         self._relayed: OrderedDict[int, tuple[Connection, int, Connection]] = OrderedDict()
+        self._await_end: OrderedDict[Connection, int] = OrderedDict()  # With the number of its last question.
         self._rate = Bucket(limits.relays_a_second, limits.relays_at_once, clock)
 
     def note_stranger(self, peer: str, problem: str) -> None:
         self._strangers.append((self._clock(), peer, problem))
 
     def drop_client(self, client: Connection) -> None:
+        self._await_end.pop(client, None)
         if self._relayed:
             for number, (asker, _, _) in [*self._relayed.items()]:
                 if asker is client:
@@ -75,8 +83,10 @@ class Queries:
             client.send(protocol.Answer(query.number, self._status(page, now)))
         elif command == "stop":
             problem = self._stop(client, query, request)
+        elif command == "outcome":
+            self._await_outcome(client, query)
         else:
-            problem = "a coordinator answers to: status, stop"
+            problem = "a coordinator answers to: status, outcome, stop"
         if problem:
             client.send(protocol.Answer(query.number, _encoded({"error": problem})))
 
@@ -120,6 +130,29 @@ class Queries:
         client.send(protocol.Answer(query.number, _encoded({"result": {"scope": "run", "nodes": told, "end": ended}})))
         return ""
 
+    # The end.
+
+    def _await_outcome(self, client: Connection, query: protocol.Query) -> None:
+        """Its last question counts. A client that is silent for long is cut off, so it asks again now and then."""
+        self._await_end[client] = query.number
+        if len(self._await_end) > _MOST_AWAIT_END:
+            self._await_end.popitem(last=False)
+        if self._run.machine.outcome is not None:
+            self.tell_outcome()
+
+    def tell_outcome(self) -> None:
+        """The record that the nodes make their report of."""
+        outcome = self._run.machine.outcome
+        while self._await_end and outcome is not None:
+            client, number = self._await_end.popitem()
+            shown = outcome if self._may_act(client) else _without_evidence(outcome)
+            body = _result(shown)
+            client.send(
+                protocol.Answer(
+                    number, body if len(body) <= protocol.MAX_ANSWER_BYTES else _result(_without_evidence(shown))
+                )
+            )
+
     # The status.
 
     def _status(self, first: int, now: float) -> bytes:
@@ -147,6 +180,15 @@ class Queries:
             if len(body) <= protocol.MAX_ANSWER_BYTES or nodes == 1:
                 return body if len(body) <= protocol.MAX_ANSWER_BYTES else _encoded({"error": "the status is too long"})
             nodes //= 4
+
+
+def _without_evidence(outcome: model.Outcome) -> model.Outcome:
+    cause = changed(outcome.cause, evidence="") if outcome.cause is not None else None
+    return changed(outcome, cause=cause, others=())
+
+
+def _result(outcome: model.Outcome) -> bytes:
+    return b'{"result":%b}' % msgspec.json.encode(outcome)
 
 
 def _request_in(body: bytes) -> dict[str, Any]:

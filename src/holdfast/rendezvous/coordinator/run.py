@@ -276,6 +276,8 @@ class Run:
                 self._audit_event(event, commands)
                 self._count_nodes()
             self._commands += commands
+            if self.machine.outcome is not None:
+                self._queries.tell_outcome()  # Before the run is forgotten.
         except Exception as error:
             self._owner.fail(self, error)
             return

@@ -1,0 +1,438 @@
+"""The dashboard of real runs, spoken to without a browser: what it shows and refuses, how it starts and ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.dashboard import server
+from tests import dashboards, nodes, support
+from tests.dashboards import Dashboard
+from tests.nodes import Scene
+
+TOKEN = "a-token-for-tests-only-0123456789"
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], uuid.uuid4().hex) as stage:
+        yield stage
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> str:
+    return support.write_secret(tmp_path / "token", TOKEN)
+
+
+def start_two(scene: Scene, *options: str, **settings: str) -> None:
+    for name in "ab":
+        scene.start(name, "2", "--nproc-per-node", "2", "--max-restarts", "3", *options, **settings)
+    scene.await_world(4)
+
+
+def end(scene: Scene, *shown: Dashboard) -> None:
+    """Dashboards that linger for no time end with the run."""
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}
+    for each in shown:
+        assert each.wait() == 0, each.said
+
+
+def all_run(picture: dict) -> bool:
+    return picture["run"]["sentence"] == "All 4 workers are running."
+
+
+NOW = ("--linger", "0")
+
+
+# What it shows.
+
+
+def test_a_run_of_two_nodes_through_a_failure_to_its_end(scene: Scene) -> None:
+    start_two(scene)
+    dashboard = dashboards.start(scene, scene.run_id, *NOW)
+    page = dashboard.events()
+    first = page.until(all_run)
+    assert [node["workers"] for node in first["nodes"].values()] == ["RR", "RR"]
+    assert (first["run"]["round"], first["run"]["restarts_left"]) == (1, 3)
+    assert not page.hello["may_stop"]
+    scene.order("exit 3", round=1, rank=2)
+    later = page.until(lambda picture: picture["run"]["round"] == 2 and all_run(picture))
+    assert later["run"]["restarts_left"] == 2
+    assert [(each["round"], each["end"]) for each in later["rounds"]] == [(1, "failed"), (2, "")]
+    assert "rank 2 exited with code 3" in later["rounds"][0]["cause"]
+    assert later["totals"]["restarts"]["failure"] == 1
+    scene.order("exit 0", round=2)
+    last = page.until(lambda picture: picture["run"]["is_over"])
+    assert last["run"]["sentence"] == "The run has succeeded."
+    assert {node["workers"].upper() for node in last["nodes"].values()} == {"DD"}
+    assert page.next("bye")["text"].startswith("The dashboard has ended")
+    assert scene.ended() == {"a": 0, "b": 0}
+    assert dashboard.wait() == 0
+    assert dashboard.said.splitlines()[1].startswith("The run has succeeded. The dashboard has ended")
+
+
+@pytest.mark.parametrize("way", ["here", "endpoint"])
+def test_the_failure_report(scene: Scene, token: str, way: str) -> None:
+    for name in "ab":
+        scene.start(name, "2", "--nproc-per-node", "2", "--token-file", token, close_linger="20")
+    scene.await_world(4)
+    there = ["--rdzv-endpoint", f"127.0.0.1:{scene.port}", "--token-file", token] if way == "endpoint" else []
+    dashboard = dashboards.start(scene, scene.run_id, *NOW, *there)
+    page = dashboard.events()
+    page.until(lambda picture: picture["run"]["state"] == "running")
+    scene.order("raise the dog ate it", rank=3)
+    last = page.until(lambda picture: picture["run"]["is_over"])
+    assert last["run"]["state"] == "failed"
+    assert "RuntimeError: the dog ate it" in last["report"]
+    assert "Root Cause" in last["report"]
+    assert last["report"].splitlines()[-1].startswith("Cause: rank 3 failed: RuntimeError: the dog ate it")
+    page.next("bye")
+    assert scene.ended() == {"a": 1, "b": 1}
+    assert dashboard.wait() == 0
+
+
+def test_a_log_is_followed_through_a_restart_and_to_its_last_line(scene: Scene) -> None:
+    script = support.write_script(
+        scene.home / "talk.py",
+        """
+        import os, sys, time
+        life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print(f"rank {os.environ['RANK']} in life {life} <b>bold</b>", flush=True)
+        while not os.path.exists(sys.argv[1] + "/go" + life):
+            time.sleep(0.01)
+        print(f"the last line of life {life}", flush=True)
+        time.sleep(0.1)
+        sys.exit(3 if life == "0" and os.environ["RANK"] == "0" else 0)
+        """,
+    )
+    for name in "ab":
+        scene.start(name, "2", "--max-restarts", "1", "--tee", "3", "--log-dir", "logs", script=script)
+    for node in scene.nodes:
+        node.await_line("started 1 worker")
+    dashboard = dashboards.start(scene, scene.run_id, "--linger", "5")
+    page = dashboard.events()
+    page.until(lambda picture: picture["run"]["sentence"] == "All 2 workers are running.")
+    wish = {"page": page.hello["page"], "rank": 1, "stream": "stdout", "attempt": None}
+    assert dashboard.request("POST", "/log", wish, dashboard.own)[0] == 200
+    page.log_until("rank 1 in life 0 <b>bold</b>")
+    (scene.home / "go0").touch()
+    page.log_until("rank 1 in life 1")
+    assert "attempt 1 begins" in [each.get("note") for each in page.logs]
+    # That of an earlier attempt, and then the present one again, to the end of the run.
+    assert dashboard.request("POST", "/log", {**wish, "attempt": 0}, dashboard.own)[0] == 200
+    assert "the last line of life 0" in page.log_until("last line of life 0")
+    assert dashboard.request("POST", "/log", wish, dashboard.own)[0] == 200
+    page.log_until("rank 1 in life 1")
+    (scene.home / "go1").touch()
+    page.log_until("the last line of life 1")
+    page.close()
+    assert scene.ended() == {"a": 0, "b": 0}
+    assert dashboard.wait() == 0
+
+
+def test_a_worker_and_its_stacks(scene: Scene) -> None:
+    start_two(scene)
+    dashboard = dashboards.start(scene, scene.run_id, *NOW)
+    page = dashboard.events()
+    page.until(all_run)
+    own = dashboard.own
+    [life] = scene.lives(rank=3)
+    status, _, text = dashboard.request("GET", "/worker?rank=3", headers=own)
+    assert (status, f'"pid":{life.pid}' in text) == (200, True)
+    status, _, text = dashboard.request("POST", "/stacks", {"rank": 3}, own)
+    assert (status, "worker.py" in text) == (200, True)
+    for path, body in (("/worker?rank=99", None), ("/worker?rank=x", None), ("/stacks", {"rank": 99}), ("/stacks", 5)):
+        status, _, text = dashboard.request("GET" if body is None else "POST", path, body, own)
+        assert (status, '"problem"' in text) == (400, True), path
+    # No file was asked for.
+    wish = {"page": page.hello["page"], "rank": 0, "stream": "stdout"}
+    assert dashboard.request("POST", "/log", wish, own)[0] == 200
+    page.log_until("goes to the console, not to a file")
+    page.close()
+    end(scene, dashboard)
+
+
+def test_a_run_on_one_host_without_a_coordinator(scene: Scene) -> None:
+    node = scene._start("a", "1", ["--standalone"], ("--nproc-per-node", "2"), "", (), {})
+    scene.await_world(2)
+    dashboard = dashboards.start(scene, str(node.pid), *NOW)
+    page = dashboard.events()
+    picture = page.until(lambda picture: picture["run"]["sentence"] == "All 2 workers are running.")
+    [shown] = picture["nodes"].values()
+    assert (shown["rank"], shown["workers"], shown["pid"]) == (0, "RR", node.pid)
+    status, _, text = dashboard.request("POST", "/stacks", {"rank": 1}, dashboard.own)
+    assert (status, "worker.py" in text) == (200, True)
+    node.send(signal.SIGKILL)
+    last = page.until(lambda picture: picture["run"]["is_over"])
+    assert last["run"]["state"] == "gone"
+    assert node.wait() == -signal.SIGKILL
+    assert dashboard.wait() == 0
+
+
+# Who may do what.
+
+
+def test_without_the_key_there_is_one_line(scene: Scene) -> None:
+    start_two(scene)
+    dashboard = dashboards.start(scene, scene.run_id, *NOW)
+    own = dashboard.own
+    for path in ("/", "/?key=wrong", "/?key=", "/page.js", "/events", "/worker?rank=0", "/nothing"):
+        status, headers, text = dashboard.request("GET", path)
+        assert (status, len(text.splitlines())) == (403, 1), path
+        assert "set-cookie" not in headers
+    assert dashboard.request("GET", "/", headers={"Cookie": "holdfast-00000000=x"})[0] == 403
+    for path in ("/stop", "/stacks", "/log"):
+        assert dashboard.request("POST", path, {}, {"Origin": own["Origin"]})[0] == 403
+    # With the key, and then with the cookie that it was moved to.
+    status, headers, text = dashboard.request("GET", f"/?key={dashboard.key}")
+    assert (status, 'http-equiv="refresh"' in text) == (200, True)
+    assert "HttpOnly; SameSite=Strict" in headers["set-cookie"]
+    status, headers, text = dashboard.request("GET", "/", headers=own)
+    assert (status, text.startswith("<!doctype html>")) == (200, True)
+    assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
+    assert (headers["x-content-type-options"], headers["referrer-policy"]) == ("nosniff", "no-referrer")
+    assert dashboard.request("GET", "/nothing", headers=own)[0] == 404
+    assert dashboard.request("GET", "/../server.py", headers=own)[0] == 404
+    assert dashboard.request("DELETE", "/", headers=own)[0] == 405
+    end(scene, dashboard)
+
+
+def test_another_site_gets_nothing(scene: Scene, token: str) -> None:
+    start_two(scene)
+    dashboard = dashboards.start(scene, scene.run_id, *NOW, "--token-file", token)
+    own = dashboard.own
+    for origin in ("http://evil.example", "null", f"http://127.0.0.1:{dashboard.port + 1}"):
+        for method, path in (("POST", "/stop"), ("POST", "/stacks"), ("GET", "/events"), ("GET", "/")):
+            status, _, text = dashboard.request(method, path, {"rank": 0}, {**own, "Origin": origin})
+            assert (status, len(text.splitlines())) == (403, 1), (origin, path)
+    # By a name that another site has turned on this host.
+    rebound = {**dashboard.cookie, "Host": f"evil.example:{dashboard.port}"}
+    assert dashboard.request("GET", f"/?key={dashboard.key}", headers=rebound)[0] == 403
+    assert dashboard.request("POST", "/stop", {}, {**rebound, "Origin": f"http://{rebound['Host']}"})[0] == 403
+    # A form of another site cannot send a POST without an origin, but other programs can.
+    assert dashboard.request("POST", "/stop", {}, dashboard.cookie)[0] == 403
+    end(scene, dashboard)
+
+
+def test_the_page_stops_the_run_only_with_the_token(scene: Scene, token: str) -> None:
+    start_two(scene)
+    reader = dashboards.start(scene, scene.run_id, *NOW)
+    status, _, text = reader.request("POST", "/stop", {"reason": "enough"}, reader.own)
+    assert (status, text) == (403, "This dashboard is read-only: it was not given the run's token.\n")
+    writer = dashboards.start(scene, scene.run_id, *NOW, env={"HOLDFAST_TOKEN": TOKEN})
+    page = writer.events()
+    assert page.hello["may_stop"]
+    page.until(all_run)
+    status, _, text = writer.request("POST", "/stop", {"reason": "enough"}, writer.own)
+    assert (status, text) == (200, '{"scope":"run"}')
+    last = page.until(lambda picture: picture["run"]["is_over"])
+    assert last["run"]["sentence"] == "The run has been closed: enough."
+    assert scene.ended() == {"a": 143, "b": 143}
+    assert (reader.wait(), writer.wait()) == (0, 0)
+
+
+def test_by_endpoint_the_coordinator_checks_the_token(scene: Scene, token: str, tmp_path: Path) -> None:
+    start_two(scene, "--token-file", token, close_linger="20")
+    there = [scene.run_id, "--rdzv-endpoint", f"127.0.0.1:{scene.port}"]
+    wrong = support.write_secret(tmp_path / "wrong", "x" * 32)
+    assert "token" in dashboards.refused(scene, *there, "--token-file", wrong, code=1)
+    dashboard = dashboards.start(scene, *there, "--token-file", token, *NOW)
+    page = dashboard.events()
+    page.until(all_run)
+    assert dashboard.request("POST", "/stop", {}, dashboard.own)[0] == 200
+    assert page.until(lambda picture: picture["run"]["is_over"])["run"]["state"] == "closed"
+    page.next("bye")
+    assert scene.ended() == {"a": 143, "b": 143}
+    assert dashboard.wait() == 0
+
+
+def test_an_address_that_others_can_reach_needs_the_token(scene: Scene, token: str) -> None:
+    start_two(scene)
+    line = dashboards.refused(scene, scene.run_id, "--addr", "0.0.0.0:0", code=2)
+    assert "--addr 0.0.0.0:0 can be reached from other hosts, so the run's token is needed" in line
+    dashboard = dashboards.start(scene, scene.run_id, "--addr", "0.0.0.0:0", "--token-file", token, *NOW)
+    assert f"http://{os.uname().nodename}:" in dashboard.url
+    local = Dashboard(dashboard.url.replace(os.uname().nodename, "127.0.0.1"))
+    name = {"Host": f"{os.uname().nodename}:{local.port}"}
+    assert local.request("GET", f"/?key={local.key}", headers=name)[0] == 200
+    end(scene, dashboard)
+
+
+# Bad input and bounds.
+
+
+def test_what_is_wrong_is_one_line(scene: Scene) -> None:
+    program = "holdfast dashboard: error: "
+    assert dashboards.refused(scene, "nothing", code=2).startswith(f"{program}run 'nothing' is not found on this host")
+    for address in ("nowhere:x", "::1", "127.0.0.1:99999", ""):
+        assert f"{address!r} is not an address such as" in dashboards.refused(scene, "--addr", address, code=2)
+    assert "'soon' is not a duration" in dashboards.refused(scene, "--linger", "soon", code=2)
+    assert "needs the name of the run" in dashboards.refused(scene, "--rdzv-endpoint", "127.0.0.1:1", code=2)
+    there = ["job7", "--rdzv-endpoint", f"127.0.0.1:{support.free_port()}"]
+    assert "no coordinator answers" in dashboards.refused(scene, *there, code=1)
+    assert "cannot be read" in dashboards.refused(scene, "--token-file", "nowhere", code=2)
+
+
+def test_a_port_that_is_taken(scene: Scene) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        start_two(scene, "--dashboard", "--dashboard-addr", address)
+        line = dashboards.refused(scene, scene.run_id, "--addr", address, code=1)
+        assert line == f"holdfast dashboard: error: cannot listen at {address}: the port is taken"
+        first = next(node for node in scene.nodes if "node 0 of 2" in node.await_line("started 2 workers"))
+        first.await_line(f"no dashboard: cannot listen at {address}: the port is taken")
+        end(scene)
+    assert sum(node.log.count("no dashboard") for node in scene.nodes) == 1, "one warning"
+
+
+def test_without_the_packages(scene: Scene) -> None:
+    broken = scene.home / "broken"
+    broken.mkdir()
+    (broken / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\", name='uvicorn')")
+    line = dashboards.refused(scene, code=1, env={"PYTHONPATH": str(broken)})
+    assert line == "holdfast dashboard: error: the package uvicorn is missing: pip install 'holdfast[dashboard]'"
+
+
+def test_pages_and_logs_are_counted(scene: Scene) -> None:
+    start_two(scene, "--tee", "3", "--log-dir", "logs")
+    dashboard = dashboards.start(scene, scene.run_id, *NOW)
+    pages = [dashboard.events() for _ in range(server._MOST_PAGES)]
+    assert dashboard.events().status == 503
+    for page in pages:
+        page.until(lambda picture: picture["run"]["round"] == 1)
+    own = dashboard.own
+
+    def follow(page: dashboards.Events, attempt: int) -> int:
+        wish = {"page": page.hello["page"], "rank": 0, "stream": "stdout", "attempt": attempt}
+        return dashboard.request("POST", "/log", wish, own)[0]
+
+    most = server._MOST_LOGS
+    assert [follow(page, number) for number, page in enumerate(pages[: most + 1])] == [200] * most + [400]
+    assert follow(pages[most], 0) == 200, "one that is followed already costs nothing more"
+    for page in pages:
+        page.close()
+    assert support.wait_until(lambda: dashboard.events().status == 200, "there is room again")
+    big = b"{" + b" " * 100_000
+    assert dashboard.request("POST", "/stacks", big, own)[0] == 400
+    assert dashboard.request("POST", "/log", {"page": "other", "rank": 0, "stream": "stdout"}, own)[0] == 400
+    end(scene, dashboard)
+
+
+def test_a_connection_that_asks_nothing_is_closed(scene: Scene) -> None:
+    start_two(scene)
+    dashboard = dashboards.start(scene, scene.run_id, *NOW)
+    with socket.create_connection((dashboard.host, dashboard.port), timeout=dashboards.DEADLINE_S) as silent:
+        assert silent.recv(1) == b""
+    end(scene, dashboard)
+
+
+def test_a_page_that_does_not_read_does_not_hold_up_others(scene: Scene) -> None:
+    start_two(scene)
+    dashboard = dashboards.start(scene, scene.run_id, *NOW)
+    head = "".join(f"{name}: {value}\r\n" for name, value in dashboard.cookie.items())
+    with socket.socket() as stuck:
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.connect((dashboard.host, dashboard.port))
+        stuck.sendall(f"GET /events HTTP/1.1\r\nHost: {dashboard.host}\r\n{head}\r\n".encode())
+        page = dashboard.events()
+        page.until(all_run)
+        scene.order("exit 3", round=1, rank=2)
+        page.until(lambda picture: picture["run"]["round"] == 2 and all_run(picture))
+        page.close()
+    end(scene, dashboard)
+
+
+# Beside an agent.
+
+
+def test_the_node_with_rank_0_serves_and_the_agents_end_as_usual(scene: Scene, token: str) -> None:
+    start_two(scene, "--dashboard", "--dashboard-linger", "4", "--token-file", token)
+    first = next(node for node in scene.nodes if "node 0 of 2" in node.await_line("started 2 workers"))
+    dashboard, pid = support.wait_until(lambda: dashboards.beside(first.log), "its URL")
+    assert sum(node.log.count("dashboard: http") for node in scene.nodes) == 1
+    assert not set(support.tree(first.pid)) & {pid}, "it is no child of the agent"
+    page = dashboard.events()
+    assert page.hello["may_stop"]
+    page.until(all_run)
+    scene.order("exit 3", round=1, rank=0)
+    page.until(lambda picture: picture["run"]["round"] == 2 and all_run(picture))
+    scene.order("exit 0", round=2)
+    assert [node.wait() for node in scene.nodes] == [0, 0], "agents do not wait for it"
+    assert support.alive(pid), "it stays for a while"
+    last = page.until(lambda picture: picture["run"]["is_over"])
+    assert last["run"]["sentence"] == "The run has succeeded."
+    assert page.next("bye")["text"] == "The dashboard has ended: it stays for 4 s after the end of the run."
+    assert scene.ended() == {"a": 0, "b": 0}, "and then it is gone"
+
+
+def test_it_ends_by_itself_after_a_killed_agent(scene: Scene) -> None:
+    node = scene._start(
+        "a", "1", ["--standalone"], ("--dashboard", "--dashboard-linger", "1", "--nproc-per-node", "2"), "", (), {}
+    )
+    scene.await_world(2)
+    _, pid = support.wait_until(lambda: dashboards.beside(node.log), "its URL")
+    node.send(signal.SIGKILL)
+    assert node.wait() == -signal.SIGKILL
+    assert not support.survivors([pid])
+    assert scene.ended() == {"a": -signal.SIGKILL}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_and_pages_hear_of_it(scene: Scene, number: signal.Signals) -> None:
+    start_two(scene, "--dashboard")
+    first = next(node for node in scene.nodes if "node 0 of 2" in node.await_line("started 2 workers"))
+    dashboard, pid = support.wait_until(lambda: dashboards.beside(first.log), "its URL")
+    foreground = dashboards.start(scene, scene.run_id)
+    pages = [dashboard.events(), foreground.events()]
+    for page in pages:
+        page.until(all_run)
+    os.kill(pid, number)
+    assert foreground.process is not None
+    foreground.process.send_signal(number)
+    for page in pages:
+        assert page.next("bye")["text"] == "The dashboard was ended."
+    assert foreground.wait() == 128 + number
+    assert not support.survivors([pid])
+    end(scene)
+
+
+def test_an_agent_that_ends_before_its_dashboard_serves_leaves_none(scene: Scene) -> None:
+    script = support.write_script(scene.home / "short.py", "")
+    scene._start("a", "1", ["--standalone"], ("--dashboard",), script, (), {})
+    assert scene.ended() == {"a": 0}
+
+
+def test_a_pipe_behind_the_command_ends_with_the_agent(scene: Scene) -> None:
+    """`holdfast run --dashboard ... | tee log`: the dashboard does not hold the pipe."""
+    script = support.write_script(scene.home / "short.py", "import time\ntime.sleep(3)\n")
+    command = [
+        sys.executable,
+        "-m",
+        "holdfast",
+        "run",
+        "--standalone",
+        "--dashboard",
+        "--dashboard-linger",
+        "2",
+        script,
+    ]
+    began = time.monotonic()
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=scene._environment("a"), cwd=scene.home
+    )
+    took_s = time.monotonic() - began
+    assert done.returncode == 0
+    found = dashboards.beside(done.stderr)
+    assert found is not None, done.stderr
+    assert support.alive(found[1]), f"it was still there after {took_s:.1f} s"
+    assert not support.survivors([found[1]])

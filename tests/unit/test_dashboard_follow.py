@@ -1,0 +1,97 @@
+"""Following a log, piece by piece, through restarts and floods."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.agent import inspection
+from holdfast.agent.inspection import CHUNK_BYTES
+from holdfast.cli.dashboard.follow import Follower
+
+
+def read(follower: Follower, path: Path, attempt: int = 0) -> dict[str, Any]:
+    return follower.take({**inspection.read_piece(str(path), follower.offset), "attempt": attempt})
+
+
+def test_what_is_there_and_what_comes(tmp_path: Path) -> None:
+    log, follower = tmp_path / "log", Follower()
+    log.write_text("one\ntwo\n")
+    assert read(follower, log) == {"text": "one\ntwo\n", "note": ""}
+    assert read(follower, log) == {"text": "", "note": ""}
+    with log.open("a") as file:
+        file.write("thr")
+    assert read(follower, log)["text"] == "thr", "an unfinished line is shown, too"
+
+
+def test_a_long_log_begins_near_its_end(tmp_path: Path) -> None:
+    log, follower = tmp_path / "log", Follower()
+    log.write_text("".join(f"line {n:08d}\n" for n in range(100_000)))
+    shown = read(follower, log)
+    assert shown["text"].startswith("line 000")
+    assert shown["text"].endswith("line 00099999\n")
+    assert len(shown["text"]) <= CHUNK_BYTES
+    assert shown["note"].endswith("MB of the log come before this")
+
+
+def test_a_flood_is_not_read_to_the_end(tmp_path: Path) -> None:
+    log, follower = tmp_path / "log", Follower()
+    log.write_text("begin\n")
+    read(follower, log)
+    with log.open("a") as file:
+        file.write("x" * 79 + "\n" + ("y" * 79 + "\n") * 20_000)
+    read(follower, log)
+    shown = read(follower, log)
+    assert "of the log come before this" in shown["note"]
+    assert read(follower, log) == {"text": "", "note": ""}, "it is at the end"
+
+
+def test_a_restart_has_another_log(tmp_path: Path) -> None:
+    first, second, follower = tmp_path / "first", tmp_path / "second", Follower()
+    first.write_text("old\n")
+    second.write_text("new\n")
+    read(follower, first)
+    assert read(follower, second, 1) == {"text": "", "note": "attempt 1 begins"}
+    assert read(follower, second, 1) == {"text": "new\n", "note": ""}
+
+
+def test_a_log_that_was_cut_or_replaced(tmp_path: Path) -> None:
+    log, follower = tmp_path / "log", Follower()
+    log.write_text("a long line\n")
+    read(follower, log)
+    log.write_text("short\n")
+    assert read(follower, log)["note"] == "the log was cut; from its beginning"
+    assert read(follower, log)["text"] == "short\n"
+    fresh = tmp_path / "fresh"
+    fresh.write_text("other\n")
+    fresh.replace(log)
+    assert read(follower, log)["note"] == "the log is another file now"
+    assert read(follower, log)["text"] == "other\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m\n", "red\n"),
+        (" 10%\r 20%\r 30%\r\ndone\n", " 30%\ndone\n"),
+        (" 10%\r 20%\r", " 20%"),
+        ("\x1b[2Jgone\n", "\\x1b[2Jgone\n"),
+        ("<script>alert(1)</script>\n", "<script>alert(1)</script>\n"),
+        ("\u202egnp.exe\n", "\\u202egnp.exe\n"),
+    ],
+)
+def test_what_is_shown_of_it(text: str, shown: str) -> None:
+    piece = {"text": text, "offset": len(text.encode()), "size": len(text.encode()), "file": "1:2"}
+    assert Follower().take(piece)["text"] == shown
+
+
+@pytest.mark.parametrize(
+    "piece", [{}, {"text": 5, "offset": "x", "size": [], "file": 7}, {"attempt": "x", "file": "1"}]
+)
+def test_junk_is_nothing(piece: dict[str, Any]) -> None:
+    follower = Follower()
+    follower.take({"text": "a", "offset": 1, "size": 1, "file": "0"})
+    for _ in range(3):
+        assert follower.take(piece)["text"] == ""

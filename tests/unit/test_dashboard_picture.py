@@ -1,0 +1,214 @@
+"""What the page is told of a run: from statuses of any kind to one picture, and from picture to picture."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from holdfast.cli.dashboard.picture import Known, Series, Told, difference, node_of, picture_of, worker_facts, worker_of
+
+
+def a_node(name: str, rank: int | None = 0, first: int | None = 0, **facts: Any) -> dict[str, Any]:
+    usual = {"address": "10.0.0.1", "role": "default", "local_world_size": 2, "state": "running", "is_connected": True}
+    return {"node_id": name, "rank": rank, "first_rank": first, **usual, **facts}
+
+
+def a_run(*nodes: dict[str, Any], **facts: Any) -> dict[str, Any]:
+    usual = {"phase": "running", "round": 1, "min_nodes": 2, "max_nodes": 2, "restarts_used": 0, "restarts_left": 3}
+    return {**usual, "nodes": list(nodes), "refused": [], "end": None, **facts}
+
+
+def an_agent(*states: str, first: int = 0, **facts: Any) -> dict[str, Any]:
+    workers = [
+        {"local_rank": n, "global_rank": first + n, "pid": 100 + first + n, "state": state, "step": 10 * (first + n)}
+        for n, state in enumerate(states)
+    ]
+    usual = {"pid": 99, "host": "vm", "node_id": "a", "phase": "running", "round": 1, "node": 0, "workers": workers}
+    return {**usual, **facts}
+
+
+def known(status: dict[str, Any] | None = None, *, now: float = 10.0, **facts: Any) -> Known:
+    agents = {
+        name: told if isinstance(told, Told) else Told(told, now) for name, told in facts.pop("agents", {}).items()
+    }
+    return Known("job7", now, status, facts.pop("problem", ""), agents, facts.pop("silent", {}), **facts)
+
+
+def test_two_nodes_of_which_one_was_asked() -> None:
+    status = a_run(a_node("a"), a_node("b", 1, 2))
+    picture = picture_of(known(status, agents={"a": an_agent("running", "failed")}, silent={"b": "it is busy"}))
+    assert picture["order"] == ["a", "b"]
+    assert [node["workers"] for node in picture["nodes"].values()] == ["RF", "rr"], "small letters are guesses"
+    assert [node["note"] for node in picture["nodes"].values()] == ["", "it is busy"]
+    run = picture["run"]
+    assert (run["state"], run["round"], run["nodes_here"], run["restarts_left"]) == ("running", 1, 2, 3)
+    assert run["sentence"] == "Of 4 workers 1 failed, 3 running."
+    assert [node_of(picture, rank) for rank in (0, 1, 2, 3, 4)] == ["a", "a", "b", "b", None]
+
+
+@pytest.mark.parametrize(
+    ("state", "is_connected", "letter"),
+    [("running", True, "r"), ("finished", True, "d"), ("leaving", True, "s"), ("waiting", True, "n"),
+     ("dancing", True, "u"), ("running", False, "u")],
+)  # fmt: skip
+def test_guesses(state: str, is_connected: bool, letter: str) -> None:
+    picture = picture_of(known(a_run(a_node("a", state=state, is_connected=is_connected))))
+    assert picture["nodes"]["a"]["workers"] == 2 * letter
+    assert picture["run"]["nodes_here"] == int(is_connected)
+
+
+def test_what_an_agent_said_of_an_earlier_round_does_not_count() -> None:
+    old = an_agent("failed", "failed", round=1)
+    picture = picture_of(known(a_run(a_node("a"), round=2), agents={"a": old}))
+    assert picture["nodes"]["a"]["workers"] == "rr"
+    assert picture["run"]["round"] == 2
+
+
+def test_a_run_without_a_coordinator() -> None:
+    agent = an_agent("running", "running", node_id="", history={"rounds": [], "wall_s": 3.0})
+    picture = picture_of(known(None, agents={"agent 99": agent}, problem="this run has no coordinator"))
+    node = picture["nodes"]["agent 99"]
+    assert (node["rank"], node["first"], node["workers"], node["pid"]) == (0, 0, "RR", 99)
+    assert picture["run"]["sentence"] == "All 2 workers are running."
+    assert picture["run"]["note"] == "this run has no coordinator"
+    assert picture["totals"]["wall_s"] == 3.0
+
+
+ELSEWHERE = "The run may go on without this host."
+
+
+def word(end: str, *states: str, **facts: Any) -> dict[str, Any]:
+    return {"end": end, "reason": "it rained", "report": None, "status": an_agent(*states), **facts}
+
+
+@pytest.mark.parametrize(
+    ("end", "sentence", "others"),
+    [
+        ("succeeded", "The run has succeeded.", "dd"),
+        ("failed", "The run has failed: it rained.", "ss"),
+        ("closed", "The run has been closed: it rained.", "ss"),
+        ("left", f"The agent of this host has left the run (it rained). {ELSEWHERE}", "rr"),
+        ("error", f"The agent of this host has ended with an error: it rained. {ELSEWHERE}", "rr"),
+        ("gone", f"The agent of this host is gone without a word, as after kill -9. {ELSEWHERE}", "rr"),
+    ],
+)
+def test_the_end_as_an_agent_of_this_host_tells_it(end: str, sentence: str, others: str) -> None:
+    last = word(end, "stopped", "failed")
+    status = a_run(a_node("a"), a_node("b", 1, 2))
+    picture = picture_of(known(status, agents={"a": last["status"]}, end=last, report="the report"))
+    assert (picture["run"]["state"], picture["run"]["is_over"]) == (end, True)
+    assert picture["run"]["sentence"] == sentence
+    assert [node["workers"] for node in picture["nodes"].values()] == ["SF", others]
+    assert picture["report"] == "the report"
+
+
+def test_the_end_as_the_coordinator_tells_it() -> None:
+    status = a_run(a_node("a"), end="failed", end_reason="no restarts are left")
+    picture = picture_of(known(status, agents={"a": an_agent("running", "failed")}))
+    assert picture["run"]["sentence"] == "The run has failed: no restarts are left."
+    assert picture["nodes"]["a"]["workers"] == "sF"
+
+
+def a_round(number: int, began_ago_s: float, end: str | None = None, **facts: Any) -> dict[str, Any]:
+    usual = {"nodes": 2, "workers": 4, "ran_s": 5.0, "lost_s": 1.0, "cause": "rank 2 failed"}
+    return {"round": number, "began_ago_s": began_ago_s, "end": end, **usual, **facts}
+
+
+def test_the_rounds_have_places_that_stay() -> None:
+    def at(ago_s: float) -> dict[str, Any]:
+        history = {"rounds": [a_round(1, 60 + ago_s, "failed"), a_round(2, 50 + ago_s)], "wall_s": 60 + ago_s}
+        return picture_of(known(a_run(a_node("a"), history=history)))
+
+    first, later = at(0), at(7)
+    assert [(each["round"], each["start_s"], each["ran_s"], each["end"]) for each in first["rounds"]] == [
+        (1, 0, 5.0, "failed"),
+        (2, 10, None, ""),
+    ]
+    assert set(difference(first, later)) == {"totals"}
+    assert later["totals"]["rounds_s"] == 67
+
+
+def test_the_last_word_completes_the_rounds() -> None:
+    status = a_run(a_node("a"), history={"rounds": [a_round(1, 60, "failed"), a_round(2, 50)], "wall_s": 60})
+    last = word("closed", "stopped")
+    last["status"]["history"] = {"rounds": [a_round(2, 51, "closed")], "wall_s": 61, "goodput": 0.5}
+    picture = picture_of(known(status, end=last))
+    assert [(each["round"], each["end"]) for each in picture["rounds"]] == [(1, "failed"), (2, "closed")]
+    assert picture["totals"]["goodput"] == 0.5
+
+
+def test_only_what_differs_is_sent() -> None:
+    nodes = [a_node(f"n{n}", n, 2 * n) for n in range(500)]
+    before = picture_of(known(a_run(*nodes)))
+    assert difference(before, picture_of(known(a_run(*nodes)))) == {}
+    nodes[7] = a_node("n7", 7, 14, is_connected=False)
+    change = difference(before, picture_of(known(a_run(*nodes))))
+    assert list(change["nodes"]) == ["n7"]
+    assert len(json.dumps(change)) < 1000
+    gone = difference(before, picture_of(known(a_run(*nodes[1:]))))
+    assert gone["nodes"]["n0"] is None
+    assert len(gone["order"]) == 499
+
+
+HOSTILE = "<img src=x onerror=alert(1)>\n\x1b[2J\u202e"
+
+
+def test_hostile_names_are_one_line_each() -> None:
+    status = a_run(a_node(HOSTILE, address=HOSTILE, role=HOSTILE), refused=[{"who": HOSTILE, "reason": HOSTILE}])
+    history = {"rounds": [a_round(1, 5, HOSTILE, cause=HOSTILE)], "restarts": {HOSTILE: 1}}
+    picture = picture_of(known({**status, "history": history, "waiting_for": HOSTILE}, silent={HOSTILE: HOSTILE}))
+    shown = json.dumps({name: value for name, value in picture.items() if name not in ("nodes", "order")})
+    assert "\\n" not in shown.replace("\\\\n", "")
+    [node] = picture["nodes"].values()
+    assert all("\n" not in str(value) and "\u202e" not in str(value) for value in node.values())
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        {},
+        {"nodes": 7, "refused": "x", "history": []},
+        {
+            "nodes": [
+                {},
+                5,
+                {"node_id": 5},
+                {"node_id": "a", "local_world_size": 1 << 40, "rank": "x", "first_rank": []},
+            ]
+        },
+        {"round": "two", "phase": 5, "end": {}, "history": {"rounds": [{}, 5, {"round": []}], "restarts": [1]}},
+        {"restarts_left": True, "restarts_used": 1e300, "min_nodes": None, "history": {"restarts": {"x": "y"}}},
+    ],
+)
+def test_junk_makes_a_picture_too(junk: dict[str, Any]) -> None:
+    agent = {"workers": [{}, {"global_rank": "x"}, {"global_rank": 0, "state": 5, "step": "far"}], "node": {}}
+    for status in (junk, None):
+        picture = picture_of(known(status, agents={"a": agent, "b": junk}, end={"end": "failed", "status": junk}))
+        assert len(json.dumps(picture)) < 10_000, "no number sizes anything"
+
+
+def test_a_worker_in_words() -> None:
+    what = known(None, agents={"a": Told(an_agent("running", "failed"), 4.0)})
+    found = worker_of(what, 1)
+    assert found is not None
+    assert worker_of(what, 2) is None
+    facts = worker_facts({**found[0], "age_s": 60.0, "progress_age_s": 1.0, "exit_code": -9, "stdout": "x"}, 6.0)
+    assert (facts["state"], facts["age"], facts["progress"]) == ("failed (SIGKILL)", "1m06s", "step 10, 7s ago")
+    assert facts["has_log"] == {"stdout": True, "stderr": False}
+
+
+def test_a_plot_stays_small_however_long_it_is_watched() -> None:
+    series = Series(most=100)
+    agents = {"a": an_agent("running", "running")}
+    added = [series.add(known(None, agents=agents), {"goodput": 0.5}, float(second)) for second in range(10_000)]
+    assert 50 <= len(series.points) <= 100
+    assert series.points[0] == [0.0, 0, 10, 0.5]
+    assert (series.points[-1][0] or 0) > 9_800
+    times = [point[0] or 0 for point in series.points]
+    gaps = [b - a for a, b in pairwise(times)]
+    assert max(gaps) <= 2 * min(gaps)
+    assert None in added
+    assert series.add(known(None, agents={"a": Told(agents["a"], 1.0)}), {}, 1e6) == [1e6, None, None, None], "too old"
