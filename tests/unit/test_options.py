@@ -121,13 +121,10 @@ DEFAULTS = {
     "shutdown_timeout": None,
     "clean_shm": False,
     "health_port": None,
-<<<<<<< HEAD
     "dashboard": False,
     "dashboard_addr": None,
     "dashboard_linger": None,
-=======
     "http": None,
->>>>>>> 4dffb67 (Metrics for Prometheus: /metrics of agents and, with --http, of whole runs)
     "virtual_local_rank": False,
     "quiet": False,
     "verbose": False,
@@ -155,12 +152,9 @@ VALUES = {
     "master_port": ("1234", 1234),
     "shutdown_timeout": ("0", 0),
     "health_port": ("8080", 8080),
-<<<<<<< HEAD
     "dashboard_addr": ("node1:8000", "node1:8000"),
     "dashboard_linger": ("1h", 3600.0),
-=======
     "http": (":9400", ":9400"),
->>>>>>> 4dffb67 (Metrics for Prometheus: /metrics of agents and, with --http, of whole runs)
     "numa_binding": ("core-complex", "core-complex"),
     "join_timeout": ("10m", 600.0),
     "resolve_timeout": ("2m", 120.0),
