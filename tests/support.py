@@ -66,6 +66,14 @@ def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLI
     return value
 
 
+def need_tool(name: str) -> str:
+    """The path of a program that pip does not install. Without it the test is skipped, and fails in `make test-all`."""
+    path = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    if path is None:
+        (pytest.fail if os.environ.get("HOLDFAST_TEST_ALL") == "1" else pytest.skip)(f"{name} is not installed")
+    return path
+
+
 def alive(pid: int) -> bool:
     """Whether the process runs; a zombie does not."""
     try:

@@ -44,7 +44,7 @@ def run(args: Any, tokens: Sequence[str]) -> None:
     _check(args, given)
     backend = _backend(given, len(hosts))
     job = _job(args, given, hosts)
-    place = _place(args, backend, job)
+    place = _place(args, given, backend, job)
     ssh_command = _ssh(args)
     archive = _archive(args, job, len(hosts))
     os.environ[SIGNALS_VARIABLE] = args.signals_to_handle
@@ -151,11 +151,11 @@ def _backend(given: Mapping[str, str], host_count: int) -> str:
     return "tcp" if host_count > 1 or "rdzv_endpoint" in given else ""
 
 
-def _place(args: Any, backend: str, job: JobSpec) -> str:
+def _place(args: Any, given: Mapping[str, str], backend: str, job: JobSpec) -> str:
     """The host at which the user lets the nodes meet, if it is the user who says it."""
     args.rdzv_backend, args.nnodes, max_nodes = backend or args.rdzv_backend, job.nnodes, job.max_nodes
     if backend == "static" and not args.rdzv_endpoint:
-        if args.master_addr == "127.0.0.1" and max_nodes > 1:
+        if "master_addr" not in given and max_nodes > 1:
             raise UserError("static nodes need --master-addr, an address of the first host that all hosts can reach")
         return str(args.master_addr)
     if not args.rdzv_endpoint.strip():

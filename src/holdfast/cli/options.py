@@ -230,8 +230,8 @@ OPTIONS: tuple[Option, ...] = (
            help="More settings for the rendezvous; for tcp: join_timeout, outage_timeout, resolve_timeout, last_call, "
                 "heartbeat, lease, drop_timeout, reconnect_grace, close_linger, admit, on_isolation, is_host, "
                 "read_timeout, token_file, require_token, tls_cert, tls_key, tls_ca, http; for static also "
-                "coordinator_port (default: the master port + 1; off to go without); for etcd those of tcp and leader_lease, "
-                "coordinator_port (any free one if left out), prefix (/holdfast if left out), protocol (http or "
+                "coordinator_port (default: the master port + 1; off to go without); for etcd those of tcp and "
+                "leader_lease, coordinator_port (any free one if left out), prefix (/holdfast if left out), protocol (http or "
                 "https, for endpoints that say neither), user, password_file (else HOLDFAST_ETCD_PASSWORD of the "
                 "environment), cert, key, cacert (TLS files for etcd alone), agent_tls."),
     Option("--node-rank RANK", NODES, parse=int,

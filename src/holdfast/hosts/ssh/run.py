@@ -30,6 +30,7 @@ from holdfast.rendezvous.endpoints import endpoint_text
 
 logger = logging.getLogger(__name__)
 
+_LOOK_AT_CONSOLE_S = 1.0
 _STREAM_PATIENCE_S = 5.0  # For the end of the output of an ssh that has ended.
 
 
@@ -125,6 +126,8 @@ class _HostsRun:
         readable += [fd for number, each in connections for fd in each.readable_fds() if number not in self._started]
         writable = [fd for _, each in connections for fd in each.writable_fds()]
         deadlines = [self._machine.next_deadline(), self._words.next_deadline(), self._ping_at]
+        if self._machine.phase is launch.Phase.ENDING:
+            deadlines.append(time.monotonic() + _LOOK_AT_CONSOLE_S)
         deadlines += [ended_at + _STREAM_PATIENCE_S for ended_at in self._ended_at.values()]
         until = min(each for each in deadlines if each is not None)
         loop.wait_readable([self._wakeup.fileno(), *readable], until - time.monotonic(), writable=writable)
@@ -135,6 +138,9 @@ class _HostsRun:
             logger.warning("got %s, passing it on", number.name)
             events.append(launch.Signalled(number))
         self._ping()
+        if self._machine.phase is launch.Phase.ENDING:
+            # The agents' last words are behind output that no reader takes.
+            self._pump.abandon_blocked()
         self._take_messages()
         for host, connection in list(self._connections.items()):
             connection.write()

@@ -1,0 +1,152 @@
+"""`holdfast run --hosts` with hosts that have networks of their own: each is a namespace with an ssh server.
+
+here (10.77.0.254, a bridge) ---+--- a (10.77.0.1)
+                                +--- b (10.77.0.2)
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import support
+from tests.e2e.command import COMMAND, Holdfast, Running
+from tests.e2e.test_ssh import WORKER, await_nothing
+from tests.sshd import Hosts
+from tests.support import Mailbox
+
+HERE = "10.77.0.254"
+ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
+
+
+class Network:
+    """Namespaces of the test's own. The command runs in `here`."""
+
+    def __init__(self) -> None:
+        self._ip = support.need_tool("ip")
+        self._mark = f"hf{os.getpid()}"
+        self.here = f"{self._mark}here"
+        made = subprocess.run([self._ip, "netns", "add", self.here], capture_output=True, text=True)
+        if made.returncode:
+            pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
+        self.ip("link", "set", "lo", "up")
+        self.ip("link", "add", "bridge", "type", "bridge")
+        self.ip("link", "set", "bridge", "up")
+        self.ip("addr", "add", f"{HERE}/24", "dev", "bridge")
+        for name, address in ADDRESSES.items():
+            there = self.namespace(name)
+            subprocess.run([self._ip, "netns", "add", there], check=True)
+            self.ip("link", "add", f"to_{name}", "type", "veth", "peer", "name", "eth0", "netns", there)
+            self.ip("link", "set", f"to_{name}", "master", "bridge", "up")
+            for device in ("lo", "eth0"):
+                self.ip("link", "set", device, "up", where=there)
+            self.ip("addr", "add", f"{address}/24", "dev", "eth0", where=there)
+
+    def namespace(self, name: str) -> str:
+        return f"{self._mark}{name}"
+
+    def ip(self, *words: str, where: str = "") -> None:
+        subprocess.run([self._ip, "-n", where or self.here, *words], check=True)
+
+    def within(self, name: str) -> tuple[str, ...]:
+        """The words before a command that is to run in that namespace."""
+        return (self._ip, "netns", "exec", name)
+
+    def cut(self, name: str) -> None:
+        self.ip("link", "set", f"to_{name}", "down")
+
+    def close(self) -> None:
+        for name in (self.here, *map(self.namespace, ADDRESSES)):
+            subprocess.run([self._ip, "netns", "delete", name], check=False)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    made = Network()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def servers(network: Network, holdfast: Holdfast, tmp_path: Path) -> Iterator[Hosts]:
+    settings = {name: holdfast.environment()[name] for name in ("TMPDIR", support.TEST_MARK)}
+    made = Hosts(tmp_path / "ssh", {**settings, "HOME": str(tmp_path)}, is_apart=True)
+    for name, address in ADDRESSES.items():
+        made.add(name, address, command=network.within(network.namespace(name)))
+    yield made
+    made.close()
+
+
+def start(holdfast: Holdfast, network: Network, servers: Hosts, *args: str, **options: Any) -> Running:
+    command = (*network.within(network.here), COMMAND, "run", "--ssh", servers.ssh)
+    return holdfast.start(*args, command=command, **options)
+
+
+def test_hosts_meet_at_an_address_that_all_can_reach(holdfast: Holdfast, network: Network, servers: Hosts) -> None:
+    script = holdfast.script("import os; print(os.environ['MASTER_ADDR'])")
+    ended = start(holdfast, network, servers, "--hosts=b,a", script).wait()
+    assert (ended.code, sorted(ended.lines)) == (0, ["[a:1] 10.77.0.2", "[b:0] 10.77.0.2"]), ended
+
+
+def test_a_host_is_cut_off_in_the_middle_of_a_run(
+    holdfast: Holdfast, network: Network, servers: Hosts, mailbox: Mailbox
+) -> None:
+    """It is lost to the run and to the command, and ends its workers and its agent by itself."""
+    script = holdfast.script(WORKER)
+    options = ("--hosts=a,b", "--nnodes=1:2", "--host-timeout=8s")
+    running = start(holdfast, network, servers, *options, script, str(mailbox), "pair go")
+    pids = {int(rank): int(pid) for rank, pid in (message.split() for message in mailbox.take(2))}
+    agent = parent_of(parent_of(pids[1]))
+    network.cut("b")
+    assert support.survivors([pids[1], agent]) == []
+    lost = "holdfast: b is lost: it does not answer any more; the run goes on with 1 host"
+    support.wait_until(lambda: lost in running.so_far().own, "the command has lost it, too")
+    (holdfast.directory / "go").touch()
+    ended = running.wait()
+    assert ended.code == 0, ended
+    assert ended.lines.count("[a:0] the same line") == 2
+
+
+def test_the_command_is_cut_off_from_all_hosts(
+    holdfast: Holdfast, network: Network, servers: Hosts, mailbox: Mailbox
+) -> None:
+    script = holdfast.script(WORKER)
+    running = start(holdfast, network, servers, "--hosts=a,b", "--host-timeout=8s", script, str(mailbox), "wait")
+    pids = [int(message.split()[1]) for message in mailbox.take(2)]
+    network.ip("link", "set", "bridge", "down")
+    network.ip("addr", "del", f"{HERE}/24", "dev", "bridge")
+    network.ip("link", "set", "bridge", "up")  # The hosts still reach each other.
+    assert mailbox.take(2) == ["got SIGTERM"] * 2
+    assert support.survivors(pids) == []
+    assert running.process.wait(support.DEADLINE_S) == 1
+    assert "is lost: it does not answer any more" in running.so_far().last
+    await_nothing(running)
+
+
+def test_a_loopback_address_between_hosts_is_refused(
+    holdfast: Holdfast, network: Network, servers: Hosts, mailbox: Mailbox
+) -> None:
+    servers.add("localhost", "127.0.0.1", command=network.within(network.here))
+    script = holdfast.script("print('started')")
+    ended = start(holdfast, network, servers, "--hosts=localhost,b", script).wait()
+    assert (ended.code, ended.out) == (1, ""), ended
+    assert ended.err.splitlines() == [
+        "holdfast run: error: localhost was reached at 127.0.0.1, where b cannot reach it; give its name or address in "
+        "the network, or say where the nodes meet, with --rdzv-endpoint HOST:PORT"
+    ]
+    # In another place it does no harm: the nodes meet at the first host.
+    ended = start(holdfast, network, servers, "--hosts=b,localhost", script).wait()
+    assert (ended.code, sorted(ended.lines)) == (0, ["[b:0] started", "[localhost:1] started"]), ended
+    ended = start(holdfast, network, servers, "--hosts=a,b", "--rdzv-endpoint=localhost:29400", script).wait()
+    assert ended.last == (
+        "holdfast run: error: the hosts cannot meet at localhost: on each of them that is the host itself"
+    )
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
