@@ -21,8 +21,8 @@ from tests.e2e.terminal import terminal
 from tests.sshd import Hosts, hosts
 from tests.support import Mailbox
 
-# Tells of itself, and then does what it was asked for: wait, ignore signals, wait in a world of two (and then for a file),
-# or fail in one rank.
+# Tells of itself, and then does what it was asked for: wait, ignore signals, wait in a world of two (and then for a
+# file), or fail in one rank.
 WORKER = """
     import os, signal, sys, time
 

@@ -57,6 +57,15 @@ def test_a_call_is_seen_with_its_time_and_step(board: progress_board.Board, monk
     assert step is None
 
 
+def test_how_many_steps_there_will_be(board: progress_board.Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    on(board, 1, monkeypatch)
+    assert board.total(1) is None
+    holdfast.progress(step=42, total=100)
+    assert (board.read(1)[1], board.total(1), board.total(0)) == (42, 100, None)
+    holdfast.progress(step=43, total="many")  # type: ignore[arg-type]
+    assert (board.read(1)[1], board.total(1)) == (43, None)
+
+
 @pytest.mark.parametrize("step", ["seven", 1.5, 1 << 70, object(), [1]])
 def test_a_step_that_is_no_number_still_counts(
     step: object, board: progress_board.Board, monkeypatch: pytest.MonkeyPatch

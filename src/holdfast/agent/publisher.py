@@ -37,6 +37,7 @@ _QUERY_LIMIT_BYTES = 4096  # That of the wire (`protocol`).
 _REPORT_LIMIT_CHARS = 200_000
 _COORDINATOR_LIMIT_S = 3.0
 _NODE_LIMIT_S = 20.0  # Stacks take their time.
+_KUBEFLOW_URLS = ("KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_STATUS_URL")
 
 
 class Publisher:
@@ -47,6 +48,7 @@ class Publisher:
         self._has_dashboard = False
         self.status = AgentStatus()
         self.copied = {"stdout": Copied(), "stderr": Copied()}
+        self._place: tuple[int, int | None] | None = None  # Of the workers, in their last step and all of them.
 
     @contextmanager
     def served(self) -> Iterator[None]:
@@ -58,7 +60,8 @@ class Publisher:
         who = (run_id, spec.role, os.uname().nodename, os.getpid())
         self.status = AgentStatus(*who, *now, node_id=node_id, history=History(now[1]))
         commands = {**self._readable, "stop": self._request_stop, "query": self._query}
-        with self._health_served(), control.served(run_id, commands, slow=("query", "stacks")) as served:
+        serve = control.served(run_id, commands, slow=("query", "stacks"))
+        with self._health_served(), self._progress_posted(), serve as served:
             ended_by: BaseException | None = None
             try:
                 yield
@@ -105,6 +108,8 @@ class Publisher:
         self.publish()
         if isinstance(event, Sealed):
             self._serve_dashboard()
+        if self.posts_progress:
+            self._look_at_progress()
 
     def failed(self, failure: Failure) -> None:
         """What the workers of this node have failed of; the machine has taken the fact before."""
@@ -252,6 +257,28 @@ class Publisher:
             agent._health_check_server, agent._get_alive_time, lambda: self.status, lambda: self._describe({})
         )
         return health.served(agent._health_check_server)
+
+    @property
+    def posts_progress(self) -> bool:
+        """Whether what the workers say of their progress is to be told to Kubeflow."""
+        return any(os.environ.get(name) for name in _KUBEFLOW_URLS)
+
+    def _progress_posted(self) -> Any:
+        if not self.posts_progress:
+            return nullcontext()
+        from holdfast.telemetry import kubeflow
+
+        def look() -> dict[str, Any] | None:
+            place = self._look_at_progress()
+            return kubeflow.report(self.status, *place) if place is not None else None
+
+        return kubeflow.posted(os.environ, look)
+
+    def _look_at_progress(self) -> tuple[int, int | None] | None:
+        """The last place stays when the workers are gone, and the board with them."""
+        progress = self._agent._progress
+        self._place = (progress.hindmost() if progress is not None else None) or self._place
+        return self._place
 
 
 def _end_of(stop: Stop) -> str:

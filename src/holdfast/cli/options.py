@@ -231,9 +231,9 @@ OPTIONS: tuple[Option, ...] = (
                 "heartbeat, lease, drop_timeout, reconnect_grace, close_linger, admit, on_isolation, is_host, "
                 "read_timeout, token_file, require_token, tls_cert, tls_key, tls_ca, http; for static also "
                 "coordinator_port (default: the master port + 1; off to go without); for etcd those of tcp and "
-                "leader_lease, coordinator_port (any free one if left out), prefix (/holdfast if left out), protocol (http or "
-                "https, for endpoints that say neither), user, password_file (else HOLDFAST_ETCD_PASSWORD of the "
-                "environment), cert, key, cacert (TLS files for etcd alone), agent_tls."),
+                "leader_lease, coordinator_port (any free one if left out), prefix (/holdfast if left out), "
+                "protocol (http or https, for endpoints that say neither), user, password_file (else "
+                "HOLDFAST_ETCD_PASSWORD of the environment), cert, key, cacert (TLS files for etcd alone), agent_tls."),
     Option("--node-rank RANK", NODES, parse=int,
            help="The rank to give this node, from 0. For static it is needed on every node but the first; "
                 "otherwise it is a request, honoured in every round that is large enough."),

@@ -53,6 +53,17 @@ class GroupProgress:
         found = {rank: self.of(rank) for rank in range(self._count)}
         return {rank: (at, step) for rank, (at, step) in found.items() if at is not None}
 
+    def hindmost(self) -> tuple[int, int | None] | None:
+        """The lowest step of the workers that have said theirs, and how many there will be. Any thread may ask."""
+        board = self._board
+        try:
+            places = [] if board is None else [(board.read(rank)[1], board.total(rank)) for rank in range(self._count)]
+        except ValueError:  # Closed at this moment.
+            return None
+        return min(
+            ((step, total) for step, total in places if step is not None), key=lambda each: each[0], default=None
+        )
+
     def next_deadline(self) -> float:
         """When to look next."""
         return self._looked_at + LOOK_EVERY_S

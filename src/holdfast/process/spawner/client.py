@@ -30,6 +30,8 @@ _GOODBYE_PATIENCE_S = procfs.KILL_PATIENCE_S + 1.0
 
 # The secrets of the agent. Neither the spawner nor a worker needs them.
 SECRETS = (b"HOLDFAST_TOKEN", b"HOLDFAST_ETCD_PASSWORD")
+# As a rule these say in which file the token is, which the program may use, too.
+_SECRETS_OR_PATHS = (b"KUBEFLOW_TRAINER_SERVER_TOKEN", b"KUBEFLOW_TRAINER_STATUS_TOKEN")
 
 # How long the spawner may be stopped. A scheduler that suspends a job stops the agent within this time, too.
 _STANDSTILL_S = 1.0
@@ -293,7 +295,11 @@ def launch_or_take_early() -> SpawnerLink:
 
 
 def _environment() -> dict[bytes, bytes]:
-    return {name: value for name, value in os.environb.items() if name not in SECRETS}
+    return {name: value for name, value in os.environb.items() if not _is_secret(name, value)}
+
+
+def _is_secret(name: bytes, value: bytes) -> bool:
+    return name in SECRETS or (name in _SECRETS_OR_PATHS and not value.startswith(b"/"))
 
 
 def _ignored_signals() -> tuple[int, ...]:
