@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,19 @@ def test_a_jobset_and_a_trainjob_are_valid(
         assert is_kept(document, model.to_dict())
     spec, _, _ = job_of(documents)
     check_schema({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "train"}, "spec": spec})
+
+
+def test_the_commands_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "engines.md").read_text()
+    commands = re.findall(r"^holdfast render kubernetes (.*?)(?: > .*)?$", page, re.MULTILINE)
+    kinds = []
+    for command in commands:
+        assert submit.render(["kubernetes", *shlex.split(command)]) == 0
+        documents = documents_of(capsys.readouterr().out)
+        spec, name, _ = job_of(documents)
+        check_schema({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec})
+        kinds.append([*documents][-1])
+    assert kinds == ["Job", "JobSet", "TrainJob", "Job"]
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\ufffe\uffff"), max_size=20)
