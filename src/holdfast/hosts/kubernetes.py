@@ -78,7 +78,8 @@ class Kubernetes(Engine):
     decides = ("standalone", "node_rank", "master_addr", "master_port", "local_addr", "rdzv_id")
     options = (
         EngineOption("--image IMAGE", "the image of the pods; holdfast and the script are in it (needed)"),
-        EngineOption("--kind KIND", "what to make", default="job", choices=("job", "jobset", "trainjob")),
+        EngineOption("--kind KIND", "what to make: job, jobset or trainjob", default="job",
+                     choices=("job", "jobset", "trainjob")),
         EngineOption("--name NAME", "the name of the job, and the beginning of its pods' names; that of the script if "
                      "left out", _named(_LABEL, _LABEL_RULE, _LABEL_LENGTH)),
         EngineOption("--namespace NAME", "where to create it; that of kubectl if left out",
@@ -133,9 +134,13 @@ def _checked(job: JobSpec, settings: Mapping[str, Any]) -> str:
         raise UserError(f"--port {settings['port']} and --health-port are the same; give another one")
     if settings["set_restarts"] and settings["kind"] == "job":
         raise UserError("--set-restarts is for --kind jobset and trainjob; a job starts nothing again")
+    if settings["secret"] and any(each.startswith("--token-file=") for each in job.options):
+        raise UserError("--secret and --token-file are two ways to give the token; leave one out")
     _check_text((*job.options, *job.program, *(value for _, value in job.environment)))
+    _check_text([each for each in settings.values() if isinstance(each, str)])
     name = settings["name"] or _name_of(job.program[0], is_module="--module" in job.options)
-    longest = _pod_name(name, job.max_nodes - 1, settings)
+    # JobSet also counts what Kubernetes adds to the name of each pod.
+    longest = _pod_name(name, job.max_nodes - 1, settings) + ("" if settings["kind"] == "job" else "-abcde")
     if len(longest) > _LABEL_LENGTH:
         raise UserError(
             f"--name {name}: the pods would be called {longest}, which has {len(longest)} characters, "
