@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import signal
 import uuid
 from collections.abc import Iterator
@@ -37,6 +38,16 @@ def mailbox(tmp_path: Path) -> Iterator[support.Mailbox]:
     box = support.Mailbox(tmp_path / "mailbox")
     yield box
     box.close()
+
+
+@pytest.fixture
+def restored_logger() -> Iterator[None]:
+    """For tests that call a command in this process: what it lets the logger say is over with the test."""
+    logger = logging.getLogger("holdfast")
+    level, handlers = logger.level, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import pty
 import select
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -22,13 +21,9 @@ SPEAKER = logging.getLogger("holdfast.agent.local")
 
 
 @pytest.fixture(autouse=True)
-def _restored_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _usual_logger(monkeypatch: pytest.MonkeyPatch, restored_logger: None) -> None:
     for name in ("LOGLEVEL", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    level, handlers = LOGGER.level, list(LOGGER.handlers)
-    yield
-    LOGGER.setLevel(level)
-    LOGGER.handlers[:] = handlers
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -28,7 +28,7 @@ FULL = (
 
 
 @pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_variables(monkeypatch: pytest.MonkeyPatch, restored_logger: None) -> None:
     for name in [name for name in os.environ if name.startswith("PET_")]:
         monkeypatch.delenv(name)
 

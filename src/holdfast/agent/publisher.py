@@ -48,7 +48,7 @@ class Publisher:
         self._has_dashboard = False
         self.status = AgentStatus()
         self.copied = {"stdout": Copied(), "stderr": Copied()}
-        self._place: tuple[int, int | None] | None = None  # Of the workers, in their last step and all of them.
+        self._place: tuple[int, int | None] | None = None  # The slowest worker's step, and of how many.
 
     @contextmanager
     def served(self) -> Iterator[None]:
@@ -277,7 +277,7 @@ class Publisher:
     def _look_at_progress(self) -> tuple[int, int | None] | None:
         """The last place stays when the workers are gone, and the board with them."""
         progress = self._agent._progress
-        self._place = (progress.hindmost() if progress is not None else None) or self._place
+        self._place = (progress.slowest() if progress is not None else None) or self._place
         return self._place
 
 

@@ -53,8 +53,8 @@ class GroupProgress:
         found = {rank: self.of(rank) for rank in range(self._count)}
         return {rank: (at, step) for rank, (at, step) in found.items() if at is not None}
 
-    def hindmost(self) -> tuple[int, int | None] | None:
-        """The lowest step of the workers that have said theirs, and how many there will be. Any thread may ask."""
+    def slowest(self) -> tuple[int, int | None] | None:
+        """The lowest step that a worker has reported, and of how many. Any thread may ask."""
         board = self._board
         try:
             places = [] if board is None else [(board.read(rank)[1], board.total(rank)) for rank in range(self._count)]

@@ -4,7 +4,7 @@ Each node is one pod of an Indexed Job, which gives pods stable numbers and, wit
 JobSet and a Kubeflow TrainJob contain such a Job, so all three kinds share its description:
 
 * The nodes meet at the pod of number 0. Its name exists only once the pod does, and its agent starts the coordinator.
-* A pod that ends is replaced as its exit code says (`_pod_failure_policy`). Replacements join the run that goes on.
+* A pod that ends is replaced as its exit code says (`_pod_failure_rules`). Replacements join the run that goes on.
 * The name of the run contains the id of the Job, so applying the same manifest twice makes two runs.
 
 What the kubelet would expand in an argument, `$(NAME)`, is written by this module alone; a `$` of the user is doubled.

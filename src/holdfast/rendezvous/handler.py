@@ -237,7 +237,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
 
     def _find_address(self) -> str:
         """The address that reaches the endpoint: others reach this node there. A name has seconds to resolve."""
-        patience_s = self._options.resolve_timeout_s
+        patience_s = min(self._options.resolve_timeout_s, self._options.join_timeout_s)
         deadline = time.monotonic() + patience_s
         while True:
             problems = []
