@@ -7,6 +7,7 @@ import errno
 import fcntl
 import functools
 import http.client
+import importlib.util
 import itertools
 import os
 import random
@@ -72,6 +73,12 @@ def need_tool(name: str) -> str:
     if path is None:
         (pytest.fail if os.environ.get("HOLDFAST_TEST_ALL") == "1" else pytest.skip)(f"{name} is not installed")
     return path
+
+
+def need_module(name: str) -> None:
+    """Without it the test is skipped, and fails in `make test-all`."""
+    if importlib.util.find_spec(name) is None:
+        (pytest.fail if os.environ.get("HOLDFAST_TEST_ALL") == "1" else pytest.skip)(f"{name} is not installed")
 
 
 def alive(pid: int) -> bool:

@@ -90,6 +90,7 @@ PURE = {
     "hosts/ssh/output.py": {"holdfast.hosts.ssh.messages", "holdfast.process.output"},
     "hosts/ssh/launch.py": {"holdfast.frozen", "holdfast.hosts.ssh", "holdfast.rendezvous.membership.model"},
     "hosts/kubernetes.py": {"holdfast.errors", "holdfast.frozen", "holdfast.hosts"},
+    "hosts/placement.py": {"holdfast.frozen"},
 }
 DATA_MODULES = {
     "__future__", "collections", "collections.abc", "dataclasses", "enum", "functools", "heapq", "itertools", "json",

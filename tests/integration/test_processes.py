@@ -387,7 +387,7 @@ def test_the_environment_of_a_program(starter: Starter, tmp_path: Path, monkeypa
     assert out.read_bytes() == b"\xff\xfe\xfd"
 
 
-@pytest.mark.parametrize("name", ["HOLDFAST_TOKEN", PASSWORD_VARIABLE])
+@pytest.mark.parametrize("name", ["HOLDFAST_TOKEN", PASSWORD_VARIABLE, "HOLDFAST_REPORT_FILE"])
 def test_secrets_stay_with_the_agent(
     starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

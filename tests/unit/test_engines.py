@@ -121,6 +121,24 @@ def test_the_environment_becomes_part_of_the_job(monkeypatch: pytest.MonkeyPatch
     assert (job.nnodes, sorted(job.options)) == ("3", ["--clean-shm", "--lease=9s", "--max-restarts=0"])
 
 
+def test_the_times_of_a_job() -> None:
+    job, _ = submitted("x.py")
+    assert (job.grace_s, job.join_timeout_s) == (30, 600)
+    job, _ = submitted("--grace-period", "2m", "--join-timeout", "1m", "x.py")
+    assert (job.grace_s, job.join_timeout_s) == (120, 60)
+    assert submitted("--rdzv-conf", "timeout=7", "x.py")[0].join_timeout_s == 7
+
+
+def test_a_working_directory_that_is_gone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    line = refusal(capsys, submit.submit, "--on", "both", "x.py")
+    assert line == "holdfast submit: error: the working directory cannot be used: No such file or directory"
+
+
 def test_engine_options_mix_with_those_of_run() -> None:
     assert submit.submit(["--nnodes", "2", "--queue", "night", "--on=both", "--detach", "--dry", "x.py", "--dry"]) == 7
     job, settings = sys.modules["plugged_engines"].jobs.pop()

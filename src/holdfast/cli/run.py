@@ -458,7 +458,7 @@ def explain(error: BaseException) -> int:
     if (failed := getattr(error, "run_report", None)) is not None:
         from holdfast.failures import run_report
 
-        console.write(run_report.text(failed) + "\n")
+        _write_report(run_report.text(failed) + "\n", os.environ.get(run_report.FILE_VARIABLE))
         return int(failed.exit_code)
     if (words := getattr(error, "last_words", None)) is not None:  # Of the hosts that `--hosts` names.
         console.write(words)
@@ -489,6 +489,17 @@ def explain(error: BaseException) -> int:
     console.write("".join(traceback.format_exception(error)))
     console.write(f"{console.PREFIX} internal error; please report it with the lines above\n")
     return 1
+
+
+def _write_report(text: str, path: str | None) -> None:
+    try:
+        if path:
+            with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(escape.lines(text))
+            return
+    except OSError:
+        pass  # The engine that asked for it is gone.
+    console.write(text)
 
 
 def _words_of(error: BaseException) -> str:

@@ -16,11 +16,12 @@ from holdfast.cli import command_line, console
 from holdfast.cli.options import Option
 from holdfast.cli.parser import PlainParser
 from holdfast.cli.program import check_combination
-from holdfast.cli.run import check_values, fresh_id, parse_min_max_nnodes
+from holdfast.cli.run import check_values, fresh_id, parse_min_max_nnodes, rendezvous_settings
 from holdfast.errors import HoldfastError, UserError
 from holdfast.hosts import engines
 from holdfast.hosts.engines import Engine, EngineOption
 from holdfast.hosts.job import JobSpec
+from holdfast.rendezvous.options import seconds
 
 _USAGES = {
     "submit": "holdfast submit --on ENGINE [options of the engine] [options of holdfast run] script [arguments]",
@@ -157,12 +158,26 @@ def read(engine: Engine, tokens: Sequence[str], common: Sequence[EngineOption] =
         min_nodes=parse_min_max_nnodes(args.nnodes)[0],
         max_nodes=parse_min_max_nnodes(args.nnodes)[1],
         nproc_per_node=args.nproc_per_node if any(each.dest == "nproc_per_node" for each, _ in texts) else "",
-        directory=os.getcwd(),
+        directory=_directory(),
         python=sys.executable,
-        shutdown_timeout_s=args.shutdown_timeout,
         health_port=args.health_port,
+        **_times(args),
     )
     return job, {row.dest: getattr(args, row.dest) for row in rows}
+
+
+def _directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise UserError(f"the working directory cannot be used: {error.strerror}") from None
+
+
+def _times(args: Any) -> dict[str, Any]:
+    """Those of JobSpec that the user gave."""
+    join_timeout_s = seconds(rendezvous_settings(args), "join_timeout", 0.0)
+    given = {"grace_s": args.shutdown_timeout, "join_timeout_s": join_timeout_s or None}
+    return {name: float(value) for name, value in given.items() if value is not None}
 
 
 def _check(engine: Engine, args: Any, given: Sequence[Option]) -> None:

@@ -21,6 +21,7 @@ GROUP = "holdfast.engines"
 # Name -> module and class.
 _BUILT_IN: dict[str, str] = {
     "kubernetes": "holdfast.hosts.kubernetes:Kubernetes",
+    "ray": "holdfast.hosts.ray:Ray",
 }
 
 # Options of `holdfast run` that say where this node meets the others: each node's own, or the engine's to decide.

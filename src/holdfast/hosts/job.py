@@ -14,7 +14,8 @@ class JobSpec:
     """`options` are those of `holdfast run`, as the user gave them, without the ones that have a field here; `program`
     is the script with its arguments. `nproc_per_node` is empty if the user left it out. `environment` are variables
     that every agent gets in addition. `directory` and `python` are where and by which interpreter the agents run.
-    `shutdown_timeout_s` and `health_port` are among the options, too; they are None if the user left them out."""
+    `grace_s` and `join_timeout_s` are how long agents may take to stop and to meet, `health_port` where they answer
+    probes; what the user gave of these is in `options`, too."""
 
     options: tuple[str, ...]
     program: tuple[str, ...]
@@ -25,7 +26,8 @@ class JobSpec:
     directory: str = ""
     python: str = "python3"
     environment: tuple[tuple[str, str], ...] = ()
-    shutdown_timeout_s: float | None = None
+    grace_s: float = 30.0
+    join_timeout_s: float = 600.0
     health_port: int | None = None
 
     @property

@@ -28,7 +28,6 @@ Tree = dict[str, Any]
 PORT, HEALTH_PORT = 29400, 29401
 _NODE = "node"  # The name of the container and of the replicated job; Kubeflow's trainer looks for it.
 _TOKEN_KEY = "token"
-_SHUTDOWN_TIMEOUT_S = 30.0  # Of `holdfast run`.
 _GRACE_MARGIN_S = 15  # What the agent needs after the grace of its workers: to kill the rest, and to report.
 _MOST_STARTUP_S = 300
 
@@ -117,7 +116,7 @@ def _checked(job: JobSpec, settings: Mapping[str, Any]) -> str:
     """The name of the job. What the API server or a kubelet would refuse is refused here."""
     if not settings["image"] or re.search(r"\s", settings["image"]):
         raise UserError(f"--image IMAGE is needed: the image of the pods, not {settings['image'] or ''!r}")
-    grace_s, shutdown_s = settings["termination_grace"], _shutdown_timeout_s(job)
+    grace_s, shutdown_s = settings["termination_grace"], job.grace_s
     if grace_s is not None and grace_s <= shutdown_s:
         raise UserError(
             f"--termination-grace {grace_s} is not longer than the {shutdown_s:g} s that the workers have to "
@@ -165,10 +164,6 @@ def _name_of(script: str, *, is_module: bool) -> str:
     if _LABEL.fullmatch(name) is None:
         raise UserError(f"the job cannot be named after {script!r}; give --name: {_LABEL_RULE}")
     return name
-
-
-def _shutdown_timeout_s(job: JobSpec) -> float:
-    return _SHUTDOWN_TIMEOUT_S if job.shutdown_timeout_s is None else job.shutdown_timeout_s
 
 
 def _pod_name(name: str, index: int, settings: Mapping[str, Any]) -> str:
@@ -276,7 +271,7 @@ def _pod_failure_rules() -> list[Tree]:
 
 
 def _pod_spec(job: JobSpec, settings: Mapping[str, Any], container: Tree) -> Tree:
-    grace_s = settings["termination_grace"] or math.ceil(_shutdown_timeout_s(job)) + _GRACE_MARGIN_S
+    grace_s = settings["termination_grace"] or math.ceil(job.grace_s) + _GRACE_MARGIN_S
     account = settings["service_account"]
     return {
         "restartPolicy": "Never",

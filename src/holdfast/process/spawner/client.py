@@ -28,8 +28,8 @@ _DESCRIPTORS_TO_SPARE = 64
 
 _GOODBYE_PATIENCE_S = procfs.KILL_PATIENCE_S + 1.0
 
-# The secrets of the agent. Neither the spawner nor a worker needs them.
-SECRETS = (b"HOLDFAST_TOKEN", b"HOLDFAST_ETCD_PASSWORD")
+# What is the agent's alone: its secrets, and where an engine wants its report. Neither spawner nor worker gets them.
+SECRETS = (b"HOLDFAST_TOKEN", b"HOLDFAST_ETCD_PASSWORD", b"HOLDFAST_REPORT_FILE")
 # As a rule these say in which file the token is, which the program may use, too.
 _SECRETS_OR_PATHS = (b"KUBEFLOW_TRAINER_SERVER_TOKEN", b"KUBEFLOW_TRAINER_STATUS_TOKEN")
 

@@ -1,0 +1,84 @@
+"""A small program that runs a command for no longer than the process that holds the other end of its stdin.
+
+    python -m holdfast.hosts.leash GRACE_S TEMPORARY COMMAND...
+
+An engine starts agents from processes that may be killed at any moment, with threads of their own, where a parent-death
+signal would misfire. So this stands in between, with one thread:
+
+    stdin ends                  the owner is gone: the command gets SIGTERM, and after GRACE_S it is killed
+    SIGTERM, SIGINT and others  are passed on; the owner decides when the time is up
+    the command ends            so does the leash, with its exit code (128 + N for signal N)
+    the leash is killed         the kernel kills the command. (The workers of an agent are ended by its spawner.)
+
+When the owner is gone it removes the directory TEMPORARY (nothing, if that is empty). Descriptors that it inherits are
+the command's, but for stdin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_PR_SET_PDEATHSIG = 1
+
+
+def main(grace_s: float, temporary: str, *command: str) -> int:
+    leash, libc = os.getpid(), ctypes.CDLL(None)
+    wakeups, end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(end)
+    for number in _PASSED_ON:
+        signal.signal(number, lambda *_: None)
+
+    def die_with_leash() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != leash:
+            os._exit(127)
+
+    try:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, close_fds=False, start_new_session=True, preexec_fn=die_with_leash
+        )
+        # What the command writes has its own readers. They must not wait for the end of the leash.
+        for fd in (1, 2):
+            os.dup2(wakeups, fd)
+        code, is_abandoned = _watch(child, wakeups, grace_s)
+    except OSError as error:
+        print(f"cannot start {command[0]!r}: {error.strerror}", file=sys.stderr)
+        code, is_abandoned = 127, False
+    if temporary and is_abandoned:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return code
+
+
+def _watch(child: subprocess.Popen[bytes], wakeups: int, grace_s: float) -> tuple[int, bool]:
+    """The exit code, and whether the owner went first."""
+    ended = os.pidfd_open(child.pid)
+    watched, ends_at = [ended, wakeups, 0], float("inf")
+    while True:
+        left_s = max(0.0, ends_at - time.monotonic())
+        ready, _, _ = select.select(watched, [], [], None if left_s == float("inf") else left_s)
+        if ended in ready:
+            code = child.wait()
+            return 128 - code if code < 0 else code, 0 not in watched
+        if wakeups in ready:
+            for number in os.read(wakeups, 512):
+                if number in _PASSED_ON:
+                    child.send_signal(number)
+        if 0 in ready and not os.read(0, 512):
+            watched.remove(0)
+            child.send_signal(signal.SIGTERM)
+            ends_at = time.monotonic() + grace_s
+        if time.monotonic() >= ends_at:
+            child.kill()
+            ends_at = float("inf")
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]), *sys.argv[2:]))

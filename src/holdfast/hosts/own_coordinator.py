@@ -1,0 +1,98 @@
+"""The coordinator of one job, as a child of the engine that started the job.
+
+The port is bound here and stays so: no other program is given it, whatever becomes of the coordinator process. That one
+hangs on a leash, so that it ends with this process, and keeps its memory in a directory that is removed then. If it
+dies, it is started again and goes on from its memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+
+from holdfast.hosts.job import JobSpec
+from holdfast.rendezvous import endpoints
+
+logger = logging.getLogger(__name__)
+
+_MOST_STARTS = 5
+_GRACE_S = 3.0
+_GOODBYE_S = 5.0
+_SECRETS = ("--token-file", "--tls-cert", "--tls-key", "--tls-ca")
+
+
+class OwnCoordinator:
+    """`wake` is called, in a thread, when it has died."""
+
+    def __init__(self, job: JobSpec, address: str, token: str, wake: Callable[[], None]) -> None:
+        self._held = endpoints.bind_port(address)
+        self.endpoint = endpoints.endpoint_text(address, self._held.getsockname()[1])
+        self._memory = tempfile.mkdtemp(prefix="holdfast-")
+        self._command = [
+            *(sys.executable, "-P", "-m", "holdfast.hosts.leash", str(_GRACE_S), self._memory),
+            *(sys.executable, "-P", "-m", "holdfast", "coordinator", "--listen", self.endpoint, *secret_options(job)),
+        ]
+        self._environment = {**os.environ, "HOLDFAST_TOKEN": token, "XDG_RUNTIME_DIR": self._memory}
+        self._wake, self._starts = wake, 0
+        self._has_served, self._last_line = False, ""
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Agents that find it not ready yet try again."""
+        self._starts += 1
+        os.makedirs(self._memory, mode=0o700, exist_ok=True)
+        process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            env=self._environment, start_new_session=True,
+        )  # fmt: skip
+        threading.Thread(target=self._listen, args=(process,), name="holdfast-coordinator", daemon=True).start()
+        return process
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        """The thread."""
+        assert process.stderr is not None
+        for line in process.stderr:
+            self._last_line = line.decode("utf-8", "replace").rstrip()
+            self._has_served |= "listening at" in self._last_line
+            logger.debug("%s", self._last_line)
+        process.wait()
+        self._wake()
+
+    def keep_up(self) -> str:
+        """Start it again if it has died. If that is hopeless, say why."""
+        if self._process.poll() is None:
+            return ""
+        if not self._has_served or self._starts >= _MOST_STARTS:
+            said = self._last_line.removeprefix("holdfast coordinator: error: ")
+            return f"the coordinator at {self.endpoint} cannot run: {said or 'it ended without a message'}"
+        logger.warning("the coordinator has died, and is started again")
+        self._process = self._start()
+        return ""
+
+    def close(self) -> None:
+        self._held.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_GOODBYE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        shutil.rmtree(self._memory, ignore_errors=True)
+
+
+def secret_options(job: JobSpec) -> list[str]:
+    """The options about tokens and TLS, for the coordinator: it speaks as the agents do."""
+    config = endpoints.parse_rendezvous_config(rdzv_conf(job))
+    given = [option for option in job.options if option.partition("=")[0] in _SECRETS]
+    in_config = [option for option in _SECRETS if option[2:].replace("-", "_") in config]
+    return [*given, *(f"{option}={config[option[2:].replace('-', '_')]}" for option in in_config)]
+
+
+def rdzv_conf(job: JobSpec) -> str:
+    return next((text.partition("=")[2] for text in reversed(job.options) if text.startswith("--rdzv-conf=")), "")

@@ -1,0 +1,463 @@
+"""`holdfast submit --on ray`: one agent on each node of a Ray cluster. Nothing else imports `ray`.
+
+Theory of operation
+
+    the caller, a Ray driver
+      +-- coordinator, on a leash: where the nodes meet. Its port is bound here first, and kept.
+      |
+      +== a call that waits ==> actor on node 1 (ray_actor.py) -- leash -- agent -- spawner -- workers
+      +== a call that waits ==> actor on node 2                -- leash -- agent -- spawner -- workers
+
+The main thread decides, by the machine in `placement.py`; states and cases are told there. It sleeps until an answer of
+an actor, a list of nodes, a signal or a deadline wakes it. Other threads only wait in blocking calls: Ray's own, which
+deliver the answers of actors; the one that asks for the nodes; the one that writes to the console.
+
+The coordinator is where the caller is and not on the first node: the job ends with the caller anyway, so there is no
+other node whose loss ends it. Ray demands that drivers and nodes reach each other.
+
+Failures:
+
+    a worker, an agent, a node      see `placement.py`: the run decides
+    an actor does not answer        its calls are repeated, which is safe. If it is dead, Ray says so in the end.
+    the coordinator dies            it is started again on the same port, and goes on from its memory
+    SIGTERM, Ctrl-C at the caller   passed on to the agents, which end in order; those that do not are killed
+    the caller is killed            Ray kills its actors. Each leash sees its pipe close, and ends the agent. So does
+                                    the leash of the coordinator.
+    the head of Ray is killed       no list of nodes comes for `_PATIENCE_S`. (Ray itself ends this process after a
+                                    minute.) Actors are reached without the head, so the agents end in order. An actor
+                                    that is not reached ends its agent when `renew` fails to come.
+    the console is not read         output stays with the actors, then with the agents, then workers wait, as at home.
+                                    Ends are learned by calls of their own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import logging
+import os
+import queue
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import holdfast
+from holdfast import loop, signals, stdio
+from holdfast.errors import HostError, UserError
+from holdfast.hosts.engines import Engine, EngineOption
+from holdfast.hosts.job import JobSpec
+from holdfast.hosts.node_output import Batch, NodeOutput
+from holdfast.hosts.own_coordinator import OwnCoordinator, rdzv_conf
+from holdfast.hosts.placement import (
+    ClusterLost,
+    Command,
+    Cut,
+    Ended,
+    Event,
+    Interrupted,
+    Lost,
+    Node,
+    NodesSeen,
+    Pass,
+    Placement,
+    Say,
+    Start,
+    Started,
+)
+from holdfast.hosts.ray_actor import NodeAgent, Order
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_S = 30.0
+_ASK_EVERY_S = 1.0
+_FIRST_ASK_S = 0.05
+_PATIENCE_S = 15.0
+_RENEW_EVERY_S = 5.0
+_GOODBYE_S = 5.0
+_REPEAT_S = 0.5
+_SILENT = "its actor does not answer"
+_CONCURRENT_CALLS = 16
+
+
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e6:
+        raise ValueError(f"{text!r} is not a number of them, such as 4")
+    return value
+
+
+def _runtime_env(text: str) -> dict[str, Any]:
+    import json
+
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{text!r} is not a JSON object")
+    return value
+
+
+class Ray(Engine):
+    name = "ray"
+    options = (
+        EngineOption("--address HOST:PORT", "the head of the cluster (default: RAY_ADDRESS, else that of this host)"),
+        EngineOption("--gpus-per-node N", "how many GPUs each agent takes of Ray (default: all of the node)", _amount),
+        EngineOption("--cpus-per-node N", "how many CPUs each agent takes of Ray", _amount, default=0.0),
+        EngineOption("--runtime-env-json JSON", "Ray's runtime environment of the agents, as in `ray job submit`",
+                     _runtime_env),
+    )  # fmt: skip
+
+    def submit(self, job: JobSpec, settings: Mapping[str, Any]) -> int:
+        if settings["detach"]:
+            raise UserError(
+                "--detach: on ray the job ends with this command; to let it run on without a terminal, use "
+                "`ray job submit --no-wait -- holdfast submit --on ray ...`"
+            )
+        if find_spec("ray") is None:
+            raise HostError("the package ray is missing here; install it with: pip install 'holdfast[ray]'")
+        with _connected(settings["address"] or os.environ.get("RAY_ADDRESS") or "auto", settings["runtime_env_json"]):
+            return _Run(job, settings).run()
+
+
+@contextlib.contextmanager
+def _connected(address: str, runtime_env: dict[str, Any] | None) -> Iterator[None]:
+    """In a thread, because Ray would replace our signal handlers in the main one; and it takes long to give up."""
+    _check_address(address)
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # A late call must not start a cluster of its own.
+    import ray
+
+    connect = partial(ray.init, address, runtime_env=runtime_env, log_to_driver=False, logging_level=logging.CRITICAL)
+    try:
+        _call(connect, _CONNECT_S)
+    except TimeoutError:
+        atexit.unregister(ray.shutdown)
+        raise HostError(f"Ray at {address} does not answer; waited for {_CONNECT_S:g} s") from None
+    except signals.SignalException:
+        atexit.unregister(ray.shutdown)
+        raise
+    except Exception as error:
+        raise HostError(f"cannot connect to Ray at {address}: {_words_of(error)}") from None
+    try:
+        with contextlib.redirect_stdout(_Aside()):
+            yield
+    finally:
+        atexit.unregister(ray.shutdown)  # It would wait for a head that is gone.
+        with contextlib.suppress(TimeoutError):
+            _call(ray.shutdown, _GOODBYE_S, is_last=True)
+
+
+class _Aside(io.TextIOBase):
+    """Takes what Ray prints to stdout, such as its long text about a lost node: the job's output is no place for it."""
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            logger.debug("Ray says: %s", text.strip())
+        return len(text)
+
+
+def _check_address(address: str) -> None:
+    if address.startswith("ray://"):
+        raise UserError(f"--address {address}: not through Ray's client; run this command on a node of the cluster, or "
+                        "by `ray job submit -- holdfast submit --on ray ...`")  # fmt: skip
+    host, colon, port = address.rpartition(":")
+    if address in ("auto", "local") or not colon or not port.isdecimal():
+        if address != "auto":
+            raise UserError(f"--address {address}: that is not the HOST:PORT of a head")
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_GOODBYE_S).close()
+    except (OSError, OverflowError) as error:
+        raise HostError(f"cannot reach Ray at {address}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _call(function: Callable[[], object], timeout_s: float, *, is_last: bool = False) -> None:
+    """Call it in a thread. TimeoutError if it does not return in time; then it goes on there. A signal surfaces, unless
+    this is the last thing that is done."""
+    done, errors = loop.Wakeup(), list[BaseException]()
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+        done.wake()
+
+    thread = threading.Thread(target=run, name="holdfast-ray", daemon=True)
+    thread.start()
+    ends_at = time.monotonic() + timeout_s
+    while not loop.is_readable(done.fileno()):
+        if not is_last:
+            signals.inbox().raise_pending()
+        if (left_s := ends_at - time.monotonic()) <= 0:
+            raise TimeoutError
+        loop.wait_readable([done.fileno()], left_s, new_signals_only=is_last)
+    done.close()
+    if errors and not is_last:
+        raise errors[0]
+
+
+def _words_of(error: BaseException) -> str:
+    """Ray's errors have many lines; the last one of a remote traceback says what happened."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException):
+        error = cause
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if "Traceback" in str(error) else " ".join(lines)) or type(error).__name__
+
+
+class _Run:
+    """The main thread of one job."""
+
+    def __init__(self, job: JobSpec, settings: Mapping[str, Any]) -> None:
+        import ray
+
+        self._ray: Any = ray
+        self._job, self._settings = job, settings
+        self._token = os.environ.get("HOLDFAST_TOKEN") or secrets.token_hex(32)
+        self._wakeup, self._news = loop.Wakeup(), queue.SimpleQueue[Callable[[], Event | None]]()
+        self._machine = Placement(
+            job.min_nodes, job.max_nodes, job.join_timeout_s, job.grace_s, time.monotonic()
+        )  # fmt: skip
+        self._addresses: dict[str, str] = {}
+        self._resources: dict[str, float] = {}  # The GPUs of each node.
+        self._names: dict[str, str] = {}
+        self._actors: dict[str, Any] = {}
+        self._unread: set[Any] = set()  # Actors whose output has not ended.
+        self._nodes_at = time.monotonic()
+        self._is_over, self._is_head_lost = threading.Event(), False
+        self._silent: set[str] = set()  # Nodes whose actor did not answer the last call.
+        self._console = NodeOutput(has_names=job.max_nodes > 1)
+        self._coordinator = OwnCoordinator(job, self._ray.util.get_node_ip_address(), self._token, self._wakeup.wake)
+
+    def run(self) -> int:
+        threading.Thread(target=self._watch_nodes, name="holdfast-nodes", daemon=True).start()
+        try:
+            self._loop()
+            self._drain()
+        finally:
+            self._is_over.set()
+            for node_id in list(self._actors):
+                self._cut(node_id)
+            self._coordinator.close()
+            self._console.close()
+        outcome = self._machine.outcome
+        if outcome.error:
+            raise HostError(outcome.error)
+        if outcome.report:
+            stdio.write(sys.stderr, outcome.report, may_drop=False)
+        return outcome.code
+
+    def _loop(self) -> None:
+        renew_at = next_at = time.monotonic()
+        while not self._machine.is_over:
+            now = time.monotonic()
+            if now >= next_at + _RENEW_EVERY_S:  # This process was stopped, and could not listen to Ray.
+                self._nodes_at += now - next_at
+            if now >= renew_at:
+                renew_at = now + _RENEW_EVERY_S
+                for actor in self._actors.values():
+                    actor.renew.remote()
+            for event in [*self._new_events(now), None]:
+                for command in self._machine.step(event, now):
+                    self._obey(command)
+            deadlines = [renew_at, self._machine.next_deadline(), self._nodes_at + _PATIENCE_S]
+            next_at = min(deadline for deadline in deadlines if deadline is not None and deadline > now)
+            if not self._machine.is_over:
+                loop.wait_readable([self._wakeup.fileno()], next_at - now)
+
+    def _new_events(self, now: float) -> Iterator[Event]:
+        self._wakeup.clear()
+        while (number := signals.inbox().take()) is not None:
+            logger.info("%s: stopping the job", signals.signal_name(number))
+            yield Interrupted(number)
+        while not self._news.empty():
+            if (event := self._news.get()()) is not None:
+                yield event
+        if problem := self._coordinator.keep_up():
+            yield ClusterLost(problem)
+        if now >= self._nodes_at + _PATIENCE_S and not self._is_head_lost:
+            self._is_head_lost = True
+            logger.error("the head of Ray has not answered for %g s: stopping the job", _PATIENCE_S)
+            yield ClusterLost("Ray was lost, and the job was stopped")
+            for node_id in self._silent:
+                yield Lost(node_id, _SILENT)
+
+    def _drain(self) -> None:
+        """What agents wrote until their end, for as long as more of it comes."""
+        last_at = time.monotonic()
+        while self._unread and (left_s := last_at + _GOODBYE_S - time.monotonic()) > 0:
+            loop.wait_readable([self._wakeup.fileno()], left_s, new_signals_only=True)
+            self._wakeup.clear()
+            while not self._news.empty():
+                self._news.get()()
+                last_at = time.monotonic()
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Start(node):
+                self._start(node)
+            case Pass(node_id, number):
+                self._actors[node_id].pass_on.remote(int(number))
+            case Cut(node_id):
+                self._cut(node_id)
+            case Say(text, is_warning):
+                logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
+
+    # The nodes.
+
+    def _watch_nodes(self) -> None:
+        """The thread. Ray has no public way to hear of nodes that come and go, so it is asked. The call does not return
+        while the head is gone."""
+        while not self._is_over.wait(_ASK_EVERY_S if self._addresses else _FIRST_ASK_S):
+            try:
+                nodes = self._ray.nodes()
+            except Exception as error:
+                logger.debug("no list of nodes: %s", error)
+            else:
+                self._put(partial(self._see, nodes))
+
+    def _see(self, found: Sequence[Mapping[str, Any]]) -> NodesSeen:
+        self._nodes_at = time.monotonic()
+        nodes = []
+        for each in found:
+            node_id = each["NodeID"]
+            if not each["Alive"]:
+                self._names.pop(node_id, None)
+                continue
+            self._addresses[node_id] = each["NodeManagerAddress"]
+            self._resources[node_id] = each["Resources"].get("GPU", 0.0)
+            nodes.append(Node(node_id, self._name_of(node_id, each), self._lacking(each["Resources"])))
+        return NodesSeen(tuple(nodes))
+
+    def _name_of(self, node_id: str, node: Mapping[str, Any]) -> str:
+        """Ray's own: the address, unless the node was started with --node-name."""
+        if node_id not in self._names:
+            name = node.get("NodeName") or node["NodeManagerAddress"]
+            self._names[node_id] = name if name not in self._names.values() else f"{name}-{node_id[:6]}"
+        return self._names[node_id]
+
+    def _lacking(self, resources: Mapping[str, float]) -> str:
+        wanted = {"GPU": self._settings["gpus_per_node"] or 0.0, "CPU": self._settings["cpus_per_node"]}
+        missing = [(name, amount) for name, amount in wanted.items() if resources.get(name, 0.0) < amount]
+        return " and ".join(f"{amount:g} {name}s" for name, amount in missing)
+
+    # One agent.
+
+    def _start(self, node: Node) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        gpus = self._settings["gpus_per_node"]
+        actor = (
+            self._ray.remote(NodeAgent)
+            .options(
+                num_cpus=self._settings["cpus_per_node"],
+                num_gpus=self._resources[node.node_id] if gpus is None else gpus,
+                max_restarts=0,
+                max_concurrency=_CONCURRENT_CALLS,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
+            )
+            .remote()
+        )
+        self._actors[node.node_id] = actor
+        self._ask(node, actor, "start", self._order(node), then=self._started)
+
+    def _order(self, node: Node) -> Order:
+        job, runtime_env = self._job, self._settings["runtime_env_json"] or {}
+        command = job.agent_command(
+            "--rdzv-backend=tcp",
+            f"--rdzv-endpoint={self._coordinator.endpoint}",
+            f"--local-addr={self._addresses[node.node_id]}",
+            f"--rdzv-conf={','.join(filter(None, (rdzv_conf(job), 'is_host=false')))}",
+        )
+        # Ray derives the number of threads from the CPUs of the actor; the agent has its own rule for its workers.
+        threads = "OMP_NUM_THREADS"
+        return Order(
+            command=tuple(command[1:]),
+            directory="" if "working_dir" in runtime_env else job.directory,
+            environment={**dict(job.environment), "HOLDFAST_TOKEN": self._token},
+            without=() if threads in runtime_env.get("env_vars", {}) else (threads,),
+            grace_s=job.grace_s,
+        )
+
+    def _started(self, node: Node, actor: Any, version: str) -> Started:
+        if version != holdfast.__version__:
+            logger.warning("%s: has holdfast %s, here is %s", node.name, version, holdfast.__version__)
+        self._unread.add(actor)
+        self._ask(node, actor, "wait", then=self._ended)
+        self._ask(node, actor, "read", 0, then=partial(self._show, 0))
+        return Started(node.node_id)
+
+    def _ended(self, node: Node, actor: Any, end: tuple[int, str]) -> Ended:
+        return Ended(node.node_id, *end)
+
+    def _show(self, fetched: int, node: Node, actor: Any, answer: tuple[int, Batch, bool]) -> None:
+        number, batch, is_last = answer
+        if number < fetched:
+            return  # Shown before.
+        if is_last:
+            go_on: Callable[[], None] = partial(self._unread.discard, actor)
+        else:
+            then = partial(self._show, number + 1)
+            go_on = partial(self._ask, node, actor, "read", number + 1, then=then)
+        self._console.write(node.name, batch, partial(self._put, go_on))
+
+    def _ask(
+        self, node: Node, actor: Any, method: str, *args: Any, then: Callable[[Node, Any, Any], Event | None]
+    ) -> None:
+        """Call the actor; `then` gets the answer, in the main thread."""
+
+        def answered(future: Any) -> None:
+            error = future.exception()
+            if error is None:
+                self._silent.discard(node.node_id)
+                self._put(partial(then, node, actor, future.result()))
+            elif isinstance(error, self._ray.exceptions.ActorUnavailableError):
+                self._put(partial(self._repeat, node, partial(self._ask, node, actor, method, *args, then=then)))
+            else:
+                self._put(partial(self._lose, node, actor, error))
+
+        if actor in self._actors.values() or actor in self._unread:
+            getattr(actor, method).remote(*args).future().add_done_callback(answered)
+
+    def _repeat(self, node: Node, call: Callable[[], None]) -> Lost | None:
+        """The actor may be back. If it is dead, Ray says so, unless its head is gone."""
+        self._silent.add(node.node_id)
+        if self._is_head_lost:
+            return Lost(node.node_id, _SILENT)
+        threading.Timer(_REPEAT_S, self._put, [call]).start()
+        return None
+
+    def _lose(self, node: Node, actor: Any, error: BaseException) -> Lost | None:
+        self._unread.discard(actor)
+        if self._actors.get(node.node_id) is not actor:
+            return None
+        is_ours = isinstance(error, self._ray.exceptions.RayTaskError)
+        has_died = isinstance(error, self._ray.exceptions.RayActorError)
+        reason = (
+            "its agent is lost: Ray has ended the actor" if has_died else f"cannot start an agent: {_words_of(error)}"
+        )
+        if "No module named 'holdfast'" in str(error):
+            is_ours, reason = True, "there is no holdfast for the Python of Ray; install it there: pip install holdfast"
+        return Lost(node.node_id, reason, is_final=is_ours)
+
+    def _cut(self, node_id: str) -> None:
+        actor = self._actors.pop(node_id, None)
+        if actor is not None and not self._is_head_lost:  # The head carries it out.
+            with contextlib.suppress(Exception):
+                self._ray.kill(actor)
+
+    def _put(self, news: Callable[[], Event | None]) -> None:
+        """Any thread: call this in the main thread."""
+        self._news.put(news)
+        self._wakeup.wake()

@@ -1,0 +1,103 @@
+"""A command on a leash ends with the process that holds the leash, however that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support import Mailbox, survivors, write_script
+
+Started = tuple[subprocess.Popen[bytes], int]
+Start = Callable[..., AbstractContextManager[Started]]
+
+COMMAND = """
+    import os, signal, sys, time
+    box, wish = sys.argv[1:]
+    def say(word):
+        fd = os.open(box, os.O_WRONLY)
+        os.write(fd, f"{word}\\n".encode())
+        os.close(fd)
+    def stop(number, frame):
+        say(f"signal {number}")
+        if wish != "stubborn":
+            sys.exit(5)
+    signal.signal(signal.SIGTERM, stop)
+    say(os.getpid())
+    if wish == "ends":
+        sys.exit(7)
+    while True:
+        time.sleep(600)
+"""
+
+
+@pytest.fixture
+def leashed(tmp_path: Path, mailbox: Mailbox) -> Start:
+    script = write_script(tmp_path / "command.py", COMMAND)
+    (tmp_path / "memory").mkdir()
+
+    @contextmanager
+    def start(wish: str = "waits", grace_s: float = 30.0) -> Iterator[Started]:
+        leash = [sys.executable, "-P", "-m", "holdfast.hosts.leash", str(grace_s), str(tmp_path / "memory")]
+        command = [*leash, sys.executable, script, str(mailbox), wish]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        try:
+            yield process, mailbox.numbers()[0]
+        finally:
+            process.kill()
+            process.communicate()
+
+    return start
+
+
+def test_the_end_of_the_command(leashed: Start, tmp_path: Path) -> None:
+    """Its code, and the directory stays: the owner may start another command."""
+    with leashed("ends") as (leash, _):
+        assert leash.wait() == 7
+    assert (tmp_path / "memory").exists()
+
+
+def test_the_owner_is_gone(leashed: Start, mailbox: Mailbox, tmp_path: Path) -> None:
+    with leashed() as (leash, command):
+        assert leash.stdin is not None
+        leash.stdin.close()
+        assert mailbox.take() == ["signal 15"]
+        assert leash.wait() == 5
+        assert survivors([command]) == []
+    assert not (tmp_path / "memory").exists()
+
+
+def test_a_command_that_does_not_end_is_killed(leashed: Start, mailbox: Mailbox) -> None:
+    with leashed("stubborn", grace_s=0.2) as (leash, command):
+        assert leash.stdin is not None
+        leash.stdin.close()
+        assert leash.wait() == 128 + signal.SIGKILL
+        assert survivors([command]) == []
+
+
+def test_the_leash_is_killed(leashed: Start) -> None:
+    with leashed() as (leash, command):
+        leash.kill()
+        assert survivors([command]) == []
+
+
+def test_signals_are_passed_on(leashed: Start, mailbox: Mailbox) -> None:
+    with leashed() as (leash, command):
+        assert psutil.Process(command).ppid() == leash.pid
+        assert os.getsid(command) == command
+        leash.terminate()
+        assert mailbox.take() == ["signal 15"]
+        assert leash.wait() == 5
+
+
+def test_a_program_that_is_missing() -> None:
+    leash = [sys.executable, "-m", "holdfast.hosts.leash", "1", "", "/nowhere/python"]
+    done = subprocess.run(leash, stdin=subprocess.PIPE, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (127, "cannot start '/nowhere/python': No such file or directory\n")
