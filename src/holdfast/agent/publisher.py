@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from holdfast.agent import causes, control, lifecycle
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from holdfast.agent.agent import SimpleElasticAgent
     from holdfast.process.workers.group import PContext
     from holdfast.rendezvous.coordination import Coordination
+    from holdfast.telemetry.spans import Tracing
 
 _REASON_LIMIT = 300
 _FAILED_KEPT = 16
@@ -49,6 +51,7 @@ class Publisher:
         self.status = AgentStatus()
         self.copied = {"stdout": Copied(), "stderr": Copied()}
         self._place: tuple[int, int | None] | None = None  # The slowest worker's step, and of how many.
+        self._tracing: Tracing | None = None
 
     @contextmanager
     def served(self) -> Iterator[None]:
@@ -61,7 +64,7 @@ class Publisher:
         self.status = AgentStatus(*who, *now, node_id=node_id, history=History(now[1]))
         commands = {**self._readable, "stop": self._request_stop, "query": self._query}
         serve = control.served(run_id, commands, slow=("query", "stacks"))
-        with self._health_served(), self._progress_posted(), serve as served:
+        with self._traced() as self._tracing, self._health_served(), self._progress_posted(), serve as served:
             ended_by: BaseException | None = None
             try:
                 yield
@@ -117,6 +120,8 @@ class Publisher:
         self._tell(self.status.history.amend(end, failure.text))
 
     def _tell(self, told: History) -> None:
+        if self._tracing is not None:
+            self._tracing.follow(self.status.history, told)
         self.status = changed(self.status, history=told)
 
     def _history_after(self, event: lifecycle.Event, now: float) -> History:
@@ -151,9 +156,13 @@ class Publisher:
         return max((now - at for code, was_stopped, at in ends if code and not was_stopped and at), default=None)
 
     def publish(self) -> None:
-        agent, before = self._agent, self.status
+        agent = self._agent
         machine, group, context = agent._machine, agent._worker_group, agent._context
         is_leaving = agent._is_stopping and machine.phase is not Phase.ENDED
+        if is_leaving:  # Which is no step of the machine.
+            now, told = time.monotonic(), self.status.history
+            self._tell(told.enter("stopping", now).stop(history.MEMBERSHIP_CHANGED, "this node leaves", now))
+        before = self.status
         known = {each.local_rank: each for each in before.workers}
         ends = context.ends() if context is not None else {}
         workers = tuple(_worker_status(known.get(each.local_rank), each, ends, context) for each in group.workers)
@@ -162,10 +171,6 @@ class Publisher:
             for each in workers
             if each.state == "failed" and known.get(each.local_rank) is not each
         ]
-        told = before.history
-        if is_leaving:  # Which is no step of the machine.
-            now = time.monotonic()
-            told = told.enter(Phase.STOPPING.lower(), now).stop(history.MEMBERSHIP_CHANGED, "this node leaves", now)
         self.status = changed(
             before,
             phase=(Phase.STOPPING if is_leaving else machine.phase).lower(),
@@ -177,7 +182,6 @@ class Publisher:
             workers=workers,
             failed=(*before.failed, *failed)[-_FAILED_KEPT:] if failed else before.failed,
             story=machine.steps(),
-            history=told,
         )
 
     @property
@@ -244,6 +248,14 @@ class Publisher:
         shown = self.status.to_dict(time.monotonic(), joined, *readers)
         shown["output"] = {name: {"lines": each.lines, "bytes": each.size_bytes} for name, each in self.copied.items()}
         return shown
+
+    def _traced(self) -> AbstractContextManager[Tracing | None]:
+        if "opentelemetry.sdk.trace" not in sys.modules and not any(each.startswith("OTEL_") for each in os.environ):
+            return nullcontext()
+        from holdfast.telemetry import spans
+
+        told = self.status
+        return spans.traced({"run_id": told.run_id, "role": told.role, "host": told.host, "node_id": told.node_id})
 
     def _health_served(self) -> Any:
         agent = self._agent

@@ -1,0 +1,232 @@
+"""Rounds and phases as spans: of a real run with the SDK's own exporter in memory, at a real endpoint, and with
+exporters that fail or hang."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from holdfast.telemetry import spans
+from holdfast.telemetry.history import History
+from tests import support
+from tests.e2e.command import COMMAND, clean_environment
+
+# A program that traces itself, and holdfast in it. {exporter} makes the exporter.
+TRACED = """
+import json, os, sys, time
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from holdfast import LaunchConfig, elastic_launch
+
+class Failing(SpanExporter):
+    def export(self, spans):
+        raise OSError("the exporter is broken")
+
+class Hanging(SpanExporter):
+    def export(self, spans):
+        time.sleep(3600)
+
+def work():
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+        raise RuntimeError("it broke")
+    return int(os.environ["RANK"])
+
+if __name__ == "__main__":
+    exporter = {exporter}()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    config = LaunchConfig(1, 1, 2, run_id="job7", rdzv_backend="standalone", max_restarts=1)
+    assert elastic_launch(config, work)() == {{0: 0, 1: 1}}
+    found = getattr(exporter, "get_finished_spans", tuple)()
+    print(json.dumps([json.loads(span.to_json()) for span in found]))
+    sys.stdout.flush()
+    os._exit(0)  # An exporter that hangs is the program's own business from here on.
+"""
+
+
+def run_traced(tmp_path: Path, exporter: str) -> tuple[list[dict[str, Any]], str]:
+    script = support.write_script(tmp_path / "traced.py", TRACED.format(exporter=exporter))
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, env=clean_environment(), cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def test_a_run_with_a_restart_in_memory(tmp_path: Path) -> None:
+    found, _ = run_traced(tmp_path, "InMemorySpanExporter")
+    by_id = {span["context"]["span_id"]: span for span in found}
+    tree = [(by_id[span["parent_id"]]["name"] if span["parent_id"] else "", span["name"]) for span in found]
+    first, second = [("round 1", "starting"), ("round 1", "running")], [("round 2", "starting"), ("round 2", "running")]
+    assert tree == [
+        ("run job7", "joining"),
+        *first, ("round 1", "stopping"), ("run job7", "round 1"),
+        ("run job7", "joining"),
+        *second, ("round 2", "waiting"), ("run job7", "round 2"),
+        ("", "run job7"),
+    ]  # fmt: skip
+    rounds = {span["name"]: span for span in found if span["name"].startswith("round ")}
+    failed, succeeded = rounds["round 1"], rounds["round 2"]
+    assert (failed["status"]["status_code"], succeeded["status"]["status_code"]) == ("ERROR", "OK")
+    assert failed["attributes"]["holdfast.end"] == "failed"
+    assert "RuntimeError: it broke" in failed["attributes"]["holdfast.cause"]
+    assert {name: succeeded["attributes"][f"holdfast.{name}"] for name in ("run_id", "round", "nodes", "workers")} == {
+        "run_id": "job7", "round": 2, "nodes": 1, "workers": 2,
+    }  # fmt: skip
+    for span in found:  # Each lies within its parent.
+        if span["parent_id"]:
+            parent = by_id[span["parent_id"]]
+            assert parent["start_time"] <= span["start_time"] <= span["end_time"] <= parent["end_time"], span
+
+
+@pytest.mark.parametrize("exporter", ["Failing", "Hanging"])
+def test_an_exporter_that_fails_or_hangs_does_not_touch_the_job(tmp_path: Path, exporter: str) -> None:
+    """`run_traced` checks that both workers of the second round return their values."""
+    _, said = run_traced(tmp_path, exporter)
+    assert ("could not be sent within 2 s" in said) == (exporter == "Hanging")
+
+
+class Collector:
+    """An endpoint that takes spans as OTLP over HTTP; `answers` is False for one that never answers."""
+
+    def __init__(self, answers: bool) -> None:
+        self.spans: list[Any] = []
+        self.service_names: set[str] = set()
+        self.may_end = threading.Event()
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if not answers:
+                    collector.may_end.wait(support.DEADLINE_S)
+                for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                    named = [each for each in resource.resource.attributes if each.key == "service.name"]
+                    collector.service_names |= {each.value.string_value for each in named}
+                    for scope in resource.scope_spans:
+                        collector.spans.extend(scope.spans)
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
+
+
+@contextmanager
+def collector(answers: bool = True) -> Iterator[Collector]:
+    place = Collector(answers)
+    thread = threading.Thread(target=place.server.serve_forever)
+    thread.start()
+    try:
+        yield place
+    finally:
+        place.may_end.set()
+        place.server.shutdown()
+        thread.join()
+        place.server.server_close()
+
+
+def holdfast_run(tmp_path: Path, **variables: str) -> str:
+    script = support.write_script(tmp_path / "job.py", "print('worked')")
+    done = subprocess.run(
+        [COMMAND, "run", "--standalone", "--rdzv-id", "job7", script],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path, env={**clean_environment(), **variables},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "worked\n"), done.stderr
+    return done.stderr
+
+
+def test_the_command_sends_spans_to_the_endpoint_in_the_environment(tmp_path: Path) -> None:
+    with collector() as place:
+        said = holdfast_run(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT=place.endpoint)
+        assert {span.name for span in place.spans} == {
+            "run job7", "joining", "round 1", "starting", "running", "waiting",
+        }  # fmt: skip
+        assert place.service_names == {"holdfast"}
+        assert "span" not in said
+        traces = f"{place.endpoint}/v1/traces"
+        holdfast_run(tmp_path, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=traces, OTEL_SERVICE_NAME="mine")
+        assert place.service_names == {"holdfast", "mine"}
+
+
+def test_an_endpoint_that_refuses_is_at_most_a_warning(tmp_path: Path) -> None:
+    said = holdfast_run(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{support.free_port()}")
+    told = [line for line in said.splitlines() if "span" in line]
+    assert len(told) <= 2, said
+    assert all(line.startswith("holdfast: ") for line in told), said
+    assert "Traceback" not in said
+
+
+def test_an_endpoint_that_never_answers_delays_the_end_by_little(tmp_path: Path) -> None:
+    with collector(answers=False) as place:
+        said = holdfast_run(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT=place.endpoint)
+        assert "holdfast: the last spans could not be sent within 2 s" in said
+
+
+def test_an_exporter_that_is_not_installed_is_a_warning(tmp_path: Path) -> None:
+    said = holdfast_run(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1", OTEL_EXPORTER_OTLP_PROTOCOL="grpc")
+    assert "holdfast: no spans from here on: ModuleNotFoundError: " in said
+
+
+# Without the packages: a finder that hides them stands before all others.
+HIDDEN = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "opentelemetry":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hide())
+"""
+
+
+def test_without_the_packages_nothing_happens(tmp_path: Path) -> None:
+    (tmp_path / "hidden").mkdir()
+    support.write_script(tmp_path / "hidden" / "sitecustomize.py", HIDDEN)
+    said = holdfast_run(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1", PYTHONPATH=str(tmp_path / "hidden"))
+    assert "span" not in said
+
+
+@pytest.mark.parametrize(
+    ("variables", "are_wanted"),
+    [
+        ({}, False),
+        ({"OTEL_SERVICE_NAME": "x"}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://x"}, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_SDK_DISABLED": "True"}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_TRACES_EXPORTER": "none"}, False),
+    ],
+)
+def test_when_they_are_wanted(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], are_wanted: bool) -> None:
+    monkeypatch.delitem(sys.modules, "opentelemetry.sdk.trace", raising=False)
+    assert spans.are_wanted(variables) == are_wanted
+
+
+def test_a_queue_that_is_full_loses_spans_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(spans, "_provider", lambda: gate.wait(support.DEADLINE_S) and None)
+    monkeypatch.setattr(spans, "_PATIENCE_S", 0.01)
+    tracing = spans.Tracing({"run_id": "job7"})
+    history = History()
+    for number in range(3 * spans._QUEUE_LENGTH):
+        tracing.follow(history, (history := history.enter(f"phase {number}", float(number))))
+    tracing.close()
+    gate.set()
