@@ -73,6 +73,7 @@ def test_a_host_alone_needs_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> No
     job = job_of(["--hosts=a:4"], monkeypatch)
     read = options_of(job, 0, "")
     assert (job.needs_place, read.rdzv_backend, read.nnodes, read.node_rank) == (False, "static", "1", None)
+    assert job_of(["--hosts=a", "--nnodes=1:3"], monkeypatch).needs_place  # Others may join.
 
 
 def test_hosts_above_the_maximum_stand_by(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,9 +76,9 @@ def test_hosts_are_started_when_all_are_connected_and_meet_at_the_first() -> Non
     ]  # fmt: skip
 
 
-def test_no_place_is_needed_if_the_user_names_one_or_there_is_one_host() -> None:
-    for made in (begun("a", needs_place=False), begun("a")):
-        assert acts(made.step(Connected(0, hello("")), 1.0)) == [Start(0, None)]
+def test_no_place_is_needed_if_the_user_names_one() -> None:
+    made = begun("a", needs_place=False)
+    assert acts(made.step(Connected(0, hello("")), 1.0)) == [Start(0, None)]
 
 
 def test_only_so_many_connect_at_once() -> None:
@@ -237,6 +237,16 @@ def test_a_lost_host_is_a_lost_node() -> None:
     assert made.outcome == Outcome(0)
 
 
+def test_the_host_where_the_nodes_meet_is_lost() -> None:
+    made = running("a", "b", "c", at_least=1)
+    said = words(made.step(Gone(0, "the cable"), 5.0))
+    assert said == ["a is lost: the cable; the run goes on with 2 hosts, if they can still reach the coordinator there"]
+    for host in (1, 2):
+        made.step(Gone(host, code=1, words="holdfast run: error: could not reach a\n"), 65.0)
+    stories = "a is lost: the cable; b: could not reach a; c: could not reach a"
+    assert made.outcome == Outcome(1, f"holdfast run: error: {stories}\n")
+
+
 def test_too_few_hosts_end_the_run() -> None:
     made = running("a", "b")
     said = words(made.step(Gone(1, "the cable"), 5.0))
@@ -268,10 +278,12 @@ def test_an_agent_that_leaves_is_a_node_less() -> None:
 
 def test_signals_are_passed_on_each_time() -> None:
     made = running("a", "b")
-    assert made.step(Signalled(signal.SIGINT), 5.0) == [Forward(signal.SIGINT, (0, 1))]
+    assert made.step(Signalled(signal.SIGINT), 5.0) == [
+        Say("got SIGINT, passing it on to a, b", True), Forward(signal.SIGINT, (0, 1))
+    ]  # fmt: skip
     assert made.next_deadline() == 35.0
     made.step(Gone(0, code=130, words="holdfast: stopped by SIGINT\n"), 6.0)
-    assert made.step(Signalled(signal.SIGINT), 7.0) == [Forward(signal.SIGINT, (1,))]
+    assert acts(made.step(Signalled(signal.SIGINT), 7.0)) == [Forward(signal.SIGINT, (1,))]
     assert made.next_deadline() == 22.0
     made.step(Gone(1, code=130, words="holdfast: stopped by SIGINT; rank 1 had to be killed\n"), 8.0)
     assert made.outcome == Outcome(130, "holdfast: stopped by SIGINT; rank 1 had to be killed\n")
@@ -280,7 +292,7 @@ def test_signals_are_passed_on_each_time() -> None:
 def test_more_termination_signals_do_not_shorten_the_wait() -> None:
     made = running("a")
     made.step(Signalled(signal.SIGTERM), 5.0)
-    assert made.step(Signalled(signal.SIGTERM), 6.0) == [Forward(signal.SIGTERM, (0,))]
+    assert acts(made.step(Signalled(signal.SIGTERM), 6.0)) == [Forward(signal.SIGTERM, (0,))]
     assert made.next_deadline() == 35.0
 
 

@@ -42,8 +42,8 @@ def run(args: Any, tokens: Sequence[str]) -> None:
     hosts = _hosts(args)
     given = _given(args, tokens)
     _check(args, given)
-    backend = _backend(given, len(hosts))
     job = _job(args, given, hosts)
+    backend = _backend(given, job.max_nodes)
     place = _place(args, given, backend, job)
     ssh_command = _ssh(args)
     archive = _archive(args, job, len(hosts))
@@ -142,13 +142,13 @@ def _environment(args: Any) -> tuple[tuple[str, str], ...]:
 # What follows from it.
 
 
-def _backend(given: Mapping[str, str], host_count: int) -> str:
-    """Where nodes meet if the user does not say it: at one of the hosts. A host alone needs no such place."""
+def _backend(given: Mapping[str, str], max_nodes: int) -> str:
+    """If the user does not say how nodes meet, they meet at one of the hosts. One node needs no such place."""
     if "rdzv_backend" in given:
         return given["rdzv_backend"].partition("=")[2]
     if "master_addr" in given or "master_port" in given:
         return "static"
-    return "tcp" if host_count > 1 or "rdzv_endpoint" in given else ""
+    return "tcp" if max_nodes > 1 or "rdzv_endpoint" in given else ""
 
 
 def _place(args: Any, given: Mapping[str, str], backend: str, job: JobSpec) -> str:

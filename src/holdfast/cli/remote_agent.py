@@ -126,7 +126,7 @@ class _Agent:
         except Disconnected:
             pass
         except (Exception, KeyboardInterrupt) as error:
-            is_outcome = hasattr(error, "run_report") or isinstance(error, signals.RunClosed)
+            is_outcome = getattr(error, "run_report", None) is not None or isinstance(error, signals.RunClosed)
             self._is_last = True
             code = run.explain(error)
         client.drop_early()

@@ -192,6 +192,7 @@ class Launch:
         self.outcome: Outcome | None = None
         self._signal: int | None = None
         self._problem = ""
+        self._place: int | None = None  # The host where the nodes meet.
         self._fail_at: float | None = None
         self._speak_at = 0.0
         self._stop_at: float | None = None
@@ -271,13 +272,14 @@ class Launch:
 
     def _start(self, now: float) -> Iterator[Command]:
         ready = self._in(State.CONNECTED)
-        place = ready[0] if self._settings.needs_place and len(self._hosts) > 1 else None
+        self._place = place = ready[0] if self._settings.needs_place else None
         self._problem = self._problem_of(ready) if place is None else self._problem_of_place(place, ready)
         if self._problem:
             yield from self._give_up()
             return
         self.phase = Phase.RUNNING
-        yield Say(f"{_count(len(ready), 'host')} connected: {self._names(ready)}")
+        names = names_text([self._settings.names[host] for host in ready], 0)
+        yield Say(f"{_count(len(ready), 'host')} connected: {names}")
         for host in ready:
             self._hosts[host].state = State.RUNNING
             yield Start(host, place)
@@ -328,7 +330,10 @@ class Launch:
             self._fail_at = self._fail_at or now + _GATHER_S
         elif self.phase is not Phase.ENDING and not _speaks_for_run(gone) and left:
             if is_enough:
-                yield Say(f"{self._story(gone, was)}; the run goes on with {_count(left, 'host')}", is_warning=True)
+                goes_on = f"the run goes on with {_count(left, 'host')}"
+                if gone.host == self._place:
+                    goes_on += ", if they can still reach the coordinator there"
+                yield Say(f"{self._story(gone, was)}; {goes_on}", is_warning=True)
             elif gone.code is None:  # Else its last words are those of this command.
                 yield Say(f"{self._story(gone, was)}; {self._too_few(left)}", is_warning=True)
         if self.phase is Phase.RUNNING and (_speaks_for_run(gone) or not is_enough):
@@ -346,6 +351,8 @@ class Launch:
             yield from self._give_up()
         elif self.phase is not Phase.OVER:
             self._stop_at = None
+            if left := self._in(State.RUNNING):
+                yield Say(f"got {signal.Signals(number).name}, passing it on to {self._names(left)}", is_warning=True)
             yield from self._stop(number, now)
             if is_second_interrupt and self._cut_at is not None:
                 self._cut_at = min(self._cut_at, now + _HASTE_S)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any, assert_never
 
 import holdfast
@@ -63,10 +64,18 @@ class HostsJob:
 
 def run(hosts_job: HostsJob) -> None:
     """Returns when the run has succeeded, and raises `HostsFailed` otherwise."""
+    _raise_limit()
     with signals.deferred() as inbox:
         outcome = _HostsRun(hosts_job, inbox).run()
     if outcome.code:
         raise HostsFailed(outcome.code, outcome.words)
+
+
+def _raise_limit() -> None:
+    """Each host needs some descriptors. The usual soft limit is for programs that use select."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _HostsRun:
@@ -135,7 +144,6 @@ class _HostsRun:
     def _events(self) -> list[launch.Event]:
         events: list[launch.Event] = []
         while (number := self._inbox.take()) is not None:
-            logger.warning("got %s, passing it on", number.name)
             events.append(launch.Signalled(number))
         self._ping()
         if self._machine.phase is launch.Phase.ENDING:
