@@ -40,20 +40,35 @@ REEXPORTS = {"rendezvous/etcd_server.py": {"testing"}}
 PURE = {
     "agent/lifecycle.py": {"holdfast.errors", "holdfast.frozen", "holdfast.rendezvous.membership.model"},
     **{
-        f"rendezvous/membership/{name}.py": {"holdfast.errors", "holdfast.frozen", "holdfast.rendezvous.membership"}
+        f"rendezvous/membership/{name}.py": {
+            "holdfast.errors",
+            "holdfast.escape",
+            "holdfast.frozen",
+            "holdfast.rendezvous.membership",
+        }
         for name in ("model", "nodes", "formation", "restart_policy", "node", "node_lease")
     },
-    "rendezvous/membership/protocol.py": {"msgspec", "holdfast.frozen", "holdfast.rendezvous.membership"},
+    "rendezvous/membership/protocol.py": {
+        "msgspec",
+        "holdfast.escape",
+        "holdfast.frozen",
+        "holdfast.rendezvous.membership",
+    },
     "rendezvous/membership/round.py": {"holdfast.rendezvous.membership", "holdfast.telemetry.history"},
     "rendezvous/membership/run.py": {
         "holdfast.errors",
+        "holdfast.escape",
         "holdfast.rendezvous.membership",
         "holdfast.telemetry.history",
     },
-    "rendezvous/membership/status.py": {"holdfast.rendezvous.membership", "holdfast.telemetry.status"},
     "telemetry/history.py": {"holdfast.frozen"},
+    "rendezvous/membership/status.py": {
+        "holdfast.escape",
+        "holdfast.rendezvous.membership",
+        "holdfast.telemetry.status",
+    },
     "rendezvous/membership/keys.py": {"hashlib", "hmac"},
-    "rendezvous/membership/frames.py": {"struct", "msgspec", "holdfast.rendezvous.membership"},
+    "rendezvous/membership/frames.py": {"struct", "msgspec", "holdfast.escape", "holdfast.rendezvous.membership"},
     "rendezvous/etcd/election.py": {"holdfast.frozen", "holdfast.rendezvous.membership"},
     "rendezvous/coordinator/limits.py": {"holdfast.frozen"},
     "rendezvous/coordinator/turns.py": set(),
@@ -75,7 +90,7 @@ PURE = {
         "holdfast.rendezvous.client.reachability",
     },
     "hangs/policy.py": {"holdfast.errors", "holdfast.frozen"},
-    "hangs/compare.py": {"holdfast.failures.report", "holdfast.frozen"},
+    "hangs/compare.py": {"holdfast.escape", "holdfast.failures.report", "holdfast.frozen"},
     "telemetry/redaction.py": set(),
     "telemetry/stragglers.py": {"holdfast.frozen"},
     "process/output/lines.py": set(),

@@ -47,8 +47,9 @@ def _tables() -> tuple[dict[int, str], dict[int, str]]:
     return visible, visible | kept
 
 
-def cut(line: str) -> str:
-    return line if len(line) <= LINE_LIMIT_CHARS else line[: LINE_LIMIT_CHARS - len(_CUT)] + _CUT
+def cut(text: str, limit: int = LINE_LIMIT_CHARS) -> str:
+    """Not longer than that; what was cut shows it."""
+    return text if len(text) <= limit else text[: max(0, limit - len(_CUT))] + _CUT
 
 
 class LogFormatter(logging.Formatter):

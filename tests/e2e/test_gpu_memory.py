@@ -77,7 +77,7 @@ def test_the_wait_ends_and_names_what_holds_the_memory(holdfast: Holdfast) -> No
 def test_a_device_that_cannot_be_asked_delays_nothing(holdfast: Holdfast) -> None:
     ended = run(holdfast, "broken")
     assert ended.code == 0, str(ended)
-    assert "--wait-for-gpu-memory: GPU is lost; the workers start without waiting" in ended.err
+    assert "--wait-for-gpu-memory: NVMLError: GPU is lost; the workers start without waiting" in ended.err
 
 
 def test_without_nvml_the_option_is_refused(holdfast: Holdfast) -> None:

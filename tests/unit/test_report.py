@@ -260,7 +260,7 @@ def test_a_long_message_keeps_the_end_of_the_cause_line() -> None:
     line = cause_line(1, FailureFacts(1, "ValueError: " + "x" * 1000, pid=4711))
     assert len(line) == CAUSE_LINE_LIMIT_CHARS
     assert line.startswith("rank 1 failed: ValueError: xxx")
-    assert line.endswith("x... (exit code 1, pid 4711)")
+    assert line.endswith("x ... (exit code 1, pid 4711)")
 
 
 def test_a_long_message_and_a_long_detail_share_the_line() -> None:

@@ -21,6 +21,7 @@ PROGRAM = "holdfast status"
 PROGRAM_PS = "holdfast ps"
 
 _MOST_WORKERS = 256
+_WIDEST_CELL = 60
 
 _EPILOG = """\
 It shows the nodes and workers of the run, what it does or waits for, and who was refused. The coordinator answers for
@@ -332,12 +333,7 @@ def age_text(seconds: float | None) -> str:
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Rows under a heading. What is too long for a column is cut."""
-    cells = [[_cell(text) for text in row] for row in rows]
+    cells = [[escape.cut(escape.one_line(text), _WIDEST_CELL) for text in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _cell(text: str) -> str:
-    plain = escape.one_line(text)
-    return plain if len(plain) <= 60 else f"{plain[:57]}..."

@@ -165,8 +165,7 @@ def _worker_text(worker: Mapping[str, Any]) -> str:
 
 
 def clipped(text: str, width: int) -> str:
-    plain = escape.one_line(text)
-    return plain if len(plain) <= width else f"{plain[: max(0, width - 3)]}..."
+    return escape.cut(escape.one_line(text), width)
 
 
 def heading_of(picture: Mapping[str, Any]) -> list[str]:

@@ -237,8 +237,8 @@ def _sentence(subject: str, failure: FailureFacts, pid: str = "") -> str:
     separator = ": " if detail else ""
     # Both texts share the rest of the line; each may use what the other leaves.
     budget = CAUSE_LINE_LIMIT_CHARS - len(start) - len(ending) - len(separator)
-    detail = shorten(detail, max(budget - len(said), budget // 2))
-    return f"{start}{shorten(said, budget - len(detail))}{ending}{separator}{detail}"
+    detail = escape.cut(detail, max(budget - len(said), budget // 2))
+    return f"{start}{escape.cut(said, budget - len(detail))}{ending}{separator}{detail}"
 
 
 def _cause_pieces(failure: FailureFacts) -> tuple[str, str, str, str]:
@@ -277,10 +277,6 @@ def size_text(size: float) -> str:
         if size < 1024:
             return f"{size:.1f} {unit}"
     return f"{size / 1024:.1f} TiB"
-
-
-def shorten(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."
 
 
 def cut_middle(text: str, limit: int) -> str:
@@ -464,7 +460,9 @@ def _spans(ranks: Sequence[int]) -> list[list[int]]:
 def _fold(sent: object) -> Fold | None:
     match sent:
         case [str(kind), str(words), list(spans)] if ranks := _ranks_in(spans):
-            return Fold(ranks, _one_line(kind)[:_KIND_LIMIT_CHARS], shorten(_one_line(words), CAUSE_LINE_LIMIT_CHARS))
+            return Fold(
+                ranks, _one_line(kind)[:_KIND_LIMIT_CHARS], escape.cut(_one_line(words), CAUSE_LINE_LIMIT_CHARS)
+            )
     return None
 
 

@@ -21,7 +21,6 @@ from holdfast.failures.report import (
     alike,
     block_lines,
     ranks_text,
-    shorten,
     signal_name,
     stack_lines,
     tail_lines,
@@ -121,7 +120,7 @@ def _cascade_lines(report: RunReport) -> Iterator[str]:
         yield "Other failures, in order:"
     for fold in report.cascade[:_SHOWN_FOLDS]:
         is_same = (fold.kind, alike(fold.words)) == (report.first.kind, alike(report.first.words))
-        words = "same error" if is_same else shorten(fold.words, _ENTRY_LIMIT_CHARS)
+        words = "same error" if is_same else escape.cut(fold.words, _ENTRY_LIMIT_CHARS)
         yield from _wrapped(f"{ranks_text(fold.ranks)}: {words}", "  ")
     if unshown := report.cascade[_SHOWN_FOLDS:]:
         ranks = [rank for fold in unshown for rank in fold.ranks]
@@ -147,7 +146,7 @@ def _restart_lines(report: RunReport) -> Iterator[str]:
     yield from _wrapped(f"Restarts: {used}; not restarted: {report.not_again}")
     for each in report.earlier:
         cost = "" if each.is_charged else " (not counted)"
-        yield from _wrapped(f"round {each.round} ended{cost}: {shorten(each.reason, _ENTRY_LIMIT_CHARS)}", "  ")
+        yield from _wrapped(f"round {each.round} ended{cost}: {escape.cut(each.reason, _ENTRY_LIMIT_CHARS)}", "  ")
 
 
 def _where_lines(report: RunReport) -> Iterator[str]:

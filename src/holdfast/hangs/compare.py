@@ -14,7 +14,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from holdfast.failures.report import ranks_text, shorten
+from holdfast import escape
+from holdfast.failures.report import ranks_text
 from holdfast.frozen import frozen
 
 _SUMMARY_FRAMES = 10
@@ -188,7 +189,7 @@ def place(look: WorkerLook) -> str:
     frame = next((each for each in frames if not _LIBRARY.search(each.file)), frames[0] if frames else None)
     if frame is None:
         return _kernel_place(look.leader) or "at an unknown place"
-    source = f" `{shorten(frame.source, _SOURCE_LIMIT_CHARS)}`" if frame.source else ""
+    source = f" `{escape.cut(frame.source, _SOURCE_LIMIT_CHARS)}`" if frame.source else ""
     return f"at {frame.file.rpartition('/')[2]}:{frame.line} in {frame.name}{source}"
 
 
@@ -274,11 +275,11 @@ def _frame_text(frame: Frame, full_paths: bool) -> str:
         name, brackets = frame.name, 1
         while brackets:
             name, brackets = re.subn(r"<[^<>()]*>|\([^<>()]*\)", "", name)
-        return f"{shorten(name.strip() or frame.name, _NAME_LIMIT_CHARS)} ({frame.file.rpartition('/')[2]})"
+        return f"{escape.cut(name.strip() or frame.name, _NAME_LIMIT_CHARS)} ({frame.file.rpartition('/')[2]})"
     # The path below site-packages or the standard library; of any other file its name.
     library = re.match(r".*/(?:site-packages|dist-packages|lib(?:64)?/python3[.\d]*t?)/(.+)$", frame.file)
     file = frame.file if full_paths else library[1] if library else frame.file.rpartition("/")[2]
-    source = f"   {shorten(frame.source, _SOURCE_LIMIT_CHARS)}" if frame.source else ""
+    source = f"   {escape.cut(frame.source, _SOURCE_LIMIT_CHARS)}" if frame.source else ""
     return f"{frame.name} ({file}:{frame.line}){source}"
 
 

@@ -26,7 +26,6 @@ from typing import IO, Any, Generic, TypeVar
 
 from holdfast import escape, procfs
 from holdfast.errors import HostError
-from holdfast.failures.report import shorten
 from holdfast.hangs.compare import Frame, Look, Thread
 from holdfast.process.spawner.bootstrap import DUMP_SIGNAL
 
@@ -51,7 +50,7 @@ def look_at(pid: int, *, native: bool = False, timeout_s: float = DUMP_TIMEOUT_S
     stuck_at = time.monotonic() + _STUCK_AFTER_S
     while (state := procfs.state(pid)) == "D" and time.monotonic() < stuck_at:
         time.sleep(_LOOK_AGAIN_S)
-    command = shorten(escape.one_line(procfs.command_line(pid)), 120)
+    command = escape.cut(escape.one_line(procfs.command_line(pid)), 120)
     facts: dict[str, Any] = {"state": state, "waits_in": procfs.wait_channel(pid), "command": command}
     until_s = time.monotonic() + timeout_s
 

@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
 
-from holdfast import loop
+from holdfast import escape, loop
 from holdfast.errors import HostError, UserError
 from holdfast.rendezvous import api, endpoints
 from holdfast.rendezvous.client.handshake import Target
@@ -207,7 +207,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
 
     def close_run(self, reason: str) -> None:
         """If the coordinator is out of reach, this node ends, and the coordinator hears of it should it come back."""
-        self._post(protocol.Close(protocol.clipped_text(reason)))
+        self._post(protocol.Close(escape.cut(reason, protocol.MAX_TEXT)))
         if not self.reaches_all_nodes:
             super().close_run(reason)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from holdfast import escape
 from holdfast.frozen import fields_of, frozen
 from holdfast.telemetry.history import History
 from holdfast.telemetry.stragglers import Rate
@@ -177,5 +178,4 @@ def _age_s(since: float | None, now: float) -> float | None:
 
 
 def _text(record: object) -> str:
-    text = repr(record)
-    return text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]}..."
+    return escape.cut(repr(record), _TEXT_LIMIT)

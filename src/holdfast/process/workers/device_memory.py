@@ -21,7 +21,7 @@ from typing import Any
 
 from holdfast import procfs
 from holdfast.errors import HostError, UserError
-from holdfast.loop import Wakeup
+from holdfast.process.workers.stop_work import StopWork
 
 logger = logging.getLogger(__name__)
 
@@ -65,17 +65,18 @@ def relevant(found: Holders, workers: set[int], visible: str | None) -> Holders:
     return {device: pids for device, pids in found.items() if pids and (device in numbers or not numbers)}
 
 
-class DeviceWait:
+class DeviceWait(StopWork):
     """For one stop of a group and the start after it. `begin` is called when the start is wanted."""
 
+    option, otherwise = "--wait-for-gpu-memory", "the workers start without waiting"
+
     def __init__(self, pids: Iterable[int], timeout_s: float) -> None:
+        super().__init__()
         self._workers = {each for pid in pids for each in (pid, *procfs.descendants_of(pid))}
         self._timeout_s = timeout_s
-        self._done = Wakeup()
         self._is_wanted = threading.Event()
         self._is_cancelled = False
-        self.is_done = False
-        threading.Thread(target=self._run, name="holdfast-gpu-memory", daemon=True).start()
+        self._begin()
 
     def begin(self) -> bool:
         """Whether the start may go on at once; if not, `fileno` says when."""
@@ -87,21 +88,12 @@ class DeviceWait:
         self._is_cancelled = True
         self._is_wanted.set()
 
-    def fileno(self) -> int:
-        return self._done.fileno()
-
-    def _run(self) -> None:
-        try:
-            nvml = open_nvml()
-            awaited = relevant(holders(nvml), self._workers, os.environ.get("CUDA_VISIBLE_DEVICES"))
-            if awaited:
-                self._is_wanted.wait()
-                self._wait_until_free(nvml, awaited)
-        except Exception as error:  # That memory cannot be watched is no reason to end a run.
-            logger.warning("--wait-for-gpu-memory: %s; the workers start without waiting", error)
-        finally:
-            self.is_done = True
-            self._done.wake()
+    def _work(self) -> None:
+        nvml = open_nvml()
+        awaited = relevant(holders(nvml), self._workers, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if awaited:
+            self._is_wanted.wait()
+            self._wait_until_free(nvml, awaited)
 
     def _wait_until_free(self, nvml: Any, awaited: Holders) -> None:
         began = time.monotonic()

@@ -14,12 +14,11 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 
 from holdfast import procfs
 from holdfast.frozen import frozen
-from holdfast.loop import Wakeup
+from holdfast.process.workers.stop_work import StopWork
 
 logger = logging.getLogger(__name__)
 
@@ -112,39 +111,31 @@ def _is_of_this_user(pid: int) -> bool:
     return str(os.geteuid()).encode() in uids
 
 
-class Cleaning:
+class Cleaning(StopWork):
     """For one stop of a group: notes the files of its processes, which are about to be stopped, and removes them once
-    the processes are gone. A thread does that, because asking every process of a host takes a while."""
+    the processes are gone."""
+
+    option, otherwise = "--clean-shm", f"files may be left in {DIRECTORY}"
 
     def __init__(self, pids: Iterable[int]) -> None:
+        super().__init__()
         self._files = mapped_by(pids)
-        self._done = Wakeup()
         self.is_underway = False
-        self._is_done = not self._files
+        self.is_done = not self._files
 
     def poll(self) -> bool:
         """Whether it is done. The first call, after the sweep, begins it."""
-        if not self._is_done and not self.is_underway:
+        if not self.is_done and not self.is_underway:
             self.is_underway = True
-            threading.Thread(target=self._run, name="holdfast-clean-shm", daemon=True).start()
-        return self._is_done
+            self._begin()
+        return self.is_done
 
-    def fileno(self) -> int:
-        """Readable when it is done."""
-        return self._done.fileno()
-
-    def _run(self) -> None:
-        try:
-            cleaned = remove_unused(self._files)
-            if cleaned.unreadable:
-                shown = ", ".join(map(str, cleaned.unreadable[:8])) + (", ..." if len(cleaned.unreadable) > 8 else "")
-                text = "--clean-shm left %d files in %s: processes of this user cannot be read, and may use them (%s)"
-                logger.warning(text, len(self._files), DIRECTORY, shown)
-            else:
-                text = "--clean-shm removed %d of %d files in %s that the stopped workers had mapped (%d bytes)"
-                logger.info(text, cleaned.count, len(self._files), DIRECTORY, cleaned.size_bytes)
-        except Exception as error:  # That memory is not freed is no reason to end a run.
-            logger.warning("--clean-shm failed: %s: %s", type(error).__name__, error)
-        finally:
-            self._is_done = True
-            self._done.wake()
+    def _work(self) -> None:
+        cleaned = remove_unused(self._files)
+        if cleaned.unreadable:
+            shown = ", ".join(map(str, cleaned.unreadable[:8])) + (", ..." if len(cleaned.unreadable) > 8 else "")
+            text = "--clean-shm left %d files in %s: processes of this user cannot be read, and may use them (%s)"
+            logger.warning(text, len(self._files), DIRECTORY, shown)
+        else:
+            text = "--clean-shm removed %d of %d files in %s that the stopped workers had mapped (%d bytes)"
+            logger.info(text, cleaned.count, len(self._files), DIRECTORY, cleaned.size_bytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from holdfast import escape
 from holdfast.rendezvous.coordinator.limits import Bucket, Limits
 
 logger = logging.getLogger(__name__)
@@ -19,12 +20,8 @@ _LONGEST_LIST = 600  # With the name of the run, still under the longest line.
 
 def shown(text: str, most: int = _LONGEST_NAME) -> str:
     """Quoted if anything in it is not a printable character."""
-    clipped = text if len(text) <= most else text[: most - 4] + " ..."
+    clipped = escape.cut(text, most)
     return clipped if clipped.isprintable() else repr(clipped)
-
-
-def clipped_line(text: str) -> str:
-    return text if len(text) <= _LONGEST_LINE else text[: _LONGEST_LINE - 4] + " ..."
 
 
 class Complaints:
@@ -52,7 +49,7 @@ class Complaints:
             self._unsaid += 1
             return False
         self._said.add(what)
-        self._say(clipped_line(f"{about} {problem}"))
+        self._say(escape.cut(f"{about} {problem}", _LONGEST_LINE))
         return True
 
 
@@ -114,4 +111,4 @@ class RunLog:
         if self._unsaid and self._clock() >= self._counted_at + 1.0:
             logger.info("run %s: %d more lines were left out", self._name, self._unsaid)
             self._unsaid, self._counted_at = 0, self._clock()
-        logger.info(clipped_line(f"run {self._name}: {text}"))
+        logger.info(escape.cut(f"run {self._name}: {text}", _LONGEST_LINE))

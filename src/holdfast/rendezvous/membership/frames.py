@@ -13,6 +13,7 @@ from typing import Any, Union, cast, get_args, get_type_hints
 import msgspec
 from msgspec.msgpack import Decoder, Encoder
 
+from holdfast import escape
 from holdfast.rendezvous.membership import keys, protocol
 from holdfast.rendezvous.membership.model import Push
 
@@ -143,7 +144,7 @@ def encode(message: Any) -> bytes:
     if sent_as := _SENT_AS.get(type(message)):
         # A text of a push is made of what other nodes say, and may have become too long for its receiver.
         values = [getattr(message, name) for name in sent_as.__struct_fields__]
-        message = sent_as(*[protocol.clipped_text(each) if isinstance(each, str) else each for each in values])
+        message = sent_as(*[escape.cut(each, protocol.MAX_TEXT) if isinstance(each, str) else each for each in values])
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:
         raise ValueError(f"{type(message).__name__} has {len(body)} bytes, at most {MAX_MESSAGE_BYTES} can be sent")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from holdfast import escape
 from holdfast.frozen import changed, field, frozen
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 
@@ -44,7 +45,7 @@ def with_end(
     earlier: tuple[RoundEnd, ...], round: int, reason: str, restarts_used: int, *, has_departed: bool = False
 ) -> tuple[RoundEnd, ...]:
     """The ends of the last rounds, with one more; only so many are kept."""
-    reason = reason if len(reason) <= _REASON_LIMIT_CHARS else reason[: _REASON_LIMIT_CHARS - 3] + "..."
+    reason = escape.cut(reason, _REASON_LIMIT_CHARS)
     return (*earlier, RoundEnd(round, reason, restarts_used, has_departed))[-MAX_ROUND_ENDS:]
 
 

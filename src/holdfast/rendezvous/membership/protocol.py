@@ -17,6 +17,7 @@ from typing import Annotated, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from holdfast import escape
 from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership.model import MAX_NODES, Memory, NodeFacts, Place, Push, Settings, Stage, Stop
 from holdfast.rendezvous.membership.restart_policy import Advance, Failure, RestartPolicy
@@ -294,13 +295,9 @@ def _rank_problem(place: Place) -> str:
     return "" if place.rank < place.node_count else f"rank {place.rank} of {place.node_count} nodes"
 
 
-def clipped_text(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 4] + " ..."
-
-
 def clipped(failure: Failure) -> Failure:
     """As much of a failure as may be sent."""
-    text = clipped_text(failure.text)
+    text = escape.cut(failure.text, MAX_TEXT)
     return replace(failure, node=failure.node[:MAX_NAME], exception=failure.exception[:MAX_NAME], text=text)
 
 

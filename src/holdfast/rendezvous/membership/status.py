@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from holdfast import escape
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.formation import named
 from holdfast.rendezvous.membership.model import Phase, Stage
@@ -55,10 +56,13 @@ def run_status(
         waiting_on=tuple(waiting_on[:_NAMED_AT_MOST]),
         nodes=tuple(_nodes(run, shown, now)),
         next_page=first + page if first + page < len(keys) else None,
-        refused=tuple(Refusal(_clipped(who), _clipped(why), _ago_s(at, now)) for at, who, why in refused),
+        refused=tuple(
+            Refusal(escape.cut(who, _TEXT_LIMIT), escape.cut(why, _TEXT_LIMIT), _ago_s(at, now))
+            for at, who, why in refused
+        ),
         story=tuple(_story(run, now)),
         end=outcome.end.lower() if outcome else None,
-        end_reason=_clipped(outcome.reason) if outcome else None,
+        end_reason=escape.cut(outcome.reason, _TEXT_LIMIT) if outcome else None,
         history=run.history.to_dict(now) if first == 0 else {},
     )
 
@@ -179,7 +183,3 @@ def _ids(nodes: Iterable[Node]) -> list[str]:
 
 def _ago_s(at: float, now: float) -> float:
     return round(max(0.0, now - at), 3)
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]} ..."
