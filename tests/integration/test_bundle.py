@@ -272,6 +272,17 @@ def test_another_users_run(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Non
     finish(scene)
 
 
+@on_tcp
+def test_half_a_secret_at_the_beginning_of_a_tail_is_left_out(scene: Scene, tmp_path: Path) -> None:
+    (tmp_path / "attempt_0" / "0").mkdir(parents=True)
+    log = tmp_path / "attempt_0" / "0" / "stdout.log"
+    for cut in (1, len(TOKEN) // 2, len(TOKEN)):
+        rest = "y" * (65536 - cut - 1) + "\n"
+        log.write_text(f"before\nthe token {TOKEN}\n{rest}")  # The last 64 KiB begin within the token.
+        _, texts = make(scene, "--log-dir", str(tmp_path))
+        assert set(texts["log-dir/attempt-0/0/stdout.log"]) == {"y", "\n"}
+
+
 # The archive alone.
 
 

@@ -121,15 +121,15 @@ def describe_config(spec: WorkerSpec, logs: str) -> dict[str, Any]:
     except OSError:
         directory = ""
     return {
-        "command_line": redactor.arguments([each[:_TEXT_LIMIT_CHARS] for each in sys.orig_argv[:_LIST_LIMIT]]),
+        "command_line": _plain(redactor.arguments(sys.orig_argv)),
         "directory": directory,
         "versions": {
             "holdfast": holdfast.__version__,
             "python": sys.version,
             "system": f"{system.sysname} {system.release} {system.machine}",
         },
-        "environment": redactor.environment({name: value[:_TEXT_LIMIT_CHARS] for name, value in os.environ.items()}),
-        "workers": redactor.record({**_plain(shown), "args": _arguments(spec, redactor)}),
+        "environment": _plain(redactor.environment(os.environ)),
+        "workers": _plain({**redactor.record(_plain(shown)), "args": _arguments(spec, redactor)}),
         "rendezvous": redactor.record(_plain({**rendezvous, **(settings() if settings is not None else {})})),
         "logs": logs or None,
     }
@@ -138,12 +138,12 @@ def describe_config(spec: WorkerSpec, logs: str) -> dict[str, Any]:
 def _arguments(spec: WorkerSpec, redactor: Redactor) -> list[str]:
     """Those of a function may be anything: only their types are shown."""
     if callable(spec.entrypoint):
-        return [type(each).__qualname__ for each in spec.args[:_LIST_LIMIT]]
-    return redactor.arguments([str(each)[:_TEXT_LIMIT_CHARS] for each in spec.args[:_LIST_LIMIT]])
+        return [type(each).__qualname__ for each in spec.args]
+    return redactor.arguments([str(each) for each in spec.args])
 
 
 def _plain(value: Any) -> Any:
-    """For JSON."""
+    """For JSON, and not too long. What holds a secret is redacted before: a part of one would not be found."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):

@@ -222,8 +222,10 @@ def _add_node(
         pieces.miss(f"the configuration of {who}", config)
 
     def add(name: str, what: str, request: dict[str, Any]) -> None:
-        text = answers.ask(agent, **request).get("text")
-        (pieces.log if request["command"] == "logs" else pieces.text)(name, str(text or ""), what)
+        answer = answers.ask(agent, **request)
+        text, is_log = str(answer.get("text") or ""), request["command"] == "logs"
+        is_cut = (number_of(answer, "size") or 0) > inspection.CHUNK_BYTES
+        (pieces.log if is_log else pieces.text)(name, _whole_lines(text) if is_cut else text, what)
 
     for command, name, words in (
         ("events", "events.jsonl", "the end of the events file"),
@@ -290,10 +292,17 @@ def _add_directory(pieces: Pieces, directory: str, log_dir: str) -> None:
 def _end_of(path: str, size_bytes: int) -> str:
     try:
         with open_left_file(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - size_bytes))
-            return file.read(size_bytes).decode("utf-8", "backslashreplace")
+            left_out = max(0, os.fstat(file.fileno()).st_size - size_bytes)
+            file.seek(left_out)
+            text = file.read(size_bytes).decode("utf-8", "backslashreplace")
+            return _whole_lines(text) if left_out else text
     except OSError as error:
         raise HostError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _whole_lines(text: str) -> str:
+    """Without the rest of a line whose beginning is not there: half a secret would not be found."""
+    return text.partition("\n")[2]
 
 
 def _attempts(directory: str) -> list[int]:
