@@ -19,8 +19,8 @@ demo: $(VENV)/.runtime
 test: $(VENV)/.test
 	$(PYTEST) -n 5 --dist worksteal $(TESTS)
 
-# What `test` runs, and what needs more than Python packages: a terminal (tmux), a Prometheus server, an ssh server, network
-# namespaces. A tool that is missing here is a failure, not a skip.
+# What `test` runs, and what needs more than Python packages: a terminal (tmux), a Prometheus server, a browser (chromium), an
+# ssh server, network namespaces. A tool that is missing here is a failure, not a skip.
 test-all: export HOLDFAST_TEST_ALL = 1
 test-all: $(VENV)/.tools test
 
@@ -74,6 +74,7 @@ $(VENV)/.tools: Makefile | $(VENV)/bin/python
 	command -v nft >/dev/null || apt-get install -y nftables
 	test -x /usr/sbin/sshd || apt-get install -y openssh-server
 	command -v ssh >/dev/null || apt-get install -y openssh-client
+	command -v chromium >/dev/null || apt-get install -y chromium
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.runtime

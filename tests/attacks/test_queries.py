@@ -17,6 +17,7 @@ from holdfast.rendezvous.client.visitor import Visitor
 from holdfast.rendezvous.coordinator.limits import Limits
 from holdfast.rendezvous.membership import model, protocol
 from holdfast.rendezvous.membership.model import NodeFacts
+from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 from tests.attacks import harness
 from tests.attacks.harness import ESCAPE, HONEST, LightRun, Peer, light_run, neighbour
 from tests.coordinators import CoordinatorProcess, coordinator, coordinator_thread
@@ -130,6 +131,46 @@ def test_asking_for_a_run_does_not_create_it_nor_keep_it(server: CoordinatorProc
         with contextlib.suppress(HoldfastError):  # The run is over, whoever looks at it.
             while guest.ask(STATUS)["run_id"]:
                 pass
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_the_outcome_is_pushed_and_its_evidence_only_with_the_token(tmp_path: Path, token: bytes | None) -> None:
+    with coordinator(tmp_path, env={"HOLDFAST_TOKEN": token.decode()} if token else {}) as server:
+        once = changed(HONEST, policy=RestartPolicy(0))
+        with light_run(server.port, "honest", token, once) as run, visitor(server.port, token=token) as guest:
+            asked = ask_without_waiting(guest, {"command": "outcome"})
+            failure = Failure(run.names[0], rank=0, exitcode=1, text="rank 0 failed", evidence="what it said")
+            run._peers[0].send(protocol.Failed(1, failure))
+            run._turn_until(lambda: bool(run.disturbed), "was stopped", 10)
+            for peer, name in zip(run._peers, run.names, strict=True):
+                facts = NodeFacts(name, address="127.0.0.1", port=1)
+                told = failure if name == run.names[0] else None
+                peer.send(protocol.Join(facts, run.settings, run.places[name], failure=told))
+            outcome = guest._answer_to(asked, time.monotonic() + 30)["result"]
+    assert (outcome["end"], outcome["cause"]["text"]) == ("FAILED", "rank 0 failed")
+    assert outcome["cause"]["evidence"] == ("what it said" if token else "")
+
+
+def test_those_that_wait_for_the_outcome_are_counted(server: CoordinatorProcess) -> None:
+    with light_run(server.port, "honest") as run, contextlib.ExitStack() as opened:
+        guests = [opened.enter_context(visitor(server.port)) for _ in range(70)]
+        for guest in guests:
+            for _ in range(20):
+                asked = ask_without_waiting(guest, {"command": "outcome"})
+            assert guest.ask(STATUS)["round"] == 1  # It has been taken.
+        run.finish()
+        assert run.disturbed == []
+        for guest in guests[6:]:
+            assert guest._answer_to(asked, time.monotonic() + 30)["result"]["end"] == "SUCCEEDED"
+        with pytest.raises(ConnectionResetError):  # Forgotten for one that came later.
+            guests[0]._answer_to(asked, time.monotonic() + 30)
+
+
+def ask_without_waiting(guest: Visitor, request: dict[str, Any]) -> int:
+    guest._number += 1
+    query = protocol.Query(guest._number, json.dumps(request).encode())
+    guest._sock.sendall(guest._frames.sealed(harness.frames.encode(query)))
+    return guest._number
 
 
 # Answers.

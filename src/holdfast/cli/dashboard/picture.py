@@ -99,7 +99,7 @@ def _run(known: Known, nodes: Sequence[Mapping[str, Any]]) -> Picture:
         "state": end or phase or "unknown",
         "is_over": bool(end),
         "sentence": _line(_sentence(known, end, nodes)),
-        "note": _line(known.problem) if status is not None or not end else "",
+        "note": "" if end or _is_alone(known) else _line(known.problem),
         "round": number_of(record, "round") or 0,
         "nodes_here": sum(node["is_connected"] for node in nodes),
         "min_nodes": number_of(status, "min_nodes") if status is not None else None,
@@ -119,6 +119,11 @@ def _newest(known: Known) -> Mapping[str, Any]:
     records = [known.status, last if isinstance(last, dict) else None, *(told.status for told in known.agents.values())]
     found = [record for record in records if record is not None]
     return max(found, key=lambda record: number_of(record, "round") or 0, default={})
+
+
+def _is_alone(known: Known) -> bool:
+    """A run of one node needs no coordinator."""
+    return known.status is None and {number_of(told.status, "nodes") for told in known.agents.values()} == {1}
 
 
 def _sentence(known: Known, end: str, nodes: Sequence[Mapping[str, Any]]) -> str:

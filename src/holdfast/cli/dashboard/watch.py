@@ -39,7 +39,7 @@ T = TypeVar("T")
 View = LocalRun | RemoteRun
 
 _ASK_EVERY_S = 1.0
-_AGENTS_A_SECOND = 8
+_AGENTS_A_SECOND = 16  # A coordinator passes on fifty, for all that ask.
 _KEEP_ALIVE_S = 20.0  # A coordinator hangs up on a client that says nothing for a minute.
 _CONNECT_AGAIN_S = 5.0
 _UNREACHABLE_S = 120.0  # A coordinator that is replaced is back by then; else the run has probably ended.
@@ -125,11 +125,11 @@ class Watch:
     def worker(self, rank: int) -> Picture:
         """From memory."""
         node, found = self._node_of(rank), picture.worker_of(self._known, rank)
-        if found is None:
+        age_s = self._known.now - found[1].at if found is not None else float("inf")
+        if age_s >= 2 * _ASK_EVERY_S:
             self._asked_at.pop(node, None)  # It is asked next.
-            return {"rank": rank, "node": node}
-        worker, told = found
-        return {"rank": rank, "node": node, **picture.worker_facts(worker, self._known.now - told.at)}
+        facts = picture.worker_facts(found[0], age_s) if found is not None else {}
+        return {"rank": rank, "node": node, **facts}
 
     def read_log(self, rank: int, stream: str, attempt: int | None, offset: int) -> Mapping[str, Any]:
         if self.is_over:

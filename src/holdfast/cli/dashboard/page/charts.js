@@ -89,7 +89,7 @@ export function roundRow(round) {
     cell("Nodes", String(round.nodes)),
     cell("Workers", String(round.workers)),
     cell("Ran", round.ran_s === null ? "–" : duration(round.ran_s)),
-    cell("Lost", round.lost_s === null ? "–" : duration(round.lost_s)),
+    cell("Lost", round.end ? duration(round.lost_s) : "–"),
     element("td", {}, end),
     cell("", round.cause),
   );

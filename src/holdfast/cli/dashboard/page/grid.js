@@ -16,12 +16,10 @@ const MOST_ROWS_WITH_NAMES = 24;
 
 export const stateName = (letter) => (STATES[letter.toUpperCase()] ?? STATES.U)[0];
 
-function sizeFor(workers) {
-  if (workers <= 128) return { width: 44, height: 26, gap: 4 };
-  if (workers <= 512) return { width: 20, height: 20, gap: 3 };
-  if (workers <= 2048) return { width: 12, height: 12, gap: 2 };
-  return { width: 8, height: 8, gap: 2 };
-}
+const LARGE = { width: 44, height: 26, gap: 4 };
+const SMALL = [20, 16, 14, 12, 10, 8, 7].map((size) => ({ width: size, height: size, gap: size > 12 ? 3 : 2 }));
+const MOST_LARGE = 128;
+const HIGH_ENOUGH = 560;
 
 export class Grid {
   constructor(box, canvas, tip, legend, onSelect) {
@@ -68,36 +66,17 @@ export class Grid {
     this.count();
   }
 
+  // Few workers get large cells; else the largest with which all fit without scrolling.
   layOut(isAnew = false) {
     const width = this.box.clientWidth;
     if (!width || (!isAnew && width === this.width)) return;
     this.width = width;
+    this.hasNames = this.order.length <= MOST_ROWS_WITH_NAMES;
     const total = this.order.reduce((sum, id) => sum + this.nodes[id].workers.length, 0);
-    const cell = (this.cell = sizeFor(total));
-    const hasNames = (this.hasNames = this.order.length <= MOST_ROWS_WITH_NAMES);
-    const isNarrow = width < 480;
-    const names = hasNames && !isNarrow ? Math.min(200, Math.floor(width * 0.28)) : 0;
-    const above = hasNames && isNarrow ? 18 : 0;
-    const space = hasNames ? (isNarrow ? 10 : 8) : cell.gap * 3;
-    this.groups.clear();
-    let x = 2;
-    let y = 2;
     let lowest = 0;
-    for (const id of this.order) {
-      const size = this.nodes[id].workers.length;
-      const room = width - names - 4;
-      const columns = Math.max(1, Math.min(size, Math.floor((room + cell.gap) / (cell.width + cell.gap))));
-      const rows = Math.max(1, Math.ceil(size / columns));
-      const wide = columns * (cell.width + cell.gap) - cell.gap;
-      const high = above + rows * (cell.height + cell.gap) - cell.gap;
-      if (!hasNames && x > 2 && x + wide > width - 2) {
-        x = 2;
-        y = lowest + space;
-      }
-      this.groups.set(id, { x: x + names, y: y + above, columns, size, wide, high: high - above });
-      lowest = Math.max(lowest, y + high);
-      if (hasNames) y = lowest + space;
-      else x += wide + space;
+    for (this.cell of total <= MOST_LARGE ? [LARGE] : SMALL) {
+      lowest = this.arrange(width);
+      if (lowest <= HIGH_ENOUGH) break;
     }
     const height = lowest + 3;
     const scale = (this.scale = Math.min(2, devicePixelRatio || 1));
@@ -111,9 +90,34 @@ export class Grid {
     this.draw();
   }
 
+  // Gives each node its place: one below the other with their names, or side by side. Returns where the last one ends.
+  arrange(width) {
+    const { cell, hasNames } = this;
+    const isNarrow = width < 480;
+    const names = hasNames && !isNarrow ? Math.min(200, Math.floor(width * 0.28)) : 0;
+    const above = hasNames && isNarrow ? 18 : 0;
+    const columnsOf = (size) => Math.max(1, Math.min(size, Math.floor((width - names - 4 + cell.gap) / (cell.width + cell.gap))));
+    const wideOf = (columns) => columns * (cell.width + cell.gap) - cell.gap;
+    const widest = wideOf(columnsOf(Math.max(1, ...this.order.map((id) => this.nodes[id].workers.length))));
+    const beside = Math.max(1, Math.floor((width - 4 + 3 * cell.gap) / (widest + 3 * cell.gap)));
+    const step = beside > 1 && this.order.length > beside ? (width - 4 - widest) / (beside - 1) : widest + 3 * cell.gap;
+    this.groups.clear();
+    let [y, lowest] = [2, 0];
+    this.order.forEach((id, index) => {
+      const size = this.nodes[id].workers.length;
+      const columns = columnsOf(size);
+      const high = Math.max(1, Math.ceil(size / columns)) * (cell.height + cell.gap) - cell.gap;
+      const column = hasNames ? 0 : index % beside;
+      if (index > 0 && column === 0) y = lowest + (hasNames ? 10 : 2 * cell.gap + 1);
+      const x = 2 + names + Math.round(column * step);
+      this.groups.set(id, { x, y: y + above, columns, size, wide: wideOf(columns), high });
+      lowest = Math.max(lowest, y + above + high);
+    });
+    return lowest;
+  }
+
   draw() {
     if (!this.pen) return;
-    let changed = 0;
     for (const id of this.order) {
       const node = this.nodes[id];
       const group = this.groups.get(id);
@@ -124,12 +128,10 @@ export class Grid {
       for (let local = 0; local < node.workers.length; local += 1) {
         if (before[local] !== node.workers[local]) {
           this.drawCell(id, local);
-          changed += 1;
         }
       }
       this.drawn.set(id, node.workers);
     }
-    return changed;
   }
 
   drawName(id, node, group) {

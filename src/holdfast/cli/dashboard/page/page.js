@@ -99,17 +99,16 @@ function timed(name, act) {
 
 // The picture.
 
-function take(news) {
-  if (news.points) picture.points = news.points;
-  if (news.point) picture.points.push(news.point);
-  if (news.points || !news.nodes) Object.assign(picture, news, news.points ? {} : { nodes: picture.nodes });
-  else {
-    const nodes = { ...picture.nodes };
-    for (const [id, node] of Object.entries(news.nodes)) {
-      if (node === null) delete nodes[id];
-      else nodes[id] = node;
-    }
-    Object.assign(picture, news, { nodes });
+// The whole picture has all sections and all points; a change has those that differ, and of the nodes those that do.
+function take({ point, nodes, ...sections }) {
+  const isWhole = Boolean(sections.points);
+  const news = { point, nodes, ...sections };
+  if (isWhole) picture.nodes = {};
+  Object.assign(picture, sections);
+  if (point) picture.points.push(point);
+  for (const [id, node] of Object.entries(nodes ?? {})) {
+    if (node === null) delete picture.nodes[id];
+    else picture.nodes[id] = node;
   }
   if (news.nodes || news.order) {
     grid.set(picture.nodes, picture.order);
@@ -178,9 +177,16 @@ function drawPlots() {
     empty: "Not known yet.",
   });
   const [, slow, fast, good] = last ?? [];
-  const steps = slow === fast ? short(fast ?? 0) : `${short(slow ?? 0)} to ${short(fast ?? 0)}`;
-  setText(byId("progress-now"), fast === null || fast === undefined ? "" : `step ${steps}`);
-  setText(byId("goodput-now"), good === null || good === undefined ? "" : percent(good));
+  setText(byId("progress-now"), Number.isFinite(fast) ? `step ${slow === fast ? "" : `${short(slow)} to `}${short(fast)}${pace(points)}` : "");
+  setText(byId("goodput-now"), Number.isFinite(good) ? percent(good) : "");
+}
+
+// Steps a second, over the last half minute.
+function pace(points) {
+  const last = points[points.length - 1];
+  const first = points.find((point) => point[0] >= last[0] - 30 && point[2] !== null);
+  const rate = first && last[0] > first[0] ? (last[2] - first[2]) / (last[0] - first[0]) : 0;
+  return rate > 0 ? `, ${rate < 10 ? rate.toFixed(1) : short(rate)} a second` : "";
 }
 
 function drawFailure() {
@@ -188,6 +194,7 @@ function drawFailure() {
   const bad = [...rounds].reverse().find((round) => ["failed", "hung", "node lost"].includes(round.end));
   const isFailed = run?.state === "failed" || run?.state === "error";
   byId("failure").hidden = !(report || isFailed || bad);
+  byId("failure").dataset.isPast = String(!(report || isFailed));
   setText(byId("failure").querySelector("h2"), report || isFailed ? "Failure report" : "Last failure");
   const cause = bad ? `Round ${bad.round}, ${bad.end}: ${bad.cause}` : run?.sentence ?? "";
   setText(byId("cause"), report || isFailed ? run?.sentence ?? "" : cause);
