@@ -259,6 +259,60 @@ def test_what_cannot_be_asked_is_one_line(scene: Scene, tmp_path: Path) -> None:
     assert coordinator.is_running
 
 
+COMMANDS = {"status": (), "top": ("--json",), "logs": (), "stop": (), "bundle": ("-o", "none.tar.gz")}
+
+
+def test_of_two_runs_one_must_be_named(tmp_path: Path) -> None:
+    with (
+        nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK]) as first,
+        nodes.scene(tmp_path / uuid.uuid4().hex[:8], uuid.uuid4().hex) as second,
+    ):
+        for scene in (first, second):
+            scene._start("a", "1", ["--standalone"], (), "", (), {})
+            scene.await_world(1)
+        for command, options in COMMANDS.items():
+            done = subprocess.run(
+                [sys.executable, "-m", "holdfast", command, *options],
+                capture_output=True, text=True, timeout=60, env=first._environment("command"), cwd=first.home,
+            )  # fmt: skip
+            assert done.returncode == 2, done
+            [line] = done.stderr.splitlines()
+            assert "there are several runs on this host, name one: " in line
+            assert first.run_id in line
+            assert second.run_id in line
+            if command == "status":  # It lists them, too.
+                assert {first.run_id, second.run_id} <= {row.split()[0] for row in done.stdout.splitlines()}
+        for scene in (first, second):
+            scene.order("exit 0")
+            assert scene.ended() == {"a": 0}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changes its user")
+def test_another_users_run_is_not_found(tmp_path: Path) -> None:
+    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK]) as scene:
+        scene._start("a", "1", ["--standalone"], (), "", (), {})
+        scene.await_world(1)
+        for command, options in COMMANDS.items():
+            # What is imported after the change could be out of reach.
+            code = f"""
+import os, sys
+from holdfast.cli import {command}
+{command}.get_parser().parse_args([])
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+sys.exit({command}.main({[scene.run_id, *options]!r}))
+"""
+            done = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd="/",
+                env={**scene._environment("command"), "TMPDIR": "/tmp"},
+            )  # fmt: skip
+            assert done.returncode == 2, done
+            assert f"run {scene.run_id!r} is not found on this host (of user 65534;" in done.stderr
+        scene.order("exit 0")
+        assert scene.ended() == {"a": 0}
+
+
 # Logs.
 
 TALKER = """
