@@ -49,6 +49,7 @@ WAITS = """
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
     above = psutil.Process().parents()[:3]
     say("world", os.environ["WORLD_SIZE"], os.getpid(), *(each.pid for each in above))
     while not os.path.exists(done):
@@ -229,15 +230,38 @@ def test_nodes_come_and_go(holdfast: Holdfast, cluster: Cluster, mailbox: Mailbo
             cluster.kill(name)
 
 
-def test_sigterm_at_the_caller(holdfast: Holdfast, cluster: Cluster, mailbox: Mailbox, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_the_caller(
+    holdfast: Holdfast, cluster: Cluster, mailbox: Mailbox, tmp_path: Path, number: signal.Signals
+) -> None:
     job = submitted(holdfast, cluster, "--nnodes", "2", holdfast.script(WAITS), str(mailbox), str(tmp_path / "never"))
     pids = worlds(mailbox, 2)
-    job.send(signal.SIGTERM)
+    job.send(number)
     end = job.wait(DEADLINE_LONG_S)
-    assert end.code == 128 + signal.SIGTERM, str(end)
-    assert mailbox.take(2) == ["signal 15", "signal 15"]
+    assert end.code == 128 + number, str(end)
+    assert mailbox.take(2) == [f"signal {number:d}"] * 2
+    assert "***" not in end.err, f"Ray has handled the signal, too\n{end}"
     assert survivors(pids) == []
     assert list(holdfast.temporary.glob("holdfast-*")) == []
+
+
+def test_a_console_that_is_not_read(holdfast: Holdfast, cluster: Cluster) -> None:
+    """The job can be stopped all the same."""
+    script = holdfast.script("""
+        while True:
+            print("x" * 100)
+    """)
+    read, write = os.pipe()
+    try:
+        command = (COMMAND, "submit", "--on", "ray", "--address", cluster.address)
+        job = holdfast.start("--nnodes", "2", script, command=command, stdout=write)
+        support.fill(write)
+        wait_until(lambda: job.so_far().err.count("started 1 worker") == 2, "it runs", DEADLINE_LONG_S)
+        job.send(signal.SIGTERM)
+        assert job.wait(DEADLINE_LONG_S).code == 128 + signal.SIGTERM
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 def test_a_caller_that_is_killed(holdfast: Holdfast, cluster: Cluster, mailbox: Mailbox, tmp_path: Path) -> None:

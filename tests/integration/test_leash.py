@@ -89,12 +89,17 @@ def test_the_leash_is_killed(leashed: Start) -> None:
 
 
 def test_signals_are_passed_on(leashed: Start, mailbox: Mailbox) -> None:
-    with leashed() as (leash, command):
-        assert psutil.Process(command).ppid() == leash.pid
-        assert os.getsid(command) == command
-        leash.terminate()
-        assert mailbox.take() == ["signal 15"]
-        assert leash.wait() == 5
+    """Also those that its owner blocks."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        with leashed() as (leash, command):
+            assert psutil.Process(command).ppid() == leash.pid
+            assert os.getsid(command) == command
+            leash.terminate()
+            assert mailbox.take() == ["signal 15"]
+            assert leash.wait() == 5
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_a_program_that_is_missing() -> None:

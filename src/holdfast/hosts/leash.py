@@ -35,6 +35,7 @@ def main(grace_s: float, temporary: str, *command: str) -> int:
     signal.set_wakeup_fd(end)
     for number in _PASSED_ON:
         signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # The owner may block some, as Ray's workers do with SIGINT.
 
     def die_with_leash() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -39,6 +39,7 @@ import logging
 import os
 import queue
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -148,6 +149,9 @@ def _connected(address: str, runtime_env: dict[str, Any] | None) -> Iterator[Non
         raise
     except Exception as error:
         raise HostError(f"cannot connect to Ray at {address}: {_words_of(error)}") from None
+    for number in signals.wanted_signals():
+        # Ray has put handlers of its own in front of ours, which end the process three seconds later.
+        signal.signal(number, signal.getsignal(number))
     try:
         with contextlib.redirect_stdout(_Aside()):
             yield
@@ -295,6 +299,7 @@ class _Run:
 
     def _drain(self) -> None:
         """What agents wrote until their end, for as long as more of it comes."""
+        self._is_over.set()  # Lists of nodes are no output.
         last_at = time.monotonic()
         while self._unread and (left_s := last_at + _GOODBYE_S - time.monotonic()) > 0:
             loop.wait_readable([self._wakeup.fileno()], left_s, new_signals_only=True)
