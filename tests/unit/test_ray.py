@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,11 @@ def test_without_ray_the_remedy_is_named(capsys: pytest.CaptureFixture[str], mon
     assert submit.submit(["--on", "ray", "x.py"]) == 1
     line = "the package ray is missing here; install it with: pip install 'holdfast[ray]'"
     assert capsys.readouterr().err == f"holdfast submit: error: {line}\n"
+
+
+def test_ray_is_imported_for_a_job_alone() -> None:
+    code = "import sys, holdfast.hosts.ray, holdfast.hosts.ray_actor; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_a_line_has_the_name_of_its_node() -> None:
