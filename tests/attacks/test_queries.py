@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import HoldfastError
+from holdfast.frozen import changed
 from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.client.visitor import Visitor
 from holdfast.rendezvous.coordinator.limits import Limits
