@@ -83,6 +83,7 @@ class Inbox:
         self._holders = 0
         self._program_fd = -1
         self.size_listeners: list[Callable[[], None]] = []
+        self.is_for_all_nodes = False  # Every node of the run is sent the same signals.
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:

@@ -289,6 +289,14 @@ def test_signals_are_passed_on_each_time() -> None:
     assert made.outcome == Outcome(130, "holdfast: stopped by SIGINT; rank 1 had to be killed\n")
 
 
+def test_a_failure_after_the_signal_is_its_consequence() -> None:
+    made = running("a", "b")
+    made.step(Signalled(signal.SIGINT), 5.0)
+    made.step(Gone(0, code=1, words="the report\n", is_outcome=True), 6.0)
+    made.step(Gone(1, code=130, words="holdfast: stopped by SIGINT\n"), 6.0)
+    assert made.outcome == Outcome(130, "holdfast: stopped by SIGINT\n")
+
+
 def test_more_termination_signals_do_not_shorten_the_wait() -> None:
     made = running("a")
     made.step(Signalled(signal.SIGTERM), 5.0)

@@ -94,6 +94,8 @@ EXAMPLES = (
     "holdfast run --nproc-per-node 4 --max-restarts 3 train.py",
     "# one worker for each GPU, their output on the console and in files\n"
     "holdfast run --nproc-per-node gpu -t 3 train.py",
+    "# on two other machines, started and ended by this command through ssh\n"
+    "holdfast run --hosts node1,node2 --nproc-per-node 4 --max-restarts 3 train.py",
     "# the same line on each of two machines, one of which is node1\n"
     "holdfast run --nnodes 2 --rdzv-backend tcp --rdzv-endpoint node1:29400 \\\n"
     "    --rdzv-id job7 --nproc-per-node 4 --max-restarts 3 train.py",

@@ -174,7 +174,7 @@ class _Agent:
             while True:
                 words = self._control.line().split()
                 if len(words) == 2 and words[0] == b"signal":
-                    self._is_told_to_end = True
+                    self._is_told_to_end = signals.inbox().is_for_all_nodes = True
                     os.kill(os.getpid(), int(words[1]))
         except (Disconnected, OSError, ValueError):
             os.kill(os.getpid(), signal.SIGTERM)

@@ -267,8 +267,8 @@ class Launch:
         elif now >= self._speak_at:
             self._speak_at = now + _NEXT_WORD_S
             waited_for = self._names(self._in(State.WAITING, State.CONNECTING))
-            count = f"{len(self._in(State.CONNECTED))} of {len(self._hosts)} hosts are connected"
-            yield Say(f"{count}, waiting for {waited_for}")
+            count = f"{len(self._in(State.CONNECTED))} of {len(self._hosts)}"
+            yield Say(f"{count} hosts are connected, waiting for {waited_for}")
 
     def _start(self, now: float) -> Iterator[Command]:
         ready = self._in(State.CONNECTED)
@@ -374,12 +374,14 @@ class Launch:
     # How it ended.
 
     def _judged(self) -> Outcome:
-        """A report, or another outcome of the run; else a success; else the signal; else the first that went."""
+        """A report, or another outcome of the run; else a success; else the signal; else the first that went. What an
+        agent says after the user's signal may be a consequence of it: a worker fails if its peers are gone."""
         if self._problem:
             return Outcome(1, f"{_PROGRAM}: error: {self._problem}\n")
         ends = [gone for number in self._gone_in_order if (gone := self._hosts[number].gone) is not None]
-        for end in [each for each in ends if each.is_outcome and each.code]:
-            return Outcome(end.code or 1, end.words)
+        for end in ends:
+            if end.is_outcome and end.code and not (self._signal and self._hosts[end.host].was_told):
+                return Outcome(end.code, end.words)
         if any(end.code == 0 for end in ends):
             return Outcome(0)
         if self._signal is not None:
