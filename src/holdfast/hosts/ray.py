@@ -152,13 +152,13 @@ def _connected(address: str, runtime_env: dict[str, Any] | None) -> Iterator[Non
     for number in signals.wanted_signals():
         # Ray has put handlers of its own in front of ours, which end the process three seconds later.
         signal.signal(number, signal.getsignal(number))
-    try:
-        with contextlib.redirect_stdout(_Aside()):
+    with contextlib.redirect_stdout(_Aside()):  # Also at the end: Ray holds some of its text back until then.
+        try:
             yield
-    finally:
-        atexit.unregister(ray.shutdown)  # It would wait for a head that is gone.
-        with contextlib.suppress(TimeoutError):
-            _call(ray.shutdown, _GOODBYE_S, is_last=True)
+        finally:
+            atexit.unregister(ray.shutdown)  # It would wait for a head that is gone.
+            with contextlib.suppress(TimeoutError):
+                _call(ray.shutdown, _GOODBYE_S, is_last=True)
 
 
 class _Aside(io.TextIOBase):
