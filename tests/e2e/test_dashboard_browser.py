@@ -110,7 +110,7 @@ def test_a_job_from_its_start_to_its_stop(scene: Scene, page: Any) -> None:
     # A worker is killed. The round and the cause change, on the same page.
     os.kill(worker_pid(page, 2), signal.SIGKILL)
     await_text(page, "#round", "^2$")
-    await_text(page, "#rounds", r"1\s+2\s+4\s+[\d.]+ s\s+[\d.]+ s\s+failed\s+rank 2 was killed .*SIGKILL")
+    await_text(page, "#rounds", r"1\s+2\s+4\s+[\d.]+ m?s\s+[\d.]+ m?s\s+failed\s+rank 2 was killed .*SIGKILL")
     await_text(page, "#sentence", r"^All 4 workers are running\.$")
     await_text(page, "#restarts", r"2\s*of 3")
     await_text(page, "#log", r"attempt 1 begins\n?.*begin of life 1")

@@ -299,8 +299,20 @@ def test_without_the_packages(scene: Scene) -> None:
     broken = scene.home / "broken"
     broken.mkdir()
     (broken / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\", name='uvicorn')")
-    line = dashboards.refused(scene, code=1, env={"PYTHONPATH": str(broken)})
-    assert line == "holdfast dashboard: error: the package uvicorn is missing: pip install 'holdfast[dashboard]'"
+    reason = "the package uvicorn is missing: pip install 'holdfast[dashboard]'"
+    env = {"PYTHONPATH": str(broken)}
+    assert dashboards.refused(scene, code=1, env=env) == f"holdfast dashboard: error: {reason}"
+    script = support.write_script(scene.home / "short.py", "import time\ntime.sleep(3)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "run", "--standalone", "--dashboard", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**scene._environment("a"), **env},
+        cwd=scene.home,
+    )
+    assert done.returncode == 0, "the job goes on"
+    assert [line for line in done.stderr.splitlines() if "dashboard" in line] == [f"holdfast: no dashboard: {reason}"]
 
 
 def test_pages_and_logs_are_counted(scene: Scene) -> None:

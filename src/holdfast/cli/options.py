@@ -397,7 +397,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("--dashboard", OUTPUT, field="settings.dashboard", in_full=True,
            help="Serve a page about the run to browsers, as `holdfast dashboard` does, from a process of its own. If "
                 "several nodes give this, the one with group rank 0 serves. The URL is printed when the workers start, "
-                "with a key in it: whoever has the URL can look. Needs pip install 'holdfast[dashboard]'."),
+                "with a key in it that is all one needs to look. Needs pip install 'holdfast[dashboard]'."),
     Option("--dashboard-addr HOST:PORT", OUTPUT, parse=host_and_port, field="settings.dashboard_addr", in_full=True,
            help="Where to serve that page (127.0.0.1:0 if left out; port 0 is any free one). An address that other "
                 "hosts can reach needs a token (--token-file)."),

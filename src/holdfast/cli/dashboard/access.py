@@ -1,8 +1,8 @@
 """Which requests are answered. Data in, data out.
 
-Whoever has the key, which is in the printed URL and nowhere else, may look. The first request brings it, and takes away
-a cookie that scripts cannot read and other sites cannot send. A page of another site can make a browser send requests
-here, and by a name that it has changed meanwhile (DNS rebinding) even read the answers. So the request must name this
+A request needs the key, which is in the printed URL and nowhere else. The first one brings it, and gets a cookie that
+scripts cannot read and other sites cannot send. The page of another site can make a browser send requests to this
+server, and by a name that it has changed meanwhile (DNS rebinding) even read the answers. So a request must name this
 server by an address, as `localhost`, or by a name that the server knows for its own; and a request that comes from a
 page must come from ours.
 """

@@ -35,7 +35,7 @@ _LAST_WORDS_S = 1.0
 _EPILOG = """\
 The page shows the nodes and workers of the run, its rounds and what ended each, live logs, stacks and the failure
 report. It is read-only unless the run's token is given (--token-file or HOLDFAST_TOKEN); then it can end the run, too.
-The URL has a key in it: whoever has the URL can look. On an address that other hosts can reach, the token is needed.
+The URL has a key in it, which is all one needs to look. On an address that other hosts can reach, the token is needed.
 It needs the packages of `pip install 'holdfast[dashboard]'`.
 
 exit status:

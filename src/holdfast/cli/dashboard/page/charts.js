@@ -69,9 +69,8 @@ export function timeline(box, rounds, totals) {
     const wide = Math.max(3, end - begin - 1);
     const title = svg("title", {}, `round ${round.round}: ${round.end || "running"}${round.cause ? `, ${round.cause}` : ""}`);
     picture.append(svg("rect", { class: "span", "data-end": round.end, x: begin, y: 2, width: wide, height: 22, rx: 3 }, title));
-    if (wide > 22) {
-      picture.append(svg("text", { class: "span-name", x: begin + wide / 2, y: 17, "text-anchor": "middle" }, String(round.round)));
-    }
+    const name = wide > 150 ? `${round.round} ${round.end || "running"}` : String(round.round);
+    if (wide > 22) picture.append(svg("text", { class: "span-name", x: begin + wide / 2, y: 17, "text-anchor": "middle" }, name));
   }
   for (const [at, anchor, text] of [[0, "start", "0"], [width / 2, "middle", duration(total / 2)], [width, "end", duration(total)]]) {
     picture.append(svg("text", { class: "tick", x: at, y: 44, "text-anchor": anchor }, text));

@@ -196,7 +196,7 @@ function drawFailure() {
   byId("failure").hidden = !(report || isFailed || bad);
   byId("failure").dataset.isPast = String(!(report || isFailed));
   setText(byId("failure").querySelector("h2"), report || isFailed ? "Failure report" : "Last failure");
-  const cause = bad ? `Round ${bad.round}, ${bad.end}: ${bad.cause}` : run?.sentence ?? "";
+  const cause = bad ? `Round ${bad.round}: ${bad.cause || bad.end}` : run?.sentence ?? "";
   setText(byId("cause"), report || isFailed ? run?.sentence ?? "" : cause);
   setText(byId("report"), report ?? "");
 }
