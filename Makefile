@@ -20,7 +20,7 @@ test: $(VENV)/.test
 	$(PYTEST) -n 5 --dist worksteal $(TESTS)
 
 # What `test` runs, and what needs more than Python packages: a terminal (tmux), a Prometheus server, a browser (chromium), an
-# ssh server, network namespaces. A tool that is missing here is a failure, not a skip.
+# ssh server, network namespaces, a Slurm cluster, mpirun. A tool that is missing here is a failure, not a skip.
 test-all: export HOLDFAST_TEST_ALL = 1
 test-all: $(VENV)/.tools test
 
@@ -75,6 +75,8 @@ $(VENV)/.tools: Makefile | $(VENV)/bin/python
 	test -x /usr/sbin/sshd || apt-get install -y openssh-server
 	command -v ssh >/dev/null || apt-get install -y openssh-client
 	command -v chromium >/dev/null || apt-get install -y chromium
+	command -v slurmctld >/dev/null || apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge
+	command -v mpirun >/dev/null || apt-get install -y --no-install-recommends openmpi-bin
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.runtime

@@ -21,7 +21,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 import pytest
@@ -67,18 +67,23 @@ def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLI
     return value
 
 
+def cannot_test(why: str) -> NoReturn:
+    """Skip the test, and say why. `make test-all` has installed what there is, so there it is a failure."""
+    (pytest.fail if os.environ.get("HOLDFAST_TEST_ALL") == "1" else pytest.skip)(why)
+
+
 def need_tool(name: str) -> str:
     """The path of a program that pip does not install. Without it the test is skipped, and fails in `make test-all`."""
     path = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
     if path is None:
-        (pytest.fail if os.environ.get("HOLDFAST_TEST_ALL") == "1" else pytest.skip)(f"{name} is not installed")
+        cannot_test(f"{name} is not installed")
     return path
 
 
 def need_module(name: str) -> None:
     """Without it the test is skipped, and fails in `make test-all`."""
     if importlib.util.find_spec(name) is None:
-        (pytest.fail if os.environ.get("HOLDFAST_TEST_ALL") == "1" else pytest.skip)(f"{name} is not installed")
+        cannot_test(f"{name} is not installed")
 
 
 def alive(pid: int) -> bool:

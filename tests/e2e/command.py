@@ -147,7 +147,7 @@ class Holdfast:
         self.directory = directory
         self.temporary = directory / "tmp"
         self.temporary.mkdir()
-        self._mark = mark
+        self.mark = mark
         self._count = 0
 
     def script(self, source: str, name: str = "job.py", *, executable: bool = False) -> str:
@@ -156,7 +156,7 @@ class Holdfast:
         return name
 
     def environment(self, env: Mapping[Any, Any] | None = None) -> dict[Any, Any]:
-        settings = {"TMPDIR": str(self.temporary), support.TEST_MARK: self._mark}
+        settings = {"TMPDIR": str(self.temporary), support.TEST_MARK: self.mark}
         return {**clean_environment(), **settings, **(env or {})}
 
     def start(
@@ -184,7 +184,7 @@ class Holdfast:
                     **options,
                 },
             )
-        return Running(process, out, err, self._mark)
+        return Running(process, out, err, self.mark)
 
     def run(self, *args: str | bytes, deadline_s: float = DEADLINE_S, **options: Any) -> Ended:
         return self.start(*args, **options).wait(deadline_s)

@@ -49,8 +49,6 @@ UNTOUCHED = ("1:1", "static", "", None, "none", "1")
     [
         (("--no-detect",), 0, "1:1"),
         (("--standalone",), 0, "1:1"),
-        (("--nnodes", "1"), 0, "1"),
-        (("--nnodes", "1:1"), 0, "1:1"),
         (("--rdzv-backend", "etcd"), 1, "etcd"),
         (("--rdzv-endpoint", "a:1"), 2, "a:1"),
         (("--node-rank", "0"), 3, 0),
@@ -84,6 +82,8 @@ def test_what_kubeflow_sets_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     ("tokens", "expected"),
     [
         (("--nnodes", "1:2"), ("1:2", "tcp", "node1:15136", 1, "slurm-17.0", "2")),
+        (("--nnodes", "2:4"), ("2", "tcp", "node1:15136", 1, "slurm-17.0", "2")),
+        (("--nnodes", "1"), ("1", "static", "", None, "none", "2")),
         (("--rdzv-id", "job7"), ("2", "tcp", "node1:15136", 1, "job7", "2")),
         (("--nproc-per-node", "4"), ("2", "tcp", "node1:15136", 1, "slurm-17.0", "4")),
         (("--rdzv-conf", "lease=9"), ("2", "tcp", "node1:15136", 1, "slurm-17.0", "2")),
@@ -119,6 +119,7 @@ def test_several_tasks_a_node_are_left_alone(monkeypatch: pytest.MonkeyPatch, ca
     assert places(completed()) == UNTOUCHED
     assert caplog.messages == []
     monkeypatch.setenv("SLURM_PROCID", "0")
+    assert places(completed("--nnodes", "1"))[1:] == UNTOUCHED[1:]
     assert places(completed()) == UNTOUCHED
     [line] = caplog.messages
     assert "has 4 tasks on 2 nodes, and each runs by itself; start one task a node" in line
@@ -128,10 +129,11 @@ def test_a_step_of_one_node_gets_its_gpus(monkeypatch: pytest.MonkeyPatch, caplo
     caplog.set_level(logging.INFO, "holdfast")
     for name, value in {"STEP_NUM_NODES": "1", "STEP_NUM_TASKS": "1", "STEP_NODELIST": "node2", "NODEID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert places(completed()) == ("1:1", "static", "", None, "none", "2")
-    assert caplog.messages == ["Slurm job 17, step 0: 2 workers (SLURM_GPUS_ON_NODE)"]
+    alone = ("1", "static", "", None, "none", "2")
+    assert places(completed()) == places(completed("--nnodes", "1:4")) == places(completed("--nnodes", "1")) == alone
+    assert set(caplog.messages) == {"Slurm job 17, step 0: 2 workers (SLURM_GPUS_ON_NODE)"}
     monkeypatch.delenv("SLURM_GPUS_ON_NODE")
-    assert places(completed()) == UNTOUCHED
+    assert places(completed())[1:] == UNTOUCHED[1:]
 
 
 @pytest.mark.parametrize("engine", ["pbs", "lsf"])

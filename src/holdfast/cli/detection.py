@@ -31,30 +31,29 @@ def complete(args: argparse.Namespace) -> None:
     # `PET_STANDALONE=no` switches nothing off.
     if given is None or any(getattr(args, name) is not False for name in _PLACES & given):
         return
-    least, most = parse_min_max_nnodes(args.nnodes) if "nnodes" in given else (0, 0)
-    if most == 1:
-        return
+    asked = parse_min_max_nnodes(args.nnodes) if "nnodes" in given else None
     match environment.found(os.environ, _node_file()):
-        case LeftAlone(advice, is_first) if is_first:
+        case LeftAlone(advice, is_first) if is_first and asked != (1, 1):
             log.warning("%s", advice)
-        case Contradiction(text):
+        case Contradiction(text) if asked != (1, 1):
             raise UserError(f"variables of the environment contradict each other: {text} (--no-detect ignores them)")
-        case Found() as it if most or not it.needs_nnodes:
+        case Found() as it if asked is not None or not it.needs_nnodes:
+            least, most = asked or (it.nodes, it.nodes)
             if least > it.nodes:
                 raise UserError(f"--nnodes {args.nnodes}, but {it.what} has {it.nodes} (--no-detect ignores that)")
-            _take(args, given, it, most or it.nodes)
+            _take(args, given, it, least, min(most, it.nodes))
 
 
-def _take(args: argparse.Namespace, given: set[str], it: Found, max_nodes: int) -> None:
+def _take(args: argparse.Namespace, given: set[str], it: Found, least: int, most: int) -> None:
+    """The run has `least` to `most` of the engine's nodes; there are no others that could come."""
     from holdfast.rendezvous.endpoints import endpoint_text
 
     said = []
-    if it.nodes > 1:
+    args.nnodes = str(least) if least == most else f"{least}:{most}"
+    if most > 1:
         args.rdzv_backend, args.rdzv_endpoint = "tcp", endpoint_text(it.host, it.port)
         # A node beyond those of the run stands by, without a rank.
-        args.node_rank = it.rank if it.rank < max_nodes else None
-        if "nnodes" not in given:
-            args.nnodes = str(it.nodes)
+        args.node_rank = it.rank if it.rank < most else None
         if "rdzv_id" not in given:
             args.rdzv_id = it.run_id
         said += [f"node {it.rank} of {it.nodes}", f"meeting at {args.rdzv_endpoint}"]

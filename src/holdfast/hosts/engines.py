@@ -22,6 +22,7 @@ GROUP = "holdfast.engines"
 _BUILT_IN: dict[str, str] = {
     "kubernetes": "holdfast.hosts.kubernetes:Kubernetes",
     "ray": "holdfast.hosts.ray:Ray",
+    "slurm": "holdfast.hosts.slurm:Slurm",
 }
 
 # Options of `holdfast run` that say where this node meets the others: each node's own, or the engine's to decide.

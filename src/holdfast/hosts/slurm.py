@@ -1,0 +1,288 @@
+"""Slurm: a job as a batch script (`holdfast render slurm`), and the command that submits it and waits for its end.
+
+The script starts one agent a node with `srun`. The agents find out where they meet from Slurm's variables
+(`hosts.environment`); the script adds what only it knows: a run id of its own for each time that Slurm starts the job,
+and a token. `submit` gives the script to `sbatch --wait`, which ends with the job, shows what the job writes to its
+output file, and cancels the job if it is stopped itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
+
+from holdfast import loop, signals, stdio
+from holdfast.errors import HostError, UserError
+from holdfast.hosts.engines import Engine, EngineOption
+from holdfast.hosts.job import JobSpec
+
+log = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = 0.3  # At the output file, which another host writes: no event says that it has grown.
+_ANSWER_TIMEOUT_S = 60.0
+_QUEUE_LOOK_S, _QUEUE_LOOK_AGAIN_S = 5.0, 60.0  # When to ask why the job waits.
+_LAST_AGENTS_S = 60  # How long the other agents may go on when the first one has ended.
+_PIECE_BYTES = 1 << 16
+
+
+class Slurm(Engine):
+    name = "slurm"
+    options = (
+        EngineOption("--partition NAME", "the partition; the cluster's default if left out"),
+        EngineOption("--account NAME", "the account that pays for the job"),
+        EngineOption("--time LIMIT", "how long the job may run, as Slurm writes it: 90 (minutes), 1:30:00, 2-0"),
+        EngineOption("--gpus-per-node N", "GPUs on each node; without --nproc-per-node, one worker for each"),
+        EngineOption("--cpus-per-node N", "CPUs on each node, for the agent and its workers together"),
+        EngineOption("--output FILE", "where the job's output goes, with Slurm's patterns", default="slurm-%j.out"),
+        EngineOption("--sbatch OPTIONS", "more options of sbatch, as one text: '--constraint=a100 --exclusive'"),
+    )
+    # The user may have a coordinator or an etcd of his own.
+    decides = tuple(name for name in Engine.decides if name not in ("rdzv_backend", "rdzv_endpoint"))
+
+    def render(self, job: JobSpec, settings: Mapping[str, Any]) -> str:
+        _check(job)
+        head = ["#!/bin/bash", *(f"#SBATCH {_directive(name, value)}" for name, value in _directives(job, settings))]
+        return "\n".join([*head, *_body(job, settings)]) + "\n"
+
+    def submit(self, job: JobSpec, settings: Mapping[str, Any]) -> int:
+        script = self.render(job, settings)
+        if shutil.which("sbatch") is None:
+            raise HostError("sbatch was not found: this host has no commands of Slurm, or they are not on PATH")
+        if settings["detach"]:
+            done = _ask("sbatch", "--parsable", text=script)
+            if done.returncode:
+                raise _refusal(done.stderr)
+            stdio.write(sys.stdout, f"{done.stdout.strip().partition(';')[0]}\n", may_drop=False)
+            return 0
+        return _Submission(script, job.run_id).wait()
+
+
+# --- the script: pure -----------------------------------------------------------------------------------------------
+
+
+def _check(job: JobSpec) -> None:
+    given = {option.partition("=")[0] for option in job.options}
+    if "--rdzv-endpoint" in given and "--rdzv-backend" not in given:
+        raise UserError("--rdzv-endpoint: on Slurm it needs --rdzv-backend tcp or etcd; leave both out as a rule")
+
+
+def _directives(job: JobSpec, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    low, high = job.min_nodes, job.max_nodes
+    yield "--job-name", os.path.basename(job.program[0]) or "holdfast"
+    if low == high:
+        yield "--nodes", f"{low}"
+        yield "--ntasks-per-node", "1"
+    else:
+        yield "--nodes", f"{low}-{high}"  # With a number of tasks, Slurm would give no more than the minimum.
+        yield "--no-kill", ""  # A node that Slurm loses does not end the job: the others go on.
+    yield "--chdir", job.directory
+    yield "--output", settings["output"]
+    for option, name in (("partition", "--partition"), ("account", "--account"), ("time", "--time"),
+                         ("gpus_per_node", "--gpus-per-node"), ("cpus_per_node", "--cpus-per-task")):  # fmt: skip
+        if settings[option]:
+            yield name, settings[option]
+    try:
+        words = shlex.split(settings["sbatch"] or "")
+    except ValueError as error:
+        raise UserError(f"--sbatch {settings['sbatch']!r} cannot be split into words: {error}") from None
+    for word in words:
+        name, _, value = word.partition("=")
+        if not name.startswith("-"):
+            raise UserError(f"--sbatch: write options with an equals sign, as in --qos=high; {word!r} is none")
+        yield name, value
+
+
+def _directive(name: str, value: str) -> str:
+    if "\n" in value or '"' in value:
+        raise UserError(f"a value for {name} of sbatch contains a quote or the end of a line: {value!r}")
+    if not value:
+        return name
+    return f'{name}="{value}"' if re.search(r"[\s#'\\]", value) else f"{name}={value}"
+
+
+def _body(job: JobSpec, settings: Mapping[str, Any]) -> Iterator[str]:
+    given = {option.partition("=")[0] for option in job.options}
+    python = shlex.quote(job.python)
+    yield ""
+    yield from (f"export {name}={shlex.quote(value)}" for name, value in job.environment)
+    yield f"run_id={shlex.quote(job.run_id)}"
+    yield "# A job that was put back into the queue is a new run."
+    yield '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || run_id="$run_id-requeue$SLURM_RESTART_COUNT"'
+    yield ""
+    yield "# SIGTERM goes on to the agents, which stop their workers with grace, and ends only the wait below."
+    yield "# scancel runs in the background: while Slurm itself ends the job, it takes long to return."
+    yield """trap 'scancel --signal=TERM "$SLURM_JOB_ID" 2> /dev/null &' TERM"""
+    if job.max_nodes > 1 and "--token-file" not in given:
+        yield ""
+        yield "# A secret that keeps others out of the run, if all nodes can read this directory."
+        yield 'if [ -z "${HOLDFAST_TOKEN:-}" ]; then'
+        yield '    token="$PWD/.holdfast-token-$SLURM_JOB_ID"'
+        yield """    trap 'rm -f "$token"' EXIT"""
+        yield f'    if (umask 077 && {python} -m holdfast token > "$token") && srun test -r "$token"; then'
+        yield '        export PET_TOKEN_FILE="$token"'
+        yield "    fi 2> /dev/null"
+        yield "fi"
+    cpus = f" --cpus-per-task={shlex.quote(settings['cpus_per_node'])}" if settings["cpus_per_node"] else ""
+    own = {f"--rdzv-id={job.run_id}": '"--rdzv-id=$run_id"'}
+    words = [own.get(word) or shlex.quote(word) for word in job.agent_command()]
+    yield ""
+    # A run of a fixed size cannot go on without one of its agents, and Slurm starts no other.
+    wait = f" --wait={_LAST_AGENTS_S}" if job.min_nodes == job.max_nodes else ""
+    yield f"srun --ntasks-per-node=1{wait}{cpus} {' '.join(words)} &"
+    yield "agents=$!"
+    yield 'wait "$agents"; code=$?'
+    yield 'while kill -0 "$agents" 2> /dev/null; do wait "$agents"; code=$?; done'
+    yield 'exit "$code"'
+
+
+# --- submit ---------------------------------------------------------------------------------------------------------
+
+
+def _refusal(text: str) -> UserError:
+    return UserError(f"Slurm refused the job: {_last_line(text) or 'sbatch did not say why'}")
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1].removeprefix("sbatch: ").removeprefix("error: ") if lines else ""
+
+
+class _Submission:
+    """One job from its submission to its end. Signals are noted in the inbox, and handled between two looks."""
+
+    def __init__(self, script: str, run_id: str) -> None:
+        self._file: BinaryIO | None = None
+        self._is_shown = True
+        self._reason, self._next_question = "", time.monotonic() + _QUEUE_LOOK_S
+        self._stopped_by: signal.Signals | None = None
+        # In a session of its own, so that Ctrl-C does not end it: it is what knows when the job is over.
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self._sbatch = subprocess.Popen(["sbatch", "--wait", "--parsable"], start_new_session=True, text=True, **pipes)
+        self._watch = os.pidfd_open(self._sbatch.pid)
+        self.job_id = self._submit(script)
+        self._path = _facts(self.job_id).get("StdOut", "")
+        log.info("submitted as Slurm job %s, run %r; its output goes to %s", self.job_id, run_id, self._path)
+
+    def _submit(self, script: str) -> str:
+        """sbatch prints the id and then waits. A controller that is down makes it try for a while."""
+        into, out = self._sbatch.stdin, self._sbatch.stdout
+        assert into is not None
+        assert out is not None
+        try:
+            into.write(script)
+            into.close()
+        except BrokenPipeError:
+            pass  # It has given up, and says why.
+        self._sbatch.stdin = None
+        while not loop.is_readable(out.fileno()) and self._sbatch.poll() is None:
+            loop.wait_readable([out.fileno(), self._watch], None)
+            if signals.inbox().has_pending and not loop.is_readable(out.fileno()):
+                self._sbatch.kill()
+                signals.inbox().raise_pending()
+        job_id: str = out.readline().strip().partition(";")[0]
+        if not job_id:
+            _, problem = self._sbatch.communicate(timeout=_ANSWER_TIMEOUT_S)
+            raise _refusal(problem)
+        return job_id
+
+    def wait(self) -> int:
+        """The job's exit code, when it has ended."""
+        box = signals.inbox()
+        while self._sbatch.poll() is None:
+            loop.wait_readable([self._watch], _LOOK_AGAIN_S)
+            if (number := box.take()) is not None and self._is_enough(number):
+                return 128 + number
+            self._show()
+            if time.monotonic() > self._next_question and self._is_over():
+                self._sbatch.kill()
+        os.close(self._watch)
+        # The job's processes may end a moment after sbatch has noticed.
+        ends = time.monotonic() + _ANSWER_TIMEOUT_S
+        while (facts := _facts(self.job_id)).get("JobState") == "COMPLETING" and time.monotonic() < ends:
+            loop.wait_readable([], _LOOK_AGAIN_S)
+            if box.has_pending and self._stopped_by is not None:
+                break
+        self._show()
+        return self._code(facts)
+
+    def _is_over(self) -> bool:
+        """Whether a job that was cancelled has ended: sbatch itself looks only every ten seconds. Of a job that has not
+        started, say why it waits."""
+        self._next_question = time.monotonic() + (_LOOK_AGAIN_S if self._stopped_by else _QUEUE_LOOK_AGAIN_S)
+        if self._stopped_by is None and self._file is not None:
+            return False
+        facts = _facts(self.job_id)
+        state, reason = facts.get("JobState", ""), facts.get("Reason", "None")
+        if state == "PENDING" and reason not in ("None", self._reason):
+            self._reason = reason
+            log.info("Slurm job %s waits in the queue: %s", self.job_id, reason)
+        return self._stopped_by is not None and state not in ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED")
+
+    def _is_enough(self, number: signal.Signals) -> bool:
+        """The first signal cancels the job, the second ends the wait for its end."""
+        if self._stopped_by is not None:
+            self._sbatch.kill()
+            return True
+        self._stopped_by, self._next_question = number, time.monotonic() + _LOOK_AGAIN_S
+        log.warning("got %s, cancelling Slurm job %s", number.name, self.job_id)
+        done = _ask("scancel", self.job_id)
+        if done.returncode:
+            log.error("cannot cancel it: %s", _last_line(done.stderr))
+        return bool(done.returncode)
+
+    def _show(self) -> None:
+        """What the job has written since the last look. Slurm makes the file when the job starts."""
+        if self._file is None:
+            try:
+                self._file = open(self._path, "rb")  # noqa: SIM115  (open until the job ends)
+            except OSError:
+                return
+        while piece := self._file.read(_PIECE_BYTES):
+            try:
+                if self._is_shown:
+                    sys.stdout.buffer.write(piece)
+                    sys.stdout.flush()
+            except BrokenPipeError:
+                self._is_shown = False  # `| head` has seen enough; the job goes on.
+
+    def _code(self, facts: Mapping[str, str]) -> int:
+        state = facts.get("JobState", "")
+        if self._file is None:
+            log.warning("the job's output file %s cannot be read from here", self._path)
+        code, _, number = facts.get("ExitCode", f"{self._sbatch.returncode}:0").partition(":")
+        if state not in ("COMPLETED", "FAILED", ""):
+            log.warning("Slurm job %s ended as %s", self.job_id, state)
+        if self._stopped_by is not None:
+            return 128 + self._stopped_by
+        if int(code) or state in ("COMPLETED", ""):
+            return int(code)
+        is_stopped = state in ("CANCELLED", "TIMEOUT", "PREEMPTED", "DEADLINE")
+        return 128 + (int(number) or signal.SIGTERM) if is_stopped else 1
+
+
+def _facts(job_id: str) -> dict[str, str]:
+    """What Slurm knows of the job, by its own names; nothing if it does not answer or has forgotten the job."""
+    try:
+        lines = _ask("scontrol", "show", "job", job_id).stdout.splitlines()
+    except HostError:
+        return {}
+    return {name: value for line in lines for name, value in re.findall(r"(\w+)=(.*?)(?=\s+\S+?=|\s*$)", line)}
+
+
+def _ask(*command: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm that answers at once."""
+    try:
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=_ANSWER_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise HostError(f"{command[0]} has not answered within {_ANSWER_TIMEOUT_S:g} s") from None
+    except OSError as error:
+        raise HostError(f"cannot start {command[0]}: {error.strerror}") from None

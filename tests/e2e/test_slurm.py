@@ -1,0 +1,444 @@
+"""On a real Slurm cluster of two nodes: agents that `srun` starts, and jobs that `holdfast submit` starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from holdfast.hosts.job import JobSpec
+from tests import slurm_cluster, support
+from tests.e2e.command import COMMAND, Ended, Holdfast, Running
+from tests.slurm_cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "slurm" / "train.sbatch"
+DOCUMENT = ROOT / "docs" / "engines.md"
+
+# Says that it is there, and with which node and round; then does what it was started for.
+WORKER = """
+import os, sys, time
+what, box = sys.argv[1], sys.argv[2]
+rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+with open(box, "w") as mailbox:
+    mailbox.write(f"{rank} {os.uname().nodename} {restarts} {os.getpid()} {os.environ['TORCHELASTIC_RUN_ID']}\\n")
+if what == "wait" or (what == "wait once" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"):
+    time.sleep(600)
+if what == "die once" and rank == "1" and restarts == "0":
+    os.kill(os.getpid(), 9)
+if what == "fail":
+    sys.exit(f"rank {rank} of {os.environ['WORLD_SIZE']} has had enough")
+print("done", rank, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with slurm_cluster.running() as running:
+        yield running
+
+
+@pytest.fixture
+def slurm(cluster: Cluster, holdfast: Holdfast, mailbox: support.Mailbox) -> Iterator[Slurm]:
+    holdfast.script(WORKER)
+    yield Slurm(cluster, holdfast, mailbox)
+    cluster.cancel_all()
+
+
+class Slurm:
+    """Commands on the first node, in the test's directory."""
+
+    def __init__(self, cluster: Cluster, holdfast: Holdfast, mailbox: support.Mailbox) -> None:
+        self.cluster, self.holdfast, self.mailbox = cluster, holdfast, mailbox
+
+    def start(self, *words: str, **variables: str) -> Running:
+        path = f"{Path(COMMAND).parent}:{os.environ['PATH']}"
+        env = {**self.cluster.variables, "PATH": path, **variables}
+        return self.holdfast.start(*words, command=self.cluster.on(0, self.holdfast.directory), env=env)
+
+    def run(self, *words: str, **variables: str) -> Ended:
+        """What Slurm ends may take a moment longer than the command."""
+        running = self.start(*words, **variables)
+        running.process.wait(60)
+        support.wait_until(lambda: not running.left(), "nothing is left")
+        return running.wait()
+
+    def submit(self, what: str, *options: str, nodes: str = "2") -> Running:
+        return self.start("holdfast", "submit", "--on", "slurm", f"--nnodes={nodes}", *options, *self.job(what))
+
+    def job(self, what: str) -> tuple[str, str, str]:
+        return ("job.py", what, str(self.mailbox))
+
+    def jobs(self) -> str:
+        """Their ids, from the names of their output files."""
+        names = [path.name for path in self.holdfast.directory.glob("slurm-*.out")]
+        assert names
+        return ",".join(name[len("slurm-") : -len(".out")] for name in names)
+
+    def workers(self, count: int = 2, deadline_s: float = support.DEADLINE_S) -> dict[int, list[str]]:
+        """What each rank has said: host, restarts, pid, run. Slurm starts a requeued job after a while only."""
+        return {int(rank): rest for rank, *rest in (line.split() for line in self.mailbox.take(count, deadline_s))}
+
+    def agents(self) -> dict[str, int]:
+        """The pid of the agent on each node."""
+        found = {}
+        for pid in support.marked(self.holdfast.mark):
+            with contextlib.suppress(psutil.Error):
+                words, environ = psutil.Process(pid).cmdline(), psutil.Process(pid).environ()
+                if "run" in words and "SLURM_NODEID" in environ and "RANK" not in environ:
+                    found[environ["SLURMD_NODENAME"]] = pid
+        return found
+
+
+def job_id_of(running: Running) -> str:
+    """As `holdfast submit` says it."""
+
+    def said() -> re.Match[str] | None:
+        return re.search(r"submitted as Slurm job (\d+)", running.so_far().err)
+
+    found = support.wait_until(said, "the job is submitted")
+    assert found is not None
+    return found[1]
+
+
+# --- srun ---------------------------------------------------------------------------------------------------------
+
+
+def test_srun_on_two_nodes_needs_no_options(slurm: Slurm) -> None:
+    ended = slurm.run("srun", "-N2", "holdfast", "run", *slurm.job("work"))
+    assert ended.code == 0, str(ended)
+    assert sorted(ended.lines) == ["done 0", "done 1"]
+    said = re.findall(r"Slurm job (\d+), step 0: node (\d) of 2, meeting at node1:(\d+)$", ended.err, re.MULTILINE)
+    assert sorted(node for _, node, _ in said) == ["0", "1"]
+    assert len({(job, port) for job, _, port in said}) == 1
+    assert {rank: host for rank, (host, *_) in slurm.workers().items()} == {0: "node1", 1: "node2"}
+
+
+def test_gpus_are_workers(slurm: Slurm) -> None:
+    ended = slurm.run("srun", "-N2", "--gpus-per-node=2", "holdfast", "run", *slurm.job("work"))
+    assert (ended.code, len(ended.lines)) == (0, 4), str(ended)
+    assert "2 workers (SLURM_GPUS_ON_NODE)" in ended.err
+    ended = slurm.run("srun", "-N2", "--gpus-per-node=2", "holdfast", "run", "--nproc-per-node=1", *slurm.job("work"))
+    assert (ended.code, len(ended.lines)) == (0, 2), str(ended)
+
+
+def test_a_worker_that_dies_is_restarted_on_all_nodes(slurm: Slurm) -> None:
+    ended = slurm.run("srun", "-N2", "holdfast", "run", "--max-restarts=1", *slurm.job("die once"))
+    assert ended.code == 0, str(ended)
+    assert "done 1" in ended.lines
+    assert [line for line in slurm.mailbox.rest() if line.startswith("1 node2 1 ")]
+
+
+def test_a_failure_has_its_exit_code(slurm: Slurm) -> None:
+    ended = slurm.run("srun", "-N2", "holdfast", "run", *slurm.job("fail"))
+    assert ended.code == 1, str(ended)
+    assert ended.err.count("has had enough") >= 1
+
+
+def test_two_steps_of_one_job_do_not_meet(slurm: Slurm) -> None:
+    script = f"""
+        #!/bin/bash
+        srun holdfast run {" ".join(slurm.job("work"))} &
+        srun holdfast run {" ".join(slurm.job("work"))} &
+        wait
+    """
+    slurm.holdfast.script(script, "two.sh", executable=True)
+    ended = slurm.run("salloc", "-N2", "--overcommit", "--exclusive", "./two.sh")
+    assert ended.code == 0, str(ended)
+    assert sorted(ended.lines) == ["done 0", "done 0", "done 1", "done 1"]
+    assert {"step 0", "step 1"} <= set(re.findall(r"step \d", ended.err))
+
+
+def test_without_srun_a_batch_script_has_one_node(slurm: Slurm) -> None:
+    ended = slurm.run(
+        "sbatch", "-N2", "--wait", "--output=out", "--wrap", f"holdfast run {' '.join(slurm.job('work'))}"
+    )
+    out = (slurm.holdfast.directory / "out").read_text()
+    assert (ended.code, out.count("done")) == (0, 1), out
+    assert "meeting at" not in out
+    ended = slurm.run("salloc", "-N2", "holdfast", "run", *slurm.job("work"))
+    assert (ended.code, ended.lines) == (0, ["done 0"]), str(ended)
+
+
+def test_several_tasks_on_a_node_are_left_alone(slurm: Slurm) -> None:
+    ended = slurm.run("srun", "-N2", "--ntasks-per-node=2", "holdfast", "run", *slurm.job("work"))
+    assert (ended.code, ended.lines) == (0, ["done 0"] * 4), str(ended)
+    [line] = [line for line in ended.own if "each runs by itself" in line]
+    assert "has 4 tasks on 2 nodes" in line
+    assert "--ntasks-per-node=1" in line
+
+
+def test_contradicting_variables_are_refused(slurm: Slurm) -> None:
+    ended = slurm.run("srun", "-N2", "env", "SLURM_STEP_NUM_NODES=3", "holdfast", "run", *slurm.job("work"))
+    assert ended.code == 2, str(ended)
+    assert "contradict each other: SLURM_STEP_NUM_NODES=3, but SLURM_STEP_NODELIST=node[1-2] has 2" in ended.err
+    assert slurm.mailbox.rest() == []
+
+
+def test_a_node_that_dies_leaves_an_elastic_run(slurm: Slurm) -> None:
+    """srun ends with the worst of its tasks' exit codes; here that is the killed agent's."""
+    step = slurm.start("srun", "-N2", "holdfast", "run", "--nnodes=1:2", "--last-call=1", *slurm.job("wait"))
+    before = slurm.workers()
+    agents = slurm.agents()
+    os.kill(agents["node2"], signal.SIGKILL)
+    after = slurm.workers(1)
+    assert after[0][0] == "node1"
+    assert not support.survivors(int(pid) for _, _, pid, _ in before.values())
+    slurm.cluster.cancel_all()
+    assert step.wait().code in (137, 143)
+
+
+def test_a_step_whose_agent_was_killed_can_end(slurm: Slurm) -> None:
+    """A run of a fixed size cannot go on without a node; srun --wait ends the others."""
+    step = slurm.start("srun", "-N2", "--wait=1", "holdfast", "run", *slurm.job("wait"))
+    slurm.workers()
+    os.kill(slurm.agents()["node2"], signal.SIGKILL)
+    assert step.wait().code == 137
+
+
+def test_mpirun_within_a_job(slurm: Slurm) -> None:
+    """Its daemons are a step of srun, whose variables its tasks see, too."""
+    support.need_tool("mpirun.openmpi")
+    mpirun = ("mpirun.openmpi", "--allow-run-as-root", "--map-by", "ppr:1:node", "-np", "2")
+    ended = slurm.run("salloc", "-N2", *mpirun, "holdfast", "run", *slurm.job("work"))
+    assert ended.code == 0, str(ended)
+    assert sorted(ended.lines) == ["done 0", "done 1"]
+    assert len(re.findall(r"mpirun of 2 tasks: node \d of 2, meeting at 10\.77\.0\.1:\d+", ended.err)) == 2
+
+
+# --- submit -------------------------------------------------------------------------------------------------------
+
+
+def test_submit_shows_the_output_and_ends_with_the_job(slurm: Slurm) -> None:
+    ended = slurm.submit("work").wait()
+    assert ended.code == 0, str(ended)
+    assert sorted(line for line in ended.lines if line.startswith("done")) == ["done 0", "done 1"]
+    assert "no token" not in ended.out
+    assert [path.name for path in slurm.holdfast.directory.glob(".holdfast-token*")] == []
+
+
+def test_submit_has_the_exit_code_of_the_job(slurm: Slurm) -> None:
+    ended = slurm.submit("fail").wait()
+    assert ended.code == 1, str(ended)
+    assert "has had enough" in ended.out
+
+
+def test_the_agents_have_a_token_in_a_private_file(slurm: Slurm) -> None:
+    running = slurm.submit("wait")
+    slurm.workers()
+    [token] = slurm.holdfast.directory.glob(".holdfast-token*")
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert len(token.read_text().strip()) == 64
+    for pid in slurm.agents().values():
+        assert psutil.Process(pid).environ()["PET_TOKEN_FILE"] == str(token)
+    slurm.cluster.ask("scancel", job_id_of(running))
+    assert running.wait().code == 143
+    assert not token.exists()
+
+
+def test_scancel_stops_with_grace_and_nothing_is_left(slurm: Slurm) -> None:
+    running = slurm.submit("wait", "--grace-period=5s")
+    workers = slurm.workers()
+    job_id = job_id_of(running)
+    slurm.cluster.ask("scancel", job_id)
+    ended = running.wait()
+    assert ended.code == 143, str(ended)
+    assert f"Slurm job {job_id} ended as CANCELLED" in ended.err
+    assert ended.out.count("stopped by SIGTERM") == 2
+    assert not support.survivors(int(pid) for _, _, pid, _ in workers.values())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_submit_cancels_the_job(slurm: Slurm, number: signal.Signals) -> None:
+    running = slurm.submit("wait")
+    slurm.workers()
+    job_id = job_id_of(running)
+    running.send(number)
+    ended = running.wait()
+    assert ended.code == 128 + number, str(ended)
+    assert f"got {number.name}, cancelling Slurm job {job_id}" in ended.err
+    assert slurm.cluster.facts(job_id)["JobState"] == "CANCELLED"
+
+
+def test_a_job_that_waits_in_the_queue_is_cancelled_too(slurm: Slurm) -> None:
+    running = slurm.submit("work", "--sbatch=--hold")
+    job_id = job_id_of(running)
+    running.send(signal.SIGINT)
+    assert running.wait().code == 130
+    assert slurm.cluster.facts(job_id)["JobState"] == "CANCELLED"
+    assert slurm.mailbox.rest() == []
+
+
+def test_detach_prints_the_id_of_the_job(slurm: Slurm) -> None:
+    ended = slurm.start("holdfast", "submit", "--on", "slurm", "--detach", "--nnodes=2", *slurm.job("wait"))
+    code = ended.process.wait(60)
+    [job_id] = ended.so_far().lines
+    assert code == 0
+    assert slurm.cluster.await_state(job_id, "RUNNING")["NumNodes"] == "2"
+    slurm.workers()
+
+
+def test_options_of_slurm_arrive(slurm: Slurm) -> None:
+    options = ("--partition=main", "--time=7", "--gpus-per-node=2", "--cpus-per-node=2", "--output=my %x.out")
+    ended = slurm.submit("work", *options, "--sbatch=--comment=two\\ words --qos=normal").wait()
+    assert ended.code == 0, str(ended)
+    assert ended.out.count("done") == 4
+    assert (slurm.holdfast.directory / "my job.py.out").is_file()
+    job_id = re.findall(r"Slurm job (\d+), run", ended.err)[0]
+    assert slurm.cluster.facts(job_id)["TimeLimit"] == "00:07:00"
+
+
+def test_an_elastic_job_takes_what_there_is(slurm: Slurm) -> None:
+    """Three nodes would be welcome, two are there. A step of two nodes is a run of two at most."""
+    ended = slurm.submit("work", nodes="1:3").wait()
+    assert ended.code == 0, str(ended)
+    assert ended.out.count("done") == 2
+
+
+def test_a_job_that_cannot_start_says_why(slurm: Slurm) -> None:
+    running = slurm.submit("work", nodes="3")
+    line = "waits in the queue: PartitionNodeLimit"
+    support.wait_until(lambda: line in running.so_far().err, "the reason")
+    running.send(signal.SIGINT)
+    assert running.wait().code == 130
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--partition=nowhere",), "Slurm refused the job: Batch job submission failed: Invalid partition name"),
+        (("--time=soon",), "Slurm refused the job: Invalid --time specification"),
+        (("--detach", "--partition=nowhere"), "Slurm refused the job: Batch job submission failed: Invalid partition"),
+        (("--sbatch=qos high",), "--sbatch: write options with an equals sign, as in --qos=high; 'qos' is none"),
+        (("--sbatch='x",), "--sbatch \"'x\" cannot be split into words: No closing quotation"),
+        (("--rdzv-endpoint=h:1",), "--rdzv-endpoint: on Slurm it needs --rdzv-backend tcp or etcd"),
+        (("--node-rank=1",), "--node-rank: slurm decides that itself; leave the option out"),
+    ],
+)  # fmt: skip
+def test_what_slurm_or_we_refuse_is_one_line(slurm: Slurm, options: tuple[str, ...], line: str) -> None:
+    ended = slurm.submit("work", *options).wait()
+    assert ended.code == 2, str(ended)
+    assert ended.err.startswith(f"holdfast submit: error: {line}")
+    assert ended.err.count("\n") == 1
+    assert ended.out == ""
+
+
+def test_a_controller_that_is_down_is_one_line(slurm: Slurm) -> None:
+    nowhere = slurm.holdfast.directory / "slurm.conf"
+    text = Path(slurm.cluster.variables["SLURM_CONF"]).read_text()
+    nowhere.write_text(f"{text}\nSlurmctldPort={support.free_port()}\nMessageTimeout=1\n")
+    words = ("holdfast", "submit", "--on", "slurm", *slurm.job("work"))
+    ended = slurm.run(*words, SLURM_CONF=str(nowhere))
+    assert ended.code == 2, str(ended)
+    assert "Slurm refused the job: Batch job submission failed: Unable to contact slurm controller" in ended.last
+
+
+def test_a_host_without_slurm_is_one_line(holdfast: Holdfast) -> None:
+    holdfast.script("pass")
+    ended = holdfast.run("--on=slurm", "job.py", command=(COMMAND, "submit"), env={"PATH": "/nowhere"})
+    assert ended.code == 1
+    assert ended.err == (
+        "holdfast submit: error: sbatch was not found: this host has no commands of Slurm, or they are not on PATH\n"
+    )
+
+
+def test_the_rendered_script_is_what_runs(slurm: Slurm) -> None:
+    rendered = slurm.run("holdfast", "render", "slurm", "--nnodes=2", "--rdzv-id=it's job7", *slurm.job("work"))
+    assert (rendered.code, rendered.err) == (0, "")
+    script = slurm.holdfast.directory / "job.sbatch"
+    script.write_text(rendered.out)
+    subprocess.run(["bash", "-n", script], check=True)
+    ended = slurm.run("sbatch", "--wait", script.name)
+    [out] = slurm.holdfast.directory.glob("slurm-*.out")
+    assert ended.code == 0, out.read_text()
+    assert out.read_text().count("done") == 2
+
+
+# --- requeue ------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_goes_on_in_the_queue_when_its_time_is_over(slurm: Slurm) -> None:
+    words = ("sbatch", "--parsable", "--output=out", str(EXAMPLE), *slurm.job("wait once"))
+    job_id = slurm.start(*words)
+    job_id.process.wait(60)
+    [job] = job_id.so_far().lines
+    slurm.workers()
+    slurm.cluster.ask("scancel", "--signal=USR1", "--batch", job)
+    slurm.workers(deadline_s=90)
+    slurm.cluster.await_state(job, "COMPLETED")
+    out = (slurm.holdfast.directory / "out").read_text()
+    assert out.count("stopped by SIGTERM") == 2
+    assert out.count("done") == 2
+    assert list(slurm.holdfast.directory.glob(".holdfast-token*")) == []
+
+
+@pytest.mark.parametrize(("what", "state", "code"), [("fail", "FAILED", "93:0"), ("wait", "CANCELLED", "")])
+def test_the_example_does_not_go_on_after_a_failure_or_a_cancel(slurm: Slurm, what: str, state: str, code: str) -> None:
+    words = ("sbatch", "--parsable", "--output=out", str(EXAMPLE), *slurm.job(what))
+    started = slurm.start(*words)
+    started.process.wait(60)
+    [job] = started.so_far().lines
+    slurm.workers()
+    if what == "wait":
+        slurm.cluster.ask("scancel", job)
+    facts = slurm.cluster.await_state(job, state)
+    assert facts["Restarts"] == "0"
+    assert facts["ExitCode"].startswith(code)
+
+
+def test_a_requeued_job_is_a_new_run(slurm: Slurm) -> None:
+    submitted = slurm.start(
+        "holdfast", "submit", "--on=slurm", "--detach", "--nnodes=2", "--rdzv-id=job7", "--sbatch=--requeue",
+        "--output=out", *slurm.job("wait once"),
+    )  # fmt: skip
+    submitted.process.wait(60)
+    [job] = submitted.so_far().lines
+    assert {run_id for *_, run_id in slurm.workers().values()} == {"job7"}
+    slurm.cluster.ask("scontrol", "requeue", job)
+    assert {run_id for *_, run_id in slurm.workers(deadline_s=90).values()} == {"job7-requeue1"}
+    slurm.cluster.await_state(job, "COMPLETED")
+
+
+# --- the document -------------------------------------------------------------------------------------------------
+
+
+def fences(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_commands_of_the_document_run(slurm: Slurm) -> None:
+    """Those that only submit a job have succeeded when the job has."""
+    commands = [line for block in fences("sh") for line in block.splitlines() if "slurm" in line or "--nodes 2" in line]
+    assert len(commands) == 8
+    slurm.holdfast.script("print('trained')", "train.py")
+    (slurm.holdfast.directory / "examples").symlink_to(EXAMPLE.parents[1])
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    for command in commands:
+        ended = slurm.run("bash", "-c", command, **root)
+        assert ended.code == 0, f"{command}\n{ended}"
+    support.wait_until(lambda: not slurm.cluster.ask("squeue", "--noheader"), "all jobs have ended", 60)
+    states = slurm.cluster.ask("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={slurm.jobs()}").split()
+    assert set(states) == {"COMPLETED"}
+
+
+def test_the_python_of_the_document_runs() -> None:
+    [source] = fences("python")
+    names: dict[str, Any] = {}
+    exec(source, names)
+    text = names["MyCluster"]().render(JobSpec((), ("x.py",), "job7", 2, 2), {"queue": "night"})
+    assert text.startswith("#QUEUE night 2\npython3 -m holdfast run --nnodes=2 ")
+
+
+def test_this_python_is_the_one_of_the_job(slurm: Slurm) -> None:
+    rendered = slurm.run("holdfast", "render", "slurm", *slurm.job("work"))
+    assert f"{Path(sys.executable).parent}/python" in rendered.out
+    assert f"#SBATCH --chdir={slurm.holdfast.directory}" in rendered.out
