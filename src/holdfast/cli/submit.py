@@ -113,14 +113,19 @@ def get_render_parser() -> PlainParser:
 def get_parser(command: str) -> PlainParser:
     """For `--help` and docs/cli.md: it reads no command line."""
     parser = PlainParser(f"holdfast {command}", _DESCRIPTIONS[command], _EPILOG, _USAGES[command])
-    rows = [(_ON, ""), (_DETACH, "")] if command == "submit" else []
-    rows += [(row, f"{kind.name}: ") for kind in engines.kinds() if kind.can(command) for row in kind.options]
-    for row, whose in rows:
+    rows: dict[str, tuple[EngineOption, list[str]]] = {}
+    own = [("", (_ON, _DETACH))] if command == "submit" else []
+    engine_rows = [(f"{kind.name}: ", kind.options) for kind in engines.kinds() if kind.can(command)]
+    for whose, options in (*own, *engine_rows):
+        for row in options:  # Several engines may have an option of the same name.
+            default = _own_option(row).default_text
+            note = f" (default: {default})" if default else ""
+            rows.setdefault(_own_option(row).name, (row, []))[1].append(f"{whose}{row.help}{note}")
+    for row, texts in rows.values():
         option = _own_option(row)
-        note = f" (default: {option.default_text})" if option.default_text else ""
         kwargs: dict[str, Any] = {} if option.is_flag else {"metavar": row.invocation.split()[-1]}
         action = "store_true" if option.is_flag else "store"
-        parser.add_argument(*option.flags, action=action, help=f"{whose}{row.help}{note}".replace("%", "%%"), **kwargs)
+        parser.add_argument(*option.flags, action=action, help="; ".join(texts).replace("%", "%%"), **kwargs)
     return parser
 
 
