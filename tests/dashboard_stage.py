@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from holdfast import loop
 from holdfast.cli.dashboard import server
 from holdfast.cli.dashboard.access import Access
 from holdfast.cli.dashboard.watch import Watch
@@ -106,18 +107,15 @@ class Stage:
         sock = socket.create_server(("127.0.0.1", self.port))
         self.port = sock.getsockname()[1]
         self.dashboard = server.Dashboard(self.guard, may_stop=self._may_stop, facts=server.facts_of(300.0))
-        self.watch = Watch(lambda: self.run, self.dashboard.publish, lambda: None, may_read_files=False)
+        self.watch = Watch(self.run, lambda: self.run, self.dashboard.publish, lambda: None, may_read_files=False)
         self.dashboard.watch = self.watch
         self._web = server.server_for(self.dashboard.app())
-        self._thread = threading.Thread(target=self.dashboard.serve, args=(self._web, sock), daemon=True)
+        self._thread = threading.Thread(target=self.dashboard.serve, args=(self._web, sock, loop.Wakeup()), daemon=True)
         self._thread.start()
         self.watch.start()
 
-    def end(self, goodbye: str = "") -> None:
+    def end(self) -> None:
         self.watch.close()
-        if goodbye:
-            self.dashboard.say_goodbye(goodbye)
-            time.sleep(0.2)
         self._web.should_exit = True
         self._thread.join(10)
 

@@ -30,7 +30,7 @@ DEFAULT_ADDRESS = "127.0.0.1:0"
 
 _BACKLOG = 128
 _EVERY_ADDRESS = ("0.0.0.0", "::")
-_LAST_WORDS_S = 1.0
+_LAST_WORDS_S = 3.0
 
 _EPILOG = """\
 The page shows the nodes and workers of the run, its rounds and what ended each, live logs, stacks and the failure
@@ -70,7 +70,10 @@ def main(argv: Sequence[str]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-    return status.shown(PROGRAM, lambda: _serve(args))
+    code = status.shown(PROGRAM, lambda: _serve(args))
+    if args.agent is not None:
+        os._exit(code)  # A thread may wait for an agent that does not answer.
+    return code
 
 
 def _serve(args: argparse.Namespace) -> str:
@@ -92,22 +95,23 @@ def _serve(args: argparse.Namespace) -> str:
         shown = os.uname().nodename if name in _EVERY_ADDRESS else host
         guard = Access.fresh([os.uname().nodename, host])
         dashboard = server.Dashboard(guard, may_stop=token is not None, facts=server.facts_of(args.linger))
-        ended = loop.Wakeup()
+        ended, down = loop.Wakeup(), loop.Wakeup()
+        run = open_run(args)
+        args.run = run.name  # Others may come to this host later.
         dashboard.watch = watch = Watch(
-            lambda: open_run(args), dashboard.publish, ended.wake, may_read_files=not args.all_users
+            run, lambda: open_run(args), dashboard.publish, ended.wake, may_read_files=not args.all_users
         )
         web = server.server_for(dashboard.app())
-        thread = threading.Thread(target=dashboard.serve, args=(web, sock), name="holdfast-web", daemon=True)
+        thread = threading.Thread(target=dashboard.serve, args=(web, sock, down), name="holdfast-web", daemon=True)
         with signals.deferred() as box:
             thread.start()
             watch.start()
-            _announce(args, watch.name, f"http://{endpoints.endpoint_text(shown, number)}/?key={guard.key}")
-            goodbye = _wait(ended, args.linger)
+            _announce(args, run.name, f"http://{endpoints.endpoint_text(shown, number)}/?key={guard.key}")
+            goodbye = _wait(ended, down, args.linger)
             watch.close()
             dashboard.say_goodbye(goodbye)
-            thread.join(_LAST_WORDS_S)
             web.should_exit = True
-            thread.join(2 * _LAST_WORDS_S)
+            thread.join(_LAST_WORDS_S)
             box.raise_pending()
     return f"{watch.ending} {goodbye}\n" if args.agent is None else ""
 
@@ -151,11 +155,13 @@ def _announce(args: argparse.Namespace, name: str, url: str) -> None:
     os.chdir("/")
 
 
-def _wait(ended: loop.Wakeup, linger_s: float) -> str:
+def _wait(ended: loop.Wakeup, down: loop.Wakeup, linger_s: float) -> str:
     """Until a signal comes, or the time after the end of the run is over. Returns what to tell the pages."""
     until: float | None = None
     while not signals.inbox().has_pending:
-        loop.wait_readable([ended.fileno()], None if until is None else until - time.monotonic())
+        loop.wait_readable([ended.fileno(), down.fileno()], None if until is None else until - time.monotonic())
+        if loop.is_readable(down.fileno()):
+            raise HostError("the web server has ended (please report)")
         if loop.is_readable(ended.fileno()):
             ended.clear()
             until = time.monotonic() + linger_s

@@ -33,6 +33,7 @@ _MOST_WORKERS_OF_A_NODE = 1024
 _MOST_ROUNDS = 200
 _TEXT_LIMIT = 400
 _FRESH_S = 5.0
+_POINT_EVERY_S = 0.9  # The run is asked once a second.
 
 
 @frozen
@@ -311,7 +312,7 @@ class Series:
 
     def __init__(self, most: int = 480) -> None:
         self.points: list[list[float | None]] = []
-        self._most, self._step_s = most, 0.0
+        self._most, self._step_s = most, _POINT_EVERY_S
 
     def add(self, known: Known, totals: Mapping[str, Any], at_s: float) -> list[float | None] | None:
         """Time, the step of the slowest and of the fastest worker, and the goodput. None if it is not the time yet."""
@@ -328,5 +329,5 @@ class Series:
         self.points.append(point)
         if len(self.points) > self._most:
             self.points = self.points[::2]
-            self._step_s = max(1.0, 2 * self._step_s)
+            self._step_s *= 2
         return point

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ from holdfast.cli.dashboard.follow import Follower
 from holdfast.cli.dashboard.picture import Picture, difference
 from holdfast.cli.dashboard.watch import Watch
 from holdfast.errors import HoldfastError, UserError
+from holdfast.loop import Wakeup
 from holdfast.rendezvous.coordinator.limits import Bucket
 
 logger = logging.getLogger(__name__)
@@ -322,11 +324,14 @@ class Dashboard:
 
     # The server.
 
-    def serve(self, server: uvicorn.Server, sock: Any) -> None:
-        """Until `server.should_exit`. In a thread that is not the main one, so signals are left alone."""
-        with asyncio.Runner() as runner:
-            self._loop = runner.get_loop()
-            runner.run(server.serve(sockets=[sock]))
+    def serve(self, server: uvicorn.Server, sock: socket.socket, down: Wakeup) -> None:
+        """Until `server.should_exit`; then it wakes. In any thread but the main one, so signals are left alone."""
+        try:
+            with asyncio.Runner() as runner:
+                self._loop = runner.get_loop()
+                runner.run(server.serve(sockets=[sock]))
+        finally:
+            down.wake()
 
 
 def server_for(app: ASGIApp) -> uvicorn.Server:

@@ -41,7 +41,7 @@ View = LocalRun | RemoteRun
 _ASK_EVERY_S = 1.0
 _AGENTS_A_SECOND = 16  # A coordinator passes on fifty, for all that ask.
 _KEEP_ALIVE_S = 20.0  # A coordinator hangs up on a client that says nothing for a minute.
-_CONNECT_AGAIN_S = 5.0
+_CONNECT_AGAIN_S = 2.0
 _UNREACHABLE_S = 120.0  # A coordinator that is replaced is back by then; else the run has probably ended.
 _SILENT_FOR_S = 30.0  # An agent that does not answer is not asked again for that long.
 
@@ -72,6 +72,7 @@ class Watch:
 
     def __init__(
         self,
+        view: View,
         open_view: Callable[[], View],
         publish: Callable[[Picture, list[float | None] | None], None],
         on_end: Callable[[], None],
@@ -80,7 +81,6 @@ class Watch:
     ) -> None:
         self._open, self._publish, self._on_end = open_view, publish, on_end
         self._may_read_files = may_read_files
-        view = open_view()  # Here, so that a run that is not found is an error at once.
         self.name = view.name
         self._of_status, self._of_agents = Asker(open_view, view), Asker(open_view)
         self._of_logs, self._of_actions = Asker(open_view), Asker(open_view)
@@ -223,7 +223,7 @@ class Watch:
                 self._asked_at[name] = time.monotonic()
                 try:
                     self._note_agent(name, _object(self._of_agents(_status_of(name))), "")
-                except HoldfastError as error:
+                except Exception as error:  # Also of an answer that makes no sense.
                     self._asked_at[name] = time.monotonic() + _SILENT_FOR_S
                     self._note_agent(name, None, str(error))
             self._is_closed.wait(_ASK_EVERY_S)
@@ -233,7 +233,7 @@ class Watch:
         known, now = self._known, time.monotonic()
         nodes = [text_of(node, "node_id") for node in dicts_of(known.status, "nodes")] if known.status else []
         here = {name for name, told in known.agents.items() if told.is_here}
-        self._asked_at = {name: at for name, at in self._asked_at.items() if name in nodes}
+        self._asked_at = {name: at for name, at in [*self._asked_at.items()] if name in nodes}
         due = [name for name in nodes if name not in here and self._asked_at.get(name, 0.0) <= now]
         return sorted(due, key=lambda name: self._asked_at.get(name, 0.0))
 
@@ -268,6 +268,7 @@ class Watch:
                 run = self._open()  # Others of the run may have come to this host meanwhile.
             except HoldfastError:
                 break
+            self._is_closed.wait(_CONNECT_AGAIN_S)  # Or it is the same one, on its way out.
         self._end(word)
 
     def _await_outcome(self) -> None:

@@ -47,15 +47,18 @@ function connect() {
   on("change", (data) => timed("update", () => take(data)));
   on("log", takeLog);
   on("beat", () => {});
-  on("bye", (data) => {
-    isOver = true;
-    source.close();
-    clearTimeout(watchdog);
-    link("over", "ended");
-    show(byId("note"), data.text);
-    drawStop();
-  });
+  on("bye", (data) => leave(data.text));
   source.onerror = () => lost();
+}
+
+// What is on the page stays; nothing new will come.
+function leave(text) {
+  isOver = true;
+  source.close();
+  clearTimeout(watchdog);
+  link("over", "ended");
+  show(byId("note"), text);
+  drawStop();
 }
 
 // A server that says nothing for three beats is as good as gone.
@@ -72,7 +75,15 @@ function lost() {
   source.close();
   link("lost", "connection lost, trying again");
   clearTimeout(watchdog);
-  watchdog = setTimeout(connect, RETRY_MS);
+  watchdog = setTimeout(reconnect, RETRY_MS);
+}
+
+// Another dashboard may be at that address by now, with another key.
+async function reconnect() {
+  const answer = await fetch("/icon.svg").catch(() => null);
+  if (answer?.status === 403) leave("The dashboard of this page has ended. Another one has another URL.");
+  else if (answer) connect();
+  else lost();
 }
 
 function link(state, text) {
