@@ -343,7 +343,7 @@ class _Run:
             self._addresses[node_id] = each["NodeManagerAddress"]
             self._resources[node_id] = each["Resources"].get("GPU", 0.0)
             nodes.append(Node(node_id, self._name_of(node_id, each), self._lacking(each["Resources"])))
-        return NodesSeen(tuple(nodes))
+        return NodesSeen(tuple(sorted(nodes, key=lambda node: node.name)))  # Ray has no order of its own.
 
     def _name_of(self, node_id: str, node: Mapping[str, Any]) -> str:
         """Ray's own: the address, unless the node was started with --node-name."""
