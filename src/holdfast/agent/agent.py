@@ -65,9 +65,6 @@ _IN_ROUND = (lifecycle.Phase.STARTING, lifecycle.Phase.RUNNING, lifecycle.Phase.
 # For how long a node that has reported a hang keeps its workers, so that every node can take stacks.
 _OTHERS_LOOK_S = 2.0
 
-# In this time a signal that is sent to all nodes has reached each of them.
-_OTHERS_HEAR_S = 1.0
-
 
 class ElasticAgent(abc.ABC):
     """Owns the workers of one node."""
@@ -231,19 +228,12 @@ class SimpleElasticAgent(ElasticAgent):
                     _call(self._shutdown, timeout=self._shutdown_timeout)
 
     def _leave(self, death_sig: signal.Signals) -> None:
-        """This node goes; the run goes on without it. The others hear of it before the workers are stopped. But if they
-        are sent the signal, too, they hear of it later: their workers are to get that signal, and not SIGTERM because
-        of this node."""
+        """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
         self._is_stopping = True
         self._publisher.publish()
-        is_for_others = signals.inbox().is_for_all_nodes and (self._worker_group.group_world_size or 1) > 1
-        if self._coordination is not None and not is_for_others:
+        if self._coordination is not None:
             self._coordination.leaving()
-        began = time.monotonic()
         _call(self._shutdown, death_sig, timeout=self._shutdown_timeout)
-        if self._coordination is not None and is_for_others:
-            loop.wait_readable([], began + _OTHERS_HEAR_S - time.monotonic(), new_signals_only=True)
-            self._coordination.leaving()
         if self._coordination is not None and not _call(self._unkillable):
             self._coordination.left()
 

@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
 
-from holdfast import escape, loop
+from holdfast import escape, loop, signals
 from holdfast.errors import HostError, UserError
 from holdfast.rendezvous import api, endpoints
 from holdfast.rendezvous.client.handshake import Target
@@ -34,6 +34,7 @@ from holdfast.rendezvous.options import Options, warn_without_token
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 29400
+_OTHERS_HEAR_S = 1.0  # In this time a signal that is sent to all nodes has reached each of them.
 _LONGEST_GRACE_S = 86400.0  # That the coordinator is told of; the agent itself takes what the user gave.
 
 
@@ -67,6 +68,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._held = endpoints.HeldPort()
         self._held_at = ""
         self._last_round = 0
+        self._leaving_at: float | None = None
         self._lease_until: float | None = None
         self._lease_sink: Callable[[float | None], None] = lambda until: None
         self._stuck_for_s: Callable[[], float] = lambda: 0.0
@@ -194,9 +196,17 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._post(protocol.Succeeded(round))
 
     def leaving(self) -> None:
-        self._post(protocol.Leaving())
+        """The others stop their workers with SIGTERM because of it. If they are sent the same signal as this node, they
+        hear of it later, so that their workers get that signal."""
+        if signals.inbox().is_for_all_nodes:
+            self._leaving_at = time.monotonic() + _OTHERS_HEAR_S
+        else:
+            self._post(protocol.Leaving())
 
     def left(self) -> None:
+        if self._leaving_at is not None:
+            loop.wait_readable([], self._leaving_at - time.monotonic(), new_signals_only=True)
+            self._post(protocol.Leaving())
         self._post(protocol.Left())
         if self._client is not None:
             self._client.stop()
