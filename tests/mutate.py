@@ -54,6 +54,7 @@ TESTS = {
     ),
     "rendezvous/membership/node_lease.py": ("tests/unit/test_node_lease.py", "tests/unit/test_node.py"),
     "rendezvous/membership/restart_policy.py": ("tests/unit/test_restart_policy.py",),
+    "telemetry/history.py": ("tests/unit/test_history.py",),
     "timer/table.py": ("tests/unit/test_timer_table.py", "tests/properties/test_timer_table.py"),
 }
 

@@ -21,6 +21,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.rendezvous.coordinator import monitoring
+from holdfast.testing.etcd_server import EtcdServer
 from tests import nodes, support
 from tests.coordinators import coordinator
 from tests.nodes import Scene
@@ -164,6 +165,18 @@ def await_lines(port: int, count: int) -> None:
         return False
 
     support.wait_until(find, f"{count} lines")
+
+
+def test_on_etcd_the_elected_coordinator_serves_them(tmp_path: Path, etcd: EtcdServer) -> None:
+    port = support.free_port()
+    home, mark = tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK]
+    with nodes.scene(home, mark, etcd=etcd.get_endpoint()) as scene:
+        for name in "ab":
+            scene.start(name, "2", "--http", str(port))
+        scene.await_world(2)
+        assert value(port, "holdfast_run_nodes", run_id=scene.run_id) == 2
+        scene.order("exit 0")
+        assert scene.ended() == {"a": 0, "b": 0}
 
 
 def test_a_port_that_is_taken_is_one_warning(scene: Scene) -> None:

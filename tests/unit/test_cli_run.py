@@ -345,7 +345,7 @@ BAD_INPUT = [
     ("--http=x", "--http: 'x' is not HOST:PORT or PORT (0 to 65535; 0 is any free one)"),
     ("--http=node1:70000", "--http: 'node1:70000' is not HOST:PORT or PORT (0 to 65535; 0 is any free one)"),
     ("--http=a/b:1", "--http: 'a/b:1': 'a/b' is not a host name or an IP address"),
-    ("--http=::1", "--http ::1: write an IPv6 address in brackets, as in [::1]:9400"),
+    ("--http=::1", "--http: '::1': write an IPv6 address in brackets, as in [::1]:9400"),
     ("--nproc-per-node=0", "--nproc-per-node 0: at least one worker is needed"),
     ("--nproc-per-node=-2", "--nproc-per-node -2: at least one worker is needed"),
     (

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 
 import pytest
 
-from holdfast.errors import HoldfastError, HostError
+from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.endpoints import (
     HeldPort,
     bind_port,
+    parse_http_address,
     parse_rendezvous_config,
     parse_rendezvous_endpoint,
     try_parse_port,
@@ -47,6 +49,29 @@ from holdfast.rendezvous.endpoints import (
 )
 def test_endpoint(endpoint: str | None, expected: tuple[str, int]) -> None:
     assert parse_rendezvous_endpoint(endpoint, 77) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("9400", ("127.0.0.1", 9400)),
+        (" :9400 ", ("127.0.0.1", 9400)),
+        ("0", ("127.0.0.1", 0)),
+        ("node1:9400", ("node1", 9400)),
+        ("[::1]:9400", ("::1", 9400)),
+        ("0.0.0.0:9400", ("0.0.0.0", 9400)),
+    ],
+)
+def test_http_address(text: str, expected: tuple[str, int]) -> None:
+    assert parse_http_address(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "node1", "node1:", "node1:x", "1:65536", "::1", "::1:9400", "a/b:1", "a..b:1"]
+)
+def test_bad_http_address(text: str) -> None:
+    with pytest.raises(UserError, match=re.escape(repr(text))):
+        parse_http_address(text)
 
 
 def test_a_name_that_does_not_resolve() -> None:

@@ -49,8 +49,10 @@ SECOND = (begin(2, 55.0), run(60.0))
 Row = tuple[tuple[Change, ...], float, list[tuple[float, float, str | None]], tuple[float, float, float]]
 TABLE: dict[str, Row] = {
     "nothing has happened": ((), 5.0, [], (0.0, 0.0, 5.0)),
+    "not even time": ((), 0.0, [], (0.0, 0.0, 0.0)),
     "the first round starts: that loses nothing": ((begin(1, 10.0),), 11.0, [(0.0, 0.0, None)], (0.0, 0.0, 11.0)),
     "it runs": (FIRST, 32.0, [(20.0, 0.0, None)], (20.0, 0.0, 32.0)),
+    "it begins to run once": ((*FIRST, run(20.0)), 32.0, [(20.0, 0.0, None)], (20.0, 0.0, 32.0)),
     "it failed": ((*FIRST, stop("failed", 50.0)), 53.0, [(38.0, 3.0, "failed")], (38.0, 3.0, 53.0)),
     "the next one starts": (
         (*FIRST, stop("failed", 50.0), begin(2, 55.0)), 57.0,
@@ -77,6 +79,10 @@ TABLE: dict[str, Row] = {
     "the last progress is known later": (
         (*FIRST, stop("failed", 50.0), amend("node lost", 8.0), *SECOND), 60.0,
         [(38.0, 18.0, "node lost"), (0.0, 0.0, None)], (30.0, 18.0, 60.0),
+    ),
+    "also of a later round": (
+        (*FIRST, stop("failed", 50.0), *SECOND, stop("failed", 90.0), amend("hung", 5.0)), 91.0,
+        [(38.0, 10.0, "failed"), (30.0, 6.0, "hung")], (63.0, 16.0, 91.0),
     ),
     "only the first stop counts": (
         (*FIRST, stop("failed", 50.0), stop("closed", 52.0)), 53.0, [(38.0, 3.0, "failed")], (38.0, 3.0, 53.0)
@@ -115,7 +121,7 @@ def test_times(name: str) -> None:
     shown = told_of(changes, now).to_dict(now)
     assert [(each["ran_s"], each["lost_s"], each["end"]) for each in shown["rounds"]] == rounds
     assert (shown["productive_s"], shown["lost_s"], shown["wall_s"]) == sums
-    assert shown["goodput"] == round(sums[0] / sums[2], 4)
+    assert shown["goodput"] == (round(sums[0] / sums[2], 4) if sums[2] else 0.0)
 
 
 def test_the_json_form() -> None:
@@ -145,12 +151,12 @@ def test_the_json_form() -> None:
 def test_it_is_bounded_and_sums_stay_right() -> None:
     told, now = History(), 0.0
     for round in range(1, 301):
-        told = told.begin_round(round, 1, 1, now).run(now + 1).stop("failed", "x" * 1000, now + 3)
-        now += 4.0
+        told = told.begin_round(round, 1, 1, now).run(now + 1).stop("failed", "x" * 1000, now + 4)
+        now += 5.0
     shown = told.to_dict(now)
     assert (len(shown["rounds"]), shown["round_count"], shown["rounds"][0]["round"]) == (64, 300, 237)
-    # Each runs for 2 s and loses 2 s, but the last one, which is not followed by another yet, 1 s.
-    assert (shown["productive_s"], shown["lost_s"], shown["restarts"]["failure"]) == (600.0, 599.0, 299)
+    # Each runs for 3 s and loses 2 s, but the last one, which is not followed by another yet, 1 s.
+    assert (shown["productive_s"], shown["lost_s"], shown["restarts"]["failure"]) == (900.0, 599.0, 299)
     assert len(json.dumps(shown)) < 64 * 400
     told.check(now)
 
@@ -256,7 +262,7 @@ def test_a_coordinator_that_took_over_begins_anew() -> None:
         (told_of(FIRST, 50.0), ""),
         (
             told_of((*FIRST, stop("failed", 50.0), *SECOND), 100.0),
-            "2 rounds, 1 restart after a failure; 10.0 s lost, goodput 78 %",
+            "2 rounds, 1 restart after a failure; 10 s lost, goodput 78 %",
         ),
         (
             told_of((*FIRST, stop("hung", 20.0), begin(2, 21.0), run(22.0), stop("hung", 23.0), begin(3, 24.0),
@@ -265,7 +271,7 @@ def test_a_coordinator_that_took_over_begins_anew() -> None:
         ),
         (
             told_of((begin(7, 10.0), run(12.0), stop("failed", 50.0)), 100.0),
-            "1 round; 50.0 s lost, goodput 38 % (of the last 1m40s, earlier rounds are not known)",
+            "1 round; 50 s lost, goodput 38 % (of the last 1m40s, earlier rounds are not known)",
         ),
     ],
 )  # fmt: skip
@@ -277,4 +283,4 @@ def test_the_line_for_people(told: History, line: str) -> None:
     "junk", [None, [], "x", {"lost_s": "9", "restarts": 3}, {"round_count": 3, "restarts": None, "goodput": {}}]
 )
 def test_a_history_that_makes_no_sense_does_no_harm(junk: object) -> None:
-    assert history_line({"history": junk}) in ("", "3 rounds; 0.0 s lost, goodput 0 %")
+    assert history_line({"history": junk}) in ("", "3 rounds; 0 s lost, goodput 0 %")

@@ -47,16 +47,12 @@ def get_parser() -> PlainParser:
     parser.add_argument("--tls-cert", default="", metavar="FILE", help="speak TLS with this certificate")
     parser.add_argument("--tls-key", default="", metavar="FILE", help="the certificate's key, if it is not in it")
     parser.add_argument("--tls-ca", default="", metavar="FILE", help="agents must show a certificate of this authority")
-    parser.add_argument("--http", type=argument(_http_address), metavar="HOST:PORT", help="answer HTTP requests there: "
-                        "/metrics for Prometheus; a port alone is on 127.0.0.1, 0 is any free one")  # fmt: skip
+    parser.add_argument("--http", type=argument(endpoints.parse_http_address), metavar="HOST:PORT", help="answer HTTP "
+                        "requests there: /metrics for Prometheus; a port alone is on 127.0.0.1, 0 is any "
+                        "free one")  # fmt: skip
     parser.add_argument("--idle-timeout", type=argument(duration_s), metavar="TIME", help="exit when no node has been "
                         "connected for this long, or the last run is over (default: serve until stopped)")  # fmt: skip
     return parser
-
-
-def _http_address(text: str) -> tuple[str, int]:
-    check_brackets("--http", text, 9400)
-    return endpoints.parse_http_address(text)
 
 
 def main(argv: list[str]) -> int:

@@ -145,7 +145,6 @@ def check_values(args: argparse.Namespace) -> None:
     if args.http is not None:
         from holdfast.rendezvous.endpoints import parse_http_address
 
-        check_brackets("--http", args.http, 9400)
         _for_option("--http", parse_http_address, args.http)
     if not _for_option("--signals-to-handle", signals.parse_signals, args.signals_to_handle):
         raise UserError("--signals-to-handle names no signal")
@@ -289,7 +288,6 @@ def _unused(args: argparse.Namespace, fields: dict[str, Any], streams: dict[str,
         (not args.dashboard and args.dashboard_linger is not None, f"--dashboard-linger {args.dashboard_linger or 0}"),
         (standalone and not is_static, f"--rdzv-backend {args.rdzv_backend}"),
         (standalone and args.rdzv_endpoint, f"--rdzv-endpoint {args.rdzv_endpoint}"),
-        (standalone and args.http, f"--http {args.http}"),
         (not uses_master and args.master_addr != "127.0.0.1", f"--master-addr {args.master_addr}"),
         (not uses_master and args.master_port is not None, f"--master-port {args.master_port}"),
         (is_static and not standalone and least < most,

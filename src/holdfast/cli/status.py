@@ -215,7 +215,7 @@ def history_line(record: Mapping[str, Any]) -> str:
         if count:
             noun = "" if len(parts) > 1 else " restart" if count == 1 else " restarts"
             parts.append(f"{count:g}{noun} {_RESTARTS[cause][count > 1]}")
-    lost = f"{lost_s:.1f} s" if lost_s < 60 else age_text(lost_s)
+    lost = age_text(lost_s) if lost_s >= 60 else f"{lost_s:.0f} s" if lost_s >= 10 else f"{lost_s:.2g} s"
     line = f"{', '.join(parts)}; {lost} lost, goodput {100 * (number_of(history, 'goodput') or 0):.0f} %"
     if history.get("is_whole") is False:
         line += f" (of the last {age_text(number_of(history, 'wall_s'))}, earlier rounds are not known)"

@@ -54,6 +54,8 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
 def parse_http_address(text: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT`, `:PORT` or `PORT`; without a host it is the loopback address."""
     host_text, _, port_text = text.strip().rpartition(":")
+    if ":" in host_text and not _is_bracketed(host_text):
+        raise UserError(f"{text!r}: write an IPv6 address in brackets, as in [::1]:9400")
     if (port := try_parse_port(port_text)) is None:
         raise UserError(f"{text!r} is not HOST:PORT or PORT (0 to 65535; 0 is any free one)")
     host = host_text[1:-1] if _is_bracketed(host_text) else host_text or "127.0.0.1"
