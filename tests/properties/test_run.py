@@ -251,6 +251,7 @@ class Run(RuleBasedStateMachine):
         """It has left, or confirms the end; a node of its name may come again."""
         agent = self.agents[name]
         if agent.is_connected and (agent.is_leaving or agent.is_waiting or agent.outcome is not None):
+            agent.place = None  # Its workers are gone.
             self.say(agent, Left())
             again = self.agents[name] = Agent(name)
             again.incarnation = agent.incarnation + 1
@@ -294,7 +295,7 @@ class Run(RuleBasedStateMachine):
         assert self.run.round >= self.memory.last_round
         if self.run.phase is Phase.ENDED:
             assert self.run.outcome is not None
-            assert self.memory.outcome == self.run.outcome
+            assert self.memory.outcome == self.run.outcome.in_brief()
         if self.run.phase is Phase.FORMING and not self.run._nodes:
             assert self.run.next_deadline() is None, "nobody is there, so nobody is waited for"
 
