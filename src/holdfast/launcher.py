@@ -193,7 +193,11 @@ def _make_specs(
     run_id = config.run_id or str(int.from_bytes(os.urandom(16), "big"))
     logger.debug("run %s of %r with %s", run_id, entrypoint, config)
     meeting = (config.rdzv_backend, config.rdzv_endpoint, run_id, config.min_nodes, config.max_nodes, config.local_addr)
-    parameters = RendezvousParameters(*meeting, **config.rdzv_configs)
+    how = dict(config.rdzv_configs)
+    token_file = str(how.get("token_file") or "")
+    if config.rdzv_backend == "standalone" and config.settings.get("dashboard"):
+        how.pop("token_file", None)  # It is for the dashboard alone.
+    parameters = RendezvousParameters(*meeting, **how)
     master_addr, master_port = _get_addr_and_port(parameters)
     parse_signals(config.signals_to_handle)
     events.check_destination(config.event_log_handler)
@@ -215,7 +219,7 @@ def _make_specs(
         "rdzv_handler": registry.get_rendezvous_handler(parameters),
         "master_addr": master_addr,
         "master_port": master_port,
-        "token_file": str(config.rdzv_configs.get("token_file") or ""),
+        "token_file": token_file,
     }
     return _filled(WorkerSpec, values), _filled(GroupSpec, values)
 

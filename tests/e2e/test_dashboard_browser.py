@@ -88,7 +88,7 @@ def worker_pid(page: Any, rank: int) -> int:
 
 
 def test_a_job_from_its_start_to_its_stop(scene: Scene, page: Any) -> None:
-    url = start_two(scene, "--max-restarts", "3", "--dashboard-linger", "3")
+    url = start_two(scene, "--max-restarts", "3", "--dashboard-linger", "10")
     page.goto(url)
     await_text(page, "#sentence", r"^All 4 workers are running\.$")
     assert "key" not in page.url, "the key has left the address bar"
@@ -128,7 +128,7 @@ def test_a_job_from_its_start_to_its_stop(scene: Scene, page: Any) -> None:
     await_text(page, "#state", "^closed$")
     await_text(page, "#sentence", r"^The run has been closed: that is enough\.$")
     assert [node.wait() for node in scene.nodes] == [143, 143]
-    await_text(page, "#note", "The dashboard has ended: it stays for 3 s")
+    await_text(page, "#note", "The dashboard has ended: it stays for 10 s")
     assert text_of(page, "#link") == "ended"
     assert "closed" in text_of(page, "#rounds"), "the last state stays"
     assert page.locator("#cells").get_attribute("aria-label").startswith("Workers: 4 stopped.")
@@ -136,7 +136,7 @@ def test_a_job_from_its_start_to_its_stop(scene: Scene, page: Any) -> None:
 
 
 def test_the_report_of_a_failure_stays_on_the_page(scene: Scene, page: Any) -> None:
-    page.goto(start_two(scene, "--dashboard-linger", "2"))
+    page.goto(start_two(scene, "--dashboard-linger", "10"))
     await_text(page, "#sentence", r"^All 4 workers are running\.$")
     (scene.home / "raise").touch()
     await_text(page, "#report", r"Root Cause \(first observed failure\)")

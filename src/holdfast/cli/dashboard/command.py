@@ -88,9 +88,10 @@ def _serve(args: argparse.Namespace) -> str:
     with _listener(host, port) as sock:
         name, number = sock.getsockname()[:2]
         if not is_loopback(name) and token is None:
+            option = "--addr" if args.agent is None else "--dashboard-addr"
             raise UserError(
-                f"--addr {args.addr} can be reached from other hosts, so the run's token is needed: give --token-file, "
-                "or set HOLDFAST_TOKEN; or serve at 127.0.0.1 and use a tunnel, as in ssh -L"
+                f"{option} {args.addr} can be reached from other hosts, so the run's token is needed: give "
+                "--token-file, or set HOLDFAST_TOKEN; or serve at 127.0.0.1 and use a tunnel, as in ssh -L"
             )
         shown = os.uname().nodename if name in _EVERY_ADDRESS else host
         guard = Access.fresh([os.uname().nodename, host])
