@@ -64,6 +64,9 @@ def test_what_the_user_says_about_the_rendezvous_wins(monkeypatch: pytest.Monkey
     assert (job.needs_place, job.place) == (False, "c")
     job = job_of(["--hosts=a,b", "--rdzv-backend=etcd", "--rdzv-endpoint=http://e:2379,f"], monkeypatch)
     assert (options_of(job, 1, "").rdzv_backend, job.needs_place, job.place) == ("etcd", False, "e")
+    job = job_of(["--hosts=a,b", "--rdzv-backend=plugin", "--rdzv-endpoint=zk://x/y"], monkeypatch)
+    read = options_of(job, 1, "")
+    assert (read.rdzv_endpoint, read.node_rank, job.needs_place, job.place) == ("zk://x/y", None, False, "")
     job = job_of(["--hosts=a,b", "--master-addr=m"], monkeypatch)
     read = options_of(job, 1, "")
     assert (read.rdzv_backend, read.master_addr, read.node_rank, job.place) == ("static", "m", 1, "m")
@@ -116,6 +119,7 @@ def test_variables_may_be_given_one_by_one_and_contain_commas(monkeypatch: pytes
         ("--hosts=a,b --rdzv-endpoint=::1", "write an IPv6 address in brackets"),
         ("--hosts=a,b --rdzv-backend=etcd", "--rdzv-backend etcd with --nnodes 2 needs --rdzv-endpoint"),
         ("--hosts=a,b --rdzv-backend=static", "static nodes need --master-addr"),
+        ("--hosts=a,b,c --nnodes=2 --master-addr=x", "static nodes are always 2 .--nnodes., and the list has 3 hosts"),
         ("--hosts=a --ssh=nosuchssh", "there is no 'nosuchssh' on PATH"),
         ("--hosts=a --ssh='", "--ssh .*No closing quotation"),
         ("--hosts=a --ssh=", "--ssh is empty"),

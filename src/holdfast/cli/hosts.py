@@ -33,6 +33,8 @@ _DEFAULT_GRACE_S = 30.0
 _NOT_PASSED_ON = ("nnodes", "rdzv_id", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "prefix")
 # For nodes that meet at one of the hosts. If that host is lost no other takes its place: it is of no use to wait long.
 _OWN_CONFIG = "outage_timeout=60"
+_AT_COORDINATOR = ("tcp", "c10d")
+_BUILT_IN = (*_AT_COORDINATOR, "static", "etcd", "etcd-v3")
 _ONE_HOST_ONLY = ("standalone", "node_rank", "local_addr")
 
 
@@ -45,6 +47,8 @@ def run(args: Any, tokens: Sequence[str]) -> None:
     job = _job(args, given, hosts)
     backend = _backend(given, job.max_nodes)
     place = _place(args, given, backend, job)
+    if backend == "static" and job.max_nodes != len(hosts):
+        raise UserError(f"static nodes are always {job.max_nodes} (--nnodes), and the list has {len(hosts)} hosts")
     ssh_command = _ssh(args)
     archive = _archive(args, job, len(hosts))
     os.environ[SIGNALS_VARIABLE] = args.signals_to_handle
@@ -57,7 +61,7 @@ def run(args: Any, tokens: Sequence[str]) -> None:
             job=_of_copy(args, job) if archive else job,
             hosts=hosts,
             engine_options=engine_options,
-            needs_place=backend in ("tcp", "c10d") and not place,
+            needs_place=backend in _AT_COORDINATOR and not place,
             place=place,
             token=os.environ.get("HOLDFAST_TOKEN", "").strip() or os.urandom(32).hex(),
             ssh=ssh_command,
@@ -158,12 +162,9 @@ def _place(args: Any, given: Mapping[str, str], backend: str, job: JobSpec) -> s
         if "master_addr" not in given and max_nodes > 1:
             raise UserError("static nodes need --master-addr, an address of the first host that all hosts can reach")
         return str(args.master_addr)
-    if not args.rdzv_endpoint.strip():
-        if backend not in ("", "tcp", "c10d", "static"):
-            local.check_endpoint(args, "", max_nodes)
+    if backend not in _BUILT_IN or (backend in _AT_COORDINATOR and not args.rdzv_endpoint.strip()):
         return ""
-    if backend in ("static", "tcp", "c10d", "etcd", "etcd-v3"):
-        local.check_endpoint(args, args.rdzv_endpoint, max_nodes)
+    local.check_endpoint(args, args.rdzv_endpoint, max_nodes)
     return endpoints.parse_rendezvous_endpoint(args.rdzv_endpoint.partition(",")[0].rpartition("://")[2], 0)[0]
 
 
@@ -208,7 +209,7 @@ def _meeting(args: Any, backend: str, max_nodes: int, number: int, endpoint: str
         words.append(f"--rdzv-endpoint={endpoint or args.rdzv_endpoint}")
     if endpoint:
         words.append(f"--rdzv-conf={','.join(filter(None, [_OWN_CONFIG, args.rdzv_conf]))}")
-    if backend in ("static", "tcp", "c10d", "etcd", "etcd-v3") and number < max_nodes:
+    if backend in _BUILT_IN and number < max_nodes:
         words.append(f"--node-rank={number}")
     return words
 

@@ -83,7 +83,7 @@ def main(mark: str, timeout_s: float) -> NoReturn:
         os._exit(1)
     if held is not None and not order.holds_place:
         held.close()
-    code = _Agent(mark, control, order).run()
+    code = _Agent(control, order).run()
     os._exit(code)
 
 
@@ -106,8 +106,8 @@ def _machine() -> str:
 
 
 class _Agent:
-    def __init__(self, mark: str, control: Control, order: messages.Order) -> None:
-        self._mark, self._control, self._order = mark, control, order
+    def __init__(self, control: Control, order: messages.Order) -> None:
+        self._control, self._order = control, order
         self._keeper: copying.Keeper | None = None
         self._is_last = False
         self._is_told_to_end = False
@@ -182,7 +182,7 @@ class _Agent:
             os._exit(1)  # Its spawner kills what is left.
 
     def _frames_of(self, text: str) -> list[str]:
-        return messages.frames(self._mark, {"text": text, "is_last": self._is_last})
+        return messages.frames(self._order.mark, {"text": text, "is_last": self._is_last})
 
     def _close_run(self) -> None:
         """The user has ended the command, and with it the run. A node that leaves does not close its run: without this,
@@ -199,6 +199,6 @@ class _Agent:
 
     def _say_end(self, code: int, is_outcome: bool) -> None:
         stdio.flush()
-        for frame in messages.frames(self._mark, {"code": code, "is_outcome": is_outcome}):
+        for frame in messages.frames(self._order.mark, {"code": code, "is_outcome": is_outcome}):
             with contextlib.suppress(OSError):
                 os.write(2, frame.encode())

@@ -1,7 +1,8 @@
 """What the command and a remote agent say to each other. Pure.
 
-The mark is a random text that the command makes up for one run. It is in every line that is not the output of workers,
-so that noise of the host's shell and lines of workers are never taken for one.
+A mark is a random text that the command makes up for one run. It is in every line that is not the output of workers,
+so that noise of the host's shell and lines of workers are never taken for one. The mark of the hello is in the command
+line of the host. That of the frames is in the order, because workers must not know it.
 
     hello    one line on stdout: the mark and JSON. The host says it first.
     order    one line on stdin: JSON. The bytes of an archive may follow.
@@ -39,21 +40,17 @@ class Hello:
 
 @frozen
 class Order:
-    """`label` is the host's name in front of its lines. `holds_place`: the nodes meet at the port that this host holds.
-    `archive_bytes` follow the order; None: nothing is copied."""
+    """`mark` is that of the frames, `label` the host's name in front of its lines. `holds_place`: the nodes meet at the
+    port that this host holds. `archive_bytes` follow the order; None: nothing is copied."""
 
     token: str
+    mark: str
     label: str
     directory: str
     arguments: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
     holds_place: bool = False
     archive_bytes: int | None = None
-
-
-def new_mark(random: bytes) -> str:
-    """Printable behind its first character, because a part of it is in a command line."""
-    return random.hex()
 
 
 def hello_line(mark: str, hello: Hello) -> bytes:

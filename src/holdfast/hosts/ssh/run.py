@@ -81,7 +81,7 @@ def _raise_limit() -> None:
 class _HostsRun:
     def __init__(self, hosts_job: HostsJob, inbox: signals.Inbox) -> None:
         self._job, self._inbox = hosts_job, inbox
-        self._mark = messages.new_mark(os.urandom(16))
+        self._hello_mark, self._frame_mark = (os.urandom(16).hex() for _ in range(2))
         self._names = tuple(host.name for host in hosts_job.hosts)
         job = hosts_job.job
         self._machine = launch.Launch(
@@ -262,16 +262,16 @@ class _HostsRun:
                 assert_never(order)
 
     def _connect(self, host: int) -> None:
-        where = (self._job.hosts[host].target, self._job.job.python, self._mark, self._job.host_timeout_s)
+        where = (self._job.hosts[host].target, self._job.job.python, self._hello_mark, self._job.host_timeout_s)
         self._hellos.pop(host, None)
-        self._connections[host] = Connection(command.ssh_command(self._job.ssh, *where), self._mark)
+        self._connections[host] = Connection(command.ssh_command(self._job.ssh, *where), self._hello_mark)
 
     def _start(self, host: int, place: int | None) -> None:
         job, archive, connection = self._job.job, self._job.archive, self._connections[host]
         endpoint = "" if place is None else endpoint_text(self._hellos[place].address, self._hellos[place].port)
         arguments = job.agent_command(*self._job.engine_options(host, endpoint))[3:]
         order = messages.Order(
-            self._job.token, self._names[host], job.directory, tuple(arguments), job.environment,
+            self._job.token, self._frame_mark, self._names[host], job.directory, tuple(arguments), job.environment,
             host == place, None if archive is None else archive.size,
         )  # fmt: skip
         connection.send(messages.order_line(order))
@@ -295,6 +295,6 @@ class _HostsRun:
             sorts_by_rank = self._job.sorts_by_rank and os.isatty(console)
             can_erase = os.environ.get("TERM", "dumb") != "dumb"
             self._views[place] = HostsView(
-                self._names, self._mark, self._deliver, sorts_by_rank=sorts_by_rank, can_erase=can_erase
+                self._names, self._frame_mark, self._deliver, sorts_by_rank=sorts_by_rank, can_erase=can_erase
             )
         return self._views[place]
