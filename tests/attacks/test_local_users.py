@@ -118,6 +118,24 @@ def test_an_answer_of_another_users_process(holdfast: Holdfast, theirs: str, ans
 
 
 @as_root
+@pytest.mark.parametrize("whose", ["root", "theirs"])
+def test_logs_of_another_users_run_are_that_users_files(
+    holdfast: Holdfast, theirs: str, tmp_path: Path, whose: str
+) -> None:
+    """An agent of another user may name any file as a worker's log; root reads those of that user alone."""
+    log = (tmp_path if whose == "root" else Path(theirs)) / "stdout.log"
+    log.write_text("what it says\n")
+    if whose == "theirs":
+        os.chown(log, NOBODY, NOBODY)
+    worker = {"global_rank": 0, "local_rank": 0, "pid": 1, "state": "running", "stdout": str(log)}
+    serve = f"serve(1, lambda client: client.sendall(status(workers=[{worker!r}])))"
+    with another_user(f"{SERVE}\n{serve}", theirs):
+        ended = holdfast.run("theirs", "--all-users", "--rank", "0", command=(COMMAND, "logs"))
+    assert ("what it says" in ended.out) is (whose == "theirs"), ended.err
+    assert ("does not belong to user 65534" in ended.err) is (whose == "root"), ended.err
+
+
+@as_root
 def test_many_processes_of_another_user_that_do_not_answer(holdfast: Holdfast, theirs: str) -> None:
     """They cost a few seconds together, not each."""
     with another_user(f"{SERVE}\nfor number in range(15): serve(number, lambda client: time.sleep(60))", theirs):

@@ -251,9 +251,9 @@ def _bind(listener: _socket.socket, run_id: str) -> str:
 
 
 def find(*, of_all_users: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
-    """Every agent of this user on this host, wherever its socket is: the statuses (`AgentStatus.to_dict`, and where the
-    `socket` is), and the pids of agents that did not answer in time. Stale sockets are removed. Root may ask the agents
-    of all users; those of others have a bounded time for all of them together."""
+    """Every agent of this user on this host, wherever its socket is: the statuses (`AgentStatus.to_dict`, where the
+    `socket` is and the `uid` of its user), and the pids of agents that did not answer in time. Stale sockets are
+    removed. Root may ask the agents of all users; those of others have a bounded time for all of them together."""
     statuses, silent = [], []
     until = time.monotonic() + _OTHERS_LIMIT_S
     for is_foreign, path, pid in sorted((not _is_own(path), path, pid) for path, pid in _paths().items()):
@@ -261,6 +261,7 @@ def find(*, of_all_users: bool = False) -> tuple[list[dict[str, Any]], list[int]
             break
         limit_s = min(_ASK_LIMIT_S, max(0.01, until - time.monotonic())) if is_foreign else _ASK_LIMIT_S
         try:
+            uid = os.lstat(path).st_uid
             answer, peer = ask(path, {"command": "status"}, limit_s)
         except ConnectionRefusedError:
             with contextlib.suppress(OSError):
@@ -274,7 +275,7 @@ def find(*, of_all_users: bool = False) -> tuple[list[dict[str, Any]], list[int]
             # Root asks every user's agents, and believes only what a process says of itself.
             status = answer.get("result")
             if isinstance(status, dict) and status.get("pid") == peer:
-                statuses.append({**status, "socket": path})
+                statuses.append({**status, "socket": path, "uid": uid})
     return statuses, silent
 
 

@@ -7,6 +7,7 @@ files that it gave its workers, and its events file, and no others. Secrets stay
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -57,15 +58,17 @@ def attempt_of(path: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def read_piece(path: str, offset: int, what: str = "log file") -> dict[str, Any]:
+def read_piece(path: str, offset: int, what: str = "log file", owner: int | None = None) -> dict[str, Any]:
     """`text` from that byte on, up to `CHUNK_BYTES` and to the end of a line if there is one; `offset` is where the
     next piece begins, `size` the present size. A negative offset counts from the end. `file` tells a file from another
-    one that has taken its name. Raises HostError if it cannot be read."""
+    one that has taken its name. Raises HostError if it cannot be read, or does not belong to the `owner`, if given."""
     from holdfast.process.output.logs import open_left_file
 
     try:
         with open_left_file(path) as file:
             found = os.fstat(file.fileno())
+            if owner is not None and found.st_uid != owner:
+                raise OSError(errno.EPERM, f"it does not belong to user {owner}, whose run this is")
             offset = max(0, found.st_size + offset) if offset < 0 else offset
             file.seek(min(offset, found.st_size))
             data = file.read(CHUNK_BYTES)

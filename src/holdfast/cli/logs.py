@@ -107,12 +107,22 @@ class Printer:
 
 
 class Source:
-    """One stream of one rank. `node_id` is empty if the file is on this host, at `path`. One whose attempt is fixed
-    does not go on to the next."""
+    """One stream of one rank. `node_id` is empty if the file is on this host, at `path`. It must belong to the `owner`,
+    if that is given: root must not read whatever another user's agent names. One whose attempt is fixed does not go on
+    to the next."""
 
-    def __init__(self, run: RunView, rank: int, stream: str, node_id: str, path: str, attempt: int | None) -> None:
+    def __init__(
+        self,
+        run: RunView,
+        rank: int,
+        stream: str,
+        node_id: str,
+        path: str,
+        attempt: int | None,
+        owner: int | None = None,
+    ) -> None:
         self.rank, self.stream, self.node_id, self.path = rank, stream, node_id, path
-        self._run, self._attempt = run, attempt
+        self._run, self._attempt, self._owner = run, attempt, owner
         self._offset, self._file, self._rest = 0, "", ""
         self._is_missing = False
         self.is_fixed = attempt is not None
@@ -170,7 +180,8 @@ class Source:
 
     def _piece(self) -> Mapping[str, Any]:
         if not self.node_id:
-            return inspection.read_piece(inspection.log_path(self.path, self._attempt), self._offset)
+            path = inspection.log_path(self.path, self._attempt)
+            return inspection.read_piece(path, self._offset, owner=self._owner)
         request = {"command": "logs", "rank": self.rank, "stream": self.stream, "offset": self._offset}
         piece = self._run.ask_node(self.node_id, {**request, "attempt": self._attempt})
         if not isinstance(piece, dict):
@@ -238,7 +249,9 @@ def _sources(run: RunView, args: argparse.Namespace) -> Iterator[Source]:
     for rank in sorted(here) if args.rank is None else [args.rank]:
         for stream in streams:
             if rank in here and text_of(here[rank], stream):
-                yield Source(run, rank, stream, "", text_of(here[rank], stream), args.attempt)
+                uid = here[rank]["uid"]
+                owner = uid if uid != os.geteuid() else None
+                yield Source(run, rank, stream, "", text_of(here[rank], stream), args.attempt, owner)
     if args.rank in here or (here and args.rank is None):
         return
     if here and all(number_of(agent, "nodes") == 1 for agent in agents):
@@ -252,8 +265,8 @@ def _sources(run: RunView, args: argparse.Namespace) -> Iterator[Source]:
 
 
 def _workers_of(agents: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The workers on this host, by rank. Before the first round they have none."""
-    workers = [worker for agent in agents for worker in dicts_of(agent, "workers")]
+    """The workers on this host, by rank, with the `uid` of their run. Before the first round they have no rank."""
+    workers = [{**worker, "uid": agent.get("uid")} for agent in agents for worker in dicts_of(agent, "workers")]
     ranked = [(number_of(worker, "global_rank"), worker) for worker in workers]
     return {int(rank): worker for rank, worker in ranked if rank is not None and rank >= 0}
 

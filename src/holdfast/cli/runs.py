@@ -117,7 +117,8 @@ class LocalRun(RunView):
         found = []
         for agent in self._agents:
             try:
-                found.append({**self.ask_agent(agent, {"command": "status"}), "socket": agent["socket"]})
+                status = self.ask_agent(agent, {"command": "status"})
+                found.append({**status, "socket": agent["socket"], "uid": agent.get("uid")})
             except HostError:
                 continue
         return found
