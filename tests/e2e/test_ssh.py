@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -94,17 +95,26 @@ def ssh_of(running: Running, host: str) -> int:
     return found
 
 
-def await_nothing(running: Running) -> None:
+def await_nothing(holdfast: Holdfast) -> None:
     """For a command that was killed: its agents end by themselves. A coordinator without nodes would in a minute."""
-    support.wait_until(lambda: not support.marked(running._mark) - coordinators(running), "all agents and workers end")
-    for pid in coordinators(running):
-        os.kill(pid, signal.SIGTERM)
-    assert not running.left()
+    support.wait_until(lambda: len(processes(holdfast)) == len(coordinators(holdfast)), "all agents and workers end")
+    for pid in coordinators(holdfast):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    support.wait_until(lambda: not processes(holdfast), "nothing is left")
 
 
-def coordinators(running: Running) -> set[int]:
-    found = support.marked(running._mark)
-    return {pid for pid in found if b"holdfast.cli.coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+def processes(holdfast: Holdfast) -> dict[int, bytes]:
+    """Those of the test, with their command lines."""
+    found = {}
+    for pid in support.marked(holdfast.environment()[support.TEST_MARK]):
+        with contextlib.suppress(OSError):  # It has just ended.
+            found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return found
+
+
+def coordinators(holdfast: Holdfast) -> list[int]:
+    return [pid for pid, line in processes(holdfast).items() if b"holdfast.cli.coordinator" in line]
 
 
 # The run.
@@ -222,7 +232,7 @@ def test_the_token_is_in_no_command_line_and_in_no_environment_that_others_can_r
 ) -> None:
     token = "the word of the day"
     running = cluster.workers(mailbox, "--hosts=node1,node2", "--env=API_KEY=hush", env={"HOLDFAST_TOKEN": token})
-    everything = support.marked(cluster.holdfast._mark) - {running.pid}  # That one was given both by the user.
+    everything = processes(cluster.holdfast).keys() - {running.pid}  # That one was given both by the user.
     agents = {agent_of(pid) for pid in cluster.pids.values()}
     files = [f"/proc/{pid}/cmdline" for pid in everything] + [f"/proc/{pid}/environ" for pid in agents]
     assert not [file for file in files for word in (token, "hush") if word.encode() in Path(file).read_bytes()]
@@ -307,7 +317,9 @@ def test_a_signal_while_hosts_connect(cluster: Cluster) -> None:
     running.send(signal.SIGTERM)
     assert running.process.wait(support.DEADLINE_S) == 143
     assert running.so_far().last == "holdfast: stopped by SIGTERM"
-    await_nothing(running)  # The shell on a host may still be starting; it finds that its connection has ended.
+    await_nothing(
+        cluster.holdfast
+    )  # The shell on a host may still be starting; it finds that its connection has ended.
 
 
 def slow_python(cluster: Cluster) -> str:
@@ -324,7 +336,7 @@ def test_everything_ends_with_the_command(cluster: Cluster, mailbox: Mailbox) ->
     assert mailbox.take(2) == ["got SIGTERM"] * 2
     assert support.survivors(cluster.pids.values()) == []
     running.process.wait()
-    await_nothing(running)
+    await_nothing(cluster.holdfast)
 
 
 def test_a_command_that_stands_still_is_not_waited_for(cluster: Cluster, mailbox: Mailbox) -> None:
@@ -334,7 +346,7 @@ def test_a_command_that_stands_still_is_not_waited_for(cluster: Cluster, mailbox
     running.send(signal.SIGCONT)
     running.send(signal.SIGKILL)
     running.process.wait()
-    await_nothing(running)
+    await_nothing(cluster.holdfast)
 
 
 @pytest.mark.parametrize("victim", ["ssh", "agent"])

@@ -125,7 +125,7 @@ def test_the_command_is_cut_off_from_all_hosts(
     assert support.survivors(pids) == []
     assert running.process.wait(support.DEADLINE_S) == 1
     assert "is lost: it does not answer any more" in running.so_far().last
-    await_nothing(running)
+    await_nothing(holdfast)
 
 
 def test_a_loopback_address_between_hosts_is_refused(
