@@ -183,7 +183,7 @@ def test_the_samples_of_the_page(job: Job) -> None:
                 assert compared(command, text) == compared(command, "\n".join(shown) + "\n"), text
         wanted[body] = fresh
         if "holdfast logs" in body and shutil.which("tmux"):
-            [top] = fences(PAGE, "text")
+            [top] = [each for each in fences(PAGE, "text") if each.startswith("$ holdfast top")]
             screen = on_screen(job)
             wanted[top] = f"$ holdfast top job7\n{screen}"
             if os.environ.get("HOLDFAST_REGENERATE") != "1":

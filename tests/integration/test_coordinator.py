@@ -218,9 +218,8 @@ def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     assert told[0].startswith(f"cannot reach 127.0.0.1:{port}: Connection refused (tried ")
 
 
-def test_a_name_that_does_not_resolve_without_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.rendezvous.handler._RESOLVE_PATIENCE_S", 0.2)
-    with node(0, endpoint="does-not-exist.invalid") as a:
+def test_a_name_that_does_not_resolve_without_a_port() -> None:
+    with node(0, endpoint="does-not-exist.invalid", resolve_timeout=0.2) as a:
         said = refusal(a)
     assert said.startswith(
         "the endpoint does-not-exist.invalid:29400: the name 'does-not-exist.invalid' does not resolve"
