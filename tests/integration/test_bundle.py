@@ -32,13 +32,14 @@ PRINTED = "planted-printed-secret"
 SECRETS = (TOKEN, PASSWORD, WANDB, ARGUMENT, URL, PRINTED)
 
 LEAKY = f"""
-import json, os, sys, time
+import json, os, signal, sys, time
 
 rank = os.environ["RANK"]
 print("\\x1b[2J\\x1b]0;hostile\\x07 rank", rank, "argv", sys.argv, flush=True)
 print("logged in with", os.environ.get("WANDB_API_KEY"), flush=True)
 print("password={PRINTED}", json.dumps({{"token": "{PRINTED}"}}), file=sys.stderr, flush=True)
 print("the token is", open(sys.argv[2]).read(), flush=True)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # The other node may fail first; this one leaves an error file, too.
 while not os.path.exists(f"{{sys.argv[1]}}/go"):
     time.sleep(0.01)
 raise RuntimeError("api_key={PRINTED} \\x1b[2J does not work")

@@ -396,6 +396,8 @@ def _why_it_cannot_start(args: argparse.Namespace) -> str:
 
 
 def _launch(args: argparse.Namespace) -> None:
+    # An engine that shows one report for all nodes passes its signals on to all of them.
+    signals.inbox().is_for_all_nodes |= "HOLDFAST_REPORT_FILE" in os.environ
     if any(name in os.environ for name in ENGINE_VARIABLES):
         from holdfast.cli import detection
 
