@@ -396,7 +396,7 @@ sys.stdin.read()
         process.communicate()
     assert "theirs" not in [status.get("run_id") for status in found]
     assert [each for each in asked if each.get("run_id") == "theirs"] == [
-        {"pid": process.pid, "run_id": "theirs", "socket": ANY}
+        {"pid": process.pid, "run_id": "theirs", "socket": ANY, "uid": NOBODY}
     ]
 
 
