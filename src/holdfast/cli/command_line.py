@@ -77,6 +77,18 @@ def parse(
     return namespace, given
 
 
+def words(args: Any, typed: Sequence[tuple[Option, str | None]]) -> list[tuple[Option, str]]:
+    """Each option of the environment and of the command line, and the word for it in another command line. `args` and
+    `typed` are what `parse` returned."""
+    from_environment: list[tuple[Option, str | None]] = [
+        (option, None if option.is_flag else os.environ[option.variable or ""])
+        for option in args.from_environment
+        if not option.is_flag or getattr(args, option.dest)
+    ]
+    given = [*from_environment, *typed]
+    return [(option, option.flags[-1] + ("" if text is None else f"={text}")) for option, text in given]
+
+
 def _value_of(option: Option, text: str) -> Any:
     try:
         return option.read(text)

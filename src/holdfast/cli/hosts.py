@@ -95,15 +95,8 @@ def _hosts(args: Any) -> tuple[host_list.Host, ...]:
 
 def _given(args: Any, tokens: Sequence[str]) -> dict[str, str]:
     """The options of the command line and of the environment, by name, as words for another command line."""
-    _, given = command_line.parse(tokens)
-    words = {option.dest: option.flags[-1] + ("" if text is None else f"={text}") for option, text in given}
-    for option in args.from_environment:
-        text = os.environ[option.variable]
-        if not option.is_flag:
-            words[option.dest] = f"{option.flags[-1]}={text}"
-        elif option.read(text):
-            words[option.dest] = option.flags[-1]
-    return words
+    _, typed = command_line.parse(tokens)
+    return {option.dest: word for option, word in command_line.words(args, typed)}
 
 
 def _check(args: Any, given: Mapping[str, str]) -> None:

@@ -149,20 +149,15 @@ def read(engine: Engine, tokens: Sequence[str], common: Sequence[EngineOption] =
     rows = [_own_option(row) for row in (*common, *engine.options)]
     args, typed = command_line.parse(tokens, rows)
     console.set_up(quiet=args.quiet, verbose=args.verbose)
-    texts: list[tuple[Option, str | None]] = [
-        (option, None if option.is_flag else os.environ[option.variable or ""])
-        for option in args.from_environment
-        if not option.is_flag or getattr(args, option.dest)
-    ]
-    texts += [(option, text) for option, text in typed if option not in rows]
-    _check(engine, args, [option for option, _ in texts])
+    given = [(option, word) for option, word in command_line.words(args, typed) if option not in rows]
+    _check(engine, args, [option for option, _ in given])
     job = JobSpec(
-        options=tuple(_spelled(option, text) for option, text in texts if option.dest not in _FIELDS),
+        options=tuple(word for option, word in given if option.dest not in _FIELDS),
         program=(args.training_script, *args.training_script_args),
         run_id=args.rdzv_id if args.rdzv_id not in ("", "none") else fresh_id(),
         min_nodes=parse_min_max_nnodes(args.nnodes)[0],
         max_nodes=parse_min_max_nnodes(args.nnodes)[1],
-        nproc_per_node=args.nproc_per_node if any(each.dest == "nproc_per_node" for each, _ in texts) else "",
+        nproc_per_node=args.nproc_per_node if any(each.dest == "nproc_per_node" for each, _ in given) else "",
         directory=_directory(),
         python=sys.executable,
         health_port=args.health_port,
@@ -192,7 +187,3 @@ def _check(engine: Engine, args: Any, given: Sequence[Option]) -> None:
             raise UserError(f"{option.flags[-1]}: {engine.name} decides that itself; leave the option out")
     check_values(args)
     check_combination(args)
-
-
-def _spelled(option: Option, text: str | None) -> str:
-    return option.flags[-1] if text is None else f"{option.flags[-1]}={text}"

@@ -101,7 +101,7 @@ class HttpServer:
                 listener.listen(128)
                 listener.setblocking(False)
                 runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-                runner.get_loop()  # Made here, where a lack of descriptors is told.
+                runner.get_loop()  # Made here, so that a lack of descriptors raises here.
                 self._thread = threading.Thread(
                     target=self._run, args=(runner, listener), name="holdfast-http", daemon=True
                 )

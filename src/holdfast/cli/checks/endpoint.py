@@ -173,7 +173,7 @@ def _other_at(target: Target) -> str:
 def _speaks_tls(target: Target) -> bool:
     import ssl
 
-    # Any certificate will do: nothing is said to it.
+    # Any certificate will do: nothing is sent over the connection.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:

@@ -6,7 +6,7 @@ Threads ask, because an answer may take its time, and hand pictures on; none of 
   are given the same picture, so many of them cost the run what one costs.
 * `_ask_agents` asks the agents of other hosts for their workers, a few a second: the node that was not asked for
   longest comes first. Between two answers the state of the node stands for its workers.
-* `_await_end` waits until the agents of this host say how the run ended, or are gone. It asks once, and is told.
+* `_await_end` waits until the agents of this host say how the run ended, or are gone. The one answer comes at the end.
 
   A run that is asked by its endpoint has no such agents: there `_await_outcome` waits for the word of the coordinator.
 

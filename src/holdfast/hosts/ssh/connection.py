@@ -77,7 +77,7 @@ class Connection:
         self._outputs = []
         return fds[0], fds[1]
 
-    # What is said to the host.
+    # Messages to the host.
 
     def send(self, data: bytes) -> None:
         self._unsent.append(iter([data]))
