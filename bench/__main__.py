@@ -54,7 +54,9 @@ class Measure:
 MEASURES = (
     Measure(
         "launch", "Launch", start.measure_launch, 7, 110,
-        "The time from the start of the command to its end, for workers that do nothing.",
+        "The time from the start of the command to its end, for workers that do nothing. What holdfast takes over the "
+        "bare limit is one more Python, whose start and imports the stages of a launch show, and for each worker a "
+        "fork in the spawner, which sets its signals, its descriptors and what ends it with the agent.",
     ),
     Measure(
         "torch", "First all-reduce and restart with torch", restart.measure_torch, 5, 330,

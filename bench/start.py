@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
+import tempfile
 from functools import partial
+from itertools import pairwise
 
 from bench.results import Bound, differences, row
-from bench.sides import BARE, HOLDFAST, TORCHRUN, Side, finish, marks_of_workers
+from bench.sides import BARE, HOLDFAST, TORCHRUN, WORKERS, Side, finish, marks_of_workers
 from bench.turns import Turns, with_parts
 
 SIDES = (HOLDFAST, TORCHRUN, BARE)
@@ -48,6 +50,43 @@ def measure_launch(turns: Turns) -> None:
     }
     what = f"CPU time of all processes for each further worker, {least} to {most} workers"
     turns.rows.append(row("launch_cpu", what, "ms", slopes))
+    measure_launch_stages(turns)
+
+
+# The agent of a launch, which writes down when its first line runs, when it orders the worker, and when it has ended.
+_STAGES = """
+import os, sys, time
+times = [time.monotonic_ns()]
+from holdfast.__main__ import main
+from holdfast.process.spawner import client
+start = client.SpawnerLink.start
+def order(*args, **options):
+    times.append(time.monotonic_ns())
+    return start(*args, **options)
+client.SpawnerLink.start = order
+main()
+times.append(time.monotonic_ns())
+open(os.environ["BENCH_TIMES"], "w").write(" ".join(map(str, times)))
+"""
+
+
+def measure_launch_stages(turns: Turns) -> None:
+    def stages() -> tuple[float, float, float]:
+        with tempfile.NamedTemporaryFile() as said:
+            argv = [sys.executable, "-c", _STAGES, "run", str(WORKERS / "trivial.py")]
+            began_ns = finish(argv, BENCH_TIMES=said.name).began_ns
+            times_ns = [began_ns, *map(int, said.read().split())]
+        first, second, third = ((later - earlier) / 1e6 for earlier, later in pairwise(times_ns))
+        return first, second, third
+
+    found = turns.compare("stages of a launch", {"holdfast": stages})["holdfast"]
+    whats = (
+        "1 worker: until Python runs the agent's first line",
+        "1 worker: from there until the agent has imported what it needs and orders the worker",
+        "1 worker: from there until the worker was started, has run, has ended, and the agent knows",
+    )
+    for number, what in enumerate(whats, 1):
+        turns.rows.append(row(f"launch_stage.{number}", what, "ms", {"holdfast": [each[number - 1] for each in found]}))
 
 
 def measure_worker_cpu(turns: Turns) -> None:

@@ -11,7 +11,19 @@ SOURCE = ROOT / "src" / "holdfast"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 # Who may import whom. A layer may import itself and what stands to its right of the arrow.
-_BASE = {"errors", "escape", "frozen", "lazy", "loop", "procfs", "progress_board", "signals", "stdio"}
+_BASE = {
+    "errors",
+    "escape",
+    "frozen",
+    "lazy",
+    "log",
+    "log_lines",
+    "loop",
+    "procfs",
+    "progress_board",
+    "signals",
+    "stdio",
+}
 _BELOW_AGENT = {"failures", "hangs", "process", "rendezvous", "telemetry", "timer"} | _BASE
 LAYERS = {
     "cli": {"hosts", "launcher", "agent"} | _BELOW_AGENT,
@@ -28,6 +40,8 @@ LAYERS = {
     "loop": {"signals"},
     "signals": {"errors"},
     "stdio": {"escape"},
+    "log": {"log_lines"},
+    "log_lines": {"escape", "stdio"},
     **{name: set() for name in ("errors", "escape", "frozen", "lazy", "procfs", "progress_board")},
     # The package itself resolves names for its users, and the entry point starts the command line.
     "__init__": {"lazy", "launcher", "process", "progress_board", "signals"},

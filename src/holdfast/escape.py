@@ -9,9 +9,9 @@ The output of workers (tee, redirects) does not pass through here. JSON escapes 
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 
+PREFIX = "holdfast:"  # Of every line that holdfast writes.
 LINE_LIMIT_CHARS = 4000
 _CUT = " ..."
 
@@ -52,19 +52,4 @@ def cut(text: str, limit: int = LINE_LIMIT_CHARS) -> str:
     return text if len(text) <= limit else text[: max(0, limit - len(_CUT))] + _CUT
 
 
-class LogFormatter(logging.Formatter):
-    """A record is one line of bounded length. The lines of a traceback follow, indented, so that none of them looks
-    like a record. A record that is logged with `extra=HAS_LINES` has lines of its own, which must not begin with text
-    from elsewhere."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        message, keeps_lines = record.getMessage(), getattr(record, "has_lines", False)
-        if message.isprintable() and not (record.exc_info or record.exc_text or record.stack_info):
-            return cut(super().format(record))  # The usual case, and thousands of nodes may join at once.
-        shown = lines(message) if keeps_lines else one_line(message)
-        plain = logging.makeLogRecord({**record.__dict__, "msg": shown, "args": None})
-        first, *others = lines(super().format(plain)).split("\n")
-        return "\n".join(map(cut, [first, *(others if keeps_lines else [f"  {line}" for line in others])]))
-
-
-HAS_LINES = {"has_lines": True}
+HAS_LINES = {"has_lines": True}  # For `extra=` of a record that has lines of its own.

@@ -7,17 +7,18 @@ its handler is shut down. A signal only takes this node away: the others go on, 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast import stdio
+from holdfast import log
+from holdfast.agent import recording
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT, RunResult, WorkerSpec
 from holdfast.errors import UserError, mark_as_from_run
 from holdfast.frozen import dataclass, field
+from holdfast.log import Logger
 from holdfast.process import devices
 from holdfast.process.errors import ChildFailedError
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
@@ -29,7 +30,7 @@ from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
 from holdfast.rendezvous.membership import restart_policy
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, RunClosed, SignalException, parse_signals
-from holdfast.telemetry import events, metrics
+from holdfast.telemetry import metrics
 
 if TYPE_CHECKING:
     from holdfast.failures.run_report import RunReport
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 T = TypeVar("T")
 
@@ -156,7 +157,7 @@ def launch_agent(
     health_check_server: Any = None,
 ) -> dict[int, Any]:
     """Run one agent to its end. See `elastic_launch`."""
-    stdio.prefix_warnings()
+    log.prefix_warnings()
     serving: Any = nullcontext()
     if health_check_server is not None or config.health_port is not None:
         from holdfast.telemetry import health
@@ -200,7 +201,10 @@ def _make_specs(
     parameters = RendezvousParameters(*meeting, **how)
     master_addr, master_port = _get_addr_and_port(parameters)
     parse_signals(config.signals_to_handle)
-    events.check_destination(config.event_log_handler)
+    if config.event_log_handler != "null":
+        from holdfast.telemetry import events
+
+        events.check_destination(config.event_log_handler)
     os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
     strange = config.settings.keys() - {*WorkerSpec.__match_args__, *GroupSpec.__match_args__}
     if strange:
@@ -252,14 +256,14 @@ def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None,
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
         result = agent.run()
         _keep_report(result.report, config.logs_specs)
-        ended = agent.get_event_failed() if result.is_failed() else agent.get_event_succeeded()
-        events.record(ended, config.event_log_handler)
+        ended = agent.get_event_failed if result.is_failed() else agent.get_event_succeeded
+        recording.record(ended, config.event_log_handler)
         return result
     except Exception as error:
         is_leaving = isinstance(error, SignalException) and not isinstance(error, RunClosed)
         _keep_report(getattr(error, "run_report", None), config.logs_specs)
         mark_as_from_run(error)
-        events.record(agent.get_event_failed(), config.event_log_handler)
+        recording.record(agent.get_event_failed, config.event_log_handler)
         raise
     finally:
         if not is_leaving and handler is not None:

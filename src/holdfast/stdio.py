@@ -19,18 +19,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import select
 import stat
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import TextIO
-
-from holdfast import escape
 
 _PIECE_BYTES = select.PIPE_BUF  # To this size the kernel writes a text to a pipe in one piece, or not at all.
 _QUEUE_BYTES = 1 << 20  # How much text may wait, not counting texts that must not be dropped.
@@ -86,31 +82,6 @@ def write(stream: TextIO | None, text: str, *, may_drop: bool = True) -> None:
         for piece in pieces:
             data = piece.encode(stream.encoding or "utf-8", "backslashreplace")
             _queue.put(stream, fd, data, may_drop and len(pieces) == 1)
-
-
-class StderrHandler(logging.Handler):
-    """Writes to whatever stderr is at the moment: tests and notebooks replace it."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            text = self.format(record)
-        except Exception:
-            self.handleError(record)
-        else:
-            write(sys.stderr, text + "\n")
-
-
-def prefix_warnings() -> None:
-    """Let warnings begin with `holdfast:` in a program that has not configured logging. Python prints those bare, and a
-    user cannot tell who speaks. A program with handlers of its own sees no difference, nor does the command line."""
-    logger = logging.getLogger("holdfast")
-    if not any(isinstance(each, StderrHandler) for each in logger.handlers):
-        handler = StderrHandler(logging.WARNING)
-        handler.setFormatter(escape.LogFormatter("holdfast: %(message)s"))
-        handler.addFilter(
-            lambda _: logging.lastResort is not None and logger.handlers + logger.root.handlers == [handler]
-        )
-        logger.addHandler(handler)
 
 
 class _Text:

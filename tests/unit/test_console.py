@@ -12,7 +12,7 @@ import sys
 import psutil
 import pytest
 
-from holdfast import escape, stdio
+from holdfast import escape, log_lines
 from holdfast.cli import console
 from tests import support
 
@@ -107,7 +107,7 @@ def test_a_program_without_logging_has_one_line_too(
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     LOGGER.handlers[:] = []
-    stdio.prefix_warnings()
+    log_lines.prefix_warnings()
     SPEAKER.warning("it said: %s", HOSTILE)
     assert capsys.readouterr().err == f"holdfast: it said: {SHOWN}\n"
 

@@ -8,7 +8,7 @@ import unicodedata
 
 import pytest
 
-from holdfast import escape
+from holdfast import escape, log_lines
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def record(message: str, *args: object, **more: object) -> logging.LogRecord:
     return logging.makeLogRecord({"msg": message, "args": args, "levelno": logging.INFO, **more})
 
 
-FORMATTER = escape.LogFormatter("us: %(message)s")
+FORMATTER = log_lines.LogFormatter("us: %(message)s")
 
 
 @pytest.mark.parametrize(

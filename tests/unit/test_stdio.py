@@ -16,7 +16,7 @@ from typing import TextIO
 
 import pytest
 
-from holdfast import stdio
+from holdfast import log_lines, stdio
 from holdfast.telemetry import events, metrics
 from tests import support
 
@@ -91,8 +91,8 @@ def test_a_full_pipe_holds_up_no_caller_and_gets_everything_in_order() -> None:
 
 
 SPEAKERS: dict[str, Callable[[], None]] = {
-    "a line of the command": lambda: stdio.StderrHandler().handle(logging.makeLogRecord({"msg": "words"})),
-    "a line from Python": lambda: (stdio.prefix_warnings(), logging.getLogger("holdfast").warning("words")),
+    "a line of the command": lambda: log_lines.StderrHandler().handle(logging.makeLogRecord({"msg": "words"})),
+    "a line from Python": lambda: (log_lines.prefix_warnings(), logging.getLogger("holdfast").warning("words")),
     "an event": lambda: events.record(events.Event("words", events.EventSource.AGENT), "console"),
     "a metric": lambda: metrics.ConsoleMetricHandler().emit(metrics.MetricData(0, "group", "words", 7)),
 }

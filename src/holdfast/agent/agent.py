@@ -20,8 +20,6 @@ signal and the grace period, and the exception goes on to the caller.
 from __future__ import annotations
 
 import abc
-import json
-import logging
 import os
 import signal
 import sys
@@ -38,6 +36,7 @@ from holdfast.agent.lifecycle import Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.agent.publisher import Publisher
 from holdfast.errors import HoldfastError, HostError, UserError
+from holdfast.log import Logger
 from holdfast.loop import BusyTime, call_interruptibly
 from holdfast.rendezvous.api import RendezvousGracefulExitError, RendezvousHandler, is_kind
 from holdfast.rendezvous.coordination import Coordination, JoinFailed, Push
@@ -45,17 +44,17 @@ from holdfast.rendezvous.membership.model import CloseRequested, End, Ended, Out
 from holdfast.rendezvous.membership.restart_policy import HANG, Advance, RestartPolicy
 from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.signals import RunClosed, SignalException
-from holdfast.telemetry.events import Event, record
 from holdfast.telemetry.metrics import prof, put_call, put_metric
 
 if TYPE_CHECKING:
     from holdfast.hangs.progress import GroupProgress
     from holdfast.hangs.watch import HangWatch
     from holdfast.process.workers.group import PContext
+    from holdfast.telemetry.events import Event
 
 __all__ = ["DEFAULT_ROLE", "ElasticAgent", "SimpleElasticAgent"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 T = TypeVar("T")
 
@@ -511,14 +510,12 @@ class SimpleElasticAgent(ElasticAgent):
         return recording.status_event(self._worker_group, state, *so_far, worker, **facts)
 
     def _record(self, state: str, worker: Worker | None = None, **facts: Any) -> None:
-        record(self._event(state, worker, **facts), self._worker_group.spec.event_log_handler)
+        recording.record(lambda: self._event(state, worker, **facts), self._worker_group.spec.event_log_handler)
 
     def _record_worker_events(self, result: RunResult) -> None:
         for worker in self._worker_group.workers:
             failure = result.failures.get(worker.global_rank)
-            facts: dict[str, Any] = {}
-            if failure is not None:
-                facts = {"raw_error": json.dumps(failure.error_file_data), "exit_code": failure.exitcode}
+            facts = {} if failure is None else recording.facts_of_failure(failure)
             self._record(recording.final_state(worker, result), worker, **facts)
 
     @contextmanager

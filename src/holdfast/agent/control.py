@@ -21,8 +21,6 @@ from __future__ import annotations
 import _socket
 import contextlib
 import errno
-import json
-import logging
 import os
 import re
 import stat
@@ -33,9 +31,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from holdfast.errors import HoldfastError
+from holdfast.log import Logger
 from holdfast.loop import release_in_children
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 Command = Callable[[Mapping[str, Any]], Any]
 
@@ -199,6 +198,8 @@ class ControlSocket:
 
 def answer_to(line: bytes, commands: Mapping[str, Command]) -> bytes:
     """The answer to a request, whatever it is."""
+    import json
+
     request = _parsed(line)
     try:
         act = commands[request["command"]]
@@ -208,6 +209,8 @@ def answer_to(line: bytes, commands: Mapping[str, Command]) -> bytes:
 
 
 def _answer(act: Command, request: Mapping[str, Any]) -> bytes:
+    import json
+
     try:
         answer = {"result": act(request)}
     except HoldfastError as error:
@@ -218,6 +221,8 @@ def _answer(act: Command, request: Mapping[str, Any]) -> bytes:
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
+    import json
+
     try:
         request = json.loads(line)
     except Exception:  # Junk of any kind.
@@ -294,6 +299,8 @@ class Question:
         if owner != os.geteuid() != 0:
             raise PermissionError(errno.EPERM, "it belongs to another user", path)
         self._path = path
+        import json
+
         self._limit_bytes = _ANSWER_LIMIT_BYTES if owner == os.geteuid() else _ANSWER_OF_OTHERS_LIMIT_BYTES
         self._sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
         try:
@@ -311,6 +318,8 @@ class Question:
         return self._sock.fileno()
 
     def answer(self, timeout_s: float = _ASK_LIMIT_S) -> dict[str, Any]:
+        import json
+
         try:
             answer = json.loads(_read_line(self._sock, self._limit_bytes, time.monotonic() + timeout_s))
         finally:

@@ -7,13 +7,13 @@ it says. Whatever fails here is a warning: the run goes on.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 
 from holdfast.agent.model import WorkerSpec
+from holdfast.log import Logger
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _START_PATIENCE_S = 30.0
 _ERROR = "holdfast dashboard: error: "

@@ -9,8 +9,6 @@ share a file. Lines that a full or failing disk does not take, or not in time, a
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import threading
 import time
@@ -20,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from holdfast.agent import causes, lifecycle
+from holdfast.log import Logger
 from holdfast.rendezvous.membership.model import Ended, PlaceLost, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import HANG
 
@@ -34,7 +33,7 @@ _PATIENCE_S = 2.0  # How long the end of a run waits for a disk that takes nothi
 
 Entry = tuple[str, dict[str, Any]]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 
 class Journal:
@@ -156,6 +155,8 @@ class Journal:
         status, round = self._agent._publisher.status, self._agent._machine.round
         lead = {"version": VERSION, "event": name, "time": time.time(), "monotonic": time.monotonic()}
         who = {"run": status.run_id, "host": status.host, "agent_pid": os.getpid(), "node": status.node}
+        import json
+
         self._file.put(json.dumps({**lead, **who, "round": round, **fields}))
 
 

@@ -7,14 +7,13 @@ interpreter start of ours.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast import loop, procfs, signals, stdio
+from holdfast import log, loop, procfs, signals
 from holdfast.agent import lifecycle, watchdog
 from holdfast.agent.agent import SimpleElasticAgent
 from holdfast.agent.environment import log_line_prefixes, macros, worker_environments
@@ -31,6 +30,7 @@ from holdfast.errors import HostError
 from holdfast.failures.report import Evidence
 from holdfast.frozen import changed
 from holdfast.hangs.progress import GroupProgress
+from holdfast.log import Logger
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import DefaultLogsSpecs, LogsSpecs
 from holdfast.process.spawner import command
@@ -54,7 +54,7 @@ __all__ = [
     "LocalElasticAgent", "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT", "TORCHELASTIC_TIMER_FILE"
 ]  # fmt: skip
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 # A worker may end before the last one is started. Usually that one follows at once, and the group fails as a whole.
 _START_PATIENCE_S = 5.0
@@ -86,7 +86,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         group: GroupSpec | None = None,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
-        stdio.prefix_warnings()
+        log.prefix_warnings()
         self._group = group or _group_spec(spec, logs_specs, start_method, log_line_prefix_template)
         self._health_check_server = health_check_server
         self._stuck_timeout_s = _stuck_timeout_s(uninterruptible_state_timeout)

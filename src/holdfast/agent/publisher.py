@@ -6,7 +6,6 @@ record and waits for no reader. What serves readers runs in threads of its own a
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -225,6 +224,8 @@ class Publisher:
 
     def _query(self, request: Mapping[str, Any]) -> Any:
         """Ask the coordinator, or the agent of another node."""
+        import json
+
         body = json.dumps(request["request"]).encode()
         if len(body) > _QUERY_LIMIT_BYTES:
             raise UserError(f"a request of {len(body)} bytes is too long")

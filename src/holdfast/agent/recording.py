@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from holdfast.agent.lifecycle import WITH_WORKERS, Phase
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.process.spawner import command
-from holdfast.telemetry import events
-from holdfast.telemetry.events import Event, EventSource
 from holdfast.telemetry.metrics import put_metric
+
+if TYPE_CHECKING:
+    from holdfast.process.errors import ProcessFailure
+    from holdfast.telemetry.events import Event
+
+_EVENTS = "holdfast.telemetry.events"
+
+
+def record(make_event: Callable[[], Event], destination: str) -> None:
+    """Make the event and send it there. As long as nothing has imported the module of events, no handler is registered
+    in the place of "null", and neither event nor module is needed."""
+    if destination != "null" or _EVENTS in sys.modules:
+        from holdfast.telemetry import events
+
+        events.record(make_event(), destination)
 
 
 def status_event(
@@ -31,6 +44,10 @@ def status_event(
     watchdog_event: str = "",
 ) -> Event:
     """An event about one worker, or about the agent itself. One of the watchdog has the watchdog's own name for it."""
+    import json
+
+    from holdfast.telemetry import events
+
     spec, handler = group.spec, group.spec.rdzv_handler
     inner: dict[str, Any] = {"group_world_size": group.group_world_size, "entry_point": entry_name(spec)}
     if worker is not None:
@@ -58,8 +75,14 @@ def status_event(
     }
     if not watchdog_event:
         metadata["duration_ms"] = duration_ms
-    source = EventSource.AGENT if worker is None else EventSource.WORKER
-    return Event(watchdog_event or f"torchelastic.worker.status.{state}", source, int(time.time()), metadata)
+    source = events.EventSource.AGENT if worker is None else events.EventSource.WORKER
+    return events.Event(watchdog_event or f"torchelastic.worker.status.{state}", source, int(time.time()), metadata)
+
+
+def facts_of_failure(failure: ProcessFailure) -> dict[str, Any]:
+    import json
+
+    return {"raw_error": json.dumps(failure.error_file_data), "exit_code": failure.exitcode}
 
 
 def start_line(group: WorkerGroup, logs_dir: str = "") -> str:

@@ -8,18 +8,18 @@ replaced by a private one, and a watchdog that cannot be started at all is a war
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from holdfast.agent.model import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
 from holdfast.errors import HoldfastError
+from holdfast.log import Logger
 
 if TYPE_CHECKING:
     from holdfast.timer import FileTimerRequest, FileTimerServer
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _TURN_S = 0.1
 

@@ -7,14 +7,12 @@ without waiting for a reader.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 
-from holdfast import escape, stdio
+from holdfast import escape, log, stdio
 
-PREFIX = "holdfast:"
-_DIM, _YELLOW, _RED, _PLAIN = "\033[2m", "\033[33m", "\033[31m", "\033[0m"
+_RED, _PLAIN = "\033[31m", "\033[0m"
 _WIDEST = 100
 
 
@@ -42,8 +40,8 @@ def is_unread() -> bool:
 
 def write_error(program: str, message: str) -> None:
     """The one line in which a command says why it did nothing."""
-    colour = _RED if wants_colour() else ""
-    text = f"{program}: {_paint('error:', colour)} {escape.cut(escape.one_line(message))}\n"
+    error = f"{_RED}error:{_PLAIN}" if wants_colour() else "error:"
+    text = f"{program}: {error} {escape.cut(escape.one_line(message))}\n"
     stdio.write(sys.stderr, text, may_drop=False)
 
 
@@ -63,45 +61,14 @@ def width() -> int:
     return max(40, min(_WIDEST, get_terminal_size((_WIDEST, 24)).columns))
 
 
-def _paint(text: str, colour: str) -> str:
-    return f"{colour}{text}{_PLAIN}" if colour and text else text
-
-
-class LineFormatter(escape.LogFormatter):
-    """Puts the prefix in front of every line of a record; with `detail` also the time and the module."""
-
-    def __init__(self, *, detail: bool, colour: bool) -> None:
-        super().__init__()
-        self._detail = detail
-        self._colour = colour
-
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        lead, lead_colour, colour = PREFIX, "", ""
-        if self._detail:
-            clock = self.formatTime(record, "%H:%M:%S")
-            lead += f" {clock}.{int(record.msecs):03d} {record.name.removeprefix('holdfast.')}:"
-        if self._colour:
-            lead_colour = _DIM
-            colour = _RED if record.levelno >= logging.ERROR else _YELLOW if record.levelno >= logging.WARNING else ""
-        lead = _paint(lead, lead_colour)
-        return "\n".join(f"{lead} {_paint(line, colour)}".rstrip() for line in text.split("\n"))
-
-
 def set_up(*, quiet: bool = False, verbose: bool = False) -> None:
     """Let the `holdfast` logger speak on stderr. A second call replaces the first."""
-    logger = logging.getLogger("holdfast")
-    for old in [known for known in logger.handlers if isinstance(known, stdio.StderrHandler)]:
-        logger.removeHandler(old)
-    handler = stdio.StderrHandler()
-    handler.setFormatter(LineFormatter(detail=verbose, colour=wants_colour()))
-    logger.addHandler(handler)
-    wish = os.environ.get("LOGLEVEL", "").strip() or "info"
-    wished = int(wish) if wish.isdecimal() else logging.getLevelName(wish.upper())
-    level = logging.ERROR if quiet else logging.DEBUG if verbose else wished
-    if isinstance(level, int):
-        logger.setLevel(level)
-    else:
-        # Other programs read that variable too, so a word that means nothing here must not end the run.
-        logger.setLevel(logging.INFO)
-        logger.warning("LOGLEVEL=%s is not a log level; it stays at info", wish)
+
+    def add_handler() -> None:
+        from holdfast import log_lines
+
+        log_lines.show_on_stderr(quiet=quiet, verbose=verbose, colour=colour)
+
+    colour = wants_colour()
+    is_plain = not verbose and not os.environ.get("LOGLEVEL")
+    log.add_handlers_with(add_handler, (log.ERROR if quiet else log.INFO) if is_plain else log.DEBUG)

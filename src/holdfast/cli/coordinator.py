@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast import escape, signals
+from holdfast import log_lines, signals
 from holdfast.cli import console
 from holdfast.cli.options import check_brackets, duration_s
 from holdfast.cli.parser import PlainParser, argument
@@ -188,7 +188,7 @@ def _withdraw(log: Path, how: int = os.O_TRUNC) -> None:
 
 def _log_to_stderr(layout: str) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(escape.LogFormatter(layout))
+    handler.setFormatter(log_lines.LogFormatter(layout))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 

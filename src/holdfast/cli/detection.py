@@ -6,18 +6,18 @@ An option that says where the nodes meet, or that there is one node, switches th
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING
 
 from holdfast.errors import UserError
 from holdfast.hosts import environment
 from holdfast.hosts.environment import Contradiction, Found, LeftAlone
+from holdfast.log import Logger
 
 if TYPE_CHECKING:
     import argparse
 
-log = logging.getLogger(__name__)
+log = Logger(__name__)
 
 _PLACES = {"no_detect", "standalone", "rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port"}
 _MAX_NODE_FILE_CHARS = 1 << 24

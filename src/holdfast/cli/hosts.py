@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shlex
 import shutil
@@ -21,11 +20,12 @@ from holdfast.frozen import changed
 from holdfast.hosts.job import JobSpec
 from holdfast.hosts.ssh import copying, host_list
 from holdfast.hosts.ssh import run as ssh
+from holdfast.log import Logger
 from holdfast.process.spawner import client
 from holdfast.rendezvous import endpoints
 from holdfast.signals import SIGNALS_VARIABLE
 
-log = logging.getLogger(__name__)
+log = Logger(__name__)
 
 _HOSTFILE_BYTES = 1 << 20
 _DEFAULT_GRACE_S = 30.0

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import resource
 import sys
@@ -28,6 +27,7 @@ from holdfast.cli.program import (
 )
 from holdfast.errors import HoldfastError, HostError, InternalError, UserError, is_from_run
 from holdfast.failures import report
+from holdfast.log import Logger
 from holdfast.process import devices, errors
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ __all__ = [
     "parse_args", "parse_min_max_nnodes", "run", "run_script_path",
 ]  # fmt: skip
 
-log = logging.getLogger(__name__)
+log = Logger(__name__)
 
 DEFAULT_MASTER_PORT = 29500
 # The backends that are built in, and the default port of their endpoint. Plug-ins have endpoints of their own kinds.
@@ -128,8 +128,6 @@ def _for_option(option: str, read: Callable[[str], T], value: str) -> T:
 
 
 def check_values(args: argparse.Namespace) -> None:
-    from holdfast.telemetry import events
-
     if args.max_restarts < 0:
         raise UserError(f"--max-restarts {args.max_restarts} is negative")
     if not 0 < args.monitor_interval < float("inf"):
@@ -148,9 +146,12 @@ def check_values(args: argparse.Namespace) -> None:
         _for_option("--http", parse_http_address, args.http)
     if not _for_option("--signals-to-handle", signals.parse_signals, args.signals_to_handle):
         raise UserError("--signals-to-handle names no signal")
-    _for_option("--event-log-handler", events.check_destination, args.event_log_handler)
-    if args.events_file is not None:
-        _for_option("--events-file", lambda path: events.check_destination(f"file:{path}"), args.events_file)
+    if args.event_log_handler != "null" or args.events_file is not None:
+        from holdfast.telemetry import events
+
+        _for_option("--event-log-handler", events.check_destination, args.event_log_handler)
+        if args.events_file is not None:
+            _for_option("--events-file", lambda path: events.check_destination(f"file:{path}"), args.events_file)
 
 
 # --- rendezvous ---------------------------------------------------------------------------------------------
@@ -470,7 +471,7 @@ def explain(error: BaseException) -> int:
         why = f"the run was closed: {escape.one_line(str(error))}" if isinstance(error, signals.RunClosed) else ""
         number, ranks = getattr(error, "sigval", 2), getattr(error, "killed_ranks", ())
         killed = f"; {report.ranks_text(ranks)} had to be killed" if ranks else ""
-        console.write(f"{console.PREFIX} {why or f'stopped by {signals.signal_name(number)}'}{killed}\n")
+        console.write(f"{escape.PREFIX} {why or f'stopped by {signals.signal_name(number)}'}{killed}\n")
         return 128 + number
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
         # The interpreter has no class of its own for it.
@@ -487,7 +488,7 @@ def explain(error: BaseException) -> int:
     import traceback
 
     console.write("".join(traceback.format_exception(error)))
-    console.write(f"{console.PREFIX} internal error; please report it with the lines above\n")
+    console.write(f"{escape.PREFIX} internal error; please report it with the lines above\n")
     return 1
 
 

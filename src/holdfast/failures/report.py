@@ -18,7 +18,6 @@ fits. The reader does not trust it: a field of an unexpected type counts as abse
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from signal import Signals
@@ -415,6 +414,8 @@ def encode_evidence(
     round: int = 0,
     also: Sequence[Fold] = (),
 ) -> str:
+    import json
+
     message, callstack, timestamp = read_error(error)
     facts: dict[str, Any] = {"local_rank": local_rank, "pid": pid, "timestamp": timestamp, "round": round}
     facts |= {
@@ -434,6 +435,8 @@ def encode_evidence(
 
 def decode_evidence(text: str) -> SentFailure | None:
     """None if the text is empty or invalid."""
+    import json
+
     try:
         said = json.loads(text) if len(text) <= EVIDENCE_LIMIT_CHARS else None
     except (ValueError, RecursionError):

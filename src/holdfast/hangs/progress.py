@@ -6,12 +6,12 @@ The agent looks at it every few seconds, while it waits for other things, and ke
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from holdfast import progress_board
+from holdfast.log import Logger
 from holdfast.telemetry import stragglers
 from holdfast.telemetry.stragglers import LINES, STEPS, Rate, Straggler, Track
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 5.0
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 
 class GroupProgress:

@@ -10,7 +10,6 @@ An error in this module disables the watch, or loses the stacks, but never ends 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import os
 import time
@@ -22,12 +21,13 @@ from holdfast.hangs import compare, policy, stacks
 from holdfast.hangs.compare import Look, Picture, WorkerLook
 from holdfast.hangs.policy import HangMachine, HangPolicy, Signal, Verdict
 from holdfast.hangs.progress import GroupProgress
+from holdfast.log import Logger
 from holdfast.process.output.watch import OutputWatch
 
 if TYPE_CHECKING:
     from holdfast.process.output.logs import LogsDest
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 # All stacks of a group, native frames included, usually take a second or two.
 EXAMINATION_LIMIT_S = 20.0

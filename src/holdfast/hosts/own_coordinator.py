@@ -7,7 +7,6 @@ dies, it is started again and goes on from its memory.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import subprocess
@@ -17,9 +16,10 @@ import threading
 from collections.abc import Callable
 
 from holdfast.hosts.job import JobSpec
+from holdfast.log import Logger
 from holdfast.rendezvous import endpoints
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _MOST_STARTS = 5
 _GRACE_S = 3.0

@@ -73,8 +73,9 @@ from holdfast.hosts.placement import (
     Started,
 )
 from holdfast.hosts.ray_actor import NodeAgent, Order
+from holdfast.log import Logger
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _CONNECT_S = 30.0
 _ASK_EVERY_S = 1.0

@@ -8,7 +8,6 @@ output file, and cancels the job if it is stopped itself.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shlex
@@ -24,8 +23,9 @@ from holdfast import loop, signals, stdio
 from holdfast.errors import HostError, UserError
 from holdfast.hosts.engines import Engine, EngineOption
 from holdfast.hosts.job import JobSpec
+from holdfast.log import Logger
 
-log = logging.getLogger(__name__)
+log = Logger(__name__)
 
 _LOOK_AGAIN_S = 0.3  # At the output file, which another host writes: no event says that it has grown.
 _ANSWER_TIMEOUT_S = 60.0

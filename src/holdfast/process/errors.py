@@ -11,8 +11,6 @@ with the cause. The files of a dying worker may be half written or foreign; noth
 from __future__ import annotations
 
 import functools
-import json
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +20,7 @@ from holdfast import escape
 from holdfast.failures import report
 from holdfast.failures.report import NOT_AVAILABLE, Evidence, FailureFacts, Fold, SentFailure
 from holdfast.frozen import changed, dataclass, field
+from holdfast.log import Logger
 
 if TYPE_CHECKING:
     from holdfast.failures.run_report import RunReport
@@ -34,7 +33,7 @@ _NO_MESSAGE = "<NONE>"
 _NOT_SOUGHT = Evidence()
 _ERROR_FILE_LIMIT_BYTES = 1 << 20
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 # A failure is described before its group is stopped, and again when the evidence is complete.
 _warn_once = functools.lru_cache(maxsize=64)(logger.warning)
 
@@ -340,6 +339,8 @@ def _load_error_file(path: str) -> dict[str, Any]:
         content = file.read(_ERROR_FILE_LIMIT_BYTES + 1)
     if len(content) > _ERROR_FILE_LIMIT_BYTES:
         raise ValueError(f"larger than {_ERROR_FILE_LIMIT_BYTES} bytes")
+    import json
+
     data = json.loads(content)
     if not isinstance(data, dict) or not _has_message(data):
         raise ValueError('no JSON object with a "message"')

@@ -7,7 +7,6 @@ The backends differ only in how they find the coordinator (`Locator`): `FixedEnd
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 
 from holdfast import escape, loop, signals
 from holdfast.errors import HostError, UserError
+from holdfast.log import Logger
 from holdfast.rendezvous import api, endpoints
 from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.client.reachability import Reachability
@@ -31,7 +31,7 @@ from holdfast.rendezvous.membership.node_lease import NodeLease
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 from holdfast.rendezvous.options import Options, warn_without_token
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 DEFAULT_PORT = 29400
 _OTHERS_HEAR_S = 1.0  # In this time a signal that is sent to all nodes has reached each of them.

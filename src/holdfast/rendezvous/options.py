@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import stat
@@ -13,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.errors import UserError
+from holdfast.log import Logger
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.api import DefaultTimeout, RendezvousParameters
 from holdfast.rendezvous.membership.model import Admit, Settings, is_loopback
@@ -22,7 +22,7 @@ from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 if TYPE_CHECKING:
     from holdfast.rendezvous.tls import ReloadingTls
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 MIN_TOKEN_BYTES = 16
 _MAX_SECRET_BYTES = 1 << 16

@@ -7,17 +7,17 @@ everything else here, so it happens only when a name is asked for that is not ye
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from holdfast.errors import UserError
+from holdfast.log import Logger
 from holdfast.rendezvous.api import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
 
 __all__ = ["get_rendezvous_handler", "rendezvous_handler_registry"]
 
-log = logging.getLogger(__name__)
+log = Logger(__name__)
 
 # Backend name -> module and function that creates its handler.
 _BUILT_IN = {

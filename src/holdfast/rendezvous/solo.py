@@ -7,10 +7,10 @@ and nowhere else.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 
+from holdfast.log import Logger
 from holdfast.rendezvous import store as stores
 from holdfast.rendezvous.api import RendezvousHandler, RendezvousInfo
 from holdfast.rendezvous.coordination import Coordination, JoinFailed, Push
@@ -18,7 +18,7 @@ from holdfast.rendezvous.membership import model, restart_policy
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import Budget, Failure, RestartPolicy
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _TERMINAL_STATE_SYNC = "torchelastic/agent/terminal_state"
 _SUCCEEDED = Ended(Outcome(End.SUCCEEDED, "all workers have succeeded"))

@@ -11,16 +11,16 @@ backend's, with a fixed world. With `coordinator_port=off` they run side by side
 
 from __future__ import annotations
 
-import logging
 import threading
 from datetime import timedelta
 
 from holdfast.errors import UserError
+from holdfast.log import Logger
 from holdfast.rendezvous import api, endpoints
 from holdfast.rendezvous.api import RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
 from holdfast.rendezvous.store import InProcessStore
 
-log = logging.getLogger(__name__)
+log = Logger(__name__)
 
 _TIMEOUT_S = 600
 _SETTINGS = frozenset({"rank", "timeout", "coordinator_port"})

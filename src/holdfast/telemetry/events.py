@@ -28,9 +28,10 @@ from enum import StrEnum
 from functools import cache
 from typing import ClassVar, Self
 
-from holdfast import stdio
 from holdfast.errors import UserError
 from holdfast.frozen import dataclass, field, fields_of
+from holdfast.log import Logger
+from holdfast.log_lines import StderrHandler
 
 __all__ = [
     "Event", "EventMetadataValue", "EventSource", "JsonLinesHandler", "NodeState", "RdzvEvent", "check_destination",
@@ -46,7 +47,7 @@ _LOGGER_PREFIX = "torchelastic-events-"
 _RDZV_DESTINATION = "dynamic_rendezvous"
 _HOSTNAME_PATIENCE_S = 1.0
 
-_log = logging.getLogger(__name__)
+_log = Logger(__name__)
 
 
 class EventSource(StrEnum):
@@ -183,7 +184,7 @@ def _open_for_append(path: str) -> int:
 
 log_handlers: dict[str, HandlerOrFactory] = {
     "null": logging.NullHandler,
-    "console": stdio.StderrHandler,
+    "console": StderrHandler,
     _RDZV_DESTINATION: logging.NullHandler,
 }
 """Handlers by name. The first use of a factory replaces it by the handler that it makes."""

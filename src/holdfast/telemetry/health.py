@@ -13,7 +13,6 @@ The server (`http`) listens on all interfaces, because probes (the kubelet's, sa
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import time
@@ -21,12 +20,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holdfast.errors import UserError
+from holdfast.log import DEBUG, INFO, Logger
 from holdfast.telemetry.http import HttpServer, KeptPage, Page
 from holdfast.telemetry.status import AgentStatus
 
 __all__ = ["AgentAlive", "HealthCheckServer", "create_healthcheck_server"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 PORT_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
 TIMEOUT_S = 60
@@ -71,7 +71,7 @@ class HealthCheckServer(HttpServer):
         super().start()
         if (port := self.listening_port) is not None and not was_serving:
             self.port = port
-            logger.log(logging.DEBUG if self._wanted_port else logging.INFO, "health check on port %d", port)
+            logger.log(DEBUG if self._wanted_port else INFO, "health check on port %d", port)
 
     def stop(self) -> None:
         self.port = self._wanted_port

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import errno
 import json
-import logging
 import socket
 import threading
 import time
@@ -21,9 +20,10 @@ from typing import Any
 
 from holdfast.errors import HoldfastError
 from holdfast.frozen import frozen
+from holdfast.log import Logger
 from holdfast.loop import release_in_children
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _MOST_CALLERS = 32
 _CALL_LIMIT_S = 5.0

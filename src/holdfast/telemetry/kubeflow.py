@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import logging
 import ssl
 import threading
 import time
@@ -28,10 +27,11 @@ from urllib.parse import urlsplit
 
 from holdfast.errors import UserError
 from holdfast.frozen import frozen
+from holdfast.log import Logger
 from holdfast.telemetry.history import SUCCEEDED
 from holdfast.telemetry.status import AgentStatus
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 EVERY_S = 5.0
 _LONGEST_PAUSE_S = 60.0

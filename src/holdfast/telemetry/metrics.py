@@ -11,7 +11,6 @@ Metrics never break a run: a handler that raises causes one warning.
 
 # No `from __future__ import annotations`: a NamedTuple would compile each of the texts, at the cost of milliseconds.
 
-import logging
 import sys
 import time
 import warnings
@@ -21,6 +20,7 @@ from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 from holdfast import stdio
+from holdfast.log import Logger
 
 __all__ = [
     "ConsoleMetricHandler", "MetricData", "MetricHandler", "MetricStream", "MetricsConfig", "NullMetricHandler",
@@ -30,7 +30,7 @@ __all__ = [
 
 DEFAULT_GROUP = "torchelastic"
 
-_log = logging.getLogger(__name__)
+_log = Logger(__name__)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -31,12 +31,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from holdfast.log import Logger
 from holdfast.telemetry.history import FAILED, HUNG, NODE_LOST, SUCCEEDED, History
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer, TracerProvider
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _QUEUE_LENGTH = 1024

@@ -9,7 +9,6 @@ server knows it, or for `max_interval`, whichever comes first.
 from __future__ import annotations
 
 import abc
-import logging
 import sys
 import threading
 import time
@@ -19,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import UserError
+from holdfast.log import Logger
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 # Turns begin at least this far apart: registering a timer is not urgent, and each turn costs CPU time.
 _TURN_GAP_S = 0.005

@@ -1,9 +1,9 @@
 """A place to hook in: assign another function here to send expired timers elsewhere than to the log. The file timer
 server looks the function up on every turn."""
 
-import logging
+from holdfast.log import Logger
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 
 def log_debug_info_for_expired_timers(run_id: str, expired_timers: dict[int, list[str]]) -> None:

@@ -15,7 +15,6 @@ import errno
 import fcntl
 import io
 import json
-import logging
 import math
 import os
 import select
@@ -29,12 +28,13 @@ from select import PIPE_BUF
 from typing import Any, ClassVar
 
 from holdfast.errors import HostError, UserError
+from holdfast.log import DEBUG, WARNING, Logger
 from holdfast.loop import Wakeup
 from holdfast.timer import debug_info_logging
 from holdfast.timer.api import RequestQueue, TimerClient, TimerRequest
 from holdfast.timer.processes import ProcessTimerServer
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 # Every request begins with these bytes and cannot contain them: within a JSON string the quote is escaped.
 _REQUEST_BEGINS = b'{"version"'
@@ -203,7 +203,7 @@ class RequestPipe(RequestQueue):
     def _salvage(self, line: bytes, error: ValueError) -> list[FileTimerRequest]:
         """The request that a junk line has swallowed, if any. Only the first junk line causes a warning."""
         if line:
-            level = logging.DEBUG if self._has_met_junk else logging.WARNING
+            level = DEBUG if self._has_met_junk else WARNING
             self._has_met_junk = True
             logger.log(level, "skipped a line in %s that is not a request: %r: %s", self.path, line[:80], error)
         try:

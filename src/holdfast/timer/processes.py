@@ -16,7 +16,6 @@ signal is twice that time.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import signal
@@ -26,11 +25,12 @@ from typing import Any
 
 from holdfast import escape, procfs
 from holdfast.hangs import stacks
+from holdfast.log import DEBUG, ERROR, Logger
 from holdfast.signals import signal_name
 from holdfast.timer.api import RequestQueue, TimerRequest, TimerServer
 from holdfast.timer.table import TimerTable
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 # How long the signal may wait for stacks. py-spy needs about 20 ms on a calm machine.
 STACKS_TIMEOUT_S = 0.5
@@ -146,7 +146,7 @@ class ProcessTimerServer(TimerServer):
         except ProcessLookupError:
             logger.info("process %d is already gone", worker_id)
         except OSError as error:
-            level = logging.DEBUG if worker_id in self._unreaped else logging.ERROR
+            level = DEBUG if worker_id in self._unreaped else ERROR
             logger.log(level, "cannot signal process %d, will try again: %s", worker_id, error)
             return False
         self._tell("kill worker process", timer)

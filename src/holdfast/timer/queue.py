@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -11,11 +10,12 @@ from multiprocessing import connection, queues
 from queue import Empty
 from typing import Any
 
+from holdfast.log import Logger
 from holdfast.loop import Wakeup
 from holdfast.timer.api import RequestQueue, TimerClient, TimerRequest
 from holdfast.timer.processes import ProcessTimerServer
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _PLAIN_GET_S = 0.5
 

@@ -42,10 +42,11 @@ from holdfast.cli.dashboard.follow import Follower
 from holdfast.cli.dashboard.picture import Picture, difference
 from holdfast.cli.dashboard.watch import Watch
 from holdfast.errors import HoldfastError, UserError
+from holdfast.log import Logger
 from holdfast.loop import Wakeup
 from holdfast.rendezvous.coordinator.limits import Bucket
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 T = TypeVar("T")
 LogKey = tuple[int, str, int | None]  # Rank, stream, attempt.

@@ -16,7 +16,6 @@ read from their files, as far as they are on this host.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,11 +28,12 @@ from holdfast.cli.dashboard.picture import Known, Picture, Series, Told
 from holdfast.cli.runs import LocalRun, RemoteRun, dicts_of, name_of, number_of, text_of
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.frozen import changed
+from holdfast.log import Logger
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.membership.model import Outcome
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 T = TypeVar("T")
 View = LocalRun | RemoteRun

@@ -6,7 +6,6 @@ into a queue, and wakes the loop.
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import sys
@@ -26,10 +25,11 @@ from holdfast.hosts.ssh.connection import Connection
 from holdfast.hosts.ssh.copying import Archive
 from holdfast.hosts.ssh.host_list import Host
 from holdfast.hosts.ssh.output import HostSource, HostsView, SharedWords
+from holdfast.log import INFO, WARNING, Logger
 from holdfast.process.output import pump
 from holdfast.rendezvous.endpoints import endpoint_text
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _LOOK_AT_CONSOLE_S = 1.0
 _STREAM_PATIENCE_S = 5.0  # For the end of the output of an ssh that has ended.
@@ -257,7 +257,7 @@ class _HostsRun:
                 if host in self._connections:
                     self._connections[host].cut()
             case launch.Say(text, is_warning):
-                logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
+                logger.log(WARNING if is_warning else INFO, "%s", text)
             case _:
                 assert_never(order)
 

@@ -21,7 +21,6 @@ for writing, and `pump` copies bytes.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import stat
@@ -34,8 +33,9 @@ from typing import IO, Any
 
 from holdfast.errors import HostError, UserError
 from holdfast.frozen import dataclass, field
+from holdfast.log import Logger
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 __all__ = ["DefaultLogsSpecs", "LogDirNotADirectoryError", "LogsDest", "LogsSpecs", "Std", "get_std_cm", "to_map"]
 

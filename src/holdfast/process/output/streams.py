@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from holdfast import signals, stdio
+from holdfast.log import Logger
 from holdfast.process.output import pump
 from holdfast.process.output.lines import TAIL_BYTES, Copied, LineFilter, LinePrefixer, Tail
 from holdfast.process.output.logs import LogsDest, open_left_file
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from holdfast.process.output.terminal import TerminalView
     from holdfast.process.output.watch import OutputWatch
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _DRAIN_PATIENCE_S = 5.0
 

@@ -7,7 +7,6 @@ here must not reach the pump, whose streams are the user's output.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import time
@@ -15,12 +14,13 @@ from collections.abc import Container, Iterable
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from holdfast.log import Logger
 from holdfast.process.output.lines import HeldLine
 
 if TYPE_CHECKING:
     from holdfast.process.output.pump import Pump
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 # After a search that takes longer the pattern is dropped: the pump, and every worker that writes, would wait for it.
 _SLOW_SEARCH_S = 1.0

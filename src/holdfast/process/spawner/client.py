@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING
 
 from holdfast import loop, procfs, signals
 from holdfast.errors import HostError
+from holdfast.log import Logger
 from holdfast.process.spawner.wire import Channel, Lease, channel_pair, memory_file
 
 if TYPE_CHECKING:
     from holdfast.process.spawner.server import Call
     from holdfast.process.spawner.warm import Wanted
     from holdfast.process.spawner.wire import Message
+
+logger = Logger(__name__)
 
 # A black box, a pidfd, and a pipe and a file for each of two streams.
 _DESCRIPTORS_A_WORKER = 6
@@ -142,9 +145,7 @@ class SpawnerLink:
         self._modules, self.is_preloading = wanted[1], True
 
     def _hear_of_template(self, report: Message) -> None:
-        import logging  # Late: the spawner is started before anything else is imported.
-
-        logger, names = logging.getLogger(__name__), ", ".join(self._modules)
+        names = ", ".join(self._modules)
         match report:
             case ("warm", pid, seconds, was_warm):
                 self.is_preloading = False
@@ -249,7 +250,6 @@ def _keep_going(pid: int, is_gone: threading.Event) -> None:
     kernel tells the parent, who waits for that. A spawner that is stopped is continued; one that is stopped again and
     again is killed, and everything that it owns goes with it.
     """
-    import logging
 
     relapses, continued_at = 0, -_RELAPSE_S
     with contextlib.suppress(ChildProcessError):  # It was reaped.
@@ -262,7 +262,7 @@ def _keep_going(pid: int, is_gone: threading.Event) -> None:
                 number, text = signal.SIGKILL, "is stopped again and again by a signal; it is killed with all workers"
             else:
                 number, text = signal.SIGCONT, "was stopped by a signal; it is continued"
-            logging.getLogger(__name__).warning("the spawner (process %d) %s", pid, text)
+            logger.warning("the spawner (process %d) %s", pid, text)
             procfs.kill(pid, number)
 
 

@@ -16,7 +16,6 @@ there are more workers than groups.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Set
@@ -24,9 +23,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from holdfast.errors import HostError
+from holdfast.log import Logger
 from holdfast.process.devices import listed, names
 
-log = logging.getLogger(__name__)
+log = Logger(__name__)
 
 _NVIDIA, _AMD = "0x10de", "0x1002"
 # PCI classes of GPUs: display adapters and 3D controllers, and for AMD's compute cards also "other display controller"

@@ -12,7 +12,6 @@ the workers' pids is listed, every process counts that is listed on a device whi
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -21,9 +20,10 @@ from typing import Any
 
 from holdfast import procfs
 from holdfast.errors import HostError, UserError
+from holdfast.log import Logger
 from holdfast.process.workers.stop_work import StopWork
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _LOOK_AGAIN_S = 0.1
 

@@ -13,7 +13,6 @@ asks `poll_start` and `poll_stop` whether that is done. Stopping is the kill lad
 from __future__ import annotations
 
 import abc
-import logging
 import os
 import signal
 import time
@@ -25,6 +24,7 @@ from holdfast import signals
 from holdfast.errors import HostError, UserError
 from holdfast.failures import oom
 from holdfast.frozen import changed, frozen
+from holdfast.log import Logger
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.logs import LogsDest, LogsSpecs, logs_dir
 from holdfast.process.output.streams import Outlets, dup_or_null
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from holdfast.process.output.watch import OutputWatch
     from holdfast.process.spawner.warm import Wanted
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 DEFAULT_GRACE_S = 30.0
 # Each order has about five descriptors in flight. More at once would not start anything sooner.

@@ -11,16 +11,16 @@ mapped it, too.
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 
 from holdfast import procfs
 from holdfast.frozen import frozen
+from holdfast.log import Logger
 from holdfast.process.workers.stop_work import StopWork
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 DIRECTORY = "/dev/shm"
 

@@ -5,14 +5,14 @@ A thread does it, and the agent's loop waits for its descriptor. An error is a w
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import ClassVar
 
 from holdfast.errors import HoldfastError
+from holdfast.log import Logger
 from holdfast.loop import Wakeup
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 
 class StopWork:

@@ -16,7 +16,6 @@ any size.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 from typing import Any
@@ -98,6 +97,8 @@ def read_blackbox(data: bytes) -> BlackBox:
         if kind == VALUE:
             box.value = data[body:unread]
             continue
+        import json
+
         error = None
         with contextlib.suppress(ValueError, RecursionError):
             error = json.loads(data[body:unread])

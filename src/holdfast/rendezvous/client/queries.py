@@ -4,14 +4,14 @@ exists from the first question on. A few may wait; further ones are answered at 
 from __future__ import annotations
 
 import json
-import logging
 import queue
 import threading
 from collections.abc import Callable
 
+from holdfast.log import Logger
 from holdfast.rendezvous.membership.protocol import MAX_ANSWER_BYTES, Answer, Query
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _WAITING_AT_MOST = 8
 

@@ -9,7 +9,6 @@ the participant's business, and where the coordinator is a `Locator`'s.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import queue
 import random
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.errors import HoldfastError, HostError
+from holdfast.log import Logger
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from holdfast.rendezvous.client.handshake import Target, obstacle_of
@@ -33,7 +33,7 @@ from holdfast.rendezvous.membership.frames import Frames, Malformed, encode
 from holdfast.rendezvous.membership.node import Participant, Standing
 from holdfast.rendezvous.membership.protocol import Answer, Query, StoreAnswer, StoreRequest
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _READ_BYTES = 1 << 16
 _GOODBYE_S = 2.0

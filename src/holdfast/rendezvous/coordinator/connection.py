@@ -14,12 +14,12 @@ nothing else:
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import ssl
 from asyncio import sslproto
 from typing import TYPE_CHECKING, Any
 
+from holdfast.log import Logger
 from holdfast.rendezvous.coordinator.limits import Bucket
 from holdfast.rendezvous.endpoints import endpoint_text
 from holdfast.rendezvous.membership import frames, keys, protocol
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from holdfast.rendezvous.coordinator.run import Run
     from holdfast.rendezvous.coordinator.server import Coordinator
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _HANDSHAKE_TIMEOUT_S = 10.0
 _GOODBYE_TIMEOUT_S = 5.0

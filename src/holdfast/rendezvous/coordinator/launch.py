@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import socket
 import sys
 from typing import BinaryIO
 
 from holdfast.errors import HostError
+from holdfast.log import Logger
 from holdfast.rendezvous import endpoints
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 READY = "ready"  # What a coordinator says to the process that started it, once it serves.
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EINVAL, errno.EAFNOSUPPORT)

@@ -5,13 +5,13 @@ What a peer has said is passed through `shown`. Lines that were left out are cou
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from holdfast import escape
+from holdfast.log import Logger
 from holdfast.rendezvous.coordinator.limits import Bucket, Limits
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _LONGEST_LINE = 960  # With the time in front of it, under 1,000.
 _LONGEST_NAME = 200

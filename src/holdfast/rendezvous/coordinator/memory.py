@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import stat
 import tempfile
@@ -20,10 +19,11 @@ from urllib.parse import quote
 
 import msgspec
 
+from holdfast.log import Logger
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import Memory
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _OUTCOME_COUNTS_S = 60.0
 

@@ -13,10 +13,10 @@ takes a millisecond for one run, the loop may wait for up to 5 ms.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from holdfast.log import Logger
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.coordinator import launch
 from holdfast.telemetry.http import HttpServer, KeptPage, Page
@@ -28,7 +28,7 @@ _PATIENCE_S = 3.0
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 
 class MonitoringServer(HttpServer):

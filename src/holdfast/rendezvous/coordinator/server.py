@@ -20,12 +20,12 @@ import asyncio
 import contextlib
 import errno
 import itertools
-import logging
 import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 
+from holdfast.log import Logger
 from holdfast.rendezvous.coordinator.arrivals import Door, Held, Strangers
 from holdfast.rendezvous.coordinator.connection import Connection
 from holdfast.rendezvous.coordinator.kv_store import Room
@@ -37,7 +37,7 @@ from holdfast.rendezvous.coordinator.turns import Share, Turns
 from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.tls import ReloadingTls
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _SWEEP_EVERY_S = 15.0
 _GOODBYE_S = 2.0

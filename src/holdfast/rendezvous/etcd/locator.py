@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import math
 import secrets
 import socket
@@ -26,6 +25,7 @@ from functools import partial
 import msgspec
 
 from holdfast.errors import HoldfastError, HostError, UserError
+from holdfast.log import Logger
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.client.thread import Locator
@@ -38,7 +38,7 @@ from holdfast.rendezvous.etcd.options import EtcdOptions
 from holdfast.rendezvous.handler import CoordinatorHandler
 from holdfast.rendezvous.membership.model import NodeFacts, is_loopback
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _LONGEST_REQUEST_S = 5.0
 _MEMORY_LEASE_S = 60  # And twice the time for which workers may live on after the last coordinator.

@@ -12,7 +12,6 @@ something else writes to the leader key, the coordinator steps down, and its suc
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from urllib.parse import quote
 import msgspec
 
 from holdfast.errors import HostError, UserError
+from holdfast.log import Logger
 from holdfast.rendezvous.endpoints import endpoint_text, parse_rendezvous_endpoint
 from holdfast.rendezvous.etcd import election, gateway
 from holdfast.rendezvous.etcd.election import Leader
@@ -33,7 +33,7 @@ from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import Memory
 from holdfast.rendezvous.membership.protocol import TimePassed
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 MAX_VALUE_BYTES = 1 << 20  # etcd refuses requests of more than 1.5 MiB, unless it was told otherwise.
 _HIGHEST_TERM = 1 << 53
