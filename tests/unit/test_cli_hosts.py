@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import command_line
+from holdfast.cli import command_line, detection
 from holdfast.cli import run as cli
 from holdfast.errors import UserError
 from holdfast.hosts.ssh import copying
 from holdfast.hosts.ssh.run import HostsJob
+from tests.unit.test_engine_environment import OPEN_MPI, SLURM
 from tests.unit.test_option_effects import job_of
 
 
@@ -77,6 +78,20 @@ def test_a_host_alone_needs_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> No
     read = options_of(job, 0, "")
     assert (job.needs_place, read.rdzv_backend, read.nnodes, read.node_rank) == (False, "static", "1", None)
     assert job_of(["--hosts=a", "--nnodes=1:3"], monkeypatch).needs_place  # Others may join.
+
+
+@pytest.mark.parametrize("tokens", ["--hosts=a", "--hosts=a:4", "--hosts=a,b", "--hosts=a --nnodes=1:3"])
+@pytest.mark.parametrize("engine", [SLURM, OPEN_MPI], ids=["slurm", "mpirun"])
+def test_engines_of_the_hosts_have_no_say(tokens: str, engine: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(tokens.split(), monkeypatch)
+    asked, read = (options_of(job, 0) for _ in range(2))
+    for name, value in engine.items():
+        monkeypatch.setenv(name, value)
+    detection.complete(read)  # type: ignore[arg-type]
+    assert vars(read) == vars(asked)
+    monkeypatch.setenv("SLURM_NODEID", "99")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "99")
+    detection.complete(read)  # type: ignore[arg-type]
 
 
 def test_hosts_above_the_maximum_stand_by(monkeypatch: pytest.MonkeyPatch) -> None:
