@@ -96,6 +96,19 @@ def test_an_agent_of_another_minor_takes_part(server: CoordinatorProcess, is_new
         assert peer.await_kind(Sealed).place.node_count == 1
 
 
+def test_agents_that_know_of_scripts_and_agents_that_do_not_share_a_round(server: CoordinatorProcess) -> None:
+    """Minor 2 knows nothing of `script`."""
+    older, newer = (NodeFacts(name, requested_rank=rank, script="5c") for rank, name in enumerate(("older", "newer")))
+    join = as_map(protocol.Join(older, Settings(2, 2)))
+    del join["facts"]["script"]
+    with Peer(server.port) as a, Peer(server.port) as b:
+        a.enter(name="older").sock.sendall(frame(join))
+        b.enter(name="newer").send(protocol.Join(newer, Settings(2, 2)))
+        places = [peer.await_kind(Sealed).place for peer in (a, b)]
+    assert [(place.rank, place.script) for place in places] == [(0, ""), (1, "")]
+    assert not places[1].has_other_script(newer)
+
+
 class FakeCoordinator:
     """Serves one agent, message by message, as maps."""
 
@@ -142,7 +155,10 @@ def test_a_coordinator_of_another_minor_serves_an_agent(is_newer: bool) -> None:
         assert (hello["version"], hello["minor"]) == (MAJOR, MINOR)
         fake.send(as_it_sends(protocol.Welcome(), "term", "last_round", "ticket"))
         key = NodeFacts(**fake.read("Join")["facts"]).key
-        fake.send(as_it_sends(Sealed(key, Place(1, 1, 0, 1, (("default", 1),)))))
+        sealed = as_it_sends(Sealed(key, Place(1, 1, 0, 1, (("default", 1),))))
+        if not is_newer:
+            del sealed["place"]["script"]
+        fake.send(sealed)
         (found,) = joining.result()
         assert (found.number, found.found.world_size) == (1, 1)
         number = fake.read("Heartbeat")["number"]

@@ -89,6 +89,27 @@ def test_nodes_of_different_roles_and_sizes(scene: Scene) -> None:
     assert set(scene.ended().values()) == {0}
 
 
+@at_a_coordinator
+def test_a_script_that_differs_from_that_of_node_0_causes_one_warning(scene: Scene) -> None:
+    """Not in each round, and not on nodes that have another role or a copy elsewhere."""
+    (scene.home / "elsewhere").mkdir()
+    copy = support.write_script(scene.home / "elsewhere" / "copy.py", nodes.WORKER)
+    changed = support.write_script(scene.home / "changed.py", nodes.WORKER + "# Changed.\n")
+    scripts = {"a": scene.script, "b": changed, "c": copy, "d": changed}
+    for rank, (name, script) in enumerate(scripts.items()):
+        role = "reader" if name == "d" else "trainer"
+        scene.start(name, "4", "--role", role, "--max-restarts", "1", script=script, rank=rank)
+    scene.await_world(4)
+    scene.order("exit 3", round=1, rank=0)
+    scene.await_world(4, after=1)
+    scene.order("exit 0")
+    assert set(scene.ended().values()) == {0}
+    warnings = {node.name: re.findall("^.* differs from .*$", node.log, re.MULTILINE) for node in scene.nodes}
+    (said,) = warnings.pop("b")
+    assert f"{changed} on this node differs from the script of node 0 (127.0.0.1)" in said
+    assert set(map(len, warnings.values())) == {0}
+
+
 def test_too_few_nodes_in_time(scene: Scene) -> None:
     nodes = [scene.start(name, "4", join_timeout=6) for name in "ab"]  # As long as the second may take to start.
     assert scene.ended() == {"a": 1, "b": 1}

@@ -166,3 +166,31 @@ runs_a_script.runs_script = True  # type: ignore[attr-defined]
 )
 def test_what_a_run_is_called_after(entrypoint: Any, args: list[str], name: str) -> None:
     assert command.program_name(entrypoint, args) == name
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "args", "path"),
+    [
+        (sys.executable, ["-u", "dir/x.py", "a"], "dir/x.py"),
+        (sys.executable, ["-u", "--", "x.py"], "x.py"),
+        ("/opt/python3.12", ["x.py"], "x.py"),
+        ("./job", ["x.py"], "./job"),
+        (runs_a_script, ["x.py", "a"], "x.py"),
+        # Modules, code, stdin.
+        (sys.executable, ["-u", "-m", "pkg.mod"], ""),
+        (sys.executable, ["-umpkg.mod"], ""),
+        (sys.executable, ["-c", "code"], ""),
+        (sys.executable, ["-u", "-"], ""),
+        (sys.executable, [], ""),
+        # On PATH.
+        ("job", ["x.py"], ""),
+        # Each worker has its own.
+        (sys.executable, ["-u", "x${local_rank}.py"], ""),
+        ("./job$rank", [], ""),
+        (runs_a_script, ["x${rank}.py"], ""),
+        (a_function, ["x.py"], ""),
+        (None, [], ""),
+    ],
+)
+def test_the_file_that_workers_run(entrypoint: Any, args: list[str], path: str) -> None:
+    assert command.script_path(entrypoint, args) == path

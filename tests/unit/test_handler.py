@@ -1,16 +1,20 @@
-"""What a node says of the round that it waits for, and when it says that it leaves."""
+"""What a node says of the round that it waits for, of its script, and when it says that it leaves."""
 
 from __future__ import annotations
 
 import logging
+import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from holdfast import signals
 from holdfast.rendezvous import handler
 from holdfast.rendezvous.api import RendezvousParameters
-from holdfast.rendezvous.membership.model import Progress
+from holdfast.rendezvous.membership.model import NodeFacts, Progress, Sealed, World
 from holdfast.rendezvous.membership.protocol import Leaving, Left
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
 
 @pytest.mark.parametrize(
@@ -40,3 +44,53 @@ def test_the_others_hear_that_a_node_leaves(is_for_all_nodes: bool, monkeypatch:
     assert posted == ([] if is_for_all_nodes else [Leaving()])
     made.left()
     assert posted == [Leaving(), Left()]
+
+
+# Scripts.
+
+
+def test_the_digest_tells_contents_apart_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"a": "x = 1", "b": "x = 2", "empty": "", "large": "x = 1" * 9, "larger": "x = 1" * 10}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "same").symlink_to("a")
+    monkeypatch.chdir(tmp_path)
+    found = [handler.digest_of(name) for name in ("a", "b", "empty", "large", "larger")]
+    assert len(set(found)) == 5
+    assert {len(each) for each in found} == {16}
+    assert handler.digest_of("same") == handler.digest_of(str(tmp_path / "a")) == found[0]
+    monkeypatch.setattr(handler, "_DIGESTED_BYTES", 3)
+    assert handler.digest_of("a") == handler.digest_of("b") != handler.digest_of("large") != handler.digest_of("larger")
+
+
+def test_what_is_no_file_has_no_digest(tmp_path: Path) -> None:
+    """Not even one that would block its reader."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    kept = set(os.listdir("/proc/self/fd"))
+    for path in ("", "/dev/zero", *(os.path.join(tmp_path, name) for name in ("", "nosuch", "pipe", "loop", "\0"))):
+        assert handler.digest_of(path) == ""
+    assert set(os.listdir("/proc/self/fd")) == kept
+
+
+def test_a_node_warns_once_of_each_script_that_is_not_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    made = handler.create_tcp_handler(RendezvousParameters("tcp", "node1:29400", "job7", 1, 4))
+    made.introduce("trainer", 1, RestartPolicy(), script="dir/train.py")
+    made._facts = own = replace(made._facts, script="1")
+
+    def enter_round(number: int, first: NodeFacts) -> list[str]:
+        caplog.clear()
+        world = World.of(1, number, [first, replace(own, node_id="another"), own])
+        made._deliver(Sealed(own.key, world.place_of(own.key)))
+        return caplog.messages
+
+    first = NodeFacts("first", address="10.0.0.9", role="trainer", script="2")
+    (said,) = enter_round(1, first)
+    assert said == (
+        "dir/train.py on this node differs from the script of node 0 (10.0.0.9): the nodes run different programs; "
+        "copy the same file to all nodes"
+    )
+    assert enter_round(2, first) == []
+    assert enter_round(3, replace(first, script="1")) == []
+    assert enter_round(4, first) == []
+    assert len(enter_round(5, replace(first, script="3"))) == 1
+    assert sum(len(enter_round(number, replace(first, script=str(number)))) for number in range(6, 99)) == 6

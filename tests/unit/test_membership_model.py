@@ -25,7 +25,7 @@ from holdfast.rendezvous.membership.model import (
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
 MEMBERS = (
-    NodeFacts("a", address="h1", port=4, role="r", local_world_size=2),
+    NodeFacts("a", address="h1", port=4, role="r", local_world_size=2, script="5c"),
     NodeFacts("b", address="h2", port=5, role="r", local_world_size=2),
     NodeFacts("c", address="h3", port=6, role="r", local_world_size=1),
     NodeFacts("d", address="h4", port=7, role="s", local_world_size=1),
@@ -39,7 +39,7 @@ def test_places_are_the_world_seen_by_each_member() -> None:
     assert (world.order, world.size, world.missing) == ((2, 7), 5, 0)
     for rank, member in enumerate(MEMBERS):
         place = world.place_of(member.key)
-        assert place == Place(2, 7, rank, 5, shapes, place.pattern, "h1", 4, 3)
+        assert place == Place(2, 7, rank, 5, shapes, place.pattern, "h1", 4, 3, "5c")
         assert place.shape_of_each() == [member.shape for member in MEMBERS]
 
 
@@ -96,6 +96,35 @@ def test_a_place_that_makes_no_sense(changes: dict[str, Any]) -> None:
 
 def test_without_shapes_the_nodes_know_nothing_of_each_other() -> None:
     assert Place(0, 1, 0, 2).shape_of_each() == []
+
+
+@pytest.mark.parametrize(
+    ("first", "own", "is_other"),
+    [
+        (("r", "1"), ("r", "2"), True),
+        (("r", "1"), ("r", "1"), False),
+        (("r", ""), ("r", "2"), False),  # An older agent, or one without a file.
+        (("r", "1"), ("r", ""), False),
+        (("r", "1"), ("s", "2"), False),  # Roles may have scripts of their own.
+    ],
+)
+def test_who_runs_another_script_than_node_0(first: tuple[str, str], own: tuple[str, str], is_other: bool) -> None:
+    a, b = (NodeFacts(name, role=role, script=script) for name, (role, script) in zip("ab", (first, own), strict=True))
+    world = World.of(1, 1, [a, b])
+    assert world.place_of(b.key).has_other_script(b) is is_other
+    assert not world.place_of(a.key).has_other_script(a)
+
+
+def test_a_script_of_a_node_of_which_nothing_is_known_is_not_compared() -> None:
+    assert not Place(0, 1, 1, 2, script="1").has_other_script(NodeFacts("a", script="2"))
+
+
+def test_an_adopted_world_knows_the_script_of_node_0() -> None:
+    """From the place of any member."""
+    known = World.of(2, 7, MEMBERS).place_of("c/0")
+    world = World(known)
+    world.take_up(4, MEMBERS[4])
+    assert world.place_of("e/0").script == "5c"
 
 
 def test_an_adopted_world_gets_to_know_its_members() -> None:

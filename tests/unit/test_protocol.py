@@ -37,7 +37,7 @@ from holdfast.rendezvous.membership.model import (
 from holdfast.rendezvous.membership.protocol import Join, Return
 from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
 
-FACTS = NodeFacts("node-a", 3, "10.0.0.1", 4711, "trainer", 8, 2, 12.5)
+FACTS = NodeFacts("node-a", 3, "10.0.0.1", 4711, "trainer", 8, 2, 12.5, "0123456789abcdef")
 POLICY = RestartPolicy(3, 600.0, 1.0, 30.0, frozenset({13}), frozenset({"SyntaxError"}), frozenset({143}))
 SETTINGS = Settings(2, 4, 600.0, 5.0, 1.0, 5.0, 2.0, 10.0, Admit.ON_RESTART, POLICY, leader_lease_s=4.0)
 MEMBERS = [
@@ -179,7 +179,7 @@ def some_facts(draw: st.DrawFn) -> NodeFacts:
     rank = draw(st.none() | st.integers(-5, 5000))
     port, workers = draw(st.integers(0, 65535)), draw(st.integers(1, 1000))
     return NodeFacts(
-        draw(NAMES), draw(COUNTS), draw(NAMES), port, draw(NAMES), workers, rank, draw(st.floats(0, 86400))
+        draw(NAMES), draw(COUNTS), draw(NAMES), port, draw(NAMES), workers, rank, draw(st.floats(0, 86400)), draw(NAMES)
     )
 
 

@@ -38,6 +38,7 @@ from holdfast.agent.publisher import Publisher
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.log import Logger
 from holdfast.loop import BusyTime, call_interruptibly
+from holdfast.process.spawner.command import script_path
 from holdfast.rendezvous.api import RendezvousGracefulExitError, RendezvousHandler, is_kind
 from holdfast.rendezvous.coordination import Coordination, JoinFailed, Push
 from holdfast.rendezvous.membership.model import CloseRequested, End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
@@ -239,12 +240,12 @@ class SimpleElasticAgent(ElasticAgent):
     # The shell around the machine.
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        spec = self._worker_group.spec
+        spec, handler = self._worker_group.spec, self._handler
         self._machine = Lifecycle(self._machine.peers_timeout_s)
-        handler = self._handler
         run = handler if isinstance(handler, Coordination) else SoloCoordination(handler, spec.monitor_interval)
         self._coordination = run
-        run.introduce(spec.role, spec.local_world_size, self._policy, self._shutdown_timeout)
+        script = script_path(spec.entrypoint, spec.args)
+        run.introduce(spec.role, spec.local_world_size, self._policy, self._shutdown_timeout, script)
         run.watch_loop(self._busy_time.stuck_for_s)
         run.answer_with(self._publisher.answer)
         pending: deque[lifecycle.Event | Push] = deque([lifecycle.RunRequested()])

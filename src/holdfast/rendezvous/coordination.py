@@ -81,8 +81,11 @@ class Coordination(abc.ABC):
         self._mailbox: Mailbox[Push] = Mailbox()
 
     @abc.abstractmethod
-    def introduce(self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0) -> None:
-        """Say what this node brings; before the first round. `grace_s` is how long its workers may take to stop."""
+    def introduce(
+        self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0, script: str = ""
+    ) -> None:
+        """Say what this node brings; before the first round. `grace_s` is how long its workers may take to stop,
+        `script` the path of the file that they run, if they run one."""
 
     @abc.abstractmethod
     def join(self, failure: Failure | None = None) -> None:

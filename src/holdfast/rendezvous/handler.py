@@ -35,6 +35,8 @@ logger = Logger(__name__)
 
 DEFAULT_PORT = 29400
 _OTHERS_HEAR_S = 1.0  # In this time a signal that is sent to all nodes has reached each of them.
+_DIGESTED_BYTES = 1 << 24
+_MAX_SCRIPT_WARNINGS = 8
 _LONGEST_GRACE_S = 86400.0  # That the coordinator is told of; the agent itself takes what the user gave.
 
 
@@ -64,6 +66,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         node_id = f"{os.uname().nodename}-{os.getpid()}-{os.urandom(4).hex()}"
         self._facts = model.NodeFacts(node_id, requested_rank=options.requested_rank)
         self._policy = RestartPolicy()
+        self._script = ""
+        self._other_scripts: set[str] = set()  # Digests that a warning was about.
         self._error: Exception | None = None
         self._held = endpoints.HeldPort()
         self._held_at = ""
@@ -126,10 +130,12 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             **{each.name: getattr(self._options, each.name) for each in fields(self._options) if each.name != "token"},
         }
 
-    def introduce(self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0) -> None:
+    def introduce(
+        self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0, script: str = ""
+    ) -> None:
         if len(role) > protocol.MAX_ROLE:
             raise UserError(f"a role has at most {protocol.MAX_ROLE} characters, not {len(role)}")
-        self._policy = policy
+        self._policy, self._script = policy, script
         self._facts = replace(
             self._facts, role=role, local_world_size=local_world_size, grace_s=min(grace_s, _LONGEST_GRACE_S)
         )
@@ -148,7 +154,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         """The client's thread."""
         options, client = self._options, None
         try:
-            self._facts = replace(self._facts, address=options.local_addr or self._find_address())
+            digest = digest_of(self._script) if options.max_nodes > 1 else ""
+            self._facts = replace(self._facts, address=options.local_addr or self._find_address(), script=digest)
             self._held_at = _numeric(self._facts.address)
             warn_without_token(options.token, self._facts.address)
             locator = self._make_locator(self._facts)
@@ -307,7 +314,17 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
                     logger.warning("run %r %s; a new run needs another --rdzv-id", self._run_id, news)
             case model.Sealed(_, place):
                 self._last_round = place.round
+                self._compare_script(place)
         self._mailbox.put(push)
+
+    def _compare_script(self, place: model.Place) -> None:
+        known = self._other_scripts
+        if place.has_other_script(self._facts) and place.script not in known and len(known) < _MAX_SCRIPT_WARNINGS:
+            known.add(place.script)
+            logger.warning(
+                "%s on this node differs from the script of node 0 (%s): the nodes run different programs; copy the "
+                "same file to all nodes", self._script, place.master_address
+            )  # fmt: skip
 
     def _log_progress(self, progress: model.Progress) -> None:
         joined, wanted, most, left_s = progress.joined, progress.wanted, progress.max_nodes, progress.seconds_left
@@ -376,6 +393,22 @@ def create_handler_at(
     return CoordinatorHandler(
         params, options, where, lambda _: FixedEndpoint(host, port, params.run_id, options), [(host, port)], master
     )
+
+
+def digest_of(path: str) -> str:
+    """Short, and the same for the same content. Empty if there is no such file, or it cannot be read: if that matters,
+    other checks say so. Of a large file only its size and its first part count."""
+    if not os.path.isfile(path):  # A pipe is not even opened: its writer would take this for its reader.
+        return ""
+    from hashlib import sha256
+
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(min(size, _DIGESTED_BYTES))
+    except OSError:
+        return ""
+    return sha256(b"%d " % size + content).hexdigest()[:16]
 
 
 def _numeric(address: str) -> str:

@@ -40,7 +40,9 @@ class SoloCoordination(Coordination):
         self._found: RendezvousInfo | None = None
         self._complaint = ""
 
-    def introduce(self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0) -> None:
+    def introduce(
+        self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0, script: str = ""
+    ) -> None:
         self._policy = policy
 
     def join(self, failure: Failure | None = None) -> None:

@@ -81,6 +81,19 @@ def program_name(entrypoint: Callable[..., Any] | str | None, args: Sequence[Any
     return named[0] if named else "" if entrypoint == sys.executable else entrypoint
 
 
+def script_path(entrypoint: Callable[..., Any] | str | None, args: Sequence[Any]) -> str:
+    """The file that all workers run, as the user has named it. Empty for a function, a module, code in the command line
+    or on stdin, a program that is looked for on PATH, and a name that differs between workers."""
+    if not isinstance(entrypoint, str):
+        path = program_name(entrypoint, args)
+    elif _is_interpreter(entrypoint):
+        _, program = _split(texts(args)) or ([], ["-"])
+        path = "" if program[0].startswith("-") else program[0]
+    else:
+        path = entrypoint if "/" in entrypoint else ""
+    return "" if "$" in path else path
+
+
 def function_command() -> tuple[str, ...]:
     """The command line of a new interpreter that calls the function in its payload. It behaves like this one, with its
     output unbuffered."""

@@ -163,7 +163,8 @@ PHASE_CHANGES: tuple[tuple[Phase, str, Phase], ...] = (
 class NodeFacts:
     """What a node brings when it joins. `node_id` stays the same while the agent lives, `incarnation` rises each time
     the node lost its place and comes back as a stranger. The agent holds `port` at `address`, bound: the master port of
-    the round if the node gets rank 0, a new one for each join. `grace_s` is how long its workers may take to stop."""
+    the round if the node gets rank 0, a new one for each join. `grace_s` is how long its workers may take to stop.
+    `script` is a digest of the file that they run, as it was when the agent started; empty if there is none."""
 
     node_id: wire.NonEmptyName
     incarnation: wire.Count = 0
@@ -173,6 +174,7 @@ class NodeFacts:
     local_world_size: wire.LocalSize = 1
     requested_rank: wire.AnyInt | None = None
     grace_s: wire.UpToADay = 30.0
+    script: wire.Digest = ""
 
     @property
     def key(self) -> str:
@@ -188,7 +190,7 @@ class NodeFacts:
 class Place:
     """A world as one of its members needs to know it: enough to compute every rank. `shapes` are the different pairs of
     role and local world size, `pattern` says which member has which: two bytes a member, compressed; empty if all
-    members are alike. Without shapes the nodes know nothing of each other."""
+    members are alike. Without shapes the nodes know nothing of each other. `script` is that of the member of rank 0."""
 
     term: wire.Count
     round: wire.RoundNumber
@@ -199,6 +201,7 @@ class Place:
     master_address: wire.Name = ""
     master_port: wire.Port = 0
     restarts_used: wire.Count = 0
+    script: wire.Digest = ""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -221,6 +224,12 @@ class Place:
             return [self.shapes[high << 8 | low] for high, low in zip(numbers[::2], numbers[1::2], strict=True)]
         except IndexError:
             raise ValueError("a world with members of unknown shape") from None
+
+    def has_other_script(self, own: NodeFacts) -> bool:
+        """Whether the member of rank 0 runs another file than this one. Nodes of another role may do so on purpose."""
+        if not own.script or self.script in ("", own.script):
+            return False
+        return [role for role, _ in self.shape_of_each()[:1]] == [own.role]
 
     def worker_count(self) -> int:
         """Of all members; 0 if that is not known."""
@@ -250,8 +259,9 @@ class World:
 
             numbers = {shape: number.to_bytes(2, "big") for number, shape in enumerate(shapes)}
             pattern = zlib.compress(b"".join(numbers[member.shape] for member in members))
-        address, port = members[0].address, members[0].port
-        return cls(Place(term, round, 0, len(members), shapes, pattern, address, port, restarts_used), members)
+        first = members[0]
+        known = (shapes, pattern, first.address, first.port, restarts_used, first.script)
+        return cls(Place(term, round, 0, len(members), *known), members)
 
     @property
     def round(self) -> int:
@@ -282,7 +292,7 @@ class World:
     def place_of(self, key: str) -> Place:
         known = self.template  # Thousands of nodes may be told their places at once, so this is not `replace`.
         world = (known.node_count, known.shapes, known.pattern, known.master_address, known.master_port)
-        return Place(known.term, known.round, self.ranks[key], *world, known.restarts_used)
+        return Place(known.term, known.round, self.ranks[key], *world, known.restarts_used, known.script)
 
 
 @frozen

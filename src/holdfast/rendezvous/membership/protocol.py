@@ -22,7 +22,7 @@ from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership.model import MAX_NODES, Memory, NodeFacts, Place, Push, Settings, Stage, Stop
 from holdfast.rendezvous.membership.restart_policy import Advance, Failure, RestartPolicy
 
-MAJOR, MINOR = 3, 2
+MAJOR, MINOR = 3, 3
 MINOR_WITH_QUERIES = 2  # The first that knows `Query` and `Answer`.
 MAX_TEXT = 1 << 14
 MAX_NAME = 256
@@ -43,6 +43,7 @@ Seconds = Annotated[float, Meta(ge=0.0, le=1e10)]
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Role = Annotated[str, Meta(max_length=MAX_ROLE)]
 NonEmptyName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+Digest = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Evidence = Annotated[str, Meta(max_length=MAX_EVIDENCE)]
 Failures = Annotated[tuple[Failure, ...], Meta(max_length=model.MAX_OTHER_FAILURES)]
