@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,10 @@ def test_the_digest_tells_contents_apart_and_nothing_else(tmp_path: Path, monkey
     assert handler.digest_of("same") == handler.digest_of(str(tmp_path / "a")) == found[0]
     monkeypatch.setattr(handler, "_DIGESTED_BYTES", 3)
     assert handler.digest_of("a") == handler.digest_of("b") != handler.digest_of("large") != handler.digest_of("larger")
+
+
+def test_machine_code_has_no_digest() -> None:
+    assert handler.digest_of(sys.executable) == ""
 
 
 def test_what_is_no_file_has_no_digest(tmp_path: Path) -> None:

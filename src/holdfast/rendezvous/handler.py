@@ -397,7 +397,8 @@ def create_handler_at(
 
 def digest_of(path: str) -> str:
     """Short, and the same for the same content. Empty if there is no such file, or it cannot be read: if that matters,
-    other checks say so. Of a large file only its size and its first part count."""
+    other checks say so. Empty for machine code too: another build of it may well be meant. Of a large file only its
+    size and its first part count."""
     if not os.path.isfile(path):  # A pipe is not even opened: its writer would take this for its reader.
         return ""
     from hashlib import sha256
@@ -408,7 +409,7 @@ def digest_of(path: str) -> str:
             content = file.read(min(size, _DIGESTED_BYTES))
     except OSError:
         return ""
-    return sha256(b"%d " % size + content).hexdigest()[:16]
+    return "" if content.startswith(b"\x7fELF") else sha256(b"%d " % size + content).hexdigest()[:16]
 
 
 def _numeric(address: str) -> str:
