@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from holdfast.process.output.logs import Std as Std
     from holdfast.process.output.logs import get_std_cm as get_std_cm
     from holdfast.process.output.logs import to_map as to_map
-    from holdfast.process.workers.group import MultiprocessContext as MultiprocessContext
+    from holdfast.process.workers.functions import MultiprocessContext as MultiprocessContext
     from holdfast.process.workers.group import PContext as PContext
     from holdfast.process.workers.group import SubprocessContext as SubprocessContext
     from holdfast.process.workers.group import start_processes as start_processes
@@ -28,7 +28,8 @@ __all__, __getattr__, __dir__ = lazy.exports(
     {
         "holdfast.process.errors": "ProcessFailure",
         "holdfast.process.output.logs": "DefaultLogsSpecs LogsDest LogsSpecs Std get_std_cm to_map",
-        "holdfast.process.workers.group": "MultiprocessContext PContext SubprocessContext start_processes",
+        "holdfast.process.workers.functions": "MultiprocessContext",
+        "holdfast.process.workers.group": "PContext SubprocessContext start_processes",
         "holdfast.process.workers.worker": "RunProcsResult",
         "holdfast.signals": "SignalException",
     },

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from holdfast import signals
-from holdfast.errors import HostError, UserError
+from holdfast.errors import HostError
 from holdfast.failures import oom
 from holdfast.frozen import changed, frozen
 from holdfast.log import Logger
@@ -30,7 +30,7 @@ from holdfast.process.output.logs import LogsDest, LogsSpecs, logs_dir
 from holdfast.process.output.streams import Outlets, dup_or_null
 from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink, allow_descriptors_for, starting
-from holdfast.process.spawner.wire import BYTECODE, Lease, Peers, memory_file
+from holdfast.process.spawner.wire import BYTECODE, Lease, memory_file
 from holdfast.process.workers.ladder import Action, Ladder
 from holdfast.process.workers.worker import RunProcsResult, Slot
 
@@ -447,50 +447,6 @@ class SubprocessContext(PContext):
         return "exec" if self._template is None else "warm", argv
 
 
-class MultiprocessContext(PContext):
-    """Processes that call a function and hand back what it returns."""
-
-    def __init__(
-        self,
-        name: str,
-        entrypoint: Callable[..., Any],
-        args: dict[int, tuple[Any, ...]],
-        envs: dict[int, dict[str, str]],
-        start_method: str,
-        *others: Any,
-        link: SpawnerLink | None = None,
-        **more: Any,
-    ) -> None:
-        if start_method not in ("spawn", "fork", "forkserver"):
-            raise UserError(f"unknown start method {start_method!r}; there are spawn, fork and forkserver")
-        self.start_method = start_method
-        sent = args if start_method != "fork" else {}
-        self._payloads = {rank: command.pickled_call(entrypoint, values) for rank, values in sent.items()}
-        if start_method == "fork":  # A spawner that is older than this call does not hold the function.
-            link = None
-        super().__init__(name, entrypoint, args, envs, *others, link=link, **more)
-        self._peers = Peers()
-        self._resources.callback(self._peers.close)
-
-    def _make_link(self) -> SpawnerLink:
-        if self.start_method == "fork":
-            assert callable(self.entrypoint)
-            return SpawnerLink.fork({rank: (self.entrypoint, tuple(args)) for rank, args in self.args.items()})
-        return super()._make_link()
-
-    def _describe(self, rank: int, fds: dict[str, int]) -> tuple[str, tuple[str, ...]]:
-        fds["HOLDFAST_BLACKBOX"] = os.dup(self._slots[rank].blackbox_fd)
-        if self.nprocs > 1:
-            fds |= self._peers.descriptors(is_last=rank == self.nprocs - 1)
-        if self.start_method == "fork":
-            return "memory", ()
-        fds["HOLDFAST_PAYLOAD"] = memory_file(self._payloads[rank])
-        return "exec" if self._template is None else "warm", command.function_command()
-
-    def _dismiss_returned(self) -> None:
-        self._peers.dismiss()
-
-
 def _global_rank(local_rank: int, env: dict[str, str]) -> int:
     """The rank in the run; a program that starts processes itself may have given none."""
     text = env.get("RANK", "")
@@ -510,6 +466,8 @@ def new_group(
     more |= {"numa_options": spec.numa_options, "prefix": spec.prefix, "template": template}
     if isinstance(spec.entrypoint, str):
         return SubprocessContext(spec.role, spec.entrypoint, args, envs, *logs, **more)
+    from holdfast.process.workers.functions import MultiprocessContext
+
     return MultiprocessContext(spec.role, spec.entrypoint, args, envs, spec.start_method, *logs, **more)
 
 

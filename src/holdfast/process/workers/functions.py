@@ -1,0 +1,57 @@
+"""A group of processes that call a function."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.errors import UserError
+from holdfast.process.spawner import command
+from holdfast.process.spawner.client import SpawnerLink
+from holdfast.process.spawner.wire import Peers, memory_file
+from holdfast.process.workers.group import PContext
+
+
+class MultiprocessContext(PContext):
+    """Processes that call a function and hand back what it returns."""
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any],
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        start_method: str,
+        *others: Any,
+        link: SpawnerLink | None = None,
+        **more: Any,
+    ) -> None:
+        if start_method not in ("spawn", "fork", "forkserver"):
+            raise UserError(f"unknown start method {start_method!r}; there are spawn, fork and forkserver")
+        self.start_method = start_method
+        sent = args if start_method != "fork" else {}
+        self._payloads = {rank: command.pickled_call(entrypoint, values) for rank, values in sent.items()}
+        if start_method == "fork":  # A spawner that is older than this call does not hold the function.
+            link = None
+        super().__init__(name, entrypoint, args, envs, *others, link=link, **more)
+        self._peers = Peers()
+        self._resources.callback(self._peers.close)
+
+    def _make_link(self) -> SpawnerLink:
+        if self.start_method == "fork":
+            assert callable(self.entrypoint)
+            return SpawnerLink.fork({rank: (self.entrypoint, tuple(args)) for rank, args in self.args.items()})
+        return super()._make_link()
+
+    def _describe(self, rank: int, fds: dict[str, int]) -> tuple[str, tuple[str, ...]]:
+        fds["HOLDFAST_BLACKBOX"] = os.dup(self._slots[rank].blackbox_fd)
+        if self.nprocs > 1:
+            fds |= self._peers.descriptors(is_last=rank == self.nprocs - 1)
+        if self.start_method == "fork":
+            return "memory", ()
+        fds["HOLDFAST_PAYLOAD"] = memory_file(self._payloads[rank])
+        return "exec" if self._template is None else "warm", command.function_command()
+
+    def _dismiss_returned(self) -> None:
+        self._peers.dismiss()
