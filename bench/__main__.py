@@ -53,13 +53,13 @@ class Measure:
 
 MEASURES = (
     Measure(
-        "launch", "Launch", start.measure_launch, 7, 110,
+        "launch", "Launch", start.measure_launch, 7, 120,
         "The time from the start of the command to its end, for workers that do nothing. What holdfast takes over the "
         "bare limit is one more Python, whose start and imports the stages of a launch show, and for each worker a "
         "fork in the spawner, which sets its signals, its descriptors and what ends it with the agent.",
     ),
     Measure(
-        "torch", "First all-reduce and restart with torch", restart.measure_torch, 5, 330,
+        "torch", "First all-reduce and restart with torch", restart.measure_torch, 5, 440,
         "Workers import torch, initialise gloo and all-reduce one number. Then the last rank fails, the launcher "
         "restarts all, and they do the same again. `--preload torch` is an option of holdfast with which workers are "
         "forked from a process that has imported torch. Phases of the restart: *detect* is failure to SIGTERM at the "
@@ -68,12 +68,12 @@ MEASURES = (
         "done. The plot shows the run with the median time. Memory is PSS, after the first all-reduce.",
     ),
     Measure(
-        "restart", "Restart of a trivial script", restart.measure_restart, 7, 35,
+        "restart", "Restart of a trivial script", restart.measure_restart, 7, 27,
         "One of four workers fails once all run; the time until the last worker of the second attempt is at its first "
         "line. Phases as above.",
     ),
     Measure(
-        "many_restarts", "Many restarts in a row", restart.measure_many_restarts, 1, 40,
+        "many_restarts", "Many restarts in a row", restart.measure_many_restarts, 1, 23,
         "One worker that fails at once in each attempt. What the agent's process holds at the end, over what it held "
         "after five restarts.",
     ),
@@ -86,50 +86,50 @@ MEASURES = (
         "CPU time of a worker's process up to the first line of its script; the median of four workers.",
     ),
     Measure(
-        "rest", "Memory, idle CPU and stopping", agent.measure_rest, 7, 75,
+        "rest", "Memory, idle CPU and stopping", agent.measure_rest, 7, 78,
         "Four workers that wait, with default options. Memory from `/proc/PID/smaps_rollup`, CPU time from the "
         "scheduler's statistics over two seconds, then SIGTERM to the launcher.",
     ),
     Measure(
-        "tee", "Tee", agent.measure_tee, 7, 110,
+        "tee", "Tee", agent.measure_tee, 7, 95,
         "Workers write lines as fast as they can with `--tee 3`, to log files and to the console, which is a file. The "
         "time ends with the last write to the console; only lines that arrived whole count.",
     ),
     Measure(
-        "timers", "Timers", agent.measure_timers, 7, 35,
+        "timers", "Timers", agent.measure_timers, 7, 24,
         "A worker arms a file timer (`TORCHELASTIC_ENABLE_FILE_TIMER=1`) and overruns it, with default options. "
         "holdfast writes the stacks of the worker to the log before it kills it; torchrun does not.",
     ),
     Measure(
-        "progress", "Progress calls", start.measure_progress, 7, 10,
+        "progress", "Progress calls", start.measure_progress, 7, 5,
         "The cost of a call of `holdfast.progress`, from a loop of a million calls.",
     ),
     Measure(
-        "rendezvous", "Rendezvous, like with like", rendezvous.measure_rendezvous, 7, 60,
+        "rendezvous", "Rendezvous, like with like", rendezvous.measure_rendezvous, 7, 110,
         "One real handler in each process, holdfast's tcp and torch's c10d, on one host. The library is imported and "
         "the server is up before the clock starts; it stops when the last node knows its rank.",
     ),
     Measure(
-        "crowd", "Rendezvous of light clients", rendezvous.measure_crowd, 7, 90,
+        "crowd", "Rendezvous of light clients", rendezvous.measure_crowd, 7, 42,
         "For sizes that one host cannot hold otherwise: clients in one process that speak the real protocol with one "
         "real coordinator process, with a heartbeat every 10 s. The clients use more CPU time than the coordinator, so "
         "times by the clock are upper limits. There is no such client for c10d.",
     ),
     Measure(
-        "adoption", "Adoption after a restart of the coordinator", rendezvous.measure_adoption, 3, 40,
+        "adoption", "Adoption after a restart of the coordinator", rendezvous.measure_adoption, 3, 25,
         "Light clients have formed a round; the coordinator is killed and started again, and all come back with their "
         "places, until a heartbeat of each one was answered.",
     ),
     Measure(
-        "idle_coordinator", "A coordinator at rest", rendezvous.measure_idle_coordinator, 3, 35,
+        "idle_coordinator", "A coordinator at rest", rendezvous.measure_idle_coordinator, 3, 28,
         "Light clients that send a heartbeat each second.",
     ),
     Measure(
-        "push", "Failure of a worker on another node", nodes.measure_push, 7, 70,
+        "push", "Failure of a worker on another node", nodes.measure_push, 7, 58,
         "Two real agents with one worker each, holdfast's on tcp and torchrun's on c10d, with default options.",
     ),
     Measure(
-        "lost_nodes", "Lost nodes", nodes.measure_lost_nodes, 7, 200,
+        "lost_nodes", "Lost nodes", nodes.measure_lost_nodes, 7, 145,
         "Three real agents with default options, one worker each, `--nnodes 1:3`; until the workers of the other two "
         "run in the next round. The bounds allow 0.05 s for the start of a worker.",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from bench import plots
-from bench.results import Results, Row, Section, number
+from bench.results import Bound, Results, Row, Section, number
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 PLOTS = "docs/benchmarks"
@@ -129,7 +129,7 @@ from a results file (`bench/results/`), which has all values.
 def _missed(results: Results) -> str:
     rows = [row for section in results.sections for row in section.rows]
     judged = [(row, bound, row.meets(bound)) for row in rows for bound in row.bounds]
-    missed = [f"- {row.what}: {bound.text(row.unit)}" for row, bound, met in judged if met is False]
+    missed = [_missed_line(row, bound) for row, bound, met in judged if met is False]
     failed = [f"- {section.title}: the measure failed" for section in results.sections if section.failure]
     unknown = [f"- {row.what}: {bound.text(row.unit)} (not measured)" for row, bound, met in judged if met is None]
     count = sum(met is True for *_, met in judged)
@@ -137,6 +137,11 @@ def _missed(results: Results) -> str:
     if missed or failed or unknown:
         lines += ["Not met:", "", *missed, *unknown, *failed]
     return "\n".join([*lines, ""])
+
+
+def _missed_line(row: Row, bound: Bound) -> str:
+    line = f"- {row.what}: {bound.text(row.unit)}"
+    return f"{line}. {bound.reason}" if bound.reason else line
 
 
 # --- a section ------------------------------------------------------------------------------------------------------

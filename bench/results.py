@@ -15,13 +15,14 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Bound:
     """What is promised of the median of one side: at most (or at least) `limit`, or `limit` times another side's median
-    plus `plus`."""
+    plus `plus`. `reason` says what the time goes to, for readers who find it missed."""
 
     limit: float
     against: str = ""
     plus: float = 0.0
     is_minimum: bool = False
     side: str = "holdfast"
+    reason: str = ""
 
     def text(self, unit: str) -> str:
         words = "at least" if self.is_minimum else "at most"

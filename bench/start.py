@@ -15,6 +15,15 @@ from bench.turns import Turns, with_parts
 
 SIDES = (HOLDFAST, TORCHRUN, BARE)
 
+_LAUNCH = (
+    "The agent is one more Python; it starts and imports its modules before it orders a worker (the stages of a launch "
+    "below). Each worker costs a fork of the spawner, and is watched until it has ended."
+)
+_WORKER = (
+    "Half of it is the fork: the spawner's child has its pages copied, and sets what ends it with the agent, which a "
+    "cheaper vfork cannot. The rest is the bootstrap, which prepares the evidence of a failure."
+)
+
 
 def measure_import(turns: Turns) -> None:
     programs = {"bare": "pass", "holdfast": "import holdfast", "torchrun": "import torch.distributed.run"}
@@ -42,7 +51,7 @@ def measure_launch(turns: Turns) -> None:
         bounds = [Bound(0.06, "torchrun")] if size == 4 else []
         what = f"{size} trivial worker{'s' if size > 1 else ''}, start to end"
         walls = {name: [wall for wall, _ in values] for name, values in found.items()}
-        turns.rows.append(row(f"launch.{size}", what, "ms", walls, *bounds, Bound(1.15, "bare", 60)))
+        turns.rows.append(row(f"launch.{size}", what, "ms", walls, *bounds, Bound(1.15, "bare", 60, reason=_LAUNCH)))
     least, most = sizes[0], sizes[-1]
     slopes = {
         name: [each / (most - least) for each in differences(cpu_ms[most][name], cpu_ms[least][name])]
@@ -102,7 +111,7 @@ def measure_worker_cpu(turns: Turns) -> None:
     over = {name: differences(found[name], found["bare"]) for name in ("holdfast", "torchrun")}
     turns.rows += [
         row("worker_cpu", "CPU time of a worker's process up to the first line of its script", "ms", found),
-        row("worker_cpu_over", "the same, over plain `python script.py`", "ms", over, Bound(2)),
+        row("worker_cpu_over", "the same, over plain `python script.py`", "ms", over, Bound(2, reason=_WORKER)),
     ]
 
 
