@@ -20,7 +20,8 @@ _unmade: list[Callable[[], None]] = []
 
 
 def add_handlers_with(function: Callable[[], None], lowest: int = WARNING) -> None:
-    """Call it before the first record that is not below `lowest`; at once if `logging` is there already."""
+    """Call it before the first record that is not below `lowest`; at once if `logging` is there already. It must not
+    use a logger of this module."""
     global _lowest
     with _lock:
         _lowest = min(_lowest, lowest)
@@ -30,10 +31,19 @@ def add_handlers_with(function: Callable[[], None], lowest: int = WARNING) -> No
         _make_handlers()
 
 
+def prepare() -> None:
+    """Import `logging` now, if a handler waits for it: a moment when there is time for it."""
+    if _unmade:
+        import logging  # noqa: F401
+
+        _make_handlers()
+
+
 def _make_handlers() -> None:
     with _lock:
         while _unmade:
-            _unmade.pop(0)()
+            _unmade[0]()  # It stays in the list meanwhile, so that other threads wait for it.
+            del _unmade[0]
 
 
 def prefix_warnings() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from holdfast.agent import control
+from holdfast.rendezvous.membership.protocol import MAJOR, MINOR
 from holdfast.testing.etcd_server import EtcdServer
 from tests import support
 from tests.attacks.harness import check_plain
@@ -138,7 +139,7 @@ def test_a_coordinator_without_a_token_and_a_run(tmp_path: Path) -> None:
     with coordinator(tmp_path) as server:
         found = examine(*at(server.port), code=0)
         level, text, _ = found["coordinator"]
-        assert (level, text) == ("ok", f"reached at 127.0.0.1:{server.port}, protocol 3.2, without TLS")
+        assert (level, text) == ("ok", f"reached at 127.0.0.1:{server.port}, protocol {MAJOR}.{MINOR}, without TLS")
         assert found["token"][:2] == ("ok", "none, and the coordinator wants none")
         assert "run" not in found
         assert "it has no run 'job7'" in examine("job7", *at(server.port), code=1)["run"][1]

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from holdfast.process import DefaultLogsSpecs, SignalException
 from holdfast.process.errors import ChildFailedError, ProcessFailure
 from holdfast.rendezvous import registry
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from holdfast.telemetry import events
 from holdfast.testing.etcd_server import EtcdServer
 from tests import entrypoints, support
 
@@ -217,8 +218,8 @@ def test_a_program_that_wants_to_hear_nothing_of_its_children() -> None:
 
 
 @pytest.fixture
-def recorded() -> Any:
-    with mock.patch("holdfast.launcher.events.record") as record:
+def recorded() -> Iterator[mock.Mock]:
+    with mock.patch("holdfast.telemetry.events.record") as record:
         yield record
 
 
@@ -226,8 +227,9 @@ def test_workers_that_fail(backend: dict[str, Any], tmp_path: Path, files: Path,
     launch = elastic_launch(config(**backend), sys.executable)
     with pytest.raises(ChildFailedError) as caught:
         launch("-u", script(tmp_path), f"--touch-file-dir={files}", "--fail")
-    recorded.assert_called_once()
-    assert recorded.call_args.args[0].name == "torchelastic.worker.status.FAILED"
+    of_agent = [each.args[0] for each in recorded.call_args_list if each.args[0].source is events.EventSource.AGENT]
+    ends = [each.name for each in of_agent if each.metadata["state"] in ("SUCCEEDED", "FAILED")]
+    assert ends == ["torchelastic.worker.status.FAILED"]
     assert touched(files) == []
     text = str(caught.value)
     assert f"{tmp_path / 'script.py'} FAILED" in text

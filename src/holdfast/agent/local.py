@@ -193,6 +193,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         seen = {"watch": watch, "copied": self._publisher.copied}
         self._context = context = new_group(self._group, args, envs, prefixes, link=link, lease=lease, **seen)
         context.begin_start()
+        log.prepare()  # While they start: the line about it should come before what they write.
         return context
 
     def _started_ids(self, context: PContext) -> dict[int, Any]:

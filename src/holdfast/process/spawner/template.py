@@ -94,7 +94,10 @@ class Template:
         self.sock.send(marshal.dumps(message))
 
     def receive(self) -> "tuple[Message, list[int]]":
-        body, rights, _, _ = self.sock.recvmsg(PACKET_BYTES, _socket.CMSG_SPACE(4 * 64), _socket.MSG_CMSG_CLOEXEC)
+        try:
+            body, rights, _, _ = self.sock.recvmsg(PACKET_BYTES, _socket.CMSG_SPACE(4 * 64), _socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:  # It did not read the last report.
+            body = b""
         if not body:
             os._exit(0)  # The spawner is gone, or needs this template no more.
         fds = [fd for _, _, data in rights for fd in memoryview(data).cast("i")]
