@@ -32,7 +32,7 @@ _HEALTH = {
     "RAY_health_check_failure_threshold": "3",
 }
 
-# Tells the pids of the worker and of those above it: spawner, agent, leash. Then it waits for the end.
+# Tells the pids of the worker and of those above it: spawner, agent, owned.py. Then it waits for the end.
 WAITS = """
     import os, pathlib, signal, sys, time
     import psutil
@@ -94,7 +94,7 @@ class Cluster:
     def kill(self, name: str) -> None:
         node = self._nodes.pop(name)
         pids = [node.pid, *support.tree(node.pid)]
-        # What raylets start has process groups of its own, and what is on a leash a session. That must end by itself.
+        # What raylets start has process groups of its own, and what owned.py runs a session. That must end by itself.
         for pid in [pid for pid in pids if _session_of(pid) == node.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

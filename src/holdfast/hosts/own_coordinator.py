@@ -1,7 +1,7 @@
 """The coordinator of one job, as a child of the engine that started the job.
 
 The port is bound here and stays so: no other program is given it, whatever becomes of the coordinator process. That one
-hangs on a leash, so that it ends with this process, and keeps its memory in a directory that is removed then. If it
+runs under `owned.py`, so that it ends with this process, and keeps its memory in a directory that is removed then. If it
 dies, it is started again and goes on from its memory.
 """
 
@@ -35,7 +35,7 @@ class OwnCoordinator:
         self.endpoint = endpoints.endpoint_text(address, self._held.getsockname()[1])
         self._memory = tempfile.mkdtemp(prefix="holdfast-")
         self._command = [
-            *(sys.executable, "-P", "-m", "holdfast.hosts.leash", str(_GRACE_S), self._memory),
+            *(sys.executable, "-P", "-m", "holdfast.hosts.owned", str(_GRACE_S), self._memory),
             *(sys.executable, "-P", "-m", "holdfast", "coordinator", "--listen", self.endpoint, *secret_options(job)),
         ]
         self._environment = {**os.environ, "HOLDFAST_TOKEN": token, "XDG_RUNTIME_DIR": self._memory}

@@ -3,10 +3,10 @@
 Theory of operation
 
     the caller, a Ray driver
-      +-- coordinator, on a leash: where the nodes meet. Its port is bound here first, and kept.
+      +-- coordinator (owned.py): where the nodes meet. Its port is bound here first, and kept.
       |
-      +== a call that waits ==> actor on node 1 (ray_actor.py) -- leash -- agent -- spawner -- workers
-      +== a call that waits ==> actor on node 2                -- leash -- agent -- spawner -- workers
+      +== a call that waits ==> actor on node 1 (ray_actor.py) -- owned.py -- agent -- spawner -- workers
+      +== a call that waits ==> actor on node 2                -- owned.py -- agent -- spawner -- workers
 
 The main thread decides, by the machine in `placement.py`; states and cases are told there. It sleeps until an answer of
 an actor, a list of nodes, a signal or a deadline wakes it. Other threads only wait in blocking calls: Ray's own, which
@@ -21,8 +21,8 @@ Failures:
     an actor does not answer        its calls are repeated, which is safe. If it is dead, Ray says so in the end.
     the coordinator dies            it is started again on the same port, and goes on from its memory
     SIGTERM, Ctrl-C at the caller   passed on to the agents, which end in order; those that do not are killed
-    the caller is killed            Ray kills its actors. Each leash sees its pipe close, and ends the agent. So does
-                                    the leash of the coordinator.
+    the caller is killed            Ray kills its actors. On each node `owned.py` sees its pipe close, and ends the
+                                    agent. So does the one that runs the coordinator.
     the head of Ray is killed       no list of nodes comes for `_PATIENCE_S`. (Ray itself ends this process after a
                                     minute.) Actors are reached without the head, so the agents end in order. An actor
                                     that is not reached ends its agent when `renew` fails to come.

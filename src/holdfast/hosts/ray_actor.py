@@ -1,6 +1,6 @@
 """What runs on each node of a Ray cluster: an actor that owns the agent of this node.
 
-The actor starts the agent as a child, on a leash (`leash.py`), and keeps what it writes until the caller fetches it.
+The actor starts the agent as a child, under `owned.py`, and keeps what it writes until the caller fetches it.
 Each method may be called again after a broken connection:
 
     start   starts the agent; returns the version of holdfast on this node
@@ -11,7 +11,7 @@ Each method may be called again after a broken connection:
 
 Only whole lines are handed out. The agent waits if the caller does not fetch them, as at a console that is not read.
 
-An actor of a caller that was killed is killed by Ray, as a rule; the leash notices. If Ray itself is gone, no call of
+An actor of a caller that was killed is killed by Ray, as a rule; `owned.py` notices. If Ray itself is gone, no call of
 `renew` comes for `LEASE_S`, and the actor ends its agent.
 """
 
@@ -83,10 +83,10 @@ class NodeAgent:
         kept = {name for name in os.environ if not name.startswith("PET_")}.difference(order.without)
         environment = {name: os.environ[name] for name in kept}
         environment |= {**order.environment, run_report.FILE_VARIABLE: f"/proc/{os.getpid()}/fd/{self._report_fd}"}
-        leash = [sys.executable, "-P", "-m", "holdfast.hosts.leash", str(order.grace_s), "", sys.executable]
+        owned = [sys.executable, "-P", "-m", "holdfast.hosts.owned", str(order.grace_s), "", sys.executable]
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            [*leash, *order.command], stdin=pipe, stdout=pipe, stderr=pipe, env=environment, cwd=directory,
+            [*owned, *order.command], stdin=pipe, stdout=pipe, stderr=pipe, env=environment, cwd=directory,
             start_new_session=True,
         )  # fmt: skip
 

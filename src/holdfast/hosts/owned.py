@@ -1,14 +1,14 @@
 """A small program that runs a command for no longer than the process that holds the other end of its stdin.
 
-    python -m holdfast.hosts.leash GRACE_S TEMPORARY COMMAND...
+    python -m holdfast.hosts.owned GRACE_S TEMPORARY COMMAND...
 
 An engine starts agents from processes that may be killed at any moment, with threads of their own, where a parent-death
 signal would misfire. So this stands in between, with one thread:
 
     stdin ends                  the owner is gone: the command gets SIGTERM, and after GRACE_S it is killed
     SIGTERM, SIGINT and others  are passed on; the owner decides when the time is up
-    the command ends            so does the leash, with its exit code (128 + N for signal N)
-    the leash is killed         the kernel kills the command. (The workers of an agent are ended by its spawner.)
+    the command ends            this program ends with its exit code (128 + N for signal N)
+    this program is killed      the kernel kills the command. (The workers of an agent are ended by its spawner.)
 
 When the owner is gone it removes the directory TEMPORARY (nothing, if that is empty). Descriptors that it inherits are
 the command's, but for stdin.
@@ -30,23 +30,23 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(grace_s: float, temporary: str, *command: str) -> int:
-    leash, libc = os.getpid(), ctypes.CDLL(None)
+    own_pid, libc = os.getpid(), ctypes.CDLL(None)
     wakeups, end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(end)
     for number in _PASSED_ON:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # The owner may block some, as Ray's workers do with SIGINT.
 
-    def die_with_leash() -> None:
+    def die_with_parent() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != leash:
+        if os.getppid() != own_pid:
             os._exit(127)
 
     try:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, close_fds=False, start_new_session=True, preexec_fn=die_with_leash
+            command, stdin=subprocess.DEVNULL, close_fds=False, start_new_session=True, preexec_fn=die_with_parent
         )
-        # What the command writes has its own readers. They must not wait for the end of the leash.
+        # What the command writes has its own readers. They must not wait for the end of this process.
         for fd in (1, 2):
             os.dup2(wakeups, fd)
         code, is_abandoned = _watch(child, wakeups, grace_s)

@@ -1,4 +1,4 @@
-"""A command on a leash ends with the process that holds the leash, however that ends."""
+"""A command under `hosts/owned.py` ends with its owner, however that ends."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ COMMAND = """
 
 
 @pytest.fixture
-def leashed(tmp_path: Path, mailbox: Mailbox) -> Start:
+def started(tmp_path: Path, mailbox: Mailbox) -> Start:
     script = write_script(tmp_path / "command.py", COMMAND)
     (tmp_path / "memory").mkdir()
 
     @contextmanager
     def start(wish: str = "waits", grace_s: float = 30.0) -> Iterator[Started]:
-        leash = [sys.executable, "-P", "-m", "holdfast.hosts.leash", str(grace_s), str(tmp_path / "memory")]
-        command = [*leash, sys.executable, script, str(mailbox), wish]
+        owned = [sys.executable, "-P", "-m", "holdfast.hosts.owned", str(grace_s), str(tmp_path / "memory")]
+        command = [*owned, sys.executable, script, str(mailbox), wish]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         try:
             yield process, mailbox.numbers()[0]
@@ -57,52 +57,52 @@ def leashed(tmp_path: Path, mailbox: Mailbox) -> Start:
     return start
 
 
-def test_the_end_of_the_command(leashed: Start, tmp_path: Path) -> None:
+def test_the_end_of_the_command(started: Start, tmp_path: Path) -> None:
     """Its code, and the directory stays: the owner may start another command."""
-    with leashed("ends") as (leash, _):
-        assert leash.wait() == 7
+    with started("ends") as (owned, _):
+        assert owned.wait() == 7
     assert (tmp_path / "memory").exists()
 
 
-def test_the_owner_is_gone(leashed: Start, mailbox: Mailbox, tmp_path: Path) -> None:
-    with leashed() as (leash, command):
-        assert leash.stdin is not None
-        leash.stdin.close()
+def test_the_owner_is_gone(started: Start, mailbox: Mailbox, tmp_path: Path) -> None:
+    with started() as (owned, command):
+        assert owned.stdin is not None
+        owned.stdin.close()
         assert mailbox.take() == ["signal 15"]
-        assert leash.wait() == 5
+        assert owned.wait() == 5
         assert survivors([command]) == []
     assert not (tmp_path / "memory").exists()
 
 
-def test_a_command_that_does_not_end_is_killed(leashed: Start, mailbox: Mailbox) -> None:
-    with leashed("stubborn", grace_s=0.2) as (leash, command):
-        assert leash.stdin is not None
-        leash.stdin.close()
-        assert leash.wait() == 128 + signal.SIGKILL
+def test_a_command_that_does_not_end_is_killed(started: Start, mailbox: Mailbox) -> None:
+    with started("stubborn", grace_s=0.2) as (owned, command):
+        assert owned.stdin is not None
+        owned.stdin.close()
+        assert owned.wait() == 128 + signal.SIGKILL
         assert survivors([command]) == []
 
 
-def test_the_leash_is_killed(leashed: Start) -> None:
-    with leashed() as (leash, command):
-        leash.kill()
+def test_what_runs_it_is_killed(started: Start) -> None:
+    with started() as (owned, command):
+        owned.kill()
         assert survivors([command]) == []
 
 
-def test_signals_are_passed_on(leashed: Start, mailbox: Mailbox) -> None:
+def test_signals_are_passed_on(started: Start, mailbox: Mailbox) -> None:
     """Also those that its owner blocks."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
-        with leashed() as (leash, command):
-            assert psutil.Process(command).ppid() == leash.pid
+        with started() as (owned, command):
+            assert psutil.Process(command).ppid() == owned.pid
             assert os.getsid(command) == command
-            leash.terminate()
+            owned.terminate()
             assert mailbox.take() == ["signal 15"]
-            assert leash.wait() == 5
+            assert owned.wait() == 5
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_a_program_that_is_missing() -> None:
-    leash = [sys.executable, "-m", "holdfast.hosts.leash", "1", "", "/nowhere/python"]
-    done = subprocess.run(leash, stdin=subprocess.PIPE, capture_output=True, text=True)
+    owned = [sys.executable, "-m", "holdfast.hosts.owned", "1", "", "/nowhere/python"]
+    done = subprocess.run(owned, stdin=subprocess.PIPE, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (127, "cannot start '/nowhere/python': No such file or directory\n")
