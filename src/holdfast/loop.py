@@ -22,6 +22,8 @@ from holdfast import signals
 
 T = TypeVar("T")
 
+_LONGEST_S = 2e6
+
 _here = threading.local()
 
 
@@ -91,7 +93,8 @@ def wait_readable(
     busy_time = _busy_time()
     busy_time.since = None
     try:
-        poller.poll(None if timeout_s is None else max(0.0, timeout_s * 1000))
+        # More milliseconds than fit into the call are 24 days: the caller looks at its deadline again then.
+        poller.poll(None if timeout_s is None else max(0.0, min(timeout_s, _LONGEST_S) * 1000))
     finally:
         busy_time.since = time.monotonic()
     if box is not None:
@@ -148,9 +151,10 @@ def _release() -> None:
 os.register_at_fork(after_in_child=_release)
 
 
-def call_interruptibly(function: Callable[..., T], *args: Any) -> T:
-    """Make a blocking call in a thread; a signal that comes meanwhile surfaces as a `SignalException`. Then the call
-    goes on in its thread, because it cannot be ended from outside, and its result is ignored."""
+def call_interruptibly(function: Callable[..., T], *args: Any, timeout_s: float | None = None) -> T:
+    """Make a blocking call in a thread; a signal that comes meanwhile surfaces as a `SignalException`, and the end of
+    the time as a `TimeoutError`. Then the call goes on in its thread, because it cannot be ended from outside, and its
+    result is ignored."""
     done = Wakeup()
     results: list[T] = []
     errors: list[BaseException] = []
@@ -163,9 +167,13 @@ def call_interruptibly(function: Callable[..., T], *args: Any) -> T:
         done.wake()
 
     threading.Thread(target=run, name=f"holdfast-{getattr(function, '__name__', 'call')}", daemon=True).start()
+    ends_at = None if timeout_s is None else time.monotonic() + timeout_s
     while not results and not errors:
         signals.inbox().raise_pending()
-        wait_readable([done.fileno()], None)
+        left_s = None if ends_at is None else ends_at - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            raise TimeoutError
+        wait_readable([done.fileno()], left_s)
     done.close()
     if errors:
         raise errors[0]

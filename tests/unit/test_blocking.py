@@ -36,6 +36,13 @@ def test_a_signal_ends_the_wait() -> None:
     release.set()
 
 
+def test_the_end_of_the_time_ends_the_wait() -> None:
+    release = threading.Event()
+    with pytest.raises(TimeoutError):
+        call_interruptibly(release.wait, 60, timeout_s=0.05)
+    release.set()
+
+
 def test_outside_the_main_thread() -> None:
     results: list[int] = []
     thread = threading.Thread(target=lambda: results.append(call_interruptibly(max, 1, 2)))

@@ -143,6 +143,9 @@ def test_the_command_of_the_agent(render: Render) -> None:
     assert (read.rdzv_backend, read.rdzv_endpoint) == ("tcp", "train-0.train:29400")
     assert (read.rdzv_id, read.local_addr, read.health_port) == ("train-uid-1", "10.0.0.7", 8080)
     assert (read.require_token, read.training_script) == (True, "train.py")
+    # The Job is over when so many pods have succeeded, so they succeed together, unless the user says otherwise.
+    assert read.exit_barrier_timeout == 20 * 86400
+    assert read_command(render("--exit-barrier-timeout", "1m")).exit_barrier_timeout == 60
 
 
 def test_arguments_reach_the_script_as_they_are(render: Render) -> None:
@@ -270,8 +273,9 @@ def test_the_job_is_named_after_the_script(render: Render, script: tuple[str, ..
         (("--rdzv-id", "job7"), "--rdzv-id: kubernetes decides that itself; leave the option out"),
         (
             ("--rdzv-backend", "etcd"),
-            "--rdzv-backend=etcd needs --rdzv-endpoint; without both, the nodes meet at the pod of ",
+            "--rdzv-backend needs --rdzv-endpoint; without both, the nodes meet at the pod of ",
         ),
+        (("--rdzv-endpoint", "h:1"), "--rdzv-endpoint needs --rdzv-backend; without both, the nodes meet at the pod "),
     ],
 )
 def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], tokens: tuple[str, ...], words: str) -> None:

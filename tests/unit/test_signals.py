@@ -228,6 +228,7 @@ def test_waiting_ends_when_a_descriptor_is_readable() -> None:
     read_fd, write_fd = os.pipe()
     os.write(write_fd, b"x")
     loop.wait_readable([read_fd], None)
+    loop.wait_readable([read_fd], 1e9)  # More milliseconds than the system's call takes.
     os.close(read_fd)
     os.close(write_fd)
 

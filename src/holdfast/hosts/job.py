@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from holdfast.frozen import frozen
 
+# For engines that end the job when the first agent has succeeded: those that have finished wait for the others.
+LONG_EXIT_BARRIER = "--exit-barrier-timeout=20d"
+
 
 @frozen
 class JobSpec:

@@ -21,7 +21,7 @@ from typing import Any
 from holdfast.errors import UserError
 from holdfast.frozen import changed
 from holdfast.hosts.engines import Engine, EngineOption
-from holdfast.hosts.job import JobSpec
+from holdfast.hosts.job import LONG_EXIT_BARRIER, JobSpec
 
 Tree = dict[str, Any]
 
@@ -124,16 +124,17 @@ def _checked(job: JobSpec, settings: Mapping[str, Any]) -> str:
         )
     if job.health_port == 0:
         raise UserError("--health-port 0: the probes of a pod need a port that is known before it starts")
-    backend = next((each for each in job.options if each.startswith("--rdzv-backend=")), "")
-    if backend and not any(each.startswith("--rdzv-endpoint=") for each in job.options):
-        raise UserError(f"{backend} needs --rdzv-endpoint; without both, the nodes meet at the pod of number 0")
+    given = {option.partition("=")[0] for option in job.options}
+    for one, other in (("--rdzv-backend", "--rdzv-endpoint"), ("--rdzv-endpoint", "--rdzv-backend")):
+        if one in given and other not in given:
+            raise UserError(f"{one} needs {other}; without both, the nodes meet at the pod of number 0")
     if settings["port"] > 65535:
         raise UserError(f"--port {settings['port']} is not a port (1 to 65535)")
     if settings["port"] == (job.health_port or HEALTH_PORT):
         raise UserError(f"--port {settings['port']} and --health-port are the same; give another one")
     if settings["set_restarts"] and settings["kind"] == "job":
         raise UserError("--set-restarts is for --kind jobset and trainjob; a job starts nothing again")
-    if settings["secret"] and any(each.startswith("--token-file=") for each in job.options):
+    if settings["secret"] and "--token-file" in given:
         raise UserError("--secret and --token-file are two ways to give the token; leave one out")
     _check_text((*job.options, *job.program, *(value for _, value in job.environment)))
     _check_text([each for each in settings.values() if isinstance(each, str)])
@@ -314,6 +315,9 @@ def _command(name: str, job: JobSpec, settings: Mapping[str, Any], health_port: 
         ours += ["--rdzv-backend=tcp", f"--rdzv-endpoint={first}.{name}:{settings['port']}"]
     if "--resolve-timeout" not in given:
         ours += ["--resolve-timeout=1d"]  # In effect: for as long as --join-timeout.
+    if "--exit-barrier-timeout" not in given:
+        # The Job counts pods that have succeeded (`successPolicy`), and the coordinator is in one of them.
+        ours += [LONG_EXIT_BARRIER]
     if job.health_port is None:
         ours += [f"--health-port={health_port}"]
     if settings["secret"] and "--require-token" not in given:

@@ -1,7 +1,7 @@
-"""Lines of many nodes on the console of the command that started them.
+"""The output of a job on the console of the command that started it.
 
-A thread writes them, so that a console that is not read holds up nothing else. Lines come in batches. Each node has one
-batch here at most: the next one is asked for when this one is written.
+A thread writes it, so that a console that is not read holds up nothing else. `NodeOutput` has the lines of many nodes,
+which come in batches. Each node has one batch here at most: the next one is asked for when this one is written.
 """
 
 from __future__ import annotations
@@ -19,32 +19,24 @@ _PATIENCE_S = 5.0
 Batch = list[tuple[str, bytes]]  # "stdout" or "stderr", and whole lines.
 
 
-class NodeOutput:
-    def __init__(self, has_names: bool) -> None:
-        self._has_names = has_names
-        self._waiting: queue.Queue[tuple[str, Batch, Callable[[], None]] | None] = queue.Queue()
+class ConsoleThread:
+    """A subclass says what is written (`write_all`), and how that comes to an end."""
+
+    def __init__(self) -> None:
         self._wrote_at = time.monotonic()
-        self._thread = threading.Thread(target=self._write_all, name="holdfast-console", daemon=True)
+        self._thread = threading.Thread(target=self.write_all, name="holdfast-console", daemon=True)
         self._thread.start()
 
-    def write(self, name: str, batch: Batch, when_written: Callable[[], None]) -> None:
-        self._waiting.put((name, batch, when_written))
+    def write_all(self) -> None:
+        raise NotImplementedError
 
-    def close(self) -> None:
-        """Wait for as long as lines are written, and some seconds more."""
-        self._waiting.put(None)
+    def join(self) -> None:
+        """Wait for as long as something is written, and some seconds more."""
         began = time.monotonic()
         while self._thread.is_alive() and (left_s := max(began, self._wrote_at) + _PATIENCE_S - time.monotonic()) > 0:
             self._thread.join(left_s)
 
-    def _write_all(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            name, batch, when_written = item
-            for stream, lines in batch:
-                self._write(1 if stream == "stdout" else 2, with_name(lines, name) if self._has_names else lines)
-            when_written()
-
-    def _write(self, fd: int, data: bytes) -> None:
+    def put(self, fd: int, data: bytes) -> None:
         view = memoryview(data)
         try:
             while view:
@@ -53,6 +45,27 @@ class NodeOutput:
                 self._wrote_at, view = time.monotonic(), view[written:]
         except OSError:
             pass  # No reader is left. The job goes on.
+
+
+class NodeOutput(ConsoleThread):
+    def __init__(self, has_names: bool) -> None:
+        self._has_names = has_names
+        self._waiting: queue.Queue[tuple[str, Batch, Callable[[], None]] | None] = queue.Queue()
+        super().__init__()
+
+    def write(self, name: str, batch: Batch, when_written: Callable[[], None]) -> None:
+        self._waiting.put((name, batch, when_written))
+
+    def close(self) -> None:
+        self._waiting.put(None)
+        self.join()
+
+    def write_all(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            name, batch, when_written = item
+            for stream, lines in batch:
+                self.put(1 if stream == "stdout" else 2, with_name(lines, name) if self._has_names else lines)
+            when_written()
 
 
 _OWN_LINE = re.compile(rb"(?m)^(holdfast(?: run: error)?: )")

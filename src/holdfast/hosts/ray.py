@@ -141,7 +141,7 @@ def _connected(address: str, runtime_env: dict[str, Any] | None) -> Iterator[Non
 
     connect = partial(ray.init, address, runtime_env=runtime_env, log_to_driver=False, logging_level=logging.CRITICAL)
     try:
-        _call(connect, _CONNECT_S)
+        loop.call_interruptibly(connect, timeout_s=_CONNECT_S)
     except TimeoutError:
         atexit.unregister(ray.shutdown)
         raise HostError(f"Ray at {address} does not answer; waited for {_CONNECT_S:g} s") from None
@@ -158,8 +158,16 @@ def _connected(address: str, runtime_env: dict[str, Any] | None) -> Iterator[Non
             yield
         finally:
             atexit.unregister(ray.shutdown)  # It would wait for a head that is gone.
-            with contextlib.suppress(TimeoutError):
-                _call(ray.shutdown, _GOODBYE_S, is_last=True)
+            shutdown = threading.Thread(target=_shut_down, name="holdfast-ray", daemon=True)
+            shutdown.start()
+            shutdown.join(_GOODBYE_S)
+
+
+def _shut_down() -> None:
+    import ray
+
+    with contextlib.suppress(Exception):
+        ray.shutdown()
 
 
 class _Aside(io.TextIOBase):
@@ -184,32 +192,6 @@ def _check_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_GOODBYE_S).close()
     except (OSError, OverflowError) as error:
         raise HostError(f"cannot reach Ray at {address}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _call(function: Callable[[], object], timeout_s: float, *, is_last: bool = False) -> None:
-    """Call it in a thread. TimeoutError if it does not return in time; then it goes on there. A signal surfaces, unless
-    this is the last thing that is done."""
-    done, errors = loop.Wakeup(), list[BaseException]()
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-        done.wake()
-
-    thread = threading.Thread(target=run, name="holdfast-ray", daemon=True)
-    thread.start()
-    ends_at = time.monotonic() + timeout_s
-    while not loop.is_readable(done.fileno()):
-        if not is_last:
-            signals.inbox().raise_pending()
-        if (left_s := ends_at - time.monotonic()) <= 0:
-            raise TimeoutError
-        loop.wait_readable([done.fileno()], left_s, new_signals_only=is_last)
-    done.close()
-    if errors and not is_last:
-        raise errors[0]
 
 
 def _words_of(error: BaseException) -> str:

@@ -8,6 +8,7 @@ output file, and cancels the job if it is stopped itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -15,14 +16,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from holdfast import loop, signals, stdio
 from holdfast.errors import HostError, UserError
 from holdfast.hosts.engines import Engine, EngineOption
-from holdfast.hosts.job import JobSpec
+from holdfast.hosts.job import LONG_EXIT_BARRIER, JobSpec
+from holdfast.hosts.node_output import ConsoleThread
 from holdfast.log import Logger
 
 log = Logger(__name__)
@@ -31,7 +34,13 @@ _LOOK_AGAIN_S = 0.3  # At the output file, which another host writes: no event s
 _ANSWER_TIMEOUT_S = 60.0
 _QUEUE_LOOK_S, _QUEUE_LOOK_AGAIN_S = 5.0, 60.0  # When to ask why the job waits.
 _LAST_AGENTS_S = 60  # How long the other agents may go on when the first one has ended.
+_LAST_ANSWER_S = 5.0  # How long sbatch may still take to submit the job after a signal.
 _PIECE_BYTES = 1 << 16
+_GOING_ON = ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED")
+_TEXT: Any = {
+    "text": True,
+    "errors": "surrogateescape",
+}  # Slurm has names and comments of other users, in any encoding.
 
 
 class Slurm(Engine):
@@ -133,10 +142,13 @@ def _body(job: JobSpec, settings: Mapping[str, Any]) -> Iterator[str]:
         yield "fi"
     cpus = f" --cpus-per-task={shlex.quote(settings['cpus_per_node'])}" if settings["cpus_per_node"] else ""
     own = {f"--rdzv-id={job.run_id}": '"--rdzv-id=$run_id"'}
-    words = [own.get(word) or shlex.quote(word) for word in job.agent_command()]
+    wait, patience = "", []
+    if job.min_nodes == job.max_nodes and "--exit-barrier-timeout" not in given:
+        # A run of a fixed size cannot go on without one of its agents, and Slurm starts no other. It does not ask how
+        # an agent has ended, so those that have succeeded must wait for the others.
+        wait, patience = f" --wait={_LAST_AGENTS_S}", [LONG_EXIT_BARRIER]
+    words = [own.get(word) or shlex.quote(word) for word in job.agent_command(*patience)]
     yield ""
-    # A run of a fixed size cannot go on without one of its agents, and Slurm starts no other.
-    wait = f" --wait={_LAST_AGENTS_S}" if job.min_nodes == job.max_nodes else ""
     yield f"srun --ntasks-per-node=1{wait}{cpus} {' '.join(words)} &"
     yield "agents=$!"
     yield 'wait "$agents"; code=$?'
@@ -156,25 +168,54 @@ def _last_line(text: str) -> str:
     return lines[-1].removeprefix("sbatch: ").removeprefix("error: ") if lines else ""
 
 
+class _Output(ConsoleThread):
+    """Shows what the job writes to its output file. Slurm makes the file when the job starts."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._is_over = path, threading.Event()
+        self._file: IO[bytes] | None = None
+        super().__init__()
+
+    @property
+    def is_found(self) -> bool:
+        return self._file is not None
+
+    def write_all(self) -> None:
+        is_over = False
+        while not is_over:
+            is_over = self._is_over.wait(_LOOK_AGAIN_S)
+            with contextlib.suppress(OSError):  # Not there yet, or its server does not answer now.
+                self._file = self._file or open(self._path, "rb", buffering=0)  # noqa: SIM115  (open until the job ends)
+                while piece := self._file.read(_PIECE_BYTES):
+                    self.put(1, piece)
+
+    def close(self) -> None:
+        self._is_over.set()
+        self.join()
+
+
 class _Submission:
     """One job from its submission to its end. Signals are noted in the inbox, and handled between two looks."""
 
     def __init__(self, script: str, run_id: str) -> None:
-        self._file: BinaryIO | None = None
-        self._is_shown = True
         self._reason, self._next_question = "", time.monotonic() + _QUEUE_LOOK_S
         self._stopped_by: signal.Signals | None = None
         # In a session of its own, so that Ctrl-C does not end it: it is what knows when the job is over.
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self._sbatch = subprocess.Popen(["sbatch", "--wait", "--parsable"], start_new_session=True, text=True, **pipes)
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **_TEXT}
+        self._sbatch = subprocess.Popen(["sbatch", "--wait", "--parsable"], start_new_session=True, **pipes)
         self._watch = os.pidfd_open(self._sbatch.pid)
-        self.job_id = self._submit(script)
-        self._path = _facts(self.job_id).get("StdOut", "")
+        try:
+            self.job_id = self._submit(script)
+            self._path = _facts(self.job_id).get("StdOut", "")
+        except BaseException:
+            self._end_sbatch()
+            raise
         log.info("submitted as Slurm job %s, run %r; its output goes to %s", self.job_id, run_id, self._path)
 
     def _submit(self, script: str) -> str:
-        """sbatch prints the id and then waits. A controller that is down makes it try for a while."""
-        into, out = self._sbatch.stdin, self._sbatch.stdout
+        """sbatch prints the id and then waits. A controller that is down makes it try for a while. A signal waits for
+        the id, too, within limits: the job that sbatch submits at this moment has to be cancelled by its id."""
+        into, out, box = self._sbatch.stdin, self._sbatch.stdout, signals.inbox()
         assert into is not None
         assert out is not None
         try:
@@ -183,11 +224,14 @@ class _Submission:
         except BrokenPipeError:
             pass  # It has given up, and says why.
         self._sbatch.stdin = None
+        ends_at = float("inf")
         while not loop.is_readable(out.fileno()) and self._sbatch.poll() is None:
-            loop.wait_readable([out.fileno(), self._watch], None)
-            if signals.inbox().has_pending and not loop.is_readable(out.fileno()):
-                self._sbatch.kill()
-                signals.inbox().raise_pending()
+            left_s = None if ends_at == float("inf") else ends_at - time.monotonic()
+            loop.wait_readable([out.fileno(), self._watch], left_s, new_signals_only=left_s is not None)
+            if box.has_pending:
+                ends_at = min(ends_at, time.monotonic() + _LAST_ANSWER_S)
+            if time.monotonic() >= ends_at or box.wants_haste:
+                box.raise_pending()
         job_id: str = out.readline().strip().partition(";")[0]
         if not job_id:
             _, problem = self._sbatch.communicate(timeout=_ANSWER_TIMEOUT_S)
@@ -196,73 +240,75 @@ class _Submission:
 
     def wait(self) -> int:
         """The job's exit code, when it has ended."""
+        self._output = _Output(self._path)
+        try:
+            facts = self._await_end()
+        finally:
+            self._end_sbatch()
+            self._output.close()
+        return self._code(facts)
+
+    def _end_sbatch(self) -> None:
+        self._sbatch.kill()
+        self._sbatch.wait()
+        os.close(self._watch)
+
+    def _await_end(self) -> dict[str, str]:
+        """What Slurm knows of the job then."""
         box = signals.inbox()
         while self._sbatch.poll() is None:
             loop.wait_readable([self._watch], _LOOK_AGAIN_S)
             if (number := box.take()) is not None and self._is_enough(number):
-                return 128 + number
-            self._show()
+                return {}
             if time.monotonic() > self._next_question and self._is_over():
                 self._sbatch.kill()
-        os.close(self._watch)
         # The job's processes may end a moment after sbatch has noticed.
         ends = time.monotonic() + _ANSWER_TIMEOUT_S
         while (facts := _facts(self.job_id)).get("JobState") == "COMPLETING" and time.monotonic() < ends:
             loop.wait_readable([], _LOOK_AGAIN_S)
             if box.has_pending and self._stopped_by is not None:
                 break
-        self._show()
-        return self._code(facts)
+        return facts
 
     def _is_over(self) -> bool:
         """Whether a job that was cancelled has ended: sbatch itself looks only every ten seconds. Of a job that has not
         started, say why it waits."""
         self._next_question = time.monotonic() + (_LOOK_AGAIN_S if self._stopped_by else _QUEUE_LOOK_AGAIN_S)
-        if self._stopped_by is None and self._file is not None:
+        if self._stopped_by is None and self._output.is_found:
             return False
         facts = _facts(self.job_id)
         state, reason = facts.get("JobState", ""), facts.get("Reason", "None")
         if state == "PENDING" and reason not in ("None", self._reason):
             self._reason = reason
             log.info("Slurm job %s waits in the queue: %s", self.job_id, reason)
-        return self._stopped_by is not None and state not in ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED")
+        return self._stopped_by is not None and state not in _GOING_ON
 
     def _is_enough(self, number: signal.Signals) -> bool:
         """The first signal cancels the job, the second ends the wait for its end."""
-        if self._stopped_by is not None:
-            self._sbatch.kill()
+        is_first, self._stopped_by = self._stopped_by is None, number
+        if not is_first:
             return True
-        self._stopped_by, self._next_question = number, time.monotonic() + _LOOK_AGAIN_S
+        self._next_question = time.monotonic() + _LOOK_AGAIN_S
         log.warning("got %s, cancelling Slurm job %s", number.name, self.job_id)
         done = _ask("scancel", self.job_id)
         if done.returncode:
             log.error("cannot cancel it: %s", _last_line(done.stderr))
         return bool(done.returncode)
 
-    def _show(self) -> None:
-        """What the job has written since the last look. Slurm makes the file when the job starts."""
-        if self._file is None:
-            try:
-                self._file = open(self._path, "rb")  # noqa: SIM115  (open until the job ends)
-            except OSError:
-                return
-        while piece := self._file.read(_PIECE_BYTES):
-            try:
-                if self._is_shown:
-                    sys.stdout.buffer.write(piece)
-                    sys.stdout.flush()
-            except BrokenPipeError:
-                self._is_shown = False  # `| head` has seen enough; the job goes on.
-
     def _code(self, facts: Mapping[str, str]) -> int:
         state = facts.get("JobState", "")
-        if self._file is None:
+        if self._stopped_by is not None:
+            if state and state not in _GOING_ON:
+                log.warning("Slurm job %s ended as %s", self.job_id, state)
+            return 128 + self._stopped_by
+        if self._sbatch.returncode < 0 and (not state or state in _GOING_ON):
+            way_out = f"if the job goes on, `scancel {self.job_id}` ends it"
+            raise HostError(f"sbatch, which waits for the end of Slurm job {self.job_id}, was killed; {way_out}")
+        if not self._output.is_found:
             log.warning("the job's output file %s cannot be read from here", self._path)
         code, _, number = facts.get("ExitCode", f"{self._sbatch.returncode}:0").partition(":")
         if state not in ("COMPLETED", "FAILED", ""):
             log.warning("Slurm job %s ended as %s", self.job_id, state)
-        if self._stopped_by is not None:
-            return 128 + self._stopped_by
         if int(code) or state in ("COMPLETED", ""):
             return int(code)
         is_stopped = state in ("CANCELLED", "TIMEOUT", "PREEMPTED", "DEADLINE")
@@ -281,7 +327,7 @@ def _facts(job_id: str) -> dict[str, str]:
 def _ask(*command: str, text: str = "") -> subprocess.CompletedProcess[str]:
     """Run a command of Slurm that answers at once."""
     try:
-        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=_ANSWER_TIMEOUT_S)
+        return subprocess.run(command, input=text, capture_output=True, timeout=_ANSWER_TIMEOUT_S, **_TEXT)
     except subprocess.TimeoutExpired:
         raise HostError(f"{command[0]} has not answered within {_ANSWER_TIMEOUT_S:g} s") from None
     except OSError as error:

@@ -1,0 +1,139 @@
+"""`holdfast submit --on slurm` when Slurm's commands are slow or die: commands of the test's own stand in for them.
+
+`sbatch` waits for the file `submit` before it prints the id of the job, and for `end` before it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import support
+from tests.e2e.command import COMMAND, Holdfast, Running
+
+COMMANDS = {
+    "sbatch": f"""
+        #!{sys.executable}
+        import pathlib, sys, time
+
+        def wait_for(name):
+            while not pathlib.Path(name).exists():
+                time.sleep(0.05)
+
+        sys.stdin.read()
+        pathlib.Path("called").touch()
+        wait_for("submit")
+        print(7, flush=True)
+        wait_for("end")
+        sys.exit(int(pathlib.Path("end").read_text()))
+    """,
+    "scancel": """
+        #!/bin/sh
+        echo "$@" > cancelled
+        echo CANCELLED > state
+        echo 0 > code; mv code end
+    """,
+    "scontrol": """
+        #!/bin/sh
+        echo "JobId=7 JobState=$(cat state) Reason=None ExitCode=$(cat end):0 Comment=\\377"
+        echo "   StdOut=$PWD/out"
+    """,
+}
+
+Submit = Callable[..., Running]
+
+
+@pytest.fixture
+def submit(holdfast: Holdfast, tmp_path: Path) -> Submit:
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    for name, source in COMMANDS.items():
+        support.write_script(commands / name, source, executable=True)
+    holdfast.script("pass")
+    (holdfast.directory / "state").write_text("RUNNING")
+    path = f"{commands}:{os.environ['PATH']}"
+
+    def start(**options: Any) -> Running:
+        return holdfast.start("--on=slurm", "job.py", command=(COMMAND, "submit"), env={"PATH": path}, **options)
+
+    return start
+
+
+def running(holdfast: Holdfast, submit: Submit, **options: Any) -> Running:
+    (holdfast.directory / "submit").touch()
+    job = submit(**options)
+    support.wait_until(lambda: "submitted as Slurm job 7" in job.so_far().err, "the job runs")
+    return job
+
+
+def test_a_job_that_is_submitted_while_the_signal_comes_is_cancelled(holdfast: Holdfast, submit: Submit) -> None:
+    job = submit()
+    support.wait_until((holdfast.directory / "called").exists, "sbatch runs")
+    job.send(signal.SIGINT)
+    support.await_delivery(job.pid)
+    (holdfast.directory / "submit").touch()
+    assert job.wait().code == 130
+    assert (holdfast.directory / "cancelled").read_text() == "7\n"
+
+
+def test_a_second_interrupt_does_not_wait_for_the_submission(holdfast: Holdfast, submit: Submit) -> None:
+    job = submit()
+    support.wait_until((holdfast.directory / "called").exists, "sbatch runs")
+    for _ in range(2):
+        job.send(signal.SIGINT)
+        support.await_delivery(job.pid)
+    ended = job.wait()
+    assert (ended.code, ended.last) == (130, "holdfast: stopped by SIGINT")
+
+
+def test_a_console_that_is_not_read_holds_up_no_signal(holdfast: Holdfast, submit: Submit) -> None:
+    (holdfast.directory / "out").write_bytes(b"x" * (1 << 20))
+    read, write = os.pipe()
+    try:
+        job = running(holdfast, submit, stdout=write)
+        support.fill(write)
+        job.send(signal.SIGTERM)
+        assert job.wait().code == 143
+    finally:
+        os.close(read)
+        os.close(write)
+    assert (holdfast.directory / "cancelled").exists()
+
+
+def test_a_console_without_room_does_not_end_the_wait(holdfast: Holdfast, submit: Submit) -> None:
+    (holdfast.directory / "out").write_text("output\n")
+    with open("/dev/full", "wb") as full:
+        job = running(holdfast, submit, stdout=full)
+        (holdfast.directory / "state").write_text("FAILED")
+        (holdfast.directory / "code").write_text("3")
+        (holdfast.directory / "code").rename(holdfast.directory / "end")
+        assert job.wait().code == 3
+
+
+def test_an_sbatch_that_is_killed_is_one_line(holdfast: Holdfast, submit: Submit) -> None:
+    job = running(holdfast, submit)
+    [sbatch] = psutil.Process(job.pid).children()
+    sbatch.kill()
+    ended = job.wait()
+    assert (ended.code, ended.last) == (
+        1, "holdfast submit: error: sbatch, which waits for the end of Slurm job 7, was killed; if the job goes on, "
+        "`scancel 7` ends it",
+    )  # fmt: skip
+
+
+def test_the_agents_wait_for_each_other_because_srun_does_not(holdfast: Holdfast) -> None:
+    """`srun --wait` ends the others when one has succeeded, too."""
+    rendered = holdfast.run("slurm", "--nnodes=2", "job.py", command=(COMMAND, "render")).out
+    assert " --wait=60 " in rendered
+    assert " --exit-barrier-timeout=20d " in rendered
+    rendered = holdfast.run(
+        "slurm", "--nnodes=2", "--exit-barrier-timeout=1m", "job.py", command=(COMMAND, "render")
+    ).out
+    assert " --wait" not in rendered
