@@ -96,8 +96,8 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts(directory: Path, environment: dict[str, str]) -> Iterator[Hosts]:
-    made = Hosts(directory, environment)
+def hosts(directory: Path, environment: dict[str, str], *, is_apart: bool = False) -> Iterator[Hosts]:
+    made = Hosts(directory, environment, is_apart=is_apart)
     try:
         yield made
     finally:

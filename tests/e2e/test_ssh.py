@@ -145,6 +145,37 @@ def test_a_hostfile_and_a_host_alone(cluster: Cluster) -> None:
     assert sorted(ended.lines) == ["[node2:0] 2", "[node2:1] 2"]
 
 
+def test_a_host_beyond_the_number_of_nodes_takes_the_place_of_one_that_is_lost(
+    cluster: Cluster, mailbox: Mailbox, tmp_path: Path
+) -> None:
+    running = cluster.workers(mailbox, "--hosts=node1,node2", "--nnodes=1", count=1, what=f"pair {tmp_path}/go")
+    os.kill(agent_of(cluster.pids[0]), signal.SIGKILL)
+    cluster.take_pids(mailbox, 1)
+    (tmp_path / "go").touch()
+    ended = running.wait()
+    assert ended.code == 0, ended
+    [lost] = [line.split()[1] for line in ended.own if " is lost: " in line]
+    other = {"node1": "node2", "node2": "node1"}[lost]
+    assert ended.lines[-1] == f"[{other}:0] the same line"
+
+
+def test_a_host_that_takes_longer_than_the_others_wait_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    script = cluster.holdfast.script("""
+        import os, sys, time
+        while os.environ["RANK"] == "1" and not os.path.exists(sys.argv[1]):
+            time.sleep(0.05)
+        print("done")
+    """)
+    running = cluster.start("--hosts=node1,node2", "--exit-barrier-timeout=1s", script, str(tmp_path / "go"))
+    waited = "holdfast: node1: timed out after 1 s waiting for other nodes to finish"
+    support.wait_until(lambda: waited in running.so_far().own, "the first host does not wait any longer")
+    support.wait_until(lambda: len(psutil.Process(running.pid).children()) == 1, "its agent has ended")
+    time.sleep(7)  # Longer than the agents of a failed run may take.
+    (tmp_path / "go").touch()
+    ended = running.wait()
+    assert (ended.code, ended.lines) == (0, ["[node1:0] done", "[node2:1] done"]), ended
+
+
 def test_a_failure_is_reported_once_and_gives_the_exit_code(cluster: Cluster, mailbox: Mailbox) -> None:
     script = cluster.holdfast.script(WORKER)
     ended = cluster.run("--hosts", "node1,node2", "--max-restarts=1", script, str(mailbox), "fail")
@@ -349,6 +380,20 @@ def test_a_command_that_stands_still_is_not_waited_for(cluster: Cluster, mailbox
     await_nothing(cluster.holdfast)
 
 
+def test_a_script_in_the_place_of_ssh_leaves_nothing(cluster: Cluster) -> None:
+    """It runs ssh as a child, which is killed with it."""
+    wrapper = cluster.holdfast.script(f'#!/bin/sh\n{cluster.servers.ssh} "$@"\n', "wrapper", executable=True)
+    python = slow_python(cluster)
+    running = cluster.holdfast.start("--ssh", str(cluster.holdfast.directory / wrapper), "--hosts=node1",
+                                     "--remote-python", python, cluster.holdfast.script(""))  # fmt: skip
+    support.wait_until(lambda: (cluster.holdfast.directory / "called").exists(), "the host is connecting")
+    below = support.tree(running.pid)
+    running.send(signal.SIGTERM)
+    assert running.process.wait(support.DEADLINE_S) == 143
+    assert support.survivors(below) == []
+    await_nothing(cluster.holdfast)
+
+
 @pytest.mark.parametrize("victim", ["ssh", "agent"])
 @pytest.mark.parametrize("host", ["node1", "node2"])
 def test_the_run_goes_on_without_a_host_that_is_lost(
@@ -395,43 +440,28 @@ def failing(cluster: Cluster, *args: str) -> str:
     return ended.last.removeprefix("holdfast run: error: ")
 
 
-def test_a_name_that_does_not_resolve(cluster: Cluster) -> None:
+def test_hosts_that_cannot_be_reached(cluster: Cluster) -> None:
+    """What ssh says of each becomes one line for all of them."""
     cluster.servers.enter("unknown", "HostName no.such.host.invalid")
-    assert failing(cluster, "--hosts=node1,unknown").startswith("unknown: the name does not resolve (")
-
-
-def test_a_port_where_no_server_listens(cluster: Cluster) -> None:
     port = support.free_port()
     cluster.servers.enter("refused", "HostName 127.0.0.1", f"Port {port}")
-    said = failing(cluster, "--hosts=refused,node1")
-    assert said == f"refused: connection refused: no ssh server listens there (port {port})"
+    said = failing(cluster, "--hosts=node1,unknown,refused")
+    assert "unknown: the name does not resolve (" in said
+    assert f"refused: connection refused: no ssh server listens there (port {port})" in said
 
 
-def test_a_password_is_not_asked_for(cluster: Cluster) -> None:
+def test_hosts_that_ssh_would_ask_about(cluster: Cluster) -> None:
+    """A password, a host key that is unknown, and one that has changed."""
     cluster.servers.add("locked", server=["PasswordAuthentication yes", "PubkeyAuthentication no"])
-    said = failing(cluster, "--hosts=node1,locked")
-    assert said.startswith("locked: ssh needs a password or a key for it, and must not ask: set up a key")
-
-
-def test_a_host_key_that_is_unknown(cluster: Cluster) -> None:
     cluster.servers.add("strange", is_known=False, client=["StrictHostKeyChecking ask"])
-    assert failing(cluster, "--hosts=strange").startswith("strange: its host key is not known; connect once by hand")
-
-
-def test_a_host_key_that_has_changed(cluster: Cluster) -> None:
     port = cluster.servers.add("changed", is_known=False)
     key = " ".join((cluster.servers.directory / "node1_key.pub").read_text().split()[:2])
     with (cluster.servers.directory / "known_hosts").open("a") as file:
         file.write(f"[127.0.0.1]:{port} {key}\n")
-    assert failing(cluster, "--hosts=changed").startswith("changed: its host key has changed; if that is right")
-
-
-def test_several_failures_are_one_line(cluster: Cluster) -> None:
-    cluster.servers.enter("refused", "HostName 127.0.0.1", f"Port {support.free_port()}")
-    cluster.servers.add("strange", is_known=False)
-    said = failing(cluster, "--hosts=node1,refused,strange")
-    assert "refused: connection refused" in said
-    assert "strange: its host key is not known" in said
+    said = failing(cluster, "--hosts=locked,strange,changed")
+    assert "locked: ssh needs a password or a key for it, and must not ask: set up a key" in said
+    assert "strange: its host key is not known; connect once by hand" in said
+    assert "changed: its host key has changed; if that is right" in said
 
 
 def test_an_interpreter_that_is_not_there(cluster: Cluster) -> None:
@@ -484,7 +514,7 @@ def test_a_working_directory_that_a_host_does_not_have(cluster: Cluster, tmp_pat
     before = f"os.rmdir({str(gone)!r})"
     ended = cluster.run("--hosts=node1,node2", "job.py", cwd=gone, before=before)
     assert ended.code in (1, 2), ended
-    assert "the working directory cannot be found" in ended.last
+    assert "the working directory cannot be used" in ended.last
 
 
 def test_a_script_that_one_host_does_not_have(cluster: Cluster) -> None:

@@ -16,8 +16,8 @@ import pytest
 
 from tests import support
 from tests.e2e.command import COMMAND, Holdfast, Running
-from tests.e2e.test_ssh import WORKER, await_nothing
-from tests.sshd import Hosts
+from tests.e2e.test_ssh import WORKER, agent_of, await_nothing
+from tests.sshd import Hosts, hosts
 from tests.support import Mailbox
 
 HERE = "10.77.0.254"
@@ -75,11 +75,10 @@ def network() -> Iterator[Network]:
 @pytest.fixture
 def servers(network: Network, holdfast: Holdfast, tmp_path: Path) -> Iterator[Hosts]:
     settings = {name: holdfast.environment()[name] for name in ("TMPDIR", support.TEST_MARK)}
-    made = Hosts(tmp_path / "ssh", {**settings, "HOME": str(tmp_path)}, is_apart=True)
-    for name, address in ADDRESSES.items():
-        made.add(name, address, command=network.within(network.namespace(name)))
-    yield made
-    made.close()
+    with hosts(tmp_path / "ssh", {**settings, "HOME": str(tmp_path)}, is_apart=True) as made:
+        for name, address in ADDRESSES.items():
+            made.add(name, address, command=network.within(network.namespace(name)))
+        yield made
 
 
 def start(holdfast: Holdfast, network: Network, servers: Hosts, *args: str, **options: Any) -> Running:
@@ -101,7 +100,7 @@ def test_a_host_is_cut_off_in_the_middle_of_a_run(
     options = ("--hosts=a,b", "--nnodes=1:2", "--host-timeout=8s")
     running = start(holdfast, network, servers, *options, script, str(mailbox), "pair go")
     pids = {int(rank): int(pid) for rank, pid in (message.split() for message in mailbox.take(2))}
-    agent = parent_of(parent_of(pids[1]))
+    agent = agent_of(pids[1])
     network.cut("b")
     assert support.survivors([pids[1], agent]) == []
     lost = "holdfast: b is lost: it does not answer any more; the run goes on with 1 host"
@@ -146,7 +145,3 @@ def test_a_loopback_address_between_hosts_is_refused(
     assert ended.last == (
         "holdfast run: error: the hosts cannot meet at localhost: on each of them that is the host itself"
     )
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from holdfast.cli import command_line, detection
 from holdfast.cli import run as cli
-from holdfast.errors import UserError
+from holdfast.errors import HostError, UserError
 from holdfast.hosts.ssh import copying
 from holdfast.hosts.ssh.run import HostsJob
 from tests.unit.test_engine_environment import OPEN_MPI, SLURM
@@ -78,6 +79,7 @@ def test_a_host_alone_needs_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> No
     read = options_of(job, 0, "")
     assert (job.needs_place, read.rdzv_backend, read.nnodes, read.node_rank) == (False, "static", "1", None)
     assert job_of(["--hosts=a", "--nnodes=1:3"], monkeypatch).needs_place  # Others may join.
+    assert job_of(["--hosts=a,b", "--nnodes=1"], monkeypatch).needs_place  # One of them stands by.
 
 
 @pytest.mark.parametrize("tokens", ["--hosts=a", "--hosts=a:4", "--hosts=a,b", "--hosts=a --nnodes=1:3"])
@@ -141,7 +143,9 @@ def test_variables_may_be_given_one_by_one_and_contain_commas(monkeypatch: pytes
         ("--hosts=a --env=NOSUCH", "--env NOSUCH: the variable is not set here"),
         ("--hosts=a --env=1A=2", "'1A' is not the name of a variable"),
         ("--hosts=a --env==2", "'' is not the name of a variable"),
-        ("--hosts=a --host-timeout=0", "--host-timeout 0: at least a second is needed"),
+        ("--hosts=a --host-timeout=0", "--host-timeout 0: give a second at least, and a day at most"),
+        ("--hosts=a --host-timeout=100h", "--host-timeout 360000: give a second at least, and a day at most"),
+        ("--hosts=a --rdzv-conf=x", "--rdzv-conf: "),
         ("--hosts=a --max-restarts=-1", "--max-restarts -1 is negative"),
         ("--hosts=a --copy=script --module", "a module is not a file"),
     ],
@@ -194,6 +198,28 @@ def test_the_script_is_copied_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (names_in(job.archive), job.job.program) == (["x.py"], ("x.py",))
     job = job_of(["--hosts=a", "--copy=script", "--no-python"], monkeypatch)
     assert job.job.program == ("./x.py",)
+
+
+def test_a_script_is_found_in_a_copy_of_a_directory_that_is_named_through_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real" / "pkg").mkdir(parents=True)
+    (tmp_path / "real" / "pkg" / "x.py").touch()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path / "link")
+    monkeypatch.setenv("PWD", str(tmp_path / "link"))
+    for script in ("pkg/x.py", f"{tmp_path}/link/pkg/x.py", f"{tmp_path}/real/pkg/x.py"):
+        assert copying.pack("directory", script, str(tmp_path / "link")).script == "pkg/x.py"
+    (tmp_path / "real" / "x.py").touch()
+    assert job_of(["--hosts=a", "--copy=directory"], monkeypatch).job.program == ("x.py",)
+
+
+@pytest.mark.parametrize("size", [10, 1 << 20])
+def test_a_full_disk_is_one_line(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.py").write_bytes(os.urandom(size))
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: Path("/dev/full").open("r+b"))  # noqa: SIM115
+    with pytest.raises(HostError, match=r"--copy: 'x\.py' cannot be packed: No space left on device"):
+        job_of(["--hosts=a", "--copy=script"], monkeypatch)
 
 
 def test_a_copy_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

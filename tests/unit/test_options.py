@@ -129,7 +129,7 @@ DEFAULTS = {
     "quiet": False,
     "verbose": False,
     "from_environment": [],
-    "given": set(),
+    "given": {},
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from holdfast.hosts.placement import (
     ClusterLost,
     Command,
@@ -96,10 +98,46 @@ def test_the_first_report_is_the_outcome() -> None:
 
 def test_agents_that_do_not_end_with_the_run_are_stopped_and_killed() -> None:
     job = Job().running(A, B)
-    job.take(Ended("a", 0))
+    job.take(Ended("a", 1, "the report"))
     assert job.pass_time() == [Pass("b", signal.SIGTERM)]
     assert Cut("b") in job.pass_time()
+    assert job.end == Outcome(1, "the report")
+
+
+def test_an_agent_that_is_still_at_work_goes_on_after_the_success_of_another() -> None:
+    """The agent that has ended has waited for it for --exit-barrier-timeout."""
+    job = Job().running(A, B)
+    job.take(Ended("a", 0))
+    assert job.machine.next_deadline() is None
+    job.now += 5000
+    job.take(Ended("b", 0))
     assert job.end == Outcome(0)
+
+
+@pytest.mark.parametrize(
+    ("later_s", "event", "outcome"),
+    [
+        (1.0, Lost("b", "its actor died"), Outcome(0)),
+        (99.0, Lost("b", "its actor died"), Outcome(1, error="node-b: its actor died")),
+        (99.0, Ended("b", 3, "the report"), Outcome(3, "the report")),
+        (99.0, Ended("b", 137), Outcome(137, error="node-b: the agent was killed")),
+    ],
+)
+def test_a_failure_after_the_success_of_another_agent(later_s: float, event: Event, outcome: Outcome) -> None:
+    job = Job().running(A, B)
+    job.take(Ended("a", 0))
+    job.now += later_s
+    job.take(event)
+    assert job.end == outcome
+
+
+def test_a_signal_after_the_success_of_another_agent() -> None:
+    job = Job().running(A, B)
+    job.take(Ended("a", 0))
+    job.now += 99
+    assert job.take(Interrupted(signal.SIGINT)) == [Pass("b", signal.SIGINT)]
+    job.take(Ended("b", 130))
+    assert job.end == Outcome(130)
 
 
 def test_no_agent_is_started_for_a_run_that_is_over() -> None:

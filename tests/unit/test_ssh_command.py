@@ -72,6 +72,8 @@ OTHER = "; --remote-python names another one"
          "there is no interpreter /opt/python on it" + OTHER),
         (1, "Traceback ...\nModuleNotFoundError: No module named 'holdfast'\n",
          "holdfast is not installed for /opt/python on it; install it there" + OTHER),
+        (1, "motd: cannot get the weather: Connection refused\nModuleNotFoundError: No module named 'holdfast'\n",
+         "holdfast is not installed for /opt/python on it; install it there" + OTHER),
         (1, "ModuleNotFoundError: No module named 'holdfast.cli.remote_agent'\n",
          "its holdfast (of /opt/python) is another version; install the one of this host" + OTHER),
         (1, '    match command:\nSyntaxError: invalid syntax\n',

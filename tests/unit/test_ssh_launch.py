@@ -211,6 +211,39 @@ def test_success_is_said_by_all() -> None:
     assert made.outcome == Outcome(0)
 
 
+def test_a_host_that_is_still_at_work_goes_on_after_the_success_of_another() -> None:
+    """The agent that has ended has waited for it for --exit-barrier-timeout."""
+    made = running("a", "b")
+    assert made.step(success(0), 5.0) == []
+    assert made.next_deadline() is None
+    assert made.step(success(1), 5000.0) == []
+    assert made.outcome == Outcome(0)
+
+
+@pytest.mark.parametrize(
+    ("later_s", "event", "outcome"),
+    [
+        (1.0, Gone(1, "the cable"), Outcome(0)),
+        (99.0, Gone(1, "the cable"), Outcome(1, "holdfast run: error: b is lost: the cable\n")),
+        (99.0, Gone(1, code=1, words="the report\n", is_outcome=True), Outcome(1, "the report\n")),
+        (99.0, Gone(1, code=2, words="holdfast run: error: x\n"), Outcome(2, "holdfast run: error: b: x\n")),
+    ],
+)
+def test_a_failure_after_the_success_of_another_host(later_s: float, event: Gone, outcome: Outcome) -> None:
+    made = running("a", "b")
+    made.step(success(0), 5.0)
+    made.step(event, 5.0 + later_s)
+    assert made.outcome == outcome
+
+
+def test_a_signal_after_the_success_of_another_host() -> None:
+    made = running("a", "b")
+    made.step(success(0), 5.0)
+    assert acts(made.step(Signalled(signal.SIGINT), 99.0)) == [Forward(signal.SIGINT, (1,))]
+    made.step(Gone(1, code=130, words="holdfast: stopped by SIGINT\n"), 100.0)
+    assert made.outcome == Outcome(130, "holdfast: stopped by SIGINT\n")
+
+
 def test_a_report_is_shown_once() -> None:
     made = running("a", "b")
     made.step(Gone(1, code=1, words="the report\n", is_outcome=True), 5.0)

@@ -40,7 +40,7 @@ def test_the_same_version_is_needed() -> None:
 
 
 def test_an_order_arrives_as_it_was_sent() -> None:
-    order = Order("secret", "mark", "node1", "/tmp/x\n", ("run", "a b", "ü"), (("A", "1\n2"),), True, 7)
+    order = Order("secret", "mark", "node1", "/tmp/x\n", ("run", "a b", "ü"), 30.0, (("A", "1\n2"),), True, 7)
     line = messages.order_line(order)
     assert line.count(b"\n") == 1
     assert messages.read_order(line) == order

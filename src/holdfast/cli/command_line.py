@@ -42,7 +42,7 @@ def read(tokens: Sequence[str]) -> SimpleNamespace:
     """The values of all options, by their names, with the script and its arguments. For wrong usage and for `--help`
     it prints what there is to say and raises SystemExit."""
     try:
-        return parse(tokens)[0]
+        return parse(tokens)
     except HelpWanted:
         from holdfast.cli.parser import help_text
 
@@ -59,34 +59,25 @@ def refuse(program: str, usage: str, problem: UsageError) -> int:
     return 2
 
 
-def parse(
-    tokens: Sequence[str], more: Sequence[Option] = ()
-) -> tuple[SimpleNamespace, list[tuple[Option, str | None]]]:
-    """The same, and the options as they were typed. `more` are options of another command that takes those of `run`,
-    too. Raises UsageError and HelpWanted."""
+def parse(tokens: Sequence[str], more: Sequence[Option] = ()) -> SimpleNamespace:
+    """The same, but raises UsageError and HelpWanted. `more` are options of another command that takes those of `run`,
+    too."""
     known = (*OPTIONS, *more)
     flags = {flag: option for option in (*known, HELP) for flag in option.flags}
     values: dict[str, Any] = {}
-    given, left = Scanner(flags, lambda option: option.is_flag).scan(tokens)
-    for option, text in given:
+    typed, left = Scanner(flags, lambda option: option.is_flag).scan(tokens)
+    for option, text in typed:
         if option is HELP:
             raise HelpWanted
         values[option.dest] = True if text is None else _value_of(option, text)
     namespace = SimpleNamespace(**{**{option.dest: option.default_value for option in known}, **values})
-    complete(namespace, values.keys(), left)
-    return namespace, given
+    complete(namespace, {option.dest: word(option.flags, text) for option, text in typed}, left)
+    return namespace
 
 
-def words(args: Any, typed: Sequence[tuple[Option, str | None]]) -> list[tuple[Option, str]]:
-    """Each option of the environment and of the command line, and the word for it in another command line. `args` and
-    `typed` are what `parse` returned."""
-    from_environment: list[tuple[Option, str | None]] = [
-        (option, None if option.is_flag else os.environ[option.variable or ""])
-        for option in args.from_environment
-        if not option.is_flag or getattr(args, option.dest)
-    ]
-    given = [*from_environment, *typed]
-    return [(option, option.flags[-1] + ("" if text is None else f"={text}")) for option, text in given]
+def word(flags: Sequence[str], text: str | None) -> str:
+    """An option and its value in one word of another command line."""
+    return flags[-1] + ("" if text is None else f"={text}")
 
 
 def _value_of(option: Option, text: str) -> Any:
@@ -96,20 +87,23 @@ def _value_of(option: Option, text: str) -> Any:
         raise UsageError(f"{'/'.join(option.flags)}: {error}") from None
 
 
-def complete(namespace: Any, given: Any, left: list[str]) -> None:
-    """Add what the command line has left open, and the script. `given` has the names of the options that were given."""
+def complete(namespace: Any, typed: Mapping[str, str], left: list[str]) -> None:
+    """Add what the command line has left open, and the script. `typed` are the words of the options that were typed, by
+    name; `given` are those and the ones of the environment. A flag that a variable switches off is not among them."""
     namespace.from_environment = []
-    namespace.given = {*given}
+    namespace.given = {**typed}
     for option in OPTIONS:
         text = os.environ.get(option.variable or "", "")
-        if not text or option.dest in given:
+        if not text or option.dest in typed:
             continue
         try:
-            setattr(namespace, option.dest, option.read(text))
+            value = option.read(text)
         except ValueError as error:
             raise UsageError(f"environment variable {option.variable}: {error}") from None
+        setattr(namespace, option.dest, value)
         namespace.from_environment.append(option)
-        namespace.given.add(option.dest)
+        if value is not False:
+            namespace.given[option.dest] = word(option.flags, None if option.is_flag else text)
     if namespace.quiet and namespace.verbose:
         raise UsageError("--quiet and --verbose exclude each other")
     if left[:1] == ["--"]:

@@ -7,6 +7,7 @@ An option that says where the nodes meet, or that there is one node, switches th
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from holdfast.errors import UserError
@@ -28,8 +29,7 @@ def complete(args: argparse.Namespace) -> None:
     from holdfast.cli.run import parse_min_max_nnodes
 
     given = getattr(args, "given", None)
-    # `PET_STANDALONE=no` switches nothing off.
-    if given is None or any(getattr(args, name) is not False for name in _PLACES & given):
+    if given is None or _PLACES & given.keys():
         return
     asked = parse_min_max_nnodes(args.nnodes) if "nnodes" in given else None
     match environment.found(os.environ, _node_file()):
@@ -44,7 +44,7 @@ def complete(args: argparse.Namespace) -> None:
             _take(args, given, it, least, min(most, it.nodes))
 
 
-def _take(args: argparse.Namespace, given: set[str], it: Found, least: int, most: int) -> None:
+def _take(args: argparse.Namespace, given: Mapping[str, str], it: Found, least: int, most: int) -> None:
     """The run has `least` to `most` of the engine's nodes; there are no others that could come."""
     from holdfast.rendezvous.endpoints import endpoint_text
 

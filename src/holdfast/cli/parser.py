@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from holdfast.cli import console
-from holdfast.cli.command_line import Scanner, UsageError, complete
+from holdfast.cli.command_line import Scanner, UsageError, complete, word
 from holdfast.cli.options import GROUPS, HELP, OPTIONS, OUTPUT, PROGRAM, USAGE
 
 
@@ -53,9 +53,9 @@ class RunParser(PlainParser):
         scanner = Scanner(self._option_string_actions, lambda action: action.nargs == 0)
         try:
             given, left = scanner.scan(sys.argv[1:] if args is None else args)
-            tokens = [action.option_strings[-1] + ("" if value is None else f"={value}") for action, value in given]
-            namespace, extras = super().parse_known_args(tokens, namespace)
-            complete(namespace, {action.dest for action, _ in given}, left)
+            typed = [(action.dest, word(action.option_strings, value)) for action, value in given]
+            namespace, extras = super().parse_known_args([each for _, each in typed], namespace)
+            complete(namespace, dict(typed), left)
         except UsageError as problem:
             self.error(str(problem))
         return namespace, extras

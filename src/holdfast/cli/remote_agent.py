@@ -30,7 +30,6 @@ from holdfast.rendezvous import endpoints
 
 _READ_BYTES = 1 << 16
 _ORDER_BYTES = 1 << 24
-_DEFAULT_GRACE_S = 30.0
 _MARGIN_S = 60.0  # After the grace, for an agent that does not end by itself.
 
 
@@ -111,7 +110,6 @@ class _Agent:
         self._keeper: copying.Keeper | None = None
         self._is_last = False
         self._is_told_to_end = False
-        self._limit_s = _DEFAULT_GRACE_S + _MARGIN_S
         self._args: Any = None
 
     def run(self) -> int:
@@ -143,11 +141,10 @@ class _Agent:
             del os.environ[name]  # The options are those of the command, and no others.
         os.environ.update({**dict(order.environment), "HOLDFAST_TOKEN": order.token})
         self._enter_directory()
-        self._args = command_line.read(order.arguments[1:])
-        args = self._args
+        args: Any = command_line.read(order.arguments[1:])
+        self._args = args
         args.prefix_template = prefix_template(order.label)
         console.set_up(quiet=args.quiet, verbose=args.verbose)
-        self._limit_s = (_DEFAULT_GRACE_S if args.shutdown_timeout is None else args.shutdown_timeout) + _MARGIN_S
         threading.Thread(target=self._listen, name="holdfast-control", daemon=True).start()
         client.launch_early()
         run.run(args)
@@ -178,7 +175,7 @@ class _Agent:
                     os.kill(os.getpid(), int(words[1]))
         except (Disconnected, OSError, ValueError):
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(self._limit_s)
+            time.sleep(self._order.grace_s + _MARGIN_S)
             os._exit(1)  # Its spawner kills what is left.
 
     def _frames_of(self, text: str) -> list[str]:

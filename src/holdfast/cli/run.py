@@ -29,6 +29,7 @@ from holdfast.errors import HoldfastError, HostError, InternalError, UserError, 
 from holdfast.failures import report
 from holdfast.log import Logger
 from holdfast.process import devices, errors
+from holdfast.process.spawner.client import REPORT_FILE_VARIABLE
 
 if TYPE_CHECKING:
     import argparse
@@ -44,7 +45,7 @@ log = Logger(__name__)
 
 DEFAULT_MASTER_PORT = 29500
 # The backends that are built in, and the default port of their endpoint. Plug-ins have endpoints of their own kinds.
-_DEFAULT_PORTS = {"static": DEFAULT_MASTER_PORT, "tcp": 29400, "c10d": 29400, "etcd": 2379, "etcd-v3": 2379}
+DEFAULT_PORTS = {"static": DEFAULT_MASTER_PORT, "tcp": 29400, "c10d": 29400, "etcd": 2379, "etcd-v3": 2379}
 LOGS_SPECS_GROUPS = ("holdfast.logs_specs", "torchrun.logs_specs")
 
 # Variables of engines; `hosts.environment` says what each means, and is imported only if one of them is there.
@@ -168,14 +169,14 @@ def _rendezvous_fields(args: argparse.Namespace, max_nodes: int) -> dict[str, An
     # A rank that would have no effect is refused: a node at the wrong place is hard to notice later.
     if rank and is_standalone:
         raise UserError(f"--node-rank {rank}: a run on one machine has node rank 0 only")
-    if rank and backend not in _DEFAULT_PORTS:
+    if rank and backend not in DEFAULT_PORTS:
         raise UserError(f"--node-rank {rank}: rendezvous backend {backend!r} gives out the ranks itself")
     if rank is not None and not 0 <= rank < max_nodes:
         raise UserError(f"--node-rank {rank} is not between 0 and {max_nodes - 1} (--nnodes {args.nnodes})")
     settings = rendezvous_settings(args)
     if is_standalone:
         backend, endpoint, run_id = "standalone", "", run_id if run_id not in ("", "none") else fresh_id()
-    elif backend in _DEFAULT_PORTS:
+    elif backend in DEFAULT_PORTS:
         check_endpoint(args, endpoint, max_nodes)
         if rank is not None or backend == "static":
             settings["rank"] = rank or 0
@@ -183,11 +184,11 @@ def _rendezvous_fields(args: argparse.Namespace, max_nodes: int) -> dict[str, An
 
 
 def check_endpoint(args: argparse.Namespace, endpoint: str, max_nodes: int) -> None:
-    port, given = _DEFAULT_PORTS[args.rdzv_backend], getattr(args, "given", ())
+    port, given = DEFAULT_PORTS[args.rdzv_backend], getattr(args, "given", {})
     if max_nodes > 1 and args.rdzv_backend == "static" and not args.rdzv_endpoint:
         if "rdzv_endpoint" in given:
             raise UserError(f"--rdzv-endpoint is empty, and --nnodes {args.nnodes} nodes need a place to meet")
-        if given and given.isdisjoint(("master_addr", "master_port", "node_rank")):
+        if given and given.keys().isdisjoint(("master_addr", "master_port", "node_rank")):
             log.warning("--nnodes %s without --rdzv-endpoint: nodes of this host alone can meet, at %s", args.nnodes,
                         endpoint)  # fmt: skip
     if not endpoint.strip() and max_nodes > 1:
@@ -398,7 +399,7 @@ def _why_it_cannot_start(args: argparse.Namespace) -> str:
 
 def _launch(args: argparse.Namespace) -> None:
     # An engine that shows one report for all nodes passes its signals on to all of them.
-    signals.inbox().is_for_all_nodes |= "HOLDFAST_REPORT_FILE" in os.environ
+    signals.inbox().is_for_all_nodes |= REPORT_FILE_VARIABLE in os.environ
     if any(name in os.environ for name in ENGINE_VARIABLES):
         from holdfast.cli import detection
 
@@ -423,15 +424,14 @@ def _launch(args: argparse.Namespace) -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command line from Python. Returns when the run has succeeded, and raises what went wrong."""
-    tokens = sys.argv[1:] if args is None else args
-    parsed: Any = command_line.read(tokens)
+    parsed: Any = command_line.read(sys.argv[1:] if args is None else args)
     console.set_up(quiet=parsed.quiet, verbose=parsed.verbose)
     if parsed.hosts is None and parsed.hostfile is None:
         run(parsed)
         return
     from holdfast.cli import hosts
 
-    hosts.run(parsed, tokens)
+    hosts.run(parsed)
 
 
 def command(args: Sequence[str] | None = None) -> int:
@@ -452,14 +452,14 @@ _REMEDIES = {
 }
 
 
-def explain(error: BaseException) -> int:
+def explain(error: BaseException, program: str = PROGRAM) -> int:
     """Say why the run ended, and return the exit code that tells the same."""
     from holdfast.rendezvous.api import RendezvousError, is_kind
 
     if (failed := getattr(error, "run_report", None)) is not None:
         from holdfast.failures import run_report
 
-        _write_report(run_report.text(failed) + "\n", os.environ.get(run_report.FILE_VARIABLE))
+        _write_report(run_report.text(failed) + "\n", os.environ.get(REPORT_FILE_VARIABLE))
         return int(failed.exit_code)
     if (words := getattr(error, "last_words", None)) is not None:  # Of the hosts that `--hosts` names.
         console.write(words)
@@ -483,7 +483,7 @@ def explain(error: BaseException) -> int:
     is_named = isinstance(error, HoldfastError | OSError) and not isinstance(error, InternalError)
     if is_usage or is_named or is_kind(error, RendezvousError):
         log.debug("where this comes from:", exc_info=error)
-        console.write_error(PROGRAM, _words_of(error))
+        console.write_error(program, _words_of(error))
         return 2 if is_usage else 1
     import traceback
 

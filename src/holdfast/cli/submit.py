@@ -6,22 +6,19 @@ the environment adds (`PET_*`) becomes part of the job, because the engine's nod
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from holdfast import signals
 from holdfast.cli import command_line, console
+from holdfast.cli.job import job_of
 from holdfast.cli.options import Option
 from holdfast.cli.parser import PlainParser
-from holdfast.cli.program import check_combination
-from holdfast.cli.run import check_values, fresh_id, parse_min_max_nnodes, rendezvous_settings
-from holdfast.errors import HoldfastError, UserError
+from holdfast.cli.run import explain
+from holdfast.errors import UserError
 from holdfast.hosts import engines
 from holdfast.hosts.engines import Engine, EngineOption
 from holdfast.hosts.job import JobSpec
-from holdfast.rendezvous.options import seconds
 
 _USAGES = {
     "submit": "holdfast submit --on ENGINE [options of the engine] [options of holdfast run] script [arguments]",
@@ -39,9 +36,6 @@ examples:
   holdfast submit --on slurm --nnodes 2 --nproc-per-node 8 train.py
   holdfast render slurm --nnodes 2 --nproc-per-node 8 train.py
 """
-
-# Options of `holdfast run` that are fields of a JobSpec.
-_FIELDS = ("nnodes", "nproc_per_node", "rdzv_id")
 
 
 def _own_option(row: EngineOption) -> Option:
@@ -87,19 +81,15 @@ def render(argv: Sequence[str]) -> int:
 
 def _reported(command: str, act: Callable[[], int]) -> int:
     """What went wrong is one line, and the exit code says whose it is."""
-    program = f"holdfast {command}"
     try:
         return act()
     except command_line.HelpWanted:
         console.print_out(get_parser(command).format_help())
         return 0
     except command_line.UsageError as problem:
-        return command_line.refuse(program, _USAGES[command], problem)
-    except HoldfastError as error:
-        console.write_error(program, str(error))
-        return 2 if isinstance(error, UserError) else 1
-    except signals.SignalException as error:
-        return 128 + error.sigval
+        return command_line.refuse(f"holdfast {command}", _USAGES[command], problem)
+    except (Exception, KeyboardInterrupt) as error:
+        return explain(error, f"holdfast {command}")
 
 
 def get_submit_parser() -> PlainParser:
@@ -147,43 +137,11 @@ def _engine_named(argv: Sequence[str]) -> str:
 def read(engine: Engine, tokens: Sequence[str], common: Sequence[EngineOption] = ()) -> tuple[JobSpec, dict[str, Any]]:
     """The job, and the values of the engine's options."""
     rows = [_own_option(row) for row in (*common, *engine.options)]
-    args, typed = command_line.parse(tokens, rows)
+    args = command_line.parse(tokens, rows)
     console.set_up(quiet=args.quiet, verbose=args.verbose)
-    given = [(option, word) for option, word in command_line.words(args, typed) if option not in rows]
-    _check(engine, args, [option for option, _ in given])
-    job = JobSpec(
-        options=tuple(word for option, word in given if option.dest not in _FIELDS),
-        program=(args.training_script, *args.training_script_args),
-        run_id=args.rdzv_id if args.rdzv_id not in ("", "none") else fresh_id(),
-        min_nodes=parse_min_max_nnodes(args.nnodes)[0],
-        max_nodes=parse_min_max_nnodes(args.nnodes)[1],
-        nproc_per_node=args.nproc_per_node if any(each.dest == "nproc_per_node" for each, _ in given) else "",
-        directory=_directory(),
-        python=sys.executable,
-        health_port=args.health_port,
-        **_times(args),
-    )
+    for name in engine.decides:
+        if name in args.given:
+            flag = args.given[name].partition("=")[0]
+            raise UserError(f"{flag}: {engine.name} decides that itself; leave the option out")
+    job = job_of(args, {row.dest for row in rows}, sys.executable)
     return job, {row.dest: getattr(args, row.dest) for row in rows}
-
-
-def _directory() -> str:
-    try:
-        return os.getcwd()
-    except OSError as error:
-        raise UserError(f"the working directory cannot be used: {error.strerror}") from None
-
-
-def _times(args: Any) -> dict[str, Any]:
-    """Those of JobSpec that the user gave."""
-    join_timeout_s = seconds(rendezvous_settings(args), "join_timeout", 0.0)
-    given = {"grace_s": args.shutdown_timeout, "join_timeout_s": join_timeout_s or None}
-    return {name: float(value) for name, value in given.items() if value is not None}
-
-
-def _check(engine: Engine, args: Any, given: Sequence[Option]) -> None:
-    """What an agent would refuse is refused here, before the job waits in a queue."""
-    for option in given:
-        if option.dest in engine.decides:
-            raise UserError(f"{option.flags[-1]}: {engine.name} decides that itself; leave the option out")
-    check_values(args)
-    check_combination(args)

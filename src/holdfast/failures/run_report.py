@@ -29,7 +29,6 @@ from holdfast.frozen import fields_of, frozen
 from holdfast.telemetry import stragglers
 
 VERSION = 1
-FILE_VARIABLE = "HOLDFAST_REPORT_FILE"  # An engine sets it, to show one report for all nodes. Workers do not get it.
 DO_NOT_REQUEUE = 93  # The exit code of a run that would not get further if it were started again.
 LOST_NODE = "lost node"
 _WIDTH = 80

@@ -1,7 +1,7 @@
 """The coordinator of one job, as a child of the engine that started the job.
 
-The port is bound here and stays so: no other program is given it, whatever becomes of the coordinator process. That one
-runs under `owned.py`, so that it ends with this process, and keeps its memory in a directory that is removed then. If it
+The port is bound here and stays so: no other program is given it, whatever becomes of the coordinator process. It runs
+under `owned.py`, so that it ends with this process, and keeps its memory in a directory that is removed then. If it
 dies, it is started again and goes on from its memory.
 """
 

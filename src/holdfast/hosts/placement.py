@@ -12,13 +12,16 @@ The phases of the job:
 
     RUNNING    each node that suits gets an agent, up to the maximum. Whether these are enough nodes is the business of
                the run: its agents wait for others, for `join_timeout_s`. Only while no agent runs is it counted here.
-    ENDING     the outcome is known. No agent is started. Those that are left have a bounded time to end by themselves,
-               then they get SIGTERM and their grace, then they are cut off.
+    ENDING     no agent is started. After a success, those that are left end by themselves. After a failure they have
+               a bounded time for that, then they get SIGTERM and their grace, then they are cut off.
     OVER       no agent is left.
 
 Cases:
 
-    an agent ends with 0 or a report    that is the outcome of the run, the same on every node
+    an agent ends with a report         that is the outcome of the run, the same on every node
+    an agent ends with 0                so do the others, as a rule within a moment. An agent that is still there has
+                                        workers for which the first did not wait any longer
+                                        (`--exit-barrier-timeout`). If it fails, so has the job.
     an agent ends with another code     something is wrong with its node (no script there, a wrong version). The node
                                         is not used again. The others go on. If there are none, it is the outcome.
     an agent is killed, or lost         it is started again if its node is still there, a few times
@@ -38,6 +41,7 @@ from holdfast.frozen import frozen
 _MOST_STARTS = 3  # Of one node, if its agents are killed or lost.
 _KILLED = 128 + signal.SIGKILL
 _END_BY_THEMSELVES_S = 30.0
+_END_TOGETHER_S = 5.0  # The agents of a run that has succeeded.
 _MARGIN_S = 15.0  # On top of the grace of the workers. An agent's own kill ladder takes less.
 _HASTE_S = 10.0
 _SAY_AFTER_S = 5.0
@@ -159,6 +163,7 @@ class Placement:
         self._first_end: Ended | None = None
         self._idle_since: float | None = now  # None while an agent runs.
         self._ends_at: float | None = None
+        self._succeeded_at: float | None = None
         self._is_last_call = False
         self._said = ""
 
@@ -201,7 +206,7 @@ class Placement:
                 yield from self._end(event, now)
             case Interrupted(number):
                 yield from self._interrupt(number, now)
-            case ClusterLost(reason) if self.phase is Phase.RUNNING:
+            case ClusterLost(reason) if self._goes_on:
                 self.outcome = Outcome(1, error=reason)
                 yield from self._stop(signal.SIGTERM, now)
 
@@ -212,14 +217,22 @@ class Placement:
             if self._is_stuck:
                 self.outcome = Outcome(1, error="no node is left that can run an agent")
                 yield from self._stop(signal.SIGTERM, now)
+        else:
+            self._fail_late(Outcome(1, error=f"{agent.node.name}: {reason}"), now)
 
     def _end(self, ended: Ended, now: float) -> Iterator[Command]:
         agent = self._forget(ended.node_id, now)
         if self.phase is not Phase.RUNNING:
+            if ended.code:
+                killed = f"{agent.node.name}: the agent was killed" if ended.code == _KILLED else ""
+                self._fail_late(Outcome(ended.code, ended.report, error=killed), now)
             return
         if ended.code == 0 or ended.report:
-            self.outcome = Outcome(ended.code, ended.report)
-            self.phase, self._ends_at = Phase.ENDING, now + _END_BY_THEMSELVES_S
+            self.outcome, self.phase = Outcome(ended.code, ended.report), Phase.ENDING
+            if ended.code == 0:
+                self._succeeded_at = now
+            else:
+                self._ends_at = now + _END_BY_THEMSELVES_S
             yield from self._cut_starting()
             return
         if ended.code == _KILLED:
@@ -233,9 +246,13 @@ class Placement:
             self.outcome = Outcome((self._first_end or ended).code)
             yield from self._stop(signal.SIGTERM, now)
 
+    def _fail_late(self, outcome: Outcome, now: float) -> None:
+        """An agent that fails some time after another has succeeded was still at work."""
+        if self._succeeded_at is not None and self._goes_on and now > self._succeeded_at + _END_TOGETHER_S:
+            self.outcome = outcome
+
     def _interrupt(self, number: int, now: float) -> Iterator[Command]:
-        is_first = self.phase is Phase.RUNNING
-        if is_first:
+        if self._goes_on:
             self.outcome = Outcome(128 + number)
             yield from self._stop(number, now)
         elif self.phase is Phase.ENDING:
@@ -293,6 +310,11 @@ class Placement:
     def _suitable(self) -> Sequence[Node]:
         nodes = self._nodes.values()
         return [node for node in nodes if not node.lacks and self._starts.get(node.node_id, 0) < _MOST_STARTS]
+
+    @property
+    def _goes_on(self) -> bool:
+        """Workers may be at work, and nothing was done to end them."""
+        return self.phase is Phase.RUNNING or (self.phase is Phase.ENDING and self._ends_at is None)
 
     @property
     def _is_stuck(self) -> bool:

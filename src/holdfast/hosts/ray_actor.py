@@ -27,10 +27,10 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 import holdfast
-from holdfast.failures import run_report
 from holdfast.frozen import frozen
 from holdfast.hosts.node_output import Batch
 from holdfast.process.output.lines import HeldLine
+from holdfast.process.spawner.client import REPORT_FILE_VARIABLE
 
 LEASE_S = 30.0
 _READ_BYTES = 1 << 16
@@ -82,7 +82,7 @@ class NodeAgent:
         # The options are those of the job and no others.
         kept = {name for name in os.environ if not name.startswith("PET_")}.difference(order.without)
         environment = {name: os.environ[name] for name in kept}
-        environment |= {**order.environment, run_report.FILE_VARIABLE: f"/proc/{os.getpid()}/fd/{self._report_fd}"}
+        environment |= {**order.environment, REPORT_FILE_VARIABLE: f"/proc/{os.getpid()}/fd/{self._report_fd}"}
         owned = [sys.executable, "-P", "-m", "holdfast.hosts.owned", str(order.grace_s), "", sys.executable]
         pipe = subprocess.PIPE
         return subprocess.Popen(

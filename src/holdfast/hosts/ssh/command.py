@@ -91,16 +91,16 @@ def meaning_of_failure(
         return Meaning(f"it did not answer within {timeout_s:g} s{words}")
     if status < 0:
         return Meaning(f"ssh was killed by signal {-status}")
+    if status != _SSH_FAILED:
+        return Meaning(_meaning_of_start(status, said, last, python))
     for words, meaning in _WORDS:
         if words in said:
             port = re.search(r"connect to host \S+ (port \d+)", said)
             rest = re.search(rf"{re.escape(words)} [^\n:]*: ([^\n\r]+)", said)
             at_port = f" ({port[1]})" if port else ""
             return Meaning(meaning.format(f" ({rest[1]})" if rest else "", target=target, port=at_port))
-    if status == _SSH_FAILED:
-        may_pass = any(words in said for words in _PASSING)
-        return Meaning(f"ssh failed: {last}" if last else "ssh failed, and did not say why", may_pass)
-    return Meaning(_meaning_of_start(status, said, last, python))
+    may_pass = any(words in said for words in _PASSING)
+    return Meaning(f"ssh failed: {last}" if last else "ssh failed, and did not say why", may_pass)
 
 
 def _meaning_of_start(status: int, said: str, last: str, python: str) -> str:

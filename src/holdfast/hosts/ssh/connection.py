@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from holdfast.hosts.ssh.messages import Hello
 
 _PIECE_BYTES = 1 << 16
 _KEPT_BYTES = 1 << 15  # Of what a host says before it is started.
+_MOST_PIECES = 32  # At once. More than a pipe holds, so nothing is left of an ssh that has ended.
 
 
 class Connection:
@@ -59,9 +61,12 @@ class Connection:
         """Take what there is; the hello, once it is complete. ValueError if it makes no sense."""
         for number, stream in enumerate(self._outputs):
             with contextlib.suppress(BlockingIOError):
-                while data := os.read(stream.fileno(), _PIECE_BYTES):
+                for _ in range(_MOST_PIECES):
+                    data = os.read(stream.fileno(), _PIECE_BYTES)
+                    if not data:
+                        self._has_ended[number] = True
+                        break
                     self._said[number] = (self._said[number] + data)[-_KEPT_BYTES:]
-                self._has_ended[number] = True
         return messages.find_hello(self._mark, self._said[0])
 
     @property
@@ -118,14 +123,20 @@ class Connection:
 
     def cut(self) -> None:
         self.is_cut = True
-        self._process.kill()
+        self._kill()
+
+    def _kill(self) -> None:
+        """With what it has started in its session: `--ssh` may name a script, and a ProxyCommand is a process, too."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
     def close(self) -> int:
         """Returns the exit status. The process has ended, or is killed."""
-        self._process.kill()
+        self._kill()
         status = self._process.wait()
         for stream in (self._input, *self._outputs):
             stream.close()

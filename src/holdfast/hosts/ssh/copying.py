@@ -30,11 +30,12 @@ _PIECE_BYTES = 1 << 16
 
 @frozen
 class Archive:
-    """A packed file, open for reading, and what is in it in words."""
+    """A packed file, open for reading, what is in it in words, and the name of the script in it (none of a module)."""
 
     file: IO[bytes]
     size: int
     contents: str
+    script: str
 
 
 def pack(what: str, script: str, directory: str) -> Archive:
@@ -42,13 +43,22 @@ def pack(what: str, script: str, directory: str) -> Archive:
     if what == "script":
         if not os.path.isfile(script):
             raise UserError(f"--copy script: {script!r} is not a file here")
-        return _packed([(script, os.path.basename(script))], repr(script))
-    if script and not os.path.realpath(script).startswith(os.path.join(os.path.realpath(directory), "")):
-        raise UserError(f"--copy directory: {script!r} is not in the working directory {directory!r}")
+        name = os.path.basename(script)
+        return _packed([(script, name)], repr(script), name)
+    name = _name_in(directory, script) if script else ""
     found = list(_files_in(directory))
     left_out = sorted({os.path.basename(path) for path, name in found if not name})
     besides = f" without {', '.join(left_out)}" if left_out else ""
-    return _packed([(path, name) for path, name in found if name], f"{directory}{besides}")
+    return _packed([each for each in found if each[1]], f"{directory}{besides}", name)
+
+
+def _name_in(directory: str, script: str) -> str:
+    """The path of the script below the directory. Both may be named through links."""
+    top = os.path.realpath(directory)
+    path = os.path.join(os.path.realpath(os.path.dirname(script)), os.path.basename(script))
+    if not all(each.startswith(os.path.join(top, "")) for each in (path, os.path.realpath(script))):
+        raise UserError(f"--copy directory: {script!r} is not in the working directory {directory!r}")
+    return os.path.relpath(path, top)
 
 
 def _files_in(directory: str, below: str = "") -> Iterator[tuple[str, str]]:
@@ -68,9 +78,20 @@ def _files_in(directory: str, below: str = "") -> Iterator[tuple[str, str]]:
                 yield from _files_in(directory, name)
 
 
-def _packed(files: list[tuple[str, str]], contents: str) -> Archive:
+def _packed(files: list[tuple[str, str]], contents: str, script: str) -> Archive:
+    try:
+        packed = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the archive)
+        total = _write(packed, files, contents)
+        packed.flush()  # It is read by its descriptor.
+    except OSError as error:  # Of the temporary file.
+        raise HostError(f"--copy: {contents} cannot be packed: {error.strerror or error}") from None
+    count = f"{len(files)} file{'s' * (len(files) != 1)}"
+    return Archive(packed, packed.tell(), f"{contents} ({count}, {_size_text(total)})", script)
+
+
+def _write(packed: IO[bytes], files: list[tuple[str, str]], contents: str) -> int:
+    """Returns the size of all files together."""
     total, count = 0, 0
-    packed = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the archive)
     with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
         for path, name in files:
             try:
@@ -87,8 +108,7 @@ def _packed(files: list[tuple[str, str]], contents: str) -> Archive:
                     archive.addfile(entry)
             except OSError as error:
                 raise UserError(f"--copy: {path!r} cannot be copied: {error.strerror or error}") from None
-    packed.flush()  # It is read by its descriptor.
-    return Archive(packed, packed.tell(), f"{contents} ({count} file{'s' * (count != 1)}, {_size_text(total)})")
+    return total
 
 
 def _size_text(size: int) -> str:

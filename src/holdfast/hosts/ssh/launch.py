@@ -15,8 +15,8 @@ The phases of the launch:
     CONNECTING   until every host is CONNECTED or GONE. If too few are left, what is there is cut and the launch fails,
                  after a moment in which the others can say what is wrong with them, too.
     RUNNING      agents run. A host that goes is a node less. The run goes on while enough are left.
-    ENDING       the user's signal was passed on, or the run cannot go on, or an agent has said that it is over. The
-                 agents have a bounded time to end; then their connections are cut.
+    ENDING       the user's signal was passed on, or the run cannot go on, or an agent has said that it has failed or
+                 was closed. The agents have a bounded time to end; then their connections are cut.
     OVER         no ssh is left. `outcome` says how it ended.
 
 Cases:
@@ -29,6 +29,9 @@ Cases:
     a host is lost, enough are left  a warning
     a host is lost, too few are left a warning; the others have a moment to end by themselves, then get SIGTERM
     an agent ends with an outcome    the run is over: the others have some seconds to say the same
+    an agent succeeds                so do the others, as a rule within a moment. An agent that is still there has
+                                     workers for which the first did not wait any longer (`--exit-barrier-timeout`); it
+                                     goes on, and if it fails, the run has failed
     all hosts are lost               the first one's reason is the outcome
 """
 
@@ -41,7 +44,7 @@ from typing import assert_never
 
 from holdfast.frozen import dataclass, frozen
 from holdfast.hosts.ssh.messages import Hello
-from holdfast.hosts.ssh.output import labelled, names_text
+from holdfast.hosts.ssh.output import counted, labelled, names_text
 from holdfast.rendezvous.membership.model import is_loopback
 
 MOST_AT_ONCE = 32
@@ -179,7 +182,6 @@ class _Host:
     since: float = 0.0  # When it began to connect.
     is_cut: bool = False
     hello: Hello | None = None
-    gone: Gone | None = None
     was_told: bool = False  # To stop, before it went.
 
 
@@ -187,7 +189,7 @@ class Launch:
     def __init__(self, settings: Settings) -> None:
         self._settings, self._timeout_s = settings, settings.host_timeout_s
         self._hosts = [_Host() for _ in settings.names]
-        self._gone_in_order: list[int] = []
+        self._ends: list[tuple[float, Gone]] = []  # In their order, with their times.
         self.phase = Phase.CONNECTING
         self.outcome: Outcome | None = None
         self._signal: int | None = None
@@ -279,7 +281,7 @@ class Launch:
             return
         self.phase = Phase.RUNNING
         names = names_text([self._settings.names[host] for host in ready], 0)
-        yield Say(f"{_count(len(ready), 'host')} connected: {names}")
+        yield Say(f"{counted(len(ready), 'host')} connected: {names}")
         for host in ready:
             self._hosts[host].state = State.RUNNING
             yield Start(host, place)
@@ -322,26 +324,25 @@ class Launch:
             return
         if self.phase is Phase.ENDING and was is not State.RUNNING:
             return  # It was cut because of another one.
-        host.gone = gone
-        self._gone_in_order.append(gone.host)
+        self._ends.append((now, gone))
         left = len(self._hosts) - len(self._in(State.GONE))
         is_enough = left >= self._settings.min_nodes
         if self.phase is Phase.CONNECTING and not is_enough:
             self._fail_at = self._fail_at or now + _GATHER_S
-        elif self.phase is not Phase.ENDING and not _speaks_for_run(gone) and left:
+        elif self.phase is not Phase.ENDING and not gone.is_outcome and gone.code != 0 and left:
             if is_enough:
-                goes_on = f"the run goes on with {_count(left, 'host')}"
+                goes_on = f"the run goes on with {counted(left, 'host')}"
                 if gone.host == self._place:
                     goes_on += ", if they can still reach the coordinator there"
                 yield Say(f"{self._story(gone, was)}; {goes_on}", is_warning=True)
             elif gone.code is None:  # Else its last words are those of this command.
                 yield Say(f"{self._story(gone, was)}; {self._too_few(left)}", is_warning=True)
-        if self.phase is Phase.RUNNING and (_speaks_for_run(gone) or not is_enough):
+        if self.phase is Phase.RUNNING and (gone.is_outcome or (gone.code != 0 and not is_enough)):
             self.phase = Phase.ENDING
             self._stop_at = now + _END_BY_THEMSELVES_S
 
     def _too_few(self, left: int) -> str:
-        are_left = f"{_count(left, 'host')} {'is' if left == 1 else 'are'} left"
+        are_left = f"{counted(left, 'host')} {'is' if left == 1 else 'are'} left"
         return f"{are_left}, and --nnodes {self._settings.nnodes} needs {self._settings.min_nodes}: the run ends"
 
     def _pass_on(self, number: int, now: float) -> Iterator[Command]:
@@ -374,16 +375,19 @@ class Launch:
     # How it ended.
 
     def _judged(self) -> Outcome:
-        """A report, or another outcome of the run; else a success; else the signal; else the first that went. What an
-        agent says after the user's signal may be a consequence of it: a worker fails if its peers are gone."""
+        """A report, or another outcome of the run; else a success that counts for all; else the signal; else the first
+        that went. What an agent says after the user's signal may be a consequence of it: a worker fails if its peers
+        are gone. What goes wrong at the end of a host soon after a success is of no account."""
         if self._problem:
             return Outcome(1, f"{_PROGRAM}: error: {self._problem}\n")
-        ends = [gone for number in self._gone_in_order if (gone := self._hosts[number].gone) is not None]
-        for end in ends:
+        for _, end in self._ends:
             if end.is_outcome and end.code and not (self._signal and self._hosts[end.host].was_told):
                 return Outcome(end.code, end.words)
-        if any(end.code == 0 for end in ends):
+        succeeded_at = min((at for at, end in self._ends if end.code == 0), default=float("inf"))
+        failed = [(at, end) for at, end in self._ends if end.code != 0]
+        if succeeded_at < float("inf") and all(at <= succeeded_at + _END_BY_THEMSELVES_S for at, _ in failed):
             return Outcome(0)
+        ends = [end for _, end in failed]
         if self._signal is not None:
             return self._stopped(self._signal, ends)
         first = [end for end in ends if not self._hosts[end.host].was_told]
@@ -419,11 +423,3 @@ class Launch:
 
 
 _WITH_SSH = (State.CONNECTING, State.CONNECTED, State.RUNNING)
-
-
-def _speaks_for_run(gone: Gone) -> bool:
-    return gone.is_outcome or gone.code == 0
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

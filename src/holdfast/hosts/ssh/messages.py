@@ -48,6 +48,7 @@ class Order:
     label: str
     directory: str
     arguments: tuple[str, ...]
+    grace_s: float
     environment: tuple[tuple[str, str], ...] = ()
     holds_place: bool = False
     archive_bytes: int | None = None

@@ -144,6 +144,10 @@ def names_text(names: Sequence[str], all_hosts: int) -> str:
     return f"{', '.join(names[:_SHOWN_NAMES])} and {len(names) - _SHOWN_NAMES} more"
 
 
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def labelled(text: str, label: str) -> str:
     """The name behind the word with which each line of ours begins."""
     return re.sub(r"^(holdfast(?: run: error)?: )", lambda found: f"{found[1]}{label}: ", text, flags=re.MULTILINE)

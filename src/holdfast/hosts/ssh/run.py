@@ -57,7 +57,6 @@ class HostsJob:
     token: str
     ssh: tuple[str, ...]
     host_timeout_s: float
-    grace_s: float
     sorts_by_rank: bool
     archive: Archive | None = None
 
@@ -86,7 +85,7 @@ class _HostsRun:
         job = hosts_job.job
         self._machine = launch.Launch(
             launch.Settings(
-                self._names, job.min_nodes, job.nnodes, hosts_job.host_timeout_s, hosts_job.grace_s,
+                self._names, job.min_nodes, job.nnodes, hosts_job.host_timeout_s, job.grace_s,
                 hosts_job.needs_place, hosts_job.place,
             )
         )  # fmt: skip
@@ -132,7 +131,7 @@ class _HostsRun:
     def _wait(self) -> None:
         connections = self._connections.items()
         readable = [each.pidfd for number, each in connections if number not in self._ended_at]
-        readable += [fd for number, each in connections for fd in each.readable_fds() if number not in self._started]
+        readable += [fd for number, each in connections for fd in each.readable_fds() if number not in self._hellos]
         writable = [fd for _, each in connections for fd in each.writable_fds()]
         deadlines = [self._machine.next_deadline(), self._words.next_deadline(), self._ping_at]
         if self._machine.phase is launch.Phase.ENDING:
@@ -160,6 +159,8 @@ class _HostsRun:
         has_ended = connection.has_ended()  # Before its output is read, so that all of it is there.
         if host in self._started:
             return self._look_at_started(host, connection) if has_ended else []
+        if host in self._hellos and not has_ended:
+            return []  # It waits for its order.
         objection = ""
         try:
             hello = connection.read()
@@ -170,16 +171,16 @@ class _HostsRun:
         if hello is not None:
             objection = messages.objection_to(hello, holdfast.__version__, self._job.job.python)
         if objection:
-            self._forget(host).close()
+            self._connections.pop(host).close()
             return [launch.Gone(host, objection)]
-        if hello is None or host in self._hellos:
+        if hello is None:
             return []
         self._hellos[host] = hello
         return [launch.Connected(host, hello)]
 
     def _failed(self, host: int, connection: Connection) -> launch.Event:
         said, is_cut = connection.stderr_text, connection.is_cut
-        status = self._forget(host).close()
+        status = self._connections.pop(host).close()
         about = (self._job.hosts[host].target, self._job.job.python, self._job.host_timeout_s)
         meaning = command.meaning_of_failure(status, said, *about, is_cut=is_cut)
         logger.debug("%s: ssh ended with status %d: %s", self._names[host], status, said)
@@ -194,7 +195,7 @@ class _HostsRun:
         del self._ended_at[host]
         self._words.close(host)
         source, is_cut = self._started[host], connection.is_cut
-        status = self._forget(host).close()
+        status = self._connections.pop(host).close()
         end, words = self._ends.get(host), self._last_words.get(host, "")
         if end is not None:
             return [launch.Gone(host, "", int(end["code"]), words, is_outcome=bool(end["is_outcome"]))]
@@ -203,9 +204,6 @@ class _HostsRun:
         view = source.view
         assert isinstance(view, HostsView)
         return [launch.Gone(host, command.meaning_of_loss(status, escape.one_line(view.last_words(source))))]
-
-    def _forget(self, host: int) -> Connection:
-        return self._connections.pop(host)
 
     def _ping(self) -> None:
         """Hosts that have said hello hear from this command, or they end."""
@@ -271,12 +269,13 @@ class _HostsRun:
         endpoint = "" if place is None else endpoint_text(self._hellos[place].address, self._hellos[place].port)
         arguments = job.agent_command(*self._job.engine_options(host, endpoint))[3:]
         order = messages.Order(
-            self._job.token, self._frame_mark, self._names[host], job.directory, tuple(arguments), job.environment,
-            host == place, None if archive is None else archive.size,
+            self._job.token, self._frame_mark, self._names[host], job.directory, tuple(arguments), job.grace_s,
+            job.environment, host == place, None if archive is None else archive.size,
         )  # fmt: skip
         connection.send(messages.order_line(order))
         if archive is not None:
             connection.send_file(archive.file.fileno(), archive.size)
+        connection.read()  # What the host's shell has said since the hello is not the workers'.
         fds = connection.release_outputs()
         for fd, console, stream in zip(fds, (1, 2), ("stdout", "stderr"), strict=True):
             source = self._view(console).host_source(host, stream)

@@ -31,8 +31,10 @@ _DESCRIPTORS_TO_SPARE = 64
 
 _GOODBYE_PATIENCE_S = procfs.KILL_PATIENCE_S + 1.0
 
-# What is the agent's alone: its secrets, and where an engine wants its report. Neither spawner nor worker gets them.
-SECRETS = (b"HOLDFAST_TOKEN", b"HOLDFAST_ETCD_PASSWORD", b"HOLDFAST_REPORT_FILE")
+# The file for the report of this node. An engine sets it, to show one report for all nodes.
+REPORT_FILE_VARIABLE = "HOLDFAST_REPORT_FILE"
+# What is the agent's alone. Neither spawner nor worker gets these.
+SECRETS = (b"HOLDFAST_TOKEN", b"HOLDFAST_ETCD_PASSWORD", REPORT_FILE_VARIABLE.encode())
 # As a rule these say in which file the token is, which the program may use, too.
 _SECRETS_OR_PATHS = (b"KUBEFLOW_TRAINER_SERVER_TOKEN", b"KUBEFLOW_TRAINER_STATUS_TOKEN")
 

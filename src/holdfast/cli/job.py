@@ -1,0 +1,54 @@
+"""The job that a command line of `holdfast run` describes, for engines and for the hosts of `--hosts`.
+
+What an agent would refuse is refused here, before a job waits in a queue or any ssh starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Container
+from typing import Any
+
+from holdfast.cli.program import check_combination
+from holdfast.cli.run import check_values, fresh_id, parse_min_max_nnodes, rendezvous_settings
+from holdfast.errors import UserError
+from holdfast.hosts.job import JobSpec
+from holdfast.rendezvous.options import seconds
+
+_FIELDS = ("nnodes", "nproc_per_node", "rdzv_id")  # Options that are fields of a JobSpec.
+
+
+def job_of(args: Any, without: Container[str], python: str, **fields: Any) -> JobSpec:
+    """`args` are those of `command_line`, with their `given`. Options whose names are in `without` are left out."""
+    check_values(args)
+    check_combination(args)
+    min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
+    join_timeout_s = seconds(rendezvous_settings(args), "join_timeout", 0.0)
+    times = {"grace_s": args.shutdown_timeout, "join_timeout_s": join_timeout_s or None}
+    fields |= {name: float(value) for name, value in times.items() if value is not None}
+    return JobSpec(
+        options=tuple(word for name, word in args.given.items() if name not in _FIELDS and name not in without),
+        program=(args.training_script, *args.training_script_args),
+        run_id=args.rdzv_id if args.rdzv_id not in ("", "none") else fresh_id(),
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        nproc_per_node=args.nproc_per_node if "nproc_per_node" in args.given else "",
+        directory=_directory(),
+        python=python,
+        health_port=args.health_port,
+        **fields,
+    )
+
+
+def _directory() -> str:
+    """As the user's shell knows it: the nodes may have it under that name, and its real path only here."""
+    try:
+        here = os.getcwd()
+    except OSError as error:
+        raise UserError(f"the working directory cannot be used: {error.strerror}") from None
+    named = os.environ.get("PWD", "")
+    with contextlib.suppress(OSError):
+        if os.path.isabs(named) and os.path.samefile(named, here):
+            return named
+    return here
