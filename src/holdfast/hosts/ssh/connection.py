@@ -20,7 +20,6 @@ from holdfast.hosts.ssh.messages import Hello
 
 _PIECE_BYTES = 1 << 16
 _KEPT_BYTES = 1 << 15  # Of what a host says before it is started.
-_MOST_PIECES = 32  # At once. More than a pipe holds, so nothing is left of an ssh that has ended.
 
 
 class Connection:
@@ -61,12 +60,9 @@ class Connection:
         """Take what there is; the hello, once it is complete. ValueError if it makes no sense."""
         for number, stream in enumerate(self._outputs):
             with contextlib.suppress(BlockingIOError):
-                for _ in range(_MOST_PIECES):
-                    data = os.read(stream.fileno(), _PIECE_BYTES)
-                    if not data:
-                        self._has_ended[number] = True
-                        break
+                while data := os.read(stream.fileno(), _PIECE_BYTES):
                     self._said[number] = (self._said[number] + data)[-_KEPT_BYTES:]
+                self._has_ended[number] = True
         return messages.find_hello(self._mark, self._said[0])
 
     @property
