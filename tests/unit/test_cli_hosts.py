@@ -17,6 +17,8 @@ from holdfast.hosts.ssh.run import HostsJob
 from tests.unit.test_engine_environment import OPEN_MPI, SLURM
 from tests.unit.test_option_effects import job_of
 
+pytestmark = pytest.mark.usefixtures("restored_logger")
+
 
 @pytest.fixture(autouse=True)
 def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

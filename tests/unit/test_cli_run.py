@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ OTHER_VARIABLES = (
 
 
 @pytest.fixture(autouse=True)
-def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_logger: None) -> None:
     """No variable of the caller, an empty working directory with a script, and the logger left as it was."""
     for name in (*(option.variable for option in OPTIONS), *OTHER_VARIABLES):
         if name:
@@ -53,11 +53,6 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.chdir(here)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    logger = logging.getLogger("holdfast")
-    level, handlers = logger.level, list(logger.handlers)
-    yield
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
 
 
 def config(*tokens: str, script: str = "x.py") -> launcher.LaunchConfig:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,8 @@ import pytest
 from holdfast.cli import command_line, submit
 from holdfast.hosts import engines
 from holdfast.hosts.job import JobSpec
+
+pytestmark = pytest.mark.usefixtures("restored_logger")
 
 PLUG_IN = """
 from holdfast.errors import HostError, UserError
@@ -56,15 +57,6 @@ paper = plugged_engines:Paper
 odd = plugged_engines:not_an_engine
 gone = plugged_engines_that_are_gone:Both
 """
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    logger = logging.getLogger("holdfast")
-    level, handlers = logger.level, list(logger.handlers)
-    yield
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
 
 
 @pytest.fixture(autouse=True)

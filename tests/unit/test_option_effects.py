@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,7 @@ EFFECTS = {
 
 
 @pytest.fixture(autouse=True)
-def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_logger: None) -> None:
     for variable in [name for name in os.environ if name.startswith(("PET_", "TORCH", "HOLDFAST_"))]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -171,11 +171,6 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     support.write_secret(tmp_path / "secret", "the word of the day")
     install_logs_specs(tmp_path, monkeypatch, "holdfast.logs_specs", RECORDER)
     monkeypatch.setattr(device_memory, "open_nvml", lambda: None)  # No GPU is here.
-    logger = logging.getLogger("holdfast")
-    level, handlers = logger.level, list(logger.handlers)
-    yield
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
 
 
 def observe(tokens: list[str], seen: Callable[[LocalElasticAgent], object], monkeypatch: pytest.MonkeyPatch) -> object:

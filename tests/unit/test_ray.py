@@ -19,6 +19,8 @@ from holdfast.hosts.own_coordinator import secret_options
 from holdfast.hosts.ray_actor import NodeAgent, Order
 from tests import support
 
+pytestmark = pytest.mark.usefixtures("restored_logger")
+
 
 @pytest.mark.parametrize(
     ("tokens", "code", "words"),
