@@ -145,7 +145,14 @@ def test_a_hostfile_and_a_host_alone(cluster: Cluster) -> None:
     assert sorted(ended.lines) == ["[node2:0] 2", "[node2:1] 2"]
 
 
-def test_a_host_beyond_the_number_of_nodes_takes_the_place_of_one_that_is_lost(
+def test_a_host_beyond_the_number_of_nodes_stands_by(cluster: Cluster) -> None:
+    """The job runs once, however short it is."""
+    ended = cluster.run("--hosts=node1,node2", "--nnodes=1", cluster.holdfast.script("print('work')"))
+    assert (ended.code, ended.lines) == (0, ["[node1:0] work"]), ended
+    assert "holdfast: standing by: node2" in ended.own
+
+
+def test_a_host_that_stands_by_takes_the_place_of_one_that_is_lost(
     cluster: Cluster, mailbox: Mailbox, tmp_path: Path
 ) -> None:
     running = cluster.workers(mailbox, "--hosts=node1,node2", "--nnodes=1", count=1, what=f"pair {tmp_path}/go")
@@ -154,9 +161,7 @@ def test_a_host_beyond_the_number_of_nodes_takes_the_place_of_one_that_is_lost(
     (tmp_path / "go").touch()
     ended = running.wait()
     assert ended.code == 0, ended
-    [lost] = [line.split()[1] for line in ended.own if " is lost: " in line]
-    other = {"node1": "node2", "node2": "node1"}[lost]
-    assert ended.lines[-1] == f"[{other}:0] the same line"
+    assert ended.lines[-1] == "[node2:0] the same line"
 
 
 def test_a_host_that_takes_longer_than_the_others_wait_goes_on(cluster: Cluster, tmp_path: Path) -> None:
@@ -511,10 +516,13 @@ def test_a_host_that_does_not_answer(cluster: Cluster) -> None:
 def test_a_working_directory_that_a_host_does_not_have(cluster: Cluster, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
-    before = f"os.rmdir({str(gone)!r})"
-    ended = cluster.run("--hosts=node1,node2", "job.py", cwd=gone, before=before)
-    assert ended.code in (1, 2), ended
-    assert "the working directory cannot be used" in ended.last
+    source = f'#!/bin/sh\nrmdir {gone}\nexec {sys.executable} "$@"\n'
+    python = cluster.holdfast.directory / cluster.holdfast.script(source, "python", executable=True)
+    ended = cluster.run("--hosts=node1", "--remote-python", str(python), "job.py", cwd=gone)
+    assert (ended.code, ended.last) == (
+        2, f"holdfast run: error: node1: cannot use the working directory '{gone}': No such file or directory; start "
+        "the command in a directory that all hosts have, or use --copy directory",
+    ), ended  # fmt: skip
 
 
 def test_a_script_that_one_host_does_not_have(cluster: Cluster) -> None:

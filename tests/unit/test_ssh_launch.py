@@ -33,10 +33,11 @@ def hello(address: str = "10.0.0.1", machine: str = "") -> Hello:
     return Hello(1, "0.1.0", address, 4000, machine or address)
 
 
-def machine(*names: str, at_least: int = 0, **values: Any) -> Launch:
-    least = at_least or len(names)
-    nnodes = f"{least}:{len(names)}" if at_least else str(least)
-    return Launch(Settings(names, least, nnodes, 30.0, 10.0, **{"needs_place": True, **values}))
+def machine(*names: str, at_least: int = 0, at_most: int = 0, **values: Any) -> Launch:
+    most = at_most or len(names)
+    least = at_least or most
+    nnodes = f"{least}:{most}" if at_least else str(least)
+    return Launch(Settings(names, least, most, nnodes, 30.0, 10.0, **{"needs_place": True, **values}))
 
 
 def begun(*names: str, **values: Any) -> Launch:
@@ -345,6 +346,53 @@ def test_a_closed_run_is_an_outcome() -> None:
     assert made.outcome == Outcome(143, closed)
 
 
+# Hosts that stand by.
+
+
+def with_spare() -> Launch:
+    made = begun("a", "b", "c", at_most=2)
+    made.step(Connected(2, hello("10.0.0.2")), 1.0)
+    made.step(Connected(1, hello("10.0.0.1")), 1.0)
+    assert made.step(Connected(0, hello("10.0.0.0")), 1.0) == [
+        Say("3 hosts connected: a, b, c"), Say("standing by: c"), Start(0, 0), Start(1, 0)
+    ]  # fmt: skip
+    return made
+
+
+def test_a_host_that_stands_by_is_not_started_and_ends_with_the_run() -> None:
+    made = with_spare()
+    assert made.step(success(0), 5.0) == []
+    assert made.step(success(1), 5.1) == [Cut(2)]
+    made.step(Gone(2, "cut"), 5.2)
+    assert made.outcome == Outcome(0)
+
+
+def test_it_takes_the_place_of_a_host_that_is_lost() -> None:
+    made = with_spare()
+    assert acts(made.step(Gone(1, "the cable"), 5.0)) == [Start(2, 0)]
+    assert made.step(success(0), 9.0) == []
+    made.step(success(2), 9.0)
+    assert made.outcome == Outcome(0)
+
+
+def test_it_is_not_started_for_a_run_that_has_succeeded() -> None:
+    made = with_spare()
+    made.step(success(0), 5.0)
+    assert made.step(Gone(1, "the cable"), 5.1)[-1] == Cut(2)
+    made.step(Gone(2, "cut"), 5.2)
+    assert made.outcome == Outcome(0)
+
+
+@pytest.mark.parametrize("event", [Signalled(signal.SIGTERM), Gone(1, code=1, words="report\n", is_outcome=True)])
+def test_it_is_cut_when_the_run_ends(event: launch.Event) -> None:
+    assert Cut(2) in with_spare().step(event, 5.0)
+
+
+def test_a_host_that_stands_by_may_be_lost() -> None:
+    made = with_spare()
+    assert made.step(Gone(2, "the cable"), 5.0) == [Say("c: the cable; the run goes on with 2 hosts", True)]
+
+
 # Whatever happens.
 
 EVENTS = st.one_of(
@@ -363,10 +411,10 @@ EVENTS = st.one_of(
 )
 
 
-@given(st.lists(EVENTS, max_size=30), st.integers(1, 4))
-def test_it_always_ends_and_every_ssh_is_ended_once(events: list[launch.Event], least: int) -> None:
+@given(st.lists(EVENTS, max_size=30), st.integers(1, 4), st.integers(0, 2))
+def test_it_always_ends_and_every_ssh_is_ended_once(events: list[launch.Event], least: int, spare: int) -> None:
     """A shell that reports each ssh as `Connect` has started it, and kills what is to be cut."""
-    made, now = machine(*"abcd", at_least=least), 0.0
+    made, now = machine(*"abcd", at_least=least, at_most=max(least, 4 - spare)), 0.0
     alive: set[int] = set()
     hellos: set[int] = set()
     cut: set[int] = set()

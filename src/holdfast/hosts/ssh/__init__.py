@@ -22,9 +22,9 @@ The other end of each connection is `cli/remote_agent.py`, which becomes the age
 
 1. ssh starts the interpreter on the host. It says hello in one line: version, the address at which ssh reached it, and
    a port at that address that it has bound and holds. Anything before that line is noise of the host's shell.
-2. When every host has said hello or has failed, the order goes to each: the token, the environment, the directory, the
-   command line of `holdfast run`, and where the nodes meet. The token and the values of variables are in no command
-   line and in no file.
+2. When every host has said hello or has failed, the order goes to each that takes part: the token, the environment, the
+   directory, the command line of `holdfast run`, and where the nodes meet. The token and the values of variables are in
+   no command line and in no file.
 3. The interpreter becomes the agent. The agent's own words come in frames, so that the same words of several hosts are
    shown once. Its last words and its exit code come in frames, too. An ssh that ends without an exit code has lost its
    host.

@@ -6,7 +6,8 @@ The states of a host:
 
     WAITING      its turn to connect has not come: only so many connect at once
     CONNECTING   its ssh runs and has not said hello
-    CONNECTED    it has said hello and waits for its order
+    CONNECTED    it has said hello and waits for its order. Hosts beyond the largest number of nodes stand by like this:
+                 an agent that came when the run is over would run the job once more
     RUNNING      it has its order
     GONE         its ssh has ended. Every ssh that was started ends in exactly one `Gone`, also one that was cut.
 
@@ -26,7 +27,7 @@ Cases:
     a host does not answer           cut after `host_timeout_s`
     a signal while hosts connect     everything is cut; nothing was started
     a signal later                   passed on to all agents, each time. A second Ctrl-C shortens the wait
-    a host is lost, enough are left  a warning
+    a host is lost, enough are left  a warning; one that stands by is started
     a host is lost, too few are left a warning; the others have a moment to end by themselves, then get SIGTERM
     an agent ends with an outcome    the run is over: the others have some seconds to say the same
     an agent succeeds                so do the others, as a rule within a moment. An agent that is still there has
@@ -161,6 +162,7 @@ class Settings:
 
     names: tuple[str, ...]
     min_nodes: int
+    max_nodes: int
     nnodes: str
     host_timeout_s: float
     grace_s: float
@@ -241,6 +243,8 @@ class Launch:
     def _due(self, now: float) -> Iterator[Command]:
         if self.phase is Phase.CONNECTING:
             yield from self._go_on_connecting(now)
+        elif self.phase is Phase.ENDING or not self._in(State.RUNNING):
+            yield from self._cut(self._in(State.CONNECTED))
         if self._stop_at is not None and now >= self._stop_at:
             self._stop_at = None
             yield from self._stop(signal.SIGTERM, now)
@@ -280,11 +284,15 @@ class Launch:
             yield from self._give_up()
             return
         self.phase = Phase.RUNNING
-        names = names_text([self._settings.names[host] for host in ready], 0)
-        yield Say(f"{counted(len(ready), 'host')} connected: {names}")
-        for host in ready:
-            self._hosts[host].state = State.RUNNING
-            yield Start(host, place)
+        yield Say(f"{counted(len(ready), 'host')} connected: {self._listed(ready)}")
+        if spare := ready[self._settings.max_nodes :]:
+            yield Say(f"standing by: {self._listed(spare)}")
+        for host in ready[: self._settings.max_nodes]:
+            yield self._started(host)
+
+    def _started(self, host: int) -> Start:
+        self._hosts[host].state = State.RUNNING
+        return Start(host, self._place)
 
     def _problem_of(self, ready: Sequence[int]) -> str:
         """With the place that the user has chosen."""
@@ -322,8 +330,8 @@ class Launch:
         if self.phase is Phase.CONNECTING and gone.may_pass and host.tries < _MOST_TRIES and not host.is_cut:
             host.state, host.connect_at = State.WAITING, now + host.tries * _TRY_AGAIN_S
             return
-        if self.phase is Phase.ENDING and was is not State.RUNNING:
-            return  # It was cut because of another one.
+        if was is not State.RUNNING and (self.phase is Phase.ENDING or (self.phase is Phase.RUNNING and host.is_cut)):
+            return  # It was cut because of others.
         self._ends.append((now, gone))
         left = len(self._hosts) - len(self._in(State.GONE))
         is_enough = left >= self._settings.min_nodes
@@ -340,6 +348,9 @@ class Launch:
         if self.phase is Phase.RUNNING and (gone.is_outcome or (gone.code != 0 and not is_enough)):
             self.phase = Phase.ENDING
             self._stop_at = now + _END_BY_THEMSELVES_S
+        elif self.phase is Phase.RUNNING and gone.code != 0 and not any(end.code == 0 for _, end in self._ends):
+            for spare in self._in(State.CONNECTED)[:1] if was is State.RUNNING else ():
+                yield self._started(spare)
 
     def _too_few(self, left: int) -> str:
         are_left = f"{counted(left, 'host')} {'is' if left == 1 else 'are'} left"
@@ -417,6 +428,9 @@ class Launch:
 
     def _in(self, *states: State) -> list[int]:
         return [number for number, host in enumerate(self._hosts) if host.state in states]
+
+    def _listed(self, hosts: Sequence[int]) -> str:
+        return names_text([self._settings.names[host] for host in hosts], 0)
 
     def _names(self, hosts: Sequence[int]) -> str:
         return names_text([self._settings.names[host] for host in hosts], len(self._hosts))

@@ -85,7 +85,7 @@ class _HostsRun:
         job = hosts_job.job
         self._machine = launch.Launch(
             launch.Settings(
-                self._names, job.min_nodes, job.nnodes, hosts_job.host_timeout_s, job.grace_s,
+                self._names, job.min_nodes, job.max_nodes, job.nnodes, hosts_job.host_timeout_s, job.grace_s,
                 hosts_job.needs_place, hosts_job.place,
             )
         )  # fmt: skip
@@ -272,10 +272,10 @@ class _HostsRun:
             self._job.token, self._frame_mark, self._names[host], job.directory, tuple(arguments), job.grace_s,
             job.environment, host == place, None if archive is None else archive.size,
         )  # fmt: skip
+        connection.read()  # What the host's shell has said since the hello is not the workers'.
         connection.send(messages.order_line(order))
         if archive is not None:
             connection.send_file(archive.file.fileno(), archive.size)
-        connection.read()  # What the host's shell has said since the hello is not the workers'.
         fds = connection.release_outputs()
         for fd, console, stream in zip(fds, (1, 2), ("stdout", "stderr"), strict=True):
             source = self._view(console).host_source(host, stream)
