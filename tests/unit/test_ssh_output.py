@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.hosts.ssh import messages
-from holdfast.hosts.ssh.output import HostsView, SharedWords, labelled, names_text, prefix_template
+from holdfast.hosts.ssh.output import HostsView, SharedWords, labelled, names_text
 
 MARK = "ab" * 16
 
@@ -67,10 +67,6 @@ def test_a_terminal_shows_one_line_for_progress_bars() -> None:
     assert seen.view.add(source, b"[node1:0] 30%\r", 0.1) == b""
     assert seen.view.pass_time(0.6) == b"[node1:0] 20%"  # The `\\r` of the last one may be half of an end of line.
     assert b"[node1:0] 30%" in seen.view.end(source, 1.0) + seen.view.pass_time(2.0)
-
-
-def test_agents_put_the_host_and_the_rank_in_front() -> None:
-    assert prefix_template("node1") == "[node1:${rank}] "
 
 
 def test_the_same_words_of_several_hosts_are_shown_once() -> None:

@@ -74,8 +74,7 @@ def find(name: str, what: str) -> Engine:
     """The engine of that name, which can do `what`: "submit" or "render"."""
     kind = _kind(name)
     if not kind.can(what):
-        other = {"submit": "render", "render": "submit"}[what]
-        hint = {"submit": f"`holdfast submit --on {name}`", "render": f"`holdfast render {name}`"}[other]
+        hint = {"submit": f"`holdfast render {name}`", "render": f"`holdfast submit --on {name}`"}[what]
         raise UserError(f"engine {name!r} does not {what} jobs; use {hint}, or for {what}: {_those_that_can(what)}")
     return kind()
 

@@ -213,9 +213,7 @@ class _Run:
         self._job, self._settings = job, settings
         self._token = os.environ.get("HOLDFAST_TOKEN") or secrets.token_hex(32)
         self._wakeup, self._news = loop.Wakeup(), queue.SimpleQueue[Callable[[], Event | None]]()
-        self._machine = Placement(
-            job.min_nodes, job.max_nodes, job.join_timeout_s, job.grace_s, time.monotonic()
-        )  # fmt: skip
+        self._machine = Placement(job.min_nodes, job.max_nodes, job.join_timeout_s, job.grace_s, time.monotonic())
         self._addresses: dict[str, str] = {}
         self._resources: dict[str, float] = {}  # The GPUs of each node.
         self._names: dict[str, str] = {}
