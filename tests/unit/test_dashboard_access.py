@@ -25,7 +25,8 @@ def test_the_cookie_is_the_key_and_nothing_else_is() -> None:
     text = OWN.set_cookie()
     assert text.endswith("; Path=/; HttpOnly; SameSite=Strict")
     sent = text.partition(";")[0]
-    assert OWN.knows({"cookie": f"other=1; {sent}; more=2"})
+    for others in ("other=1", 'set={"by": [another, program]}', '"', "a{b=1", "ä=ö"):
+        assert OWN.knows({"cookie": f"{others}; {sent}; more=2"}), others
     other = Access.fresh([])
     assert other.cookie != OWN.cookie, "a browser sends cookies to all ports of a host"
     for wrong in ("", f"{OWN.cookie}=", f"{OWN.cookie}=x", other.set_cookie().partition(";")[0], "=;=;", "\x00", "a b"):
@@ -61,6 +62,7 @@ def test_names_of_others(host: str) -> None:
         "http://localhost:9000",
         "http://127.0.0.1:8000",
         "https://localhost:8000.evil",
+        "http://[",
     ],
 )
 def test_pages_of_others(method: str, origin: str) -> None:
