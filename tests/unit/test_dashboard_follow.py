@@ -12,8 +12,10 @@ from holdfast.agent.inspection import CHUNK_BYTES
 from holdfast.cli.dashboard.follow import Follower
 
 
-def read(follower: Follower, path: Path, attempt: int = 0) -> dict[str, Any]:
-    return follower.take({**inspection.read_piece(str(path), follower.offset), "attempt": attempt})
+def read(follower: Follower, *paths: Path) -> dict[str, Any]:
+    """One path for each attempt."""
+    attempt = len(paths) - 1 if follower.attempt is None else follower.attempt
+    return follower.take({**inspection.read_piece(str(paths[attempt]), follower.offset), "attempt": attempt})
 
 
 def test_what_is_there_and_what_comes(tmp_path: Path) -> None:
@@ -53,8 +55,19 @@ def test_a_restart_has_another_log(tmp_path: Path) -> None:
     first.write_text("old\n")
     second.write_text("new\n")
     read(follower, first)
-    assert read(follower, second, 1) == {"text": "", "note": "attempt 1 begins"}
-    assert read(follower, second, 1) == {"text": "new\n", "note": ""}
+    first.write_text("old\nits last words\n")
+    assert read(follower, first, second) == {"text": "", "note": ""}
+    assert read(follower, first, second) == {"text": "its last words\n", "note": ""}
+    assert not follower.is_at_end
+    assert read(follower, first, second) == {"text": "new\n", "note": "attempt 1 begins"}
+    assert follower.is_at_end
+    # One whose attempt was chosen stays there, and one that cannot be read any more is left.
+    fixed = Follower(0)
+    for _ in range(2):
+        assert read(fixed, first, second)["note"] == ""
+    read(follower, first, second, second)
+    follower.go_on()
+    assert read(follower, first, second, second) == {"text": "new\n", "note": "attempt 2 begins"}
 
 
 def test_a_log_that_was_cut_or_replaced(tmp_path: Path) -> None:

@@ -274,21 +274,22 @@ class Dashboard:
 
     async def _read(self, log: Log) -> None:
         """Until no page wants it any more. After the end of the run the file does not grow."""
-        follower, problem = Follower(), ""
         rank, stream, attempt = log.key
+        follower, problem = Follower(attempt), ""
         while True:
             was_over = self.watch.is_over
             try:
-                piece = await self._in_thread(self.watch.read_log, rank, stream, attempt, follower.offset)
+                piece = await self._in_thread(self.watch.read_log, rank, stream, follower.attempt, follower.offset)
                 text = piece.get("text")
                 await asyncio.sleep(self._log_bytes.owed_s(len(text) if isinstance(text, str) else 0))
                 shown = follower.take(piece)
                 if shown["text"] or shown["note"] or problem:
                     log.tell({**shown, "attempt": piece.get("attempt"), "path": piece.get("path")})
                 problem = ""
-                if was_over and not shown["text"] and not shown["note"]:
+                if was_over and follower.is_at_end:
                     return
             except HoldfastError as error:
+                follower.go_on()
                 if str(error) != problem:
                     problem = str(error)
                     log.tell({"text": "", "note": "", "problem": problem})
