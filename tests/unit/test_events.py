@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.agent.journal import BackgroundFile
 from holdfast.errors import UserError
 from holdfast.telemetry import events
 from holdfast.telemetry.events import Event, EventSource, NodeState, RdzvEvent
@@ -372,6 +373,20 @@ from holdfast.telemetry.events import *
 for number in range(200):
     record(Event(f"{sys.argv[2]}.{number}", EventSource.AGENT, metadata={"filler": "x" * 3000}), sys.argv[1])
 """
+
+
+def test_lines_for_which_no_thread_could_be_started_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    file = BackgroundFile(str(tmp_path / "events.jsonl"))
+    file.put("a line")
+    file.close()
+    assert "events are lost" in caplog.text
+    assert events.full_hostname.__wrapped__() == os.uname().nodename
 
 
 def test_several_processes_share_a_file_without_mixing_lines(tmp_path: Path) -> None:

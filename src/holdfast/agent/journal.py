@@ -208,5 +208,5 @@ class BackgroundFile:
             thread.join(patience_s)
         if self._thread is None:
             self._file.close()
-        else:
+        if self._lines:
             logger.warning("events are lost: %s does not take them", self._file.path)

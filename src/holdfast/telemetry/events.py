@@ -24,6 +24,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from enum import StrEnum
 from functools import cache
 from typing import ClassVar, Self
@@ -305,7 +306,8 @@ def full_hostname() -> str:
 
     found: list[str] = []
     look_up = threading.Thread(target=lambda: found.append(socket.getfqdn()), name="holdfast-hostname", daemon=True)
-    look_up.start()
-    look_up.join(_HOSTNAME_PATIENCE_S)
+    with suppress(RuntimeError):  # A process at its limit.
+        look_up.start()
+        look_up.join(_HOSTNAME_PATIENCE_S)
     name = found[0] if found else "localhost"
     return os.uname().nodename if name.partition(".")[0] == "localhost" else name
