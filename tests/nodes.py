@@ -332,6 +332,9 @@ class Scene:
         place = ["--master-addr", "127.0.0.1", "--master-port", str(self.master_port), "--node-rank", str(rank)]
         return self._start(name, nnodes, place, options, script, args, {"coordinator_port": self.port})
 
+    def start_standalone(self, name: str, *options: str, script: str = "", args: tuple[str, ...] = ()) -> Node:
+        return self._start(name, "1", ["--standalone"], options, script, args, {})
+
     def _start(
         self,
         name: str,
@@ -368,6 +371,22 @@ class Scene:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(_OUR_VARIABLES)}
         kept.pop("XDG_RUNTIME_DIR", None)
         return {**kept, "TMPDIR": str(self.home / "tmp"), "TEST_NODE": name, support.TEST_MARK: self._mark}
+
+    # Commands about the run.
+
+    def run(self, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "holdfast", *args], capture_output=True, text=True, timeout=120, cwd=self.home,
+            env={**self._environment("command"), **(env or {})},
+        )  # fmt: skip
+
+    def ask(self, *args: str, code: int = 0) -> str:
+        """What the command prints: to stdout if it succeeds, else its one line of error."""
+        done = self.run(*args)
+        assert done.returncode == code, f"{args} ended with {done.returncode}\n{done.stdout}\n{done.stderr}\n{self}"
+        if code:
+            assert len(done.stderr.splitlines()) == 1, done.stderr
+        return done.stderr if code else done.stdout
 
     # Workers.
 

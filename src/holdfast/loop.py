@@ -22,7 +22,7 @@ from holdfast import signals
 
 T = TypeVar("T")
 
-_LONGEST_S = 2e6
+_LONGEST_POLL_MS = 2.0**30
 
 _here = threading.local()
 
@@ -93,12 +93,16 @@ def wait_readable(
     busy_time = _busy_time()
     busy_time.since = None
     try:
-        # More milliseconds than fit into the call are 24 days: the caller looks at its deadline again then.
-        poller.poll(None if timeout_s is None else max(0.0, min(timeout_s, _LONGEST_S) * 1000))
+        poller.poll(None if timeout_s is None else poll_ms(timeout_s))
     finally:
         busy_time.since = time.monotonic()
     if box is not None:
         box.clear_wakeups()
+
+
+def poll_ms(timeout_s: float) -> float:
+    """For `poll`, which refuses a time of more than 24 days. Its caller looks at the clock and waits again."""
+    return min(max(0.0, 1000 * timeout_s), _LONGEST_POLL_MS)
 
 
 def is_readable(fd: int) -> bool:

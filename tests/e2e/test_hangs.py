@@ -169,7 +169,7 @@ def test_a_beginning_that_does_not_begin(holdfast: Holdfast, signals: tuple[str,
 
 
 def test_stacks_of_agents_whose_workers_are_gone_are_one_line() -> None:
-    agents = [cli_stacks.Agent(os.getpid(), "job7", 3, node, 2, ()) for node in range(2)]
+    agents = [{"pid": os.getpid(), "run_id": "job7", "round": 3, "node": node, "nodes": 2} for node in range(2)]
     with pytest.raises(HostError) as raised:
         cli_stacks._dump(agents, native=False, with_all=False)
     assert re.fullmatch(

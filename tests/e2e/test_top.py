@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from tests import nodes, support
 from tests.e2e.command import COMMAND
+from tests.e2e.terminal import terminal as pty_terminal
 from tests.nodes import Scene
 
 
@@ -31,7 +33,7 @@ class Terminal:
         self._env = {**env, "TERM": "xterm-256color", "PS1": "$ ", "ENV": "", "LANG": "C.UTF-8"}
         self._env.pop("TMUX", None)
         self.tmux("-f", "/dev/null", "new-session", "-d", "-x", str(width), "-y", str(height), "sh")
-        self.await_text("$")
+        self.await_text(r"^[$#]")
 
     def tmux(self, *args: str) -> str:
         done = subprocess.run(
@@ -65,12 +67,17 @@ class Terminal:
 
     def is_plain_again(self, code: int) -> None:
         """The shell is back, shows what is typed, and the exit code is that."""
+        # While the command still reads keys, it would take what is typed for the shell.
+        support.wait_until(lambda: self.has_plain_screen, "that the screen of the shell is back")
         self.type("echo code=$?")
         self.await_text(rf"code={code}$")
-        settings = self.tmux("display-message", "-p", "#{alternate_on} #{cursor_flag}").split()
-        assert settings == ["0", "1"], settings
+        assert self.has_plain_screen
         self.type("stty -a | tr ' ;' '\\n\\n' | grep -x -e echo -e icanon | tr '\\n' ,")
         self.await_text("icanon,echo,|echo,icanon,")
+
+    @property
+    def has_plain_screen(self) -> bool:
+        return self.tmux("display-message", "-p", "#{alternate_on} #{cursor_flag}").split() == ["0", "1"]
 
     def close(self) -> None:
         self.tmux("kill-server")
@@ -160,9 +167,22 @@ def test_the_end_of_the_run_is_shown(scene: Scene, terminal: Terminal) -> None:
     terminal.is_plain_again(0)
 
 
+def test_a_terminal_that_is_gone_is_one_line(scene: Scene) -> None:
+    errors = scene.home / "errors"
+    with pty_terminal() as (near, far), errors.open("wb") as stderr:
+        command = [sys.executable, "-m", "holdfast", "top", scene.run_id]
+        environ = {**scene._environment("command"), "TERM": "xterm"}
+        top = subprocess.Popen(command, stdin=far, stdout=far, stderr=stderr, start_new_session=True, env=environ)
+        os.close(far)
+        near.read_until("rank 0 running")
+    assert top.wait(60) == 1
+    assert errors.read_text().startswith("holdfast top: error: the terminal is gone: "), errors.read_text()
+    assert len(errors.read_text().splitlines()) == 1
+
+
 def test_what_is_no_terminal_is_one_line(scene: Scene, terminal: Terminal) -> None:
     terminal.type(f"{COMMAND} top {scene.run_id} </dev/null")
-    terminal.await_text("holdfast top: error: this is no terminal; `holdfast status` prints the same once")
+    terminal.await_text("holdfast top: error: this needs a terminal; `holdfast status` prints the same once")
     terminal.is_plain_again(2)
     terminal.type(f"TERM=dumb {COMMAND} top {scene.run_id}")
     terminal.await_text(r"this terminal \(TERM\) cannot show a live view")

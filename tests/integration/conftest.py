@@ -7,11 +7,13 @@ import os
 import signal
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
-from tests import support
+from holdfast.testing.etcd_server import EtcdServer
+from tests import nodes, support
 
 
 def _own_descendants() -> set[int]:
@@ -22,6 +24,14 @@ def _own_descendants() -> set[int]:
             if "resource_tracker" not in " ".join(each.cmdline()):
                 found.add(each.pid)
     return found
+
+
+@pytest.fixture
+def scene(request: pytest.FixtureRequest, etcd: EtcdServer, tmp_path: Path) -> Iterator[nodes.Scene]:
+    """A run on tcp, or as the parameter says."""
+    endpoint = etcd.get_endpoint() if getattr(request, "param", "tcp") == "etcd" else ""
+    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK], etcd=endpoint) as stage:
+        yield stage
 
 
 @pytest.fixture(autouse=True)

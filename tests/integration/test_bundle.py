@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
 import tarfile
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ import pytest
 
 from holdfast.cli import archive
 from holdfast.telemetry.redaction import MASK
-from holdfast.testing.etcd_server import EtcdServer
-from tests import nodes, support
+from tests import support
 from tests.attacks.harness import check_plain
+from tests.coordinators import listener
 from tests.e2e.command import COMMAND
 from tests.nodes import Scene
 
@@ -46,21 +46,12 @@ raise RuntimeError("api_key={PRINTED} \\x1b[2J does not work")
 """
 
 
-@pytest.fixture(params=["tcp", "etcd"])
-def scene(request: pytest.FixtureRequest, etcd: EtcdServer, tmp_path: Path) -> Iterator[Scene]:
-    endpoint = etcd.get_endpoint() if request.param == "etcd" else ""
-    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK], etcd=endpoint) as stage:
-        yield stage
-
-
-on_tcp = pytest.mark.parametrize("scene", ["tcp"], indirect=True)
+on_both = pytest.mark.parametrize("scene", ["tcp", "etcd"], indirect=True)
 
 
 def start_leaky(scene: Scene, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
     """Two nodes with one worker each, and secrets in every place. Gives the token file."""
-    token = scene.home / "token"
-    token.write_text(TOKEN + "\n")
-    token.chmod(0o600)
+    token = support.write_secret(scene.home / "token", TOKEN + "\n")
     environ = Scene._environment
 
     def with_secrets(self: Scene, name: str) -> dict[str, str]:
@@ -71,9 +62,9 @@ def start_leaky(scene: Scene, monkeypatch: pytest.MonkeyPatch, *options: str) ->
     script = support.write_script(scene.home / "leaky.py", LEAKY)
     for name in "ab":
         logs = str(scene.home / f"logs-{name}")
-        chosen = ("--token-file", str(token), "--redirects", "3", "--log-dir", logs, *options)
+        chosen = ("--token-file", token, "--redirects", "3", "--log-dir", logs, *options)
         events = ("--events-file", f"{logs}/events.jsonl")
-        args = (str(token), "--api-key", ARGUMENT, f"https://bob:{URL}@example.org/x")
+        args = (token, "--api-key", ARGUMENT, f"https://bob:{URL}@example.org/x")
         (scene.home / f"logs-{name}").mkdir()
         scene.start(name, "2", *chosen, *events, script=script, args=args)
     for name in "ab":
@@ -81,16 +72,13 @@ def start_leaky(scene: Scene, monkeypatch: pytest.MonkeyPatch, *options: str) ->
         support.wait_until(
             lambda paths=paths: any("the token is" in each.read_text() for each in paths.rglob("stdout.log")), "output"
         )
-    return str(token)
+    return token
 
 
 def make(scene: Scene, *args: str, code: int = 0) -> tuple[dict[str, Any], dict[str, str]]:
     """What the command says, and the texts in the file."""
     path = scene.home / f"bundle-{uuid.uuid4().hex[:8]}.tar.gz"
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast", "bundle", *args, "-o", str(path), "--json"],
-        capture_output=True, text=True, timeout=120, env=scene._environment("command"), cwd=scene.home,
-    )  # fmt: skip
+    done = scene.run("bundle", *args, "-o", str(path), "--json")
     assert done.returncode == code, f"{done.stdout}\n{done.stderr}\n{scene}"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not [*scene.home.glob("*.part")]
@@ -115,16 +103,14 @@ def texts_in(path: Path) -> dict[str, str]:
 
 def await_workers(scene: Scene) -> None:
     def are_known() -> bool:
-        done = subprocess.run(
-            [sys.executable, "-m", "holdfast", "status", scene.run_id, "--json"],
-            capture_output=True, text=True, timeout=60, env=scene._environment("command"),
-        )  # fmt: skip
+        done = scene.run("status", scene.run_id, "--json")
         agents = json.loads(done.stdout)["agents"] if done.returncode == 0 else []
         return [each["state"] for agent in agents for each in agent["workers"]] == ["running"] * 2
 
     support.wait_until(are_known, "that both agents know their workers")
 
 
+@on_both
 @pytest.mark.parametrize("way", ["here", "endpoint"])
 def test_a_run_of_two_nodes(scene: Scene, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     token = start_leaky(scene, monkeypatch)
@@ -164,7 +150,6 @@ def finish(scene: Scene) -> None:
     assert scene.ended() == {"a": 1, "b": 1}
 
 
-@on_tcp
 def test_after_the_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a failed run has left, from its log directory; the token is known from its file."""
     token = start_leaky(scene, monkeypatch)
@@ -187,18 +172,12 @@ def test_after_the_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(scene: Scene, *args: str, code: int) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast", "bundle", *args],
-        capture_output=True, text=True, timeout=120, env=scene._environment("command"), cwd=scene.home,
-    )  # fmt: skip
-    assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
-    assert len(done.stderr.splitlines()) == 1, done.stderr
+    said = scene.ask("bundle", *args, code=code)
     assert not [*scene.home.glob("*.part")]
-    check_plain(done.stderr)
-    return done.stderr
+    check_plain(said)
+    return said
 
 
-@on_tcp
 def test_what_is_missing_is_named(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that is stopped, a log that is gone, and an endpoint where nothing is."""
     start_leaky(scene, monkeypatch)
@@ -220,17 +199,18 @@ def test_what_is_missing_is_named(scene: Scene, monkeypatch: pytest.MonkeyPatch)
     finish(scene)
 
 
-@on_tcp
 def test_bad_input(scene: Scene, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "file").touch()
     assert "there are no logs of a run in it" in refused(scene, "--log-dir", str(empty), code=2)
-    assert "is not a directory" in refused(scene, "--log-dir", str(empty / "file"), code=2)
+    assert "cannot be read: Not a directory" in refused(scene, "--log-dir", str(empty / "file"), code=2)
+    assert "cannot be read: No such file" in refused(scene, "--log-dir", str(empty / "none"), code=2)
     assert "is not found on this host" in refused(scene, "no-such-run", code=2)
     (empty / "attempt_0" / "0").mkdir(parents=True)
     (empty / "attempt_0" / "0" / "stdout.log").symlink_to("/etc/passwd")
     os.mkfifo(empty / "attempt_0" / "0" / "stderr.log")
+    (empty / "deep.json").write_text("[" * 60_000)
     told, texts = make(scene, "--log-dir", str(empty))
     assert not [name for name in texts if name.startswith("log-dir/")]
     assert sum("it is not a regular file" in each["reason"] for each in told["missing"]) == 2
@@ -242,7 +222,6 @@ def test_bad_input(scene: Scene, tmp_path: Path) -> None:
     assert "No such file or directory" in said
 
 
-@on_tcp
 def test_a_full_disk_leaves_nothing(scene: Scene, tmp_path: Path) -> None:
     (tmp_path / "attempt_0" / "0").mkdir(parents=True)
     (tmp_path / "attempt_0" / "0" / "stdout.log").write_bytes(os.urandom(40_000))
@@ -256,7 +235,16 @@ def test_a_full_disk_leaves_nothing(scene: Scene, tmp_path: Path) -> None:
     assert not [*scene.home.glob("full*")]
 
 
-@on_tcp
+def test_a_signal_leaves_nothing(scene: Scene, tmp_path: Path) -> None:
+    with listener(b"") as port:  # It says nothing, so the checks of the way to it take some seconds.
+        command = [sys.executable, "-m", "holdfast", "bundle", "job7", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        with subprocess.Popen(command, env=scene._environment("command"), cwd=tmp_path) as process:
+            support.wait_until(lambda: [*tmp_path.glob("*.part")], "it has begun to write")
+            process.terminate()
+            assert process.wait(60) == 128 + signal.SIGTERM
+    assert [*tmp_path.glob("holdfast-bundle*")] == []
+
+
 def test_half_a_secret_at_the_beginning_of_a_tail_is_left_out(scene: Scene, tmp_path: Path) -> None:
     (tmp_path / "attempt_0" / "0").mkdir(parents=True)
     log = tmp_path / "attempt_0" / "0" / "stdout.log"

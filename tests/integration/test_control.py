@@ -24,7 +24,6 @@ import pytest
 import holdfast
 from holdfast.agent import RunResult, WorkerState, control
 from holdfast.agent.control import ControlSocket
-from holdfast.cli import stacks
 from holdfast.hangs.policy import HangPolicy
 from holdfast.process import DefaultLogsSpecs
 from holdfast.rendezvous.static import StandaloneRendezvous
@@ -214,26 +213,32 @@ def test_answers_that_are_none(home: Path) -> None:
             thread.join()
 
 
-@pytest.mark.parametrize(
-    "status",
-    [
-        {},
-        {"pid": 1},
-        {"pid": 1, "run_id": "x", "round": 1, "node": 0, "nodes": 1, "workers": 3},
-        {"pid": 1, "run_id": "x", "round": float("inf"), "node": 0, "nodes": 1, "workers": []},
-        {"pid": 1, "run_id": "x", "round": 1, "node": 0, "nodes": 1, "workers": [[]]},
-        {"pid": 1, "run_id": "x", "round": 1, "node": 0, "nodes": 1, "workers": [{"global_rank": "a", "pid": 1}]},
-    ],
-)
-def test_a_status_that_is_none(status: dict[str, Any]) -> None:
-    assert stacks._agent_from(status) is None
+def test_slow_commands_delay_no_other_one(serve: Callable[..., ControlSocket]) -> None:
+    go = threading.Event()
+    made = serve(wait=lambda request: go.wait(support.DEADLINE_S))
+    made._slow = ("wait",)
+    waiting = [control.Question(made.path, {"command": "wait"}, 30) for _ in range(control._SLOW_AT_ONCE)]
+    refused = control.ask(made.path, {"command": "wait"}, 30)[0]
+    assert refused == {"error": "8 others wait for such an answer already; try again"}
+    assert "result" in control.ask(made.path, {"command": "status"}, 30)[0]
+    go.set()
+    assert [each.answer(30) for each in waiting] == [{"result": True}] * len(waiting)
 
 
-def test_what_an_agent_says_cannot_move_the_cursor() -> None:
-    status = {"pid": 1, "run_id": "\x1b[2J", "round": 1, "node": None, "nodes": None, "workers": []}
-    agent = stacks._agent_from(status)
-    assert agent is not None
-    assert agent.run_id == "'\\x1b[2J'"
+def test_without_a_thread_a_slow_command_is_refused_and_later_served(
+    serve: Callable[..., ControlSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = serve(wait=lambda request: threading.current_thread().name)
+    made._slow = ("wait",)
+
+    def fail(**options: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(control.threading, "Thread", fail)
+        for _ in range(control._SLOW_AT_ONCE + 1):
+            assert control.ask(made.path, {"command": "wait"}, 30)[0] == {"error": "can't start new thread"}
+    assert control.ask(made.path, {"command": "wait"}, 30)[0] == {"result": "holdfast-query"}
 
 
 def test_without_descriptors_nothing_spins(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from holdfast.agent import dashboard as agent_dashboard
 from holdfast.cli.dashboard import server
+from holdfast.rendezvous.coordinator import launch
 from tests import dashboards, nodes, support
 from tests.dashboards import Dashboard
 from tests.nodes import Scene
@@ -164,7 +164,7 @@ def test_a_worker_and_its_stacks(scene: Scene) -> None:
 
 
 def test_a_run_on_one_host_without_a_coordinator(scene: Scene) -> None:
-    node = scene._start("a", "1", ["--standalone"], ("--nproc-per-node", "2"), "", (), {})
+    node = scene.start_standalone("a", "--nproc-per-node", "2")
     scene.await_world(2)
     dashboard = dashboards.start(scene, str(node.pid), *NOW)
     page = dashboard.events()
@@ -304,14 +304,7 @@ def test_without_the_packages(scene: Scene) -> None:
     env = {"PYTHONPATH": str(broken)}
     assert dashboards.refused(scene, code=1, env=env) == f"holdfast dashboard: error: {reason}"
     script = support.write_script(scene.home / "short.py", "import time\ntime.sleep(10)\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast", "run", "--standalone", "--dashboard", script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**scene._environment("a"), **env},
-        cwd=scene.home,
-    )
+    done = scene.run("run", "--standalone", "--dashboard", script, env=env)
     assert done.returncode == 0, "the job goes on"
     assert [line for line in done.stderr.splitlines() if "dashboard" in line] == [f"holdfast: no dashboard: {reason}"]
 
@@ -390,7 +383,7 @@ def test_the_node_with_rank_0_serves_and_the_agents_end_as_usual(scene: Scene, t
 
 def test_it_ends_by_itself_after_a_killed_agent(scene: Scene, token: str) -> None:
     options = ("--dashboard", "--dashboard-linger", "1", "--nproc-per-node", "2", "--token-file", token)
-    node = scene._start("a", "1", ["--standalone"], options, "", (), {})
+    node = scene.start_standalone("a", *options)
     scene.await_world(2)
     dashboard, pid = support.wait_until(lambda: dashboards.beside(node.log), "its URL")
     assert dashboard.events().hello["may_stop"]
@@ -422,17 +415,23 @@ def test_a_signal_ends_it_and_pages_hear_of_it(scene: Scene, number: signal.Sign
 
 def test_an_agent_that_ends_before_its_dashboard_serves_leaves_none(scene: Scene) -> None:
     script = support.write_script(scene.home / "short.py", "")
-    scene._start("a", "1", ["--standalone"], ("--dashboard",), script, (), {})
+    scene.start_standalone("a", "--dashboard", script=script)
     assert scene.ended() == {"a": 0}
+
+
+def test_one_that_does_not_start_in_time_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agent_dashboard, "_START_PATIENCE_S", 0.1)
+    monkeypatch.setattr(launch, "detached", lambda module: ["sh", "-c", "sleep 2 &"])
+    agent_dashboard._start([])
+    assert [each.getMessage() for each in caplog.records] == ["no dashboard: it has not started within 0.1 s"]
 
 
 def test_a_pipe_behind_the_command_ends_with_the_agent(scene: Scene) -> None:
     """`holdfast run --dashboard ... | tee log`: the dashboard does not hold the pipe."""
     script = support.write_script(scene.home / "short.py", "import time\ntime.sleep(10)\n")
-    command = [sys.executable, "-m", "holdfast", "run", "--standalone", "--dashboard", script]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=scene._environment("a"), cwd=scene.home
-    )
+    done = scene.run("run", "--standalone", "--dashboard", script)
     assert done.returncode == 0
     found = dashboards.beside(done.stderr)
     assert found is not None, done.stderr

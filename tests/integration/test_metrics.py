@@ -13,7 +13,6 @@ import sys
 import threading
 import urllib.parse
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,6 @@ from holdfast.testing.etcd_server import EtcdServer
 from tests import nodes, support
 from tests.coordinators import coordinator
 from tests.nodes import Scene
-
-
-@pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK]) as stage:
-        yield stage
 
 
 class Prometheus:
@@ -143,7 +136,7 @@ def test_lines_steps_and_the_probe_of_one_node(scene: Scene) -> None:
     port = support.free_port()
     script = support.write_script(scene.home / "talker.py", TALKER)
     options = ("--nproc-per-node", "2", "--max-restarts", "1", "--health-port", str(port))
-    node = scene._start("a", "1", ["--standalone"], options, script, (), {})
+    node = scene.start_standalone("a", *options, script=script)
     try:
         await_lines(port, 10)
         assert value(port, "holdfast_agent_log_bytes_total", stream="stdout") == 10 * len("line 0\n")

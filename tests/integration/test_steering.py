@@ -9,13 +9,11 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.testing.etcd_server import EtcdServer
 from tests import nodes, support
 from tests.coordinators import listener
 from tests.nodes import Scene
@@ -23,38 +21,12 @@ from tests.nodes import Scene
 TOKEN = "a-token-for-tests-only-0123456789"
 
 
-@pytest.fixture(params=["tcp", "etcd"])
-def scene(request: pytest.FixtureRequest, etcd: EtcdServer, tmp_path: Path) -> Iterator[Scene]:
-    endpoint = etcd.get_endpoint() if request.param == "etcd" else ""
-    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK], etcd=endpoint) as stage:
-        yield stage
-
-
-on_tcp = pytest.mark.parametrize("scene", ["tcp"], indirect=True)
+on_both = pytest.mark.parametrize("scene", ["tcp", "etcd"], indirect=True)
 
 
 @pytest.fixture
 def token(tmp_path: Path) -> str:
-    path = tmp_path / "token"
-    path.write_text(TOKEN)
-    path.chmod(0o600)
-    return str(path)
-
-
-def ask(scene: Scene, *args: str, code: int = 0, env: dict[str, str] | None = None) -> str:
-    """What the command prints: to stdout if it succeeds, else its one line of error."""
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast", *args],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**scene._environment("command"), **(env or {})},
-        cwd=scene.home,
-    )
-    assert done.returncode == code, f"{args} ended with {done.returncode}\n{done.stdout}\n{done.stderr}\n{scene}"
-    if code:
-        assert len(done.stderr.splitlines()) == 1, done.stderr
-    return done.stderr if code else done.stdout
+    return support.write_secret(tmp_path / "token", TOKEN)
 
 
 def at_endpoint(scene: Scene) -> list[str]:
@@ -64,7 +36,7 @@ def at_endpoint(scene: Scene) -> list[str]:
 
 
 def status_of(scene: Scene, *more: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(ask(scene, "status", *(more or (scene.run_id,)), "--json"))
+    found: dict[str, Any] = json.loads(scene.ask("status", *(more or (scene.run_id,)), "--json"))
     return found
 
 
@@ -86,6 +58,7 @@ def await_running(scene: Scene, *more: str) -> dict[str, Any]:
     return found
 
 
+@on_both
 @pytest.mark.parametrize("way", ["here", "endpoint"])
 def test_status_shows_every_node_and_worker(scene: Scene, way: str) -> None:
     lives = start_two(scene)
@@ -100,7 +73,7 @@ def test_status_shows_every_node_and_worker(scene: Scene, way: str) -> None:
     ]
     workers = {each["global_rank"]: each["pid"] for agent in picture["agents"] for each in agent["workers"]}
     assert workers == {life.rank: life.pid for life in lives}
-    text = ask(scene, "status", *where)
+    text = scene.ask("status", *where)
     heading, sentence = text.splitlines()[:2]
     assert heading == f"run {scene.run_id}: running, round 1, 2 of 2 nodes here, 0 of 3 restarts used"
     assert sentence == "All 4 workers are running."
@@ -110,7 +83,6 @@ def test_status_shows_every_node_and_worker(scene: Scene, way: str) -> None:
     assert scene.ended() == {"a": 0, "b": 0}
 
 
-@on_tcp
 def test_status_tells_what_happened_before(scene: Scene) -> None:
     """The coordinator for the run, each agent for its node. What the workers did is the same, the clocks are not."""
     start_two(scene)
@@ -132,16 +104,18 @@ def test_status_tells_what_happened_before(scene: Scene) -> None:
     failed = next(each for each in picture["agents"] if victim.pid in [gone["pid"] for gone in each["failed"]])
     others = [each["history"]["detection_s"] for each in picture["agents"] if each is not failed]
     assert (failed["history"]["detection_s"] >= 0, others) == (True, [None])
-    shown = ask(scene, "status", scene.run_id)
+    shown = scene.ask("status", scene.run_id)
     assert re.search(r"^2 rounds, 1 restart after a failure; \d.* lost, goodput \d+ %$", shown, re.M)
     assert len(lives) == 4
     scene.order("exit 0")
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@on_both
 def test_status_says_what_is_waited_for_and_who_was_refused(scene: Scene) -> None:
     scene.start("a", "2")
-    support.wait_until(lambda: "1 more of at least 2 nodes" in ask_softly(scene), "that it waits")
+    waits = "1 more of at least 2 nodes"
+    support.wait_until(lambda: waits in scene.run("status", scene.run_id).stdout, "that it waits")
     scene.start("c", "3")
     assert scene.nodes[1].wait() == 2
     picture = status_of(scene)
@@ -149,23 +123,15 @@ def test_status_says_what_is_waited_for_and_who_was_refused(scene: Scene) -> Non
     [refused] = picture["run"]["refused"]
     assert refused["reason"] == "--nnodes 3, this run has --nnodes 2"
     assert f"-{scene.nodes[1].pid}-" in refused["who"]
-    assert f"{refused['who']}: --nnodes 3, this run has --nnodes 2" in ask(scene, "status", scene.run_id)
-    ask(scene, "stop", scene.run_id)
+    assert f"{refused['who']}: --nnodes 3, this run has --nnodes 2" in scene.ask("status", scene.run_id)
+    scene.ask("stop", scene.run_id)
     assert scene.nodes[0].wait() == 128 + signal.SIGTERM
 
 
-def ask_softly(scene: Scene) -> str:
-    """The run may not be there yet."""
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast", "status", scene.run_id],
-        capture_output=True, text=True, timeout=60, env=scene._environment("command"),
-    )  # fmt: skip
-    return done.stdout
-
-
+@on_both
 def test_stop_ends_the_run_on_all_nodes(scene: Scene) -> None:
     lives = start_two(scene)
-    said = ask(scene, "stop", scene.run_id, "--reason", "enough for today")
+    said = scene.ask("stop", scene.run_id, "--reason", "enough for today")
     assert said == f"run {scene.run_id} is closed on all nodes; 2 agents of this host have ended\n"
     assert scene.ended() == {"a": 143, "b": 143}
     for node in scene.nodes:
@@ -174,36 +140,33 @@ def test_stop_ends_the_run_on_all_nodes(scene: Scene) -> None:
     assert len(scene.lives()) == len(lives)
 
 
+@on_both
 def test_stop_by_endpoint_wants_the_token(scene: Scene, token: str) -> None:
     start_two(scene, "--token-file", token)
     where = at_endpoint(scene)
-    assert "this coordinator wants a token" in ask(scene, "stop", *where, code=1)
-    wrong = Path(token).with_name("wrong")
-    wrong.write_text(TOKEN[::-1])
-    wrong.chmod(0o600)
-    assert "does not know this command's token" in ask(scene, "stop", *where, "--token-file", str(wrong), code=1)
+    assert "this coordinator wants a token" in scene.ask("stop", *where, code=1)
+    wrong = support.write_secret(Path(token).with_name("wrong"), TOKEN[::-1])
+    assert "does not know this command's token" in scene.ask("stop", *where, "--token-file", wrong, code=1)
     refused = await_running(scene, *where, "--token-file", token)["run"]["refused"]
     assert {each["reason"] for each in refused} == {
         "this coordinator wants a token, and it brings none",
         "its token is not the one of this coordinator",
     }
-    said = ask(scene, "stop", *where, "--token-file", token)
+    said = scene.ask("stop", *where, "--token-file", token)
     assert said == f"run {scene.run_id} is closed; its 2 nodes stop now\n"
     assert scene.ended() == {"a": 143, "b": 143}
 
 
-@on_tcp
 def test_without_a_token_a_stranger_sees_the_status_and_cannot_stop(scene: Scene) -> None:
     start_two(scene)
     await_running(scene, *at_endpoint(scene))
-    said = ask(scene, "stop", *at_endpoint(scene), code=1)
+    said = scene.ask("stop", *at_endpoint(scene), code=1)
     assert "this run has no token, so only its own nodes can end it" in said
     assert await_running(scene)["run"]["round"] == 1
     scene.order("exit 0")
     assert scene.ended() == {"a": 0, "b": 0}
 
 
-@on_tcp
 def test_while_the_coordinator_is_silent_the_agents_of_this_host_answer(scene: Scene) -> None:
     start_two(scene)
     coordinator = scene.await_coordinator()
@@ -219,43 +182,42 @@ def test_while_the_coordinator_is_silent_the_agents_of_this_host_answer(scene: S
     assert scene.ended() == {"a": 0, "b": 0}
 
 
-def test_a_standalone_run_is_stopped_and_listed(tmp_path: Path) -> None:
-    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK]) as scene:
-        node = scene._start("a", "1", ["--standalone"], ("--nproc-per-node", "2"), "", (), {})
-        scene.await_world(2)
-        [agent] = [each for each in json.loads(ask(scene, "ps", "--json")) if each["pid"] == node.pid]
-        row = next(line.split() for line in ask(scene, "ps").splitlines() if f" {node.pid} " in line)
-        assert row[:2] == [agent["run_id"], str(node.pid)]
-        said = ask(scene, "logs", str(node.pid), "--rank", "7", code=2)
-        assert f"--rank 7: run {scene.run_id} has ranks 0, 1\n" in said
-        picture = status_of(scene, str(node.pid))
-        assert (picture["run"], picture["problem"]) == (None, "this run has no coordinator that could be asked")
-        said = json.loads(ask(scene, "stop", str(node.pid), "--json"))
-        assert (said["scope"], said["pids"]) == ("host", [node.pid])
-        assert "nodes on other hosts were not told" in said["text"]
-        assert node.wait() == 143
+def test_a_standalone_run_is_stopped_and_listed(scene: Scene) -> None:
+    node = scene.start_standalone("a", "--nproc-per-node", "2")
+    scene.await_world(2)
+    [agent] = [each for each in json.loads(scene.ask("ps", "--json")) if each["pid"] == node.pid]
+    row = next(line.split() for line in scene.ask("ps").splitlines() if f" {node.pid} " in line)
+    assert row[:2] == [agent["run_id"], str(node.pid)]
+    said = scene.ask("logs", str(node.pid), "--rank", "7", code=2)
+    assert f"--rank 7: run {scene.run_id} has ranks 0, 1\n" in said
+    picture = status_of(scene, str(node.pid))
+    assert (picture["run"], picture["problem"]) == (None, "this run has no coordinator that could be asked")
+    said = json.loads(scene.ask("stop", str(node.pid), "--json"))
+    assert (said["scope"], said["pids"]) == ("host", [node.pid])
+    assert "nodes on other hosts were not told" in said["text"]
+    assert node.wait() == 143
 
 
 # Bad input.
 
 
-@on_tcp
 def test_what_cannot_be_asked_is_one_line(scene: Scene, tmp_path: Path) -> None:
     """`ask` checks that each error is one line."""
     port = support.free_port()
     for command in ("status", "stop"):
-        assert "is not found on this host" in ask(scene, command, "no-such-run", code=2)
+        assert "is not found on this host" in scene.ask(command, "no-such-run", code=2)
         where = (command, "job7", "--rdzv-endpoint")
-        assert f"no coordinator answers at 127.0.0.1:{port}" in ask(scene, *where, f"127.0.0.1:{port}", code=1)
-        assert "no.such.host.invalid" in ask(scene, *where, "no.such.host.invalid:1", code=1)
+        assert f"no coordinator answers at 127.0.0.1:{port}" in scene.ask(*where, f"127.0.0.1:{port}", code=1)
+        assert "no.such.host.invalid" in scene.ask(*where, "no.such.host.invalid:1", code=1)
         with listener(b"HTTP/1.1 400 Bad Request\r\n\r\n") as other:
-            assert "it is not a holdfast coordinator" in ask(scene, *where, f"127.0.0.1:{other}", code=1)
-        assert "needs the name of the run" in ask(scene, command, "--rdzv-endpoint", "127.0.0.1:1", code=2)
-        assert "are for --rdzv-endpoint" in ask(scene, command, "--token-file", "x", code=2)
-        assert "cannot be read" in ask(scene, *where, "127.0.0.1:1", "--token-file", "/nowhere/x", code=2)
-        assert "--rdzv-conf" in ask(scene, *where, "127.0.0.1:1", "--rdzv-conf", "x", code=2)
+            assert "it is not a holdfast coordinator" in scene.ask(*where, f"127.0.0.1:{other}", code=1)
+        assert "needs the name of the run" in scene.ask(command, "--rdzv-endpoint", "127.0.0.1:1", code=2)
+        assert "are for --rdzv-endpoint" in scene.ask(command, "--token-file", "x", code=2)
+        assert "cannot be read" in scene.ask(*where, "127.0.0.1:1", "--token-file", "/nowhere/x", code=2)
+        assert "--rdzv-conf" in scene.ask(*where, "127.0.0.1:1", "--rdzv-conf", "x", code=2)
+    assert "--timeout: 'soon' is not a duration" in scene.ask("stop", "--timeout", "soon", code=2)
     coordinator = scene.start_coordinator()
-    assert f"it has no run {scene.run_id!r}" in ask(scene, "status", *at_endpoint(scene), code=1)
+    assert f"it has no run {scene.run_id!r}" in scene.ask("status", *at_endpoint(scene), code=1)
     assert coordinator.is_running
 
 
@@ -268,13 +230,10 @@ def test_of_two_runs_one_must_be_named(tmp_path: Path) -> None:
         nodes.scene(tmp_path / uuid.uuid4().hex[:8], uuid.uuid4().hex) as second,
     ):
         for scene in (first, second):
-            scene._start("a", "1", ["--standalone"], (), "", (), {})
+            scene.start_standalone("a")
             scene.await_world(1)
         for command, options in COMMANDS.items():
-            done = subprocess.run(
-                [sys.executable, "-m", "holdfast", command, *options],
-                capture_output=True, text=True, timeout=60, env=first._environment("command"), cwd=first.home,
-            )  # fmt: skip
+            done = first.run(command, *options)
             assert done.returncode == 2, done
             [line] = done.stderr.splitlines()
             assert "there are several runs on this host, name one: " in line
@@ -288,13 +247,12 @@ def test_of_two_runs_one_must_be_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="changes its user")
-def test_another_users_run_is_not_found(tmp_path: Path) -> None:
-    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK]) as scene:
-        scene._start("a", "1", ["--standalone"], (), "", (), {})
-        scene.await_world(1)
-        for command, options in COMMANDS.items():
-            # What is imported after the change could be out of reach.
-            code = f"""
+def test_another_users_run_is_not_found(scene: Scene) -> None:
+    scene.start_standalone("a")
+    scene.await_world(1)
+    for command, options in COMMANDS.items():
+        # What is imported after the change could be out of reach.
+        code = f"""
 import os, sys
 from holdfast.cli import {command}
 {command}.get_parser().parse_args([])
@@ -303,14 +261,14 @@ os.setgid(65534)
 os.setuid(65534)
 sys.exit({command}.main({[scene.run_id, *options]!r}))
 """
-            done = subprocess.run(
-                [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd="/",
-                env={**scene._environment("command"), "TMPDIR": "/tmp"},
-            )  # fmt: skip
-            assert done.returncode == 2, done
-            assert f"run {scene.run_id!r} is not found on this host (of user 65534;" in done.stderr
-        scene.order("exit 0")
-        assert scene.ended() == {"a": 0}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd="/",
+            env={**scene._environment("command"), "TMPDIR": "/tmp"},
+        )  # fmt: skip
+        assert done.returncode == 2, done
+        assert f"run {scene.run_id!r} is not found on this host (of user 65534;" in done.stderr
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0}
 
 
 # Logs.
@@ -332,8 +290,8 @@ sys.exit(3 if attempt == 0 and rank == "0" else 0)
 class Follower:
     """`holdfast logs -f`, and what it has printed."""
 
-    def __init__(self, scene: Scene, *args: str) -> None:
-        self._out, self._err = scene.home / "follow.out", scene.home / "follow.err"
+    def __init__(self, scene: Scene, *args: str, name: str = "follow") -> None:
+        self._out, self._err = scene.home / f"{name}.out", scene.home / f"{name}.err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "holdfast", "logs", *args],
@@ -358,16 +316,8 @@ class Follower:
 def start_talkers(scene: Scene, *options: str) -> None:
     script = support.write_script(scene.home / "talker.py", TALKER)
     for name in "ab":
-        options_of = (
-            "--max-restarts",
-            "1",
-            "--redirects",
-            "3",
-            "--log-dir",
-            str(scene.home / f"logs-{name}"),
-            *options,
-        )
-        scene.start(name, "2", *options_of, script=script)
+        logs = ("--redirects", "3", "--log-dir", str(scene.home / f"logs-{name}"))
+        scene.start(name, "2", "--max-restarts", "1", *logs, *options, script=script)
     for name in "ab":
         support.wait_until(lambda name=name: "complains" in texts_in(scene.home / f"logs-{name}"), "that it runs")
 
@@ -376,9 +326,11 @@ def texts_in(directory: Path) -> str:
     return "".join(path.read_text() for path in directory.rglob("std*.log"))
 
 
+@on_both
 def test_logs_follow_through_a_restart_to_the_end_of_the_run(scene: Scene) -> None:
     start_talkers(scene)
-    support.wait_until(lambda: "complains" in ask_logs(scene, "--rank", "1"), "that both can be asked")
+    logs = ("logs", scene.run_id, "--rank", "1")
+    support.wait_until(lambda: "complains" in scene.run(*logs).stdout, "that both can be asked")
     follower = Follower(scene, scene.run_id, "-f")
     for rank in "01":
         follower.await_text(f"[{rank}:stdout] rank {rank} attempt 0 begins\n")
@@ -387,9 +339,9 @@ def test_logs_follow_through_a_restart_to_the_end_of_the_run(scene: Scene) -> No
     follower.await_text("attempt 1 begins, in ")
     follower.await_text("[1:stdout] rank 1 attempt 1 begins\n")
     # Of an earlier attempt, and only lines that match.
-    said = ask(scene, "logs", scene.run_id, "--rank", "0", "--attempt", "0", "--stream", "stdout", "--grep", "ends")
+    said = scene.ask("logs", scene.run_id, "--rank", "0", "--attempt", "0", "--stream", "stdout", "--grep", "ends")
     assert said == "rank 0 attempt 0 ends without a line's end\n"
-    said = ask(scene, "logs", scene.run_id, "--json", "--grep", "begins|complains")
+    said = scene.ask("logs", scene.run_id, "--json", "--grep", "begins|complains")
     told = [json.loads(line) for line in said.splitlines()]
     assert told == [
         {"rank": rank, "stream": stream, "attempt": 1, "line": line}
@@ -407,32 +359,45 @@ def test_logs_follow_through_a_restart_to_the_end_of_the_run(scene: Scene) -> No
     assert scene.ended() == {"a": 0, "b": 0}
 
 
-def ask_logs(scene: Scene, *args: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-m", "holdfast", "logs", scene.run_id, *args],
-        capture_output=True, text=True, timeout=60, env=scene._environment("command"),
-    ).stdout  # fmt: skip
-
-
+@on_both
 def test_logs_of_another_host_come_over_the_wire(scene: Scene, token: str) -> None:
     start_talkers(scene, "--token-file", token)
     where = (*at_endpoint(scene), "--token-file", token)
     await_ranks(scene, where)
     for rank in "01":
-        said = ask(scene, "logs", *where, "--rank", rank, "--stream", "stdout")
+        said = scene.ask("logs", *where, "--rank", rank, "--stream", "stdout")
         assert said == f"rank {rank} attempt 0 begins\n"
     follower = Follower(scene, *where, "-f", "--rank", "1", "--stream", "stdout")
     follower.await_text("rank 1 attempt 0 begins\n")
+    first = Follower(scene, *where, "-f", "--rank", "0", "--stream", "stdout", name="first")
+    first.await_text("rank 0 attempt 0 begins\n")
     (scene.home / "go0").touch()
     follower.await_text("rank 1 attempt 1 begins\n")
-    assert "is another file now; shown from its beginning" in follower.err
-    assert f"--rank 7: run {scene.run_id} has ranks 0, 1\n" in ask(scene, "logs", *where, "--rank", "7", code=2)
+    first.await_text("rank 0 attempt 1 begins\n")
+    assert "rank 1: attempt 1 begins, in " in follower.err
+    assert "rank 0 attempt 0 ends without a line's end\n" in first.out, "the last words before the restart"
+    assert f"--rank 7: run {scene.run_id} has ranks 0, 1\n" in scene.ask("logs", *where, "--rank", "7", code=2)
+    (scene.home / "go1").touch()
+    assert (follower.wait(), first.wait()) == (0, 0), follower.err + first.err
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+def test_logs_go_on_after_a_restart_of_the_coordinator(scene: Scene, token: str) -> None:
+    start_talkers(scene, "--token-file", token)
+    where = (*at_endpoint(scene), "--token-file", token)
+    await_ranks(scene, where)
+    follower = Follower(scene, *where, "-f", "--rank", "1", "--stream", "stdout")
+    follower.await_text("rank 1 attempt 0 begins\n")
+    first = scene.await_coordinator()
+    os.kill(first, signal.SIGKILL)
+    scene.await_coordinator(other_than=first)
+    (scene.home / "go0").touch()
+    follower.await_text("rank 1 attempt 1 begins\n")
     (scene.home / "go1").touch()
     assert follower.wait() == 0, follower.err
     assert scene.ended() == {"a": 0, "b": 0}
 
 
-@on_tcp
 def test_a_reader_that_has_gone_ends_what_would_go_on(scene: Scene) -> None:
     start_talkers(scene)
     await_ranks(scene, (scene.run_id,))
@@ -448,7 +413,6 @@ def test_a_reader_that_has_gone_ends_what_would_go_on(scene: Scene) -> None:
     assert scene.ended() == {"a": 0, "b": 0}
 
 
-@on_tcp
 def test_top_prints_a_picture_a_second_for_programs(scene: Scene) -> None:
     start_two(scene)
     await_running(scene)
@@ -474,17 +438,15 @@ def await_ranks(scene: Scene, where: tuple[str, ...]) -> None:
     support.wait_until(is_ready, "that both agents know their workers")
 
 
-@on_tcp
 def test_without_a_token_a_stranger_reads_no_logs_and_a_member_does(scene: Scene) -> None:
     start_talkers(scene)
     await_ranks(scene, (scene.run_id,))
-    assert "passes on nothing but the status" in ask(scene, "logs", *at_endpoint(scene), "--rank", "1", code=1)
+    assert "passes on nothing but the status" in scene.ask("logs", *at_endpoint(scene), "--rank", "1", code=1)
     (scene.home / "go0").touch()
     (scene.home / "go1").touch()
     assert scene.ended() == {"a": 0, "b": 0}
 
 
-@on_tcp
 def test_a_log_that_is_deleted_or_replaced_is_one_line(scene: Scene) -> None:
     start_talkers(scene)
     await_ranks(scene, (scene.run_id,))
@@ -507,12 +469,11 @@ def test_a_log_that_is_deleted_or_replaced_is_one_line(scene: Scene) -> None:
     assert scene.ended() == {"a": 0, "b": 0}
 
 
-@on_tcp
 def test_without_log_files_the_line_says_which_option_to_give(scene: Scene) -> None:
     start_two(scene)
     await_running(scene)
-    assert "start the run with --tee 3 --log-dir DIR" in ask(scene, "logs", scene.run_id, code=1)
-    assert "--grep [:" in ask(scene, "logs", scene.run_id, "--grep", "[", code=2)
+    assert "start the run with --tee 3 --log-dir DIR" in scene.ask("logs", scene.run_id, code=1)
+    assert "--grep [:" in scene.ask("logs", scene.run_id, "--grep", "[", code=2)
     follower = Follower(scene, scene.run_id, "--rank", "9")
     assert follower.wait() == 2
     scene.order("exit 0")

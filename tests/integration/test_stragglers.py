@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import uuid
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests import nodes, support
+from tests import support
 from tests.nodes import Scene
 
 # The rate of a worker is compared after 20 s, and the agent looks every 5 s.
@@ -35,22 +27,9 @@ sys.exit(3)
 """
 
 
-@pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK]) as stage:
-        yield stage
-
-
-def ask(scene: Scene, *args: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast", "status", scene.run_id, *args],
-        capture_output=True, text=True, timeout=60, env=scene._environment("command"),
-    )  # fmt: skip
-    return done.stdout if done.returncode == 0 else ""
-
-
 def picture_of(scene: Scene) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(ask(scene, "--json") or '{"stragglers": [], "agents": []}')
+    said = scene.run("status", scene.run_id, "--json").stdout
+    found: dict[str, Any] = json.loads(said or '{"stragglers": [], "agents": []}')
     return found
 
 
@@ -67,7 +46,7 @@ def test_one_rank_of_two_nodes_is_behind(scene: Scene) -> None:
     assert slow["per_s"] < slow["median_per_s"] / 1.5
     workers = {each["global_rank"]: each for agent in picture["agents"] for each in agent["workers"]}
     assert workers[3]["rate"]["per_s"] < workers[0]["rate"]["per_s"]
-    text = ask(scene)
+    text = scene.ask("status", scene.run_id)
     assert text.splitlines()[2].startswith("Behind the median of 4 ranks (")
     assert "steps/s): rank 3 (" in text.splitlines()[2]
     (scene.home / "go").touch()
@@ -83,7 +62,7 @@ def test_one_rank_of_two_nodes_is_behind(scene: Scene) -> None:
 def test_lines_that_match_a_pattern_count_as_steps(scene: Scene) -> None:
     script = support.write_script(scene.home / "trainer.py", TRAINER)
     watched = ("--progress-pattern", r"^step \d+$", "--progress-every", "10m")
-    node = scene._start("a", "1", ["--standalone"], ("--nproc-per-node", "4", *watched), script, ("lines",), {})
+    node = scene.start_standalone("a", "--nproc-per-node", "4", *watched, script=script, args=("lines",))
     support.wait_until(lambda: picture_of(scene)["stragglers"], "that a rank is behind", DEADLINE_S)
     [slow] = picture_of(scene)["stragglers"]
     assert (slow["rank"], slow["unit"]) == (3, "lines")

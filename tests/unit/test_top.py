@@ -123,6 +123,15 @@ def test_answers_that_make_little_sense_are_shown_as_far_as_they_do() -> None:
     assert any("rank 3 running" in line for line in shown(view_of(odd)))
 
 
+def test_agents_without_a_node_id_are_told_apart() -> None:
+    agents = [{"host": "vm", "pid": pid, "node": 0, "workers": [worker(0, pid=10 * pid)]} for pid in (1, 2)]
+    view = view_of(picture(agents=agents, run=None, problem="this run has no coordinator"))
+    assert [line for line in shown(view) if "pid" in line] == ["> rank 0 running 1m05s  pid 10",
+                                                               "  rank 0 running 1m05s  pid 20"]  # fmt: skip
+    view.press("down")
+    assert view.press("stacks") == ("agent 2", 0)
+
+
 def test_a_node_that_does_not_answer_says_why() -> None:
     silent = picture(agents=[], silent={"host-1": "node host-1 did not answer within 25 s"})
     assert "  node host-1 did not answer within 25 s" in shown(view_of(silent))

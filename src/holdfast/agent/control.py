@@ -55,7 +55,7 @@ _MOST_AWAIT_END = 8
 _END_PATIENCE_S = 0.2  # For all of them together.
 # A socket refuses connections for a moment before its agent listens on it, too.
 _STALE_AFTER_S = 10.0
-_PATH = r"/holdfast(?:-agents-\d+)?/[^/]*\.(\d+)\.[0-9a-f]{8}\.sock$"
+_PATH = r"/holdfast(?:-agents-\d+)?/([^/]*)\.(\d+)\.[0-9a-f]{8}\.sock$"
 
 
 # The agent's side.
@@ -164,12 +164,19 @@ class ControlSocket:
         line = _read_line(client, _REQUEST_LIMIT_BYTES, until)
         if f'"{END}"'.encode() in line and _parsed(line).get("command") == END:
             return self._keep_until_end(client)
-        is_slow = any(f'"{name}"'.encode() in line for name in self._slow) and self._slow_places.acquire(blocking=False)
-        if is_slow:
+        if not any(f'"{name}"'.encode() in line for name in self._slow):
+            self._reply(client, answer_to(line, self._commands))
+            return False
+        if not self._slow_places.acquire(blocking=False):
+            self._reply(client, _error(f"{_SLOW_AT_ONCE} others wait for such an answer already; try again"))
+            return False
+        try:
             threading.Thread(target=self._serve_slow, args=(client, line), name="holdfast-query", daemon=True).start()
-        else:
-            self._reply(client, line)
-        return is_slow
+        except RuntimeError as error:  # A process at its limit.
+            self._slow_places.release()
+            self._reply(client, _error(str(error)))
+            return False
+        return True
 
     def _keep_until_end(self, client: _socket.socket) -> bool:
         with self._await_end_lock:
@@ -182,29 +189,26 @@ class ControlSocket:
 
     def _serve_slow(self, client: _socket.socket, line: bytes) -> None:
         try:
-            self._reply(client, line)
+            self._reply(client, answer_to(line, self._commands))
         except OSError as error:
             logger.debug("a client of the control socket was dropped: %s", error)
         finally:
             client.close()
             self._slow_places.release()
 
-    def _reply(self, client: _socket.socket, line: bytes) -> None:
-        answer = answer_to(line, self._commands) + b"\n"
+    def _reply(self, client: _socket.socket, answer: bytes) -> None:
         client.settimeout(_CLIENT_LIMIT_S)
-        client.sendall(answer)
+        client.sendall(answer + b"\n")
         client.shutdown(_socket.SHUT_RDWR)  # A process that was just forked may hold a copy.
 
 
 def answer_to(line: bytes, commands: Mapping[str, Command]) -> bytes:
     """The answer to a request, whatever it is."""
-    import json
-
     request = _parsed(line)
     try:
         act = commands[request["command"]]
     except Exception:  # Junk of any kind.
-        return json.dumps({"error": f"this is no command; there are: {', '.join(sorted(commands))}"}).encode()
+        return _error(f"this is no command; there are: {', '.join(sorted(commands))}")
     return _answer(act, request)
 
 
@@ -212,12 +216,17 @@ def _answer(act: Command, request: Mapping[str, Any]) -> bytes:
     import json
 
     try:
-        answer = {"result": act(request)}
+        return json.dumps({"result": act(request)}).encode()
     except HoldfastError as error:
-        answer = {"error": str(error)}
+        return _error(str(error))
     except Exception as error:
-        answer = {"error": f"{type(error).__name__}: {error}"}
-    return json.dumps(answer).encode()
+        return _error(f"{type(error).__name__}: {error}")
+
+
+def _error(text: str) -> bytes:
+    import json
+
+    return json.dumps({"error": text}).encode()
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
@@ -230,10 +239,15 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return request if isinstance(request, dict) else {}
 
 
+def name_in_path(run_id: str) -> str:
+    """How the path of a socket names the run."""
+    return re.sub("[^0-9A-Za-z_-]", "_", run_id)[:40]
+
+
 def _bind(listener: _socket.socket, run_id: str) -> str:
     """Give the socket a name in the first directory that can be used. Several agents may have the same run id and pid:
     those of one process, and of containers that share the directory."""
-    name = f"{re.sub('[^0-9A-Za-z_-]', '_', run_id)[:40]}.{os.getpid()}.{os.urandom(4).hex()}.sock"
+    name = f"{name_in_path(run_id)}.{os.getpid()}.{os.urandom(4).hex()}.sock"
     trouble = OSError()
     # Each twice: the last agent to end removes the directory, perhaps between the two steps of the first try.
     for directory in (each for each in directories() for _ in range(2)):
@@ -255,13 +269,14 @@ def _bind(listener: _socket.socket, run_id: str) -> str:
 # The other side.
 
 
-def find(*, of_all_users: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
+def find(*, of_all_users: bool = False) -> tuple[list[dict[str, Any]], dict[int, str]]:
     """Every agent of this user on this host, wherever its socket is: the statuses (`AgentStatus.to_dict`, where the
-    `socket` is and the `uid` of its user), and the pids of agents that did not answer in time. Stale sockets are
-    removed. Root may ask the agents of all users; those of others have a bounded time for all of them together."""
-    statuses, silent = [], []
+    `socket` is and the `uid` of its user), and the pids of agents that did not answer in time, with the names of their
+    runs (`name_in_path`). Stale sockets are removed. Root may ask the agents of all users; those of others have a
+    bounded time for all of them together."""
+    statuses, silent = [], {}
     until = time.monotonic() + _OTHERS_LIMIT_S
-    for is_foreign, path, pid in sorted((not _is_own(path), path, pid) for path, pid in _paths().items()):
+    for is_foreign, path, (name, pid) in sorted((not _is_own(path), path, names) for path, names in _paths().items()):
         if is_foreign and not of_all_users:
             break
         limit_s = min(_ASK_LIMIT_S, max(0.01, until - time.monotonic())) if is_foreign else _ASK_LIMIT_S
@@ -273,7 +288,7 @@ def find(*, of_all_users: bool = False) -> tuple[list[dict[str, Any]], list[int]
                 if os.path.dirname(path) in directories() and time.time() - os.stat(path).st_mtime > _STALE_AFTER_S:
                     os.unlink(path)
         except (TimeoutError, BlockingIOError):  # The latter if its queue is full.
-            silent.append(pid)
+            silent[pid] = name
         except (OSError, ValueError, RecursionError):
             continue  # It is gone, or is none of ours.
         else:
@@ -365,16 +380,16 @@ def _is_private(directory: str) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
-def _paths() -> dict[str, int]:
-    """Sockets and the pids in their names. The kernel lists those of agents whose TMPDIR is not ours, the directories
-    have those of agents that are gone."""
+def _paths() -> dict[str, tuple[str, int]]:
+    """Sockets, with the run and the pid in their names. The kernel lists those of agents whose TMPDIR is not ours, the
+    directories have those of agents that are gone."""
     paths: list[str] = []
     for directory in directories():
         with contextlib.suppress(OSError):
             paths += [f"{directory}/{name}" for name in os.listdir(directory) if _is_private(directory)]
     with contextlib.suppress(OSError), open("/proc/net/unix", errors="surrogateescape") as listing:
         paths += [line.rstrip("\n").split(maxsplit=7)[-1] for line in listing]
-    return {path: int(found[1]) for path in paths if (found := re.search(_PATH, path))}
+    return {path: (found[1], int(found[2])) for path in paths if (found := re.search(_PATH, path))}
 
 
 # Both sides.

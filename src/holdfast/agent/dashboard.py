@@ -39,8 +39,11 @@ def _start(arguments: list[str]) -> None:
     try:
         with Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True) as first:
             said, _ = first.communicate(timeout=_START_PATIENCE_S)
-    except (OSError, TimeoutExpired, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         logger.warning("no dashboard: %s", error)
+        return
+    except TimeoutExpired:
+        logger.warning("no dashboard: it has not started within %g s", _START_PATIENCE_S)
         return
     *_, last = said.decode(errors="replace").strip().splitlines() or ["it ended without a word"]
     url, _, pid = last.partition(" ")

@@ -28,6 +28,18 @@ _LIST_LIMIT = 1000
 _ATTEMPT = re.compile(r"/attempt_(\d+)(/[^/]*/[^/]*)$")
 
 
+def answer(request: Mapping[str, Any], status: AgentStatus, spec: WorkerSpec, logs_dir: str) -> dict[str, Any]:
+    match request["command"]:
+        case "logs":
+            return read_log(status, request)
+        case "stacks":
+            return take_stacks(status, request)
+        case "config":
+            return describe_config(spec, logs_dir)
+        case _:
+            return read_events(spec.events_file)
+
+
 def read_log(status: AgentStatus, request: Mapping[str, Any]) -> dict[str, Any]:
     """A piece of a log: `path`, `attempt`, and what `read_piece` returns. `is_over`: the worker writes no more."""
     worker = _worker_of(status, request.get("rank"))

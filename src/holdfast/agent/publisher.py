@@ -185,35 +185,14 @@ class Publisher:
 
     @property
     def _readable(self) -> dict[str, control.Command]:
-        return {
-            "status": self._describe,
-            "logs": self._read_log,
-            "stacks": self._take_stacks,
-            "config": self._describe_config,
-            "events": self._read_events,
-        }
+        return {"status": self._describe, **dict.fromkeys(("logs", "stacks", "config", "events"), self._inspect)}
 
-    def _read_log(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        from holdfast.agent import inspection
-
-        return inspection.read_log(self.status, request)
-
-    def _take_stacks(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        from holdfast.agent import inspection
-
-        return inspection.take_stacks(self.status, request)
-
-    def _describe_config(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _inspect(self, request: Mapping[str, Any]) -> dict[str, Any]:
         from holdfast.agent import inspection
 
         context = self._agent._context
-        logs = context.logs_dir if context is not None else ""
-        return inspection.describe_config(self._agent.get_worker_group().spec, logs)
-
-    def _read_events(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        from holdfast.agent import inspection
-
-        return inspection.read_events(self._agent.get_worker_group().spec.events_file)
+        logs_dir = context.logs_dir if context is not None else ""
+        return inspection.answer(request, self.status, self._agent.get_worker_group().spec, logs_dir)
 
     def _request_stop(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The loop does it, when it is its turn."""

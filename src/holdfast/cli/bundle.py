@@ -20,10 +20,10 @@ from typing import Any
 
 from holdfast import escape, procfs
 from holdfast.agent import inspection
-from holdfast.cli import archive, doctor, runs, status
+from holdfast.cli import archive, console, doctor, runs, status
 from holdfast.cli.archive import Pieces
 from holdfast.cli.parser import PlainParser
-from holdfast.cli.runs import dict_of, dicts_of, number_of, text_of
+from holdfast.cli.runs import dict_of, dicts_of, name_of, number_of, text_of
 from holdfast.errors import HostError, UserError
 from holdfast.failures.report import size_text
 from holdfast.frozen import fields_of
@@ -70,13 +70,12 @@ Secrets are left out, as far as they have a name or a shape; host names, address
 
 
 def get_parser() -> PlainParser:
-    parser = PlainParser(PROGRAM, "Collect what is needed to look into a problem of a run, without secrets.", _EPILOG)
-    runs.add_arguments(parser)
+    description = "Collect what is needed to look into a problem of a run, without secrets."
+    parser = runs.parser_for(PROGRAM, description, _EPILOG)
     parser.add_argument("-o", "--output", metavar="FILE", help="the file to write, which must not exist yet. Left out, "
                         "it is named after the run and the time, in this directory")  # fmt: skip
     parser.add_argument("--log-dir", metavar="DIRECTORY", help="the log directory of a run that has ended, or the "
                         "directory of one run in it; without RUN, no running one is looked for")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="for programs")
     return parser
 
 
@@ -87,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         told = make_bundle(args)
         return json.dumps(told) + "\n" if args.json else f"{_words(told)}\n"
 
-    return status.shown(PROGRAM, make)
+    return console.show(PROGRAM, make)
 
 
 def _words(told: Mapping[str, Any]) -> str:
@@ -114,7 +113,7 @@ def make_bundle(args: argparse.Namespace) -> dict[str, Any]:
         if trouble:
             pieces.miss("the run itself", trouble)
         if answers is not None:
-            _add_run(pieces, answers)
+            pieces.attempt("the run", _add_run, pieces, answers)
         if directory is not None:
             pieces.attempt("the log directory", _add_directory, pieces, directory, args.log_dir)
         pieces.text("README.txt", _README, "what this is")
@@ -165,10 +164,7 @@ class Answers:
     def ask(self, agent: Mapping[str, Any], **request: Any) -> dict[str, Any]:
         if time.monotonic() > self._ends:
             raise HostError(f"not asked: the others took {_ASK_FOR_S:g} s")
-        answer = self._run.ask_about(agent, request)
-        if not isinstance(answer, dict):
-            raise HostError("it sent an answer that makes no sense")
-        return answer
+        return self._run.ask_node(name_of(agent), request)
 
 
 def _known_secrets(args: argparse.Namespace, answers: Answers | None) -> Iterator[str]:
@@ -263,11 +259,13 @@ def _logs_of(agent: Mapping[str, Any]) -> Iterator[tuple[str, int, int | None]]:
 def _run_directory(path: str) -> str:
     """The directory of one run: the one that is named, or in a log directory the latest."""
     latest = os.path.join(path, "latest")
-    if not os.path.isdir(path):
-        raise UserError(f"--log-dir {path} is not a directory")
     if os.path.isdir(latest):
         return os.path.dirname(os.path.realpath(latest))
-    if any(name.startswith("attempt_") for name in os.listdir(path)):
+    try:
+        names = os.listdir(path)
+    except OSError as error:
+        raise UserError(f"--log-dir {path} cannot be read: {error.strerror}") from None
+    if any(name.startswith("attempt_") for name in names):
         return os.path.realpath(path)
     raise UserError(f"--log-dir {path}: there are no logs of a run in it (no link `latest`, no attempt_0)")
 
@@ -332,7 +330,7 @@ def _events_files(directory: str, log_dir: str) -> list[str]:
     found = []
     for top in dict.fromkeys((directory, os.path.realpath(log_dir))):
         for name in sorted(os.listdir(top)):
-            with suppress(OSError, ValueError), open_left_file(os.path.join(top, name)) as file:
+            with suppress(OSError, ValueError, RecursionError), open_left_file(os.path.join(top, name)) as file:
                 first = json.loads(file.readline(_SECRET_BYTES)) if name.endswith((".json", ".jsonl", ".log")) else None
                 if isinstance(first, dict) and {"version", "event", "monotonic"} <= first.keys():
                     found.append(os.path.join(top, name))

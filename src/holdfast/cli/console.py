@@ -8,9 +8,13 @@ without waiting for a reader.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from holdfast import escape, log, stdio
+from holdfast import escape, log, signals, stdio
+from holdfast.errors import HoldfastError, UserError
 
 _RED, _PLAIN = "\033[31m", "\033[0m"
 _WIDEST = 100
@@ -43,6 +47,41 @@ def write_error(program: str, message: str) -> None:
     error = f"{_RED}error:{_PLAIN}" if wants_colour() else "error:"
     text = f"{program}: {error} {escape.cut(escape.one_line(message))}\n"
     stdio.write(sys.stderr, text, may_drop=False)
+
+
+def show(program: str, make_text: Callable[[], str]) -> int:
+    """Run a command: print the text that the function returns. An error is one line, and the exit code says whose it
+    is. A signal ends the command at once, wherever it is, but through its `finally` blocks."""
+    try:
+        with _signals_raised():
+            text = make_text()
+    except HoldfastError as error:
+        write_error(program, str(error))
+        return 2 if isinstance(error, UserError) else 1
+    except (KeyboardInterrupt, signals.SignalException) as error:
+        return 128 + getattr(error, "sigval", signal.SIGINT)
+    print_out(text)
+    sys.stdout.flush()
+    return 0
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    def leave(number: int, frame: object) -> None:
+        raise signals.SignalException(f"got {signals.signal_name(number)}", signal.Signals(number))
+
+    box = signals.inbox()
+    box.raise_pending()
+    box.handle(())
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+               if signal.getsignal(each) == signal.SIG_DFL]  # fmt: skip
+    for number in numbers:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def wants_colour() -> bool:

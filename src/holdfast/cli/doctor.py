@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from holdfast import escape
-from holdfast.cli import runs, status
+from holdfast.cli import console, runs, status
 from holdfast.cli.checks import endpoint, findings, host
 from holdfast.cli.checks.findings import Finding, Level
 from holdfast.cli.parser import PlainParser
@@ -25,8 +25,8 @@ _WAY = ("endpoint name", "etcd", "coordinator", "token", "run")
 
 _EPILOG = """\
 Each check is a line: ok, warning (a run works, but worse, or not yet) or problem, and what to do about it. With
---rdzv-endpoint it goes the way that an agent goes: name, connection, TLS, version, token, and RUN if it is given. With
-RUN alone the run is looked for on this host. Nothing is changed, and it takes ten seconds at most.
+--rdzv-endpoint it takes the steps of an agent that joins: name, connection, TLS, version, token, and RUN if it is
+given. With RUN alone the run is looked for on this host. Nothing is changed, and it takes ten seconds at most.
 
 exit status:
   0  there is no problem; there may be warnings
@@ -40,10 +40,7 @@ examples:
 
 
 def get_parser() -> PlainParser:
-    parser = PlainParser(PROGRAM, "Check this host, and the way to the coordinator of a run.", _EPILOG)
-    runs.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
-    return parser
+    return runs.parser_for(PROGRAM, "Check this host, and the way to the coordinator of a run.", _EPILOG)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
             return json.dumps({"findings": [fields_of(each) for each in found]}, indent=2) + "\n"
         return "\n".join(lines_of(found)) + "\n"
 
-    code = status.shown(PROGRAM, show)
+    code = console.show(PROGRAM, show)
     return code or int(any(each.level is Level.PROBLEM for each in found))
 
 

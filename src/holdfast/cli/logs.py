@@ -11,15 +11,15 @@ import argparse
 import json
 import os
 import re
-import select
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from itertools import islice
+from contextlib import suppress
+from itertools import count, islice
 from typing import Any
 
+from holdfast import loop
 from holdfast.agent import inspection
-from holdfast.cli import console, runs, status
+from holdfast.cli import console, runs
 from holdfast.cli.parser import PlainParser
 from holdfast.cli.runs import RunView, dicts_of, number_of, text_of
 from holdfast.errors import HostError, UserError
@@ -53,17 +53,16 @@ examples:
 
 
 def get_parser() -> PlainParser:
-    parser = PlainParser(PROGRAM, "Show or follow the log files of a run's workers.", _EPILOG)
-    runs.add_arguments(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends, through restarts")
-    parser.add_argument("--rank", type=int, metavar="RANK", help="of this global rank alone, on whatever host it is")
-    parser.add_argument("--attempt", type=int, metavar="NUMBER", help="of this start of the workers, counted from 0; "
-                        "the default is the present one. Ranks are those of the present one.")  # fmt: skip
-    parser.add_argument("--stream", choices=_STREAMS, help="of this stream alone")
+    json_help = "for programs: one JSON object a line"
+    parser = runs.parser_for(PROGRAM, "Show or follow the log files of a run's workers.", _EPILOG, json_help)
+    parser.add_argument("-f", "--follow", action="store_true", help="follow until the run ends, through restarts")
+    parser.add_argument("--rank", type=int, metavar="RANK", help="only this global rank, on any host")
+    parser.add_argument("--attempt", type=int, metavar="NUMBER", help="only this start of the workers, counted from "
+                        "0 (default: the present one); ranks are those of the present one")  # fmt: skip
+    parser.add_argument("--stream", choices=_STREAMS, help="only this stream")
     parser.add_argument("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
     parser.add_argument("--tail", type=int, metavar="LINES", help="only the last lines of each log, out of its last "
                         "64 KiB; with -f the default is 10")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="for programs: one JSON object a line")
     return parser
 
 
@@ -74,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         _show(runs.open_run(args), args, Printer(_pattern(args.grep), args.json))
         return ""
 
-    return status.shown(PROGRAM, show)
+    return console.show(PROGRAM, show)
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
@@ -137,6 +136,10 @@ class Source:
             self._offset = -inspection.CHUNK_BYTES
         while True:
             piece = self._piece()
+            path = text_of(piece, "path") or self.path
+            if path != self.path and self._attempt is None:
+                self.turn_to(path, printer)
+                continue
             if self._has_changed(piece, printer):
                 continue
             lines = (self._rest + text_of_log(piece)).split("\n")
@@ -165,9 +168,12 @@ class Source:
                 printer.note(f"rank {self.rank}: {error}; waiting for it or for the run to end")
 
     def turn_to(self, path: str, printer: Printer) -> None:
-        """The worker was started again, with another log."""
-        with suppress(HostError):
-            self.read(printer)
+        """The worker was started again, with another log. The rest of this one is shown first: it may say why."""
+        self._attempt = inspection.attempt_of(self.path)
+        if self._attempt is not None or not self.node_id:
+            with suppress(HostError):
+                self.read(printer)
+        self._attempt = None
         self.finish(printer)
         printer.note(f"rank {self.rank}: attempt {inspection.attempt_of(path)} begins, in {path}")
         self.path, self._offset, self._file = path, 0, ""
@@ -183,15 +189,7 @@ class Source:
             path = inspection.log_path(self.path, self._attempt)
             return inspection.read_piece(path, self._offset, owner=self._owner)
         request = {"command": "logs", "rank": self.rank, "stream": self.stream, "offset": self._offset}
-        piece = self._run.ask_node(self.node_id, {**request, "attempt": self._attempt})
-        if not isinstance(piece, dict):
-            raise HostError(f"node {self.node_id} sent an answer that makes no sense")
-        self.turn_over(text_of(piece, "path"))
-        return piece
-
-    def turn_over(self, path: str) -> None:
-        if self.path != path:
-            self.path, self._file = path, self._file or "?"
+        return self._run.ask_node(self.node_id, {**request, "attempt": self._attempt})
 
     def _has_changed(self, piece: Mapping[str, Any], printer: Printer) -> bool:
         """Whether to begin again: the name belongs to another file now, or the file was cut."""
@@ -305,29 +303,38 @@ def _no_such_rank(rank: int, whose: str, there_are: Iterable[int], note: str = "
 def _follow(run: RunView, sources: list[Source], printer: Printer) -> None:
     """Until the run has ended. On this host its agents are waited for; elsewhere the coordinator says so."""
     is_here = not any(each.node_id for each in sources)
-    with ExitStack() as opened:
-        agents = select.poll()
-        left = 0
-        for agent in run.local_agents() if is_here else ():
-            with suppress(OSError):
-                fd = os.pidfd_open(int(agent["pid"]))
-                opened.callback(os.close, fd)
-                agents.register(fd, select.POLLIN)
-                left += 1
-        looks = 0
-        is_over = is_here and not left
-        while not is_over:
-            for fd, _ in agents.poll(1000 * (_LOOK_AGAIN_S if is_here else _LOOK_AGAIN_ELSEWHERE_S)):
-                agents.unregister(fd)
-                left -= 1
-            looks += 1
-            is_over = left == 0 if is_here else looks % _ASK_AGAIN_EVERY == 0 and _has_ended(run)
-            if console.is_unread():
-                return
-            if is_here:
-                _turn_to_new_attempts(run, sources, printer)
-            for each in sources:
-                each.follow(printer)
+    for _ in _looks_here(run) if is_here else _looks_elsewhere(run):
+        if console.is_unread():
+            return
+        if is_here:
+            _turn_to_new_attempts(run, sources, printer)
+        for each in sources:
+            each.follow(printer)
+
+
+def _looks_here(run: RunView) -> Iterator[None]:
+    """When to look: every moment, and a last time when all agents have ended."""
+    with run.pidfds() as agents:
+        left = set(agents)
+        while left:
+            left = runs.await_ends(left, _LOOK_AGAIN_S)
+            yield
+
+
+def _looks_elsewhere(run: RunView) -> Iterator[None]:
+    """When to look: every second, and a last time when the run has ended, or its coordinator is gone, and with it the
+    way to the logs. One that was restarted is back before it is asked again."""
+    failures, is_over = 0, False
+    for look in count(1):
+        loop.wait_readable([], _LOOK_AGAIN_ELSEWHERE_S)
+        if look % _ASK_AGAIN_EVERY == 0:
+            try:
+                failures, is_over = 0, bool(text_of(run.run_page(0), "end"))
+            except HostError:
+                failures += 1
+        yield
+        if is_over or failures > 1:
+            return
 
 
 def _turn_to_new_attempts(run: RunView, sources: list[Source], printer: Printer) -> None:
@@ -339,10 +346,3 @@ def _turn_to_new_attempts(run: RunView, sources: list[Source], printer: Printer)
         while path and path != each.path:
             each.turn_to(path, printer)
             path = "" if workers else each.next_path()
-
-
-def _has_ended(run: RunView) -> bool:
-    try:
-        return bool(text_of(run.run_page(0), "end"))
-    except HostError:
-        return True  # The coordinator is gone, and with it the way to the logs.

@@ -9,31 +9,35 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from holdfast import loop
 from holdfast.agent import control
+from holdfast.cli.parser import PlainParser
 from holdfast.errors import HostError, UserError
 
 if TYPE_CHECKING:
+    from holdfast.rendezvous.client.visitor import Visitor
     from holdfast.rendezvous.membership.model import Outcome
 
 MOST_NODES = 1024
 _MOST_ASKED = 64  # Agents of other hosts, for their workers.
+_COORDINATOR_LIMIT_S = 5.0
 _ASK_LIMIT_S = 25.0  # An agent waits 20 s for another one.
+_ASK_ALL_LIMIT_S = 30.0  # After that no further agent is asked.
 _MAX_NAME = 1024
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the commands about one run have in common."""
+def parser_for(program: str, description: str, epilog: str, json_help: str = "print JSON, for programs") -> PlainParser:
+    """The parser of a command about one run, with the options that all of them have. Without `json_help` the command
+    has no --json."""
+    parser = PlainParser(program, description, epilog)
     parser.add_argument("run", nargs="?", metavar="RUN", help="the run, as given by --rdzv-id, or the pid of one of "
                         "its agents; may be left out if there is only one on this host")  # fmt: skip
     parser.add_argument("--all-users", action="store_true", help="for root: look at the runs of other users, too")
-    add_endpoint_arguments(parser)
-
-
-def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="ask the coordinator there, from any host; with "
                         "--rdzv-backend etcd, the one that etcd knows")  # fmt: skip
     parser.add_argument("--rdzv-backend", default="tcp", metavar="NAME", help="tcp (the default), static or etcd")
@@ -41,6 +45,9 @@ def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
                         "prefix, user, and others that are needed to get a connection")  # fmt: skip
     parser.add_argument("--token-file", default="", metavar="FILE", help="the run's token (or the environment "
                         "variable HOLDFAST_TOKEN)")  # fmt: skip
+    if json_help:
+        parser.add_argument("--json", action="store_true", help=json_help)
+    return parser
 
 
 class SeveralRuns(UserError):  # noqa: N818
@@ -48,25 +55,33 @@ class SeveralRuns(UserError):  # noqa: N818
 
 
 class RunView:
-    """One run, as a command sees it. `name` is its id. Errors are of `HoldfastError`."""
+    """One run, as a command sees it. `name` is its id. Every answer is an object; errors are of `HoldfastError`."""
 
     name = ""
 
-    def run_page(self, first: int) -> dict[str, Any]:
-        """How the run stands (`RunStatus.to_dict`), with the nodes from that number on."""
+    def ask_coordinator(self, request: Mapping[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
 
-    def ask_node(self, node_id: str, request: Mapping[str, Any]) -> Any:
-        """What the agent of that node answers."""
+    def ask_node(self, name: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What the agent of that name (`name_of`) answers."""
         raise NotImplementedError
-
-    def ask_about(self, agent: Mapping[str, Any], request: Mapping[str, Any]) -> Any:
-        """What that agent, one of `agents`, answers."""
-        return self.ask_node(text_of(agent, "node_id"), request)
 
     def local_agents(self) -> list[dict[str, Any]]:
         """The agents of the run on this host (`AgentStatus.to_dict`), as far as they were looked for."""
         return []
+
+    @contextmanager
+    def pidfds(self) -> Iterator[dict[int, int]]:
+        """A descriptor for each agent of this host, and its pid; see `await_ends`."""
+        found = {}
+        try:
+            for pid in [int(agent["pid"]) for agent in self.local_agents()]:
+                with suppress(OSError):  # It has just ended.
+                    found[os.pidfd_open(pid)] = pid
+            yield found
+        finally:
+            for fd in found:
+                os.close(fd)
 
     def stop(self, reason: str) -> tuple[str, int]:
         """End it, with grace. How far that reaches (`run`, or `host` if there is no coordinator), and how many nodes
@@ -76,13 +91,17 @@ class RunView:
     def close(self) -> None:
         """Let go of what is needed for asking."""
 
+    def run_page(self, first: int) -> dict[str, Any]:
+        """How the run stands (`RunStatus.to_dict`), with the nodes from that number on."""
+        return self.ask_coordinator({"command": "status", "first": first})
+
     def run_status(self) -> dict[str, Any]:
         """With all nodes, up to a bound."""
         status = self.run_page(0)
-        nodes, following = [*_dicts(status.get("nodes"))], status.get("next_page")
+        nodes, following = dicts_of(status, "nodes"), status.get("next_page")
         while type(following) is int and len(nodes) < MOST_NODES:
             page = self.run_page(following)
-            more, following = [*_dicts(page.get("nodes"))], page.get("next_page")
+            more, following = dicts_of(page, "nodes"), page.get("next_page")
             if not more:
                 break
             nodes += more
@@ -90,16 +109,19 @@ class RunView:
 
     def agents(self, nodes: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """The status of each agent, and by node id why some did not tell theirs."""
-        found = {text_of(each, "node_id"): each for each in self.local_agents()}
+        found = {name_of(each): each for each in self.local_agents()}
         problems: dict[str, str] = {}
+        ends = time.monotonic() + _ASK_ALL_LIMIT_S
         for node_id in [text_of(node, "node_id") for node in nodes]:
             if node_id in found:
                 continue
             if len(found) + len(problems) >= _MOST_ASKED:
                 break
+            if time.monotonic() > ends:
+                problems[node_id] = f"not asked: the others took {_ASK_ALL_LIMIT_S:g} s"
+                continue
             try:
-                answer = self.ask_node(node_id, {"command": "status"})
-                found[node_id] = {**answer, "node_id": node_id} if isinstance(answer, dict) else {}
+                found[node_id] = {**self.ask_node(node_id, {"command": "status"}), "node_id": node_id}
             except HostError as error:
                 problems[node_id] = str(error)
         return [*found.values()], problems
@@ -116,42 +138,34 @@ class LocalRun(RunView):
         """As they are now; those that have ended are left out."""
         found = []
         for agent in self._agents:
-            try:
-                status = self.ask_agent(agent, {"command": "status"})
-                found.append({**status, "socket": agent["socket"], "uid": agent.get("uid")})
-            except HostError:
-                continue
+            with suppress(HostError):
+                known = {name: agent.get(name) for name in ("socket", "uid", "pid")}
+                found.append({**self._ask(agent, {"command": "status"}), **known})
         return found
 
-    def run_page(self, first: int) -> dict[str, Any]:
-        answer = self._ask_any({"command": "query", "request": {"command": "status", "first": first}})
-        if not isinstance(answer, dict):
-            raise HostError("the coordinator sent an answer that makes no sense")
-        return answer
+    def ask_coordinator(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return self._ask_any({"command": "query", "request": request})
 
-    def ask_node(self, node_id: str, request: Mapping[str, Any]) -> Any:
+    def ask_node(self, name: str, request: Mapping[str, Any]) -> dict[str, Any]:
         for agent in self._agents:
-            if node_id in (text_of(agent, "node_id"), name_of(agent)):
-                return self.ask_agent(agent, request)
-        return self._ask_any({"command": "query", "node": node_id, "request": request})
+            if name == name_of(agent):
+                return self._ask(agent, request)
+        return self._ask_any({"command": "query", "node": name, "request": request})
 
-    def ask_about(self, agent: Mapping[str, Any], request: Mapping[str, Any]) -> Any:
-        return self.ask_agent(agent, request) if "socket" in agent else super().ask_about(agent, request)
-
-    def _ask_any(self, request: Mapping[str, Any]) -> Any:
+    def _ask_any(self, request: Mapping[str, Any]) -> dict[str, Any]:
         trouble = HostError("no agent of the run answers")
         for agent in self._agents:
             try:
-                return self.ask_agent(agent, request)
+                return self._ask(agent, request)
             except HostError as error:
                 trouble = error
         raise trouble
 
     def stop(self, reason: str) -> tuple[str, int]:
         scopes = set()
-        for agent in self.local_agents():
+        for agent in self._agents:
             with suppress(HostError):  # It has ended meanwhile, as a node of a run that was closed just now.
-                scopes.add(text_of(self.ask_agent(agent, {"command": "stop", "reason": reason}), "scope"))
+                scopes.add(text_of(self._ask(agent, {"command": "stop", "reason": reason}), "scope"))
             if "run" in scopes:
                 return "run", 0  # One member closes it for all.
         if not scopes:
@@ -166,7 +180,7 @@ class LocalRun(RunView):
                 sent.append(control.Question(str(agent["socket"]), request))
         return sent
 
-    def ask_agent(self, agent: Mapping[str, Any], request: Mapping[str, Any]) -> Any:
+    def _ask(self, agent: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
         try:
             answer, _ = control.ask(str(agent["socket"]), request, _ASK_LIMIT_S)
         except TimeoutError:
@@ -175,30 +189,52 @@ class LocalRun(RunView):
             raise HostError(f"agent {agent.get('pid')} cannot be asked: {error}") from None
         if "result" not in answer:
             raise HostError(str(answer.get("error", "it sent an answer that makes no sense")))
-        return answer["result"]
+        return _object(answer["result"], f"agent {agent.get('pid')}")
+
+
+def await_ends(pidfds: set[int], timeout_s: float) -> set[int]:
+    """Those whose processes have not ended when the time is up."""
+    ends, left = time.monotonic() + timeout_s, set(pidfds)
+    while left and (left_s := ends - time.monotonic()) > 0:
+        loop.wait_readable(left, left_s)
+        left = {fd for fd in left if not loop.is_readable(fd)}
+    return left
 
 
 class RemoteRun(RunView):
-    """Its coordinator, asked over the network."""
+    """Its coordinator, asked over the network. If the connection breaks, the next question makes another one: the
+    coordinator may have been restarted, or replaced."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        self.name = args.run
+        self._args, self._config = args, config_of(args)
+        self._visitor: Visitor | None = self._connected()
+
+    def _connected(self) -> Visitor:
         from holdfast.rendezvous.client import visitor
 
-        self.name = args.run
-        self._visitor = visitor.Visitor(visitor.find(args.rdzv_backend, args.rdzv_endpoint, args.run, config_of(args)))
+        return visitor.Visitor(visitor.find(self._args.rdzv_backend, self._args.rdzv_endpoint, self.name, self._config))
 
-    def run_page(self, first: int) -> dict[str, Any]:
-        answer = self._visitor.ask({"command": "status", "first": first})
-        if not isinstance(answer, dict):
-            raise HostError("the coordinator sent an answer that makes no sense")
-        return answer
+    def _ask(self, request: Mapping[str, Any], node_id: str = "", timeout_s: float = _COORDINATOR_LIMIT_S) -> Any:
+        from holdfast.rendezvous.client import visitor
 
-    def ask_node(self, node_id: str, request: Mapping[str, Any]) -> Any:
-        return self._visitor.ask(request, node_id, _ASK_LIMIT_S)
+        if self._visitor is None:
+            self._visitor = self._connected()
+        try:
+            return self._visitor.ask(request, node_id, timeout_s)
+        except visitor.ConnectionBroken:
+            self.close()
+            raise
+
+    def ask_coordinator(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return _object(self._ask(request), "the coordinator")
+
+    def ask_node(self, name: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        return _object(self._ask(request, name, _ASK_LIMIT_S), f"node {name}")
 
     def stop(self, reason: str) -> tuple[str, int]:
-        told = self._visitor.ask({"command": "stop", "reason": reason})
-        return "run", int(number_of(told, "nodes") or 0) if isinstance(told, dict) else 0
+        told = self.ask_coordinator({"command": "stop", "reason": reason})
+        return "run", int(number_of(told, "nodes") or 0)
 
     def await_outcome(self, timeout_s: float) -> Outcome | None:
         """How the run ended, with the evidence if the token was proved; None if it has not ended by then."""
@@ -208,14 +244,16 @@ class RemoteRun(RunView):
         from holdfast.rendezvous.membership.model import Outcome
 
         try:
-            return msgspec.convert(self._visitor.ask({"command": "outcome"}, "", timeout_s), Outcome)
+            return msgspec.convert(self._ask({"command": "outcome"}, "", timeout_s), Outcome)
         except visitor.NoAnswer:
             return None
         except msgspec.ValidationError as error:
             raise HostError(f"the coordinator sent an answer that makes no sense: {error}") from None
 
     def close(self) -> None:
-        self._visitor.close()
+        visitor, self._visitor = self._visitor, None
+        if visitor is not None:
+            visitor.close()
 
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -239,34 +277,47 @@ def open_run(args: argparse.Namespace) -> LocalRun | RemoteRun:
         return RemoteRun(args)
     if args.token_file or args.rdzv_conf or args.rdzv_backend != "tcp":
         raise UserError("--token-file, --rdzv-backend and --rdzv-conf are for --rdzv-endpoint")
-    agents = agents_here(args.all_users)
+    agents, silent = agents_here(args.all_users)
     if args.run is not None:
-        agents = _of_name(agents, args.run)
-    if not agents:
-        raise HostError(f"no run is found on this host{as_whom()}; ask another host's with --rdzv-endpoint")
-    names = {text_of(agent, "run_id"): None for agent in agents}
+        return LocalRun(_of_name(agents, silent, args.run))
+    names = {text_of(agent, "run_id") for agent in agents}
+    # A run whose agents do not answer is one, too: `holdfast stop` must not take the other one for the only one.
+    names |= {name for name in silent.values() if name not in map(control.name_in_path, names)}
     if len(names) > 1:
         raise SeveralRuns(f"there are several runs on this host, name one: {', '.join(sorted(names))}")
+    if not agents and silent:
+        raise _no_answer(silent)
+    if not agents:
+        raise HostError(f"no run is found on this host{as_whom()}; ask another host's with --rdzv-endpoint")
     return LocalRun(agents)
 
 
-def _of_name(agents: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+def _of_name(agents: list[dict[str, Any]], silent: Mapping[int, str], name: str) -> list[dict[str, Any]]:
     found = [agent for agent in agents if agent["run_id"] == name]
     if not found and name.isdecimal():
         found = [agent for agent in agents if agent["pid"] == int(name)]
-    if not found:
-        known = ", ".join(sorted({text_of(agent, "run_id") for agent in agents}))
-        raise UserError(f"run {name!r} is not found on this host{as_whom()}{f'; there are {known}' if known else ''}")
-    return found
+    if found:
+        return found
+    if meant := {pid: run for pid, run in silent.items() if run == control.name_in_path(name) or name == str(pid)}:
+        raise _no_answer(meant)
+    known = ", ".join(sorted({text_of(agent, "run_id") for agent in agents}))
+    raise UserError(f"run {name!r} is not found on this host{as_whom()}{f'; there are {known}' if known else ''}")
 
 
-def agents_here(of_all_users: bool = False) -> list[dict[str, Any]]:
-    """All agents that answer, whole enough to be shown."""
+def _no_answer(silent: Mapping[int, str]) -> HostError:
+    return HostError(silent_text(*next(iter(silent.items()))))
+
+
+def silent_text(pid: int, run: str) -> str:
+    return f"agent {pid} does not answer; it may be stopped (run {run})"
+
+
+def agents_here(of_all_users: bool = False) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """All agents that answer, whole enough to be shown. Of the others the pids, with the names of their runs as far as
+    the paths of their sockets tell them."""
     statuses, silent = control.find(of_all_users=of_all_users)
     found = [each for each in statuses if isinstance(each.get("run_id"), str) and isinstance(each.get("workers"), list)]
-    if silent and not found:
-        raise HostError(f"agent {silent[0]} does not answer; it may be stopped")
-    return found
+    return found, silent
 
 
 def as_whom() -> str:
@@ -277,8 +328,10 @@ def as_whom() -> str:
 # Reading what others say.
 
 
-def _dicts(value: object) -> list[dict[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+def _object(answer: object, whose: str) -> dict[str, Any]:
+    if not isinstance(answer, dict):
+        raise HostError(f"{whose} sent an answer that makes no sense")
+    return answer
 
 
 def name_of(agent: Mapping[str, Any]) -> str:
@@ -287,7 +340,8 @@ def name_of(agent: Mapping[str, Any]) -> str:
 
 
 def dicts_of(record: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    return _dicts(record.get(name))
+    value = record.get(name)
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def dict_of(record: Mapping[str, Any], name: str) -> dict[str, Any]:

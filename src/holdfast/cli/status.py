@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast import escape, signals
 from holdfast.cli import console, runs
 from holdfast.cli.parser import PlainParser
 from holdfast.cli.runs import RunView, dict_of, dicts_of, number_of, text_of
-from holdfast.errors import HoldfastError, HostError, UserError
+from holdfast.errors import HostError
 from holdfast.frozen import fields_of
 from holdfast.telemetry import stragglers
 from holdfast.telemetry.stragglers import Rate
@@ -48,16 +46,13 @@ example:
 
 
 def get_parser() -> PlainParser:
-    parser = PlainParser(PROGRAM, "Show how a run stands: nodes, workers, and what it waits for.", _EPILOG)
-    runs.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
-    return parser
+    return runs.parser_for(PROGRAM, "Show how a run stands: nodes, workers, and what it waits for.", _EPILOG)
 
 
 def get_ps_parser() -> PlainParser:
     parser = PlainParser(PROGRAM_PS, "List the runs on this host, with their agents.", _EPILOG_PS)
     parser.add_argument("--all-users", action="store_true", help="for root: the runs of other users, too")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     return parser
 
 
@@ -73,39 +68,24 @@ def main(argv: Sequence[str]) -> int:
         picture = picture_of(run)
         return json.dumps(picture, indent=2) + "\n" if args.json else "\n".join(lines_of(picture)) + "\n"
 
-    return shown(PROGRAM, show)
+    return console.show(PROGRAM, show)
 
 
 def list_runs(argv: Sequence[str]) -> int:
     args = get_ps_parser().parse_args(argv)
 
     def show() -> str:
-        agents = sorted(runs.agents_here(args.all_users), key=lambda each: (each["run_id"], each["pid"]))
+        agents, silent = runs.agents_here(args.all_users)
+        agents.sort(key=lambda each: (each["run_id"], each["pid"]))
+        for pid, name in silent.items():
+            console.write_error(PROGRAM_PS, runs.silent_text(pid, name))
         if args.json:
             return json.dumps(agents, indent=2) + "\n"
         if not agents:
-            return f"no run is found on this host{runs.as_whom()}\n"
+            return "" if silent else f"no run is found on this host{runs.as_whom()}\n"
         return "\n".join(table([_PS_HEADING, *map(_ps_row, agents)])) + "\n"
 
-    return shown(PROGRAM_PS, show)
-
-
-def shown(program: str, show: Callable[[], str]) -> int:
-    """Print what the function returns; an error is one line, and the exit code says whose it is. Ctrl-C ends it, in the
-    middle of whatever it is: nothing here is half done."""
-    box = signals.inbox()
-    try:
-        box.raise_pending()
-        box.handle(())
-        text = show()
-    except HoldfastError as error:
-        console.write_error(program, str(error))
-        return 2 if isinstance(error, UserError) else 1
-    except (KeyboardInterrupt, signals.SignalException) as error:
-        return 128 + getattr(error, "sigval", signal.SIGINT)
-    console.print_out(text)
-    sys.stdout.flush()
-    return 0
+    return console.show(PROGRAM_PS, show)
 
 
 # What is known.
@@ -173,17 +153,17 @@ def lines_of(picture: Mapping[str, Any]) -> Iterator[str]:
     status, agents, silent = picture["run"], picture["agents"], picture["silent"]
     yield heading(picture)
     yield escape.one_line(picture["sentence"])
-    if past := history_line(status if status is not None else (agents[0] if agents else {})):
+    if past := history_line(_record_of(picture)):
         yield past
     yield from stragglers.words(stragglers.find(rates_of(agents)))
     if picture["problem"]:
         yield escape.one_line(f"Only this host's agents are shown: {picture['problem']}.")
     yield ""
     yield from table([_NODE_HEADING, *_node_rows(status, agents, silent)])
-    workers = sorted(_worker_rows(agents), key=lambda row: int(row[0]))
+    workers = sorted(_worker_rows(agents))
     if workers:
         yield ""
-        yield from table([_WORKER_HEADING, *workers[:_MOST_WORKERS]])
+        yield from table([_WORKER_HEADING, *(row for _, row in workers[:_MOST_WORKERS])])
         if len(workers) > _MOST_WORKERS:
             yield f"... and {len(workers) - _MOST_WORKERS} more workers; --json shows all"
     if status is not None:
@@ -210,11 +190,11 @@ def history_line(record: Mapping[str, Any]) -> str:
         return ""
     restarts = history.get("restarts")
     counts = [(number_of(restarts, each) or 0 if isinstance(restarts, dict) else 0, each) for each in _RESTARTS]
-    parts = [f"{rounds:g} round{'' if rounds == 1 else 's'}"]
+    parts = [f"{rounds:.0f} round{'' if rounds == 1 else 's'}"]
     for count, cause in counts:
         if count:
             noun = "" if len(parts) > 1 else " restart" if count == 1 else " restarts"
-            parts.append(f"{count:g}{noun} {_RESTARTS[cause][count > 1]}")
+            parts.append(f"{count:.0f}{noun} {_RESTARTS[cause][count > 1]}")
     lost = age_text(lost_s) if lost_s >= 60 else f"{lost_s:.0f} s" if lost_s >= 10 else f"{lost_s:.2g} s"
     line = f"{', '.join(parts)}; {lost} lost, goodput {100 * (number_of(history, 'goodput') or 0):.0f} %"
     if history.get("is_whole") is False:
@@ -222,16 +202,21 @@ def history_line(record: Mapping[str, Any]) -> str:
     return line
 
 
+def _record_of(picture: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The coordinator's word about the run, else that of an agent."""
+    agents: Sequence[Mapping[str, Any]] = picture["agents"]
+    return picture["run"] if picture["run"] is not None else agents[0] if agents else {}
+
+
 def heading(picture: Mapping[str, Any]) -> str:
-    status, agents = picture["run"], picture["agents"]
-    record = status if status is not None else (agents[0] if agents else {})
+    status, record = picture["run"], _record_of(picture)
     used, left = number_of(record, "restarts_used") or 0, number_of(record, "restarts_left") or 0
-    parts = [text_of(record, "phase") or "unknown", f"round {number_of(record, 'round') or 0:g}"]
+    parts = [text_of(record, "phase") or "unknown", f"round {number_of(record, 'round') or 0:.0f}"]
     if status is not None:
         low, high = number_of(status, "min_nodes") or 0, number_of(status, "max_nodes") or 0
-        wanted = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-        parts.append(f"{number_of(status, 'node_count') or 0:g} of {wanted} nodes here")
-    parts.append(f"{used:g} of {used + left:g} restarts used")
+        wanted = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
+        parts.append(f"{number_of(status, 'node_count') or 0:.0f} of {wanted} nodes here")
+    parts.append(f"{used:.0f} of {used + left:.0f} restarts used")
     return escape.cut(escape.one_line(f"run {picture['run_id']}: {', '.join(parts)}"))
 
 
@@ -243,7 +228,7 @@ _PS_HEADING = ("RUN", "AGENT", "NODE", "PHASE", "ROUND", "WORKERS", "RESTARTS", 
 def _node_rows(
     status: Mapping[str, Any] | None, agents: Sequence[Mapping[str, Any]], silent: Mapping[str, str]
 ) -> Iterator[tuple[str, ...]]:
-    told = {text_of(each, "node_id"): each for each in agents}
+    told = {runs.name_of(each): each for each in agents}
     if status is None:
         for agent in agents:
             yield (_rank_text(agent, "node"), _node_name(agent), "", text_of(agent, "phase"), _pid_text(agent),
@@ -257,27 +242,29 @@ def _node_rows(
         yield (_rank_text(node, "rank"), node_id, text_of(node, "address"), state, _pid_text(agent), workers)
 
 
-def _worker_rows(agents: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+def _worker_rows(agents: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, tuple[str, ...]]]:
+    """Each with its rank."""
     for agent in agents:
         for worker in dicts_of(agent, "workers"):
             rank = number_of(worker, "global_rank")
             if rank is not None:
-                yield (f"{rank:g}", _rank_text(agent, "node"), _pid_text(worker), worker_state(worker),
-                       age_text(number_of(worker, "age_s")), progress_text(worker))  # fmt: skip
+                yield rank, (_rank_text(worker, "global_rank"), _rank_text(agent, "node"), _pid_text(worker),
+                             worker_state(worker), age_text(number_of(worker, "age_s")),
+                             progress_text(worker))  # fmt: skip
 
 
 def _ps_row(agent: Mapping[str, Any]) -> tuple[str, ...]:
     node, nodes = number_of(agent, "node"), number_of(agent, "nodes")
-    place = f"{node:g} of {nodes:g}" if node is not None and nodes is not None else "-"
+    place = f"{node:.0f} of {nodes:.0f}" if node is not None and nodes is not None else "-"
     used, left = number_of(agent, "restarts_used") or 0, number_of(agent, "restarts_left") or 0
     return (
         text_of(agent, "run_id"),
         _pid_text(agent),
         place,
         text_of(agent, "phase"),
-        f"{number_of(agent, 'round') or 0:g}",
+        f"{number_of(agent, 'round') or 0:.0f}",
         _workers_text(agent),
-        f"{used:g} of {used + left:g}",
+        f"{used:.0f} of {used + left:.0f}",
         age_text(number_of(agent, "age_s")),
     )
 
@@ -288,7 +275,7 @@ def _node_name(agent: Mapping[str, Any]) -> str:
 
 def _rank_text(record: Mapping[str, Any], name: str) -> str:
     rank = number_of(record, name)
-    return "-" if rank is None else f"{rank:g}"
+    return "-" if rank is None else f"{rank:.0f}"
 
 
 def _pid_text(record: Mapping[str, Any]) -> str:
@@ -305,7 +292,7 @@ def worker_state(worker: Mapping[str, Any]) -> str:
     state, code = text_of(worker, "state"), number_of(worker, "exit_code")
     if not code:
         return state
-    return f"{state} ({signals.signal_name(int(-code))})" if code < 0 else f"{state} (exit code {code:g})"
+    return f"{state} ({signals.signal_name(int(-code))})" if code < 0 else f"{state} (exit code {code:.0f})"
 
 
 def progress_text(worker: Mapping[str, Any]) -> str:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
 from typing import Any
 
-from holdfast.cli import runs, status
+from holdfast.cli import console, runs
 from holdfast.cli.options import duration_s
-from holdfast.cli.parser import PlainParser
+from holdfast.cli.parser import PlainParser, argument
 from holdfast.errors import HostError
 
 PROGRAM = "holdfast stop"
@@ -37,12 +34,10 @@ examples:
 
 
 def get_parser() -> PlainParser:
-    parser = PlainParser(PROGRAM, "End a run on all its nodes, with grace.", _EPILOG)
-    runs.add_arguments(parser)
-    parser.add_argument("--timeout", type=duration_s, default=120.0, metavar="TIME", help="how long to wait for the "
-                        "agents of this host to end (default: 2m)")  # fmt: skip
+    parser = runs.parser_for(PROGRAM, "End a run on all its nodes, with grace.", _EPILOG)
+    parser.add_argument("--timeout", type=argument(duration_s), default=120.0, metavar="TIME", help="how long to wait "
+                        "for the agents of this host to end (default: 2m)")  # fmt: skip
     parser.add_argument("--reason", default="", metavar="TEXT", help="what every node's agent says")
-    parser.add_argument("--json", action="store_true", help="for programs")
     return parser
 
 
@@ -55,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         told = _stop_here(run, reason, args.timeout) if isinstance(run, runs.LocalRun) else _stop_there(run, reason)
         return json.dumps(told) + "\n" if args.json else f"{told['text']}\n"
 
-    return status.shown(PROGRAM, stop)
+    return console.show(PROGRAM, stop)
 
 
 def _stop_there(run: runs.RemoteRun, reason: str) -> dict[str, Any]:
@@ -65,36 +60,19 @@ def _stop_there(run: runs.RemoteRun, reason: str) -> dict[str, Any]:
 
 
 def _stop_here(run: runs.LocalRun, reason: str, timeout_s: float) -> dict[str, Any]:
-    with ExitStack() as opened:
-        pids = {}
-        for agent in run.local_agents():
-            with suppress(OSError):  # It has just ended.
-                fd = os.pidfd_open(int(agent["pid"]))
-                opened.callback(os.close, fd)
-                pids[fd] = int(agent["pid"])
+    with run.pidfds() as pids:
         scope, _ = run.stop(reason)
-        left = _await_end(set(pids), timeout_s)
+        left = runs.await_ends(set(pids), timeout_s)
         if left:
             names = ", ".join(str(pids[fd]) for fd in sorted(left))
-            raise HostError(f"after {timeout_s:g} s these agents have not ended yet: {names}; their workers are being "
-                            "stopped, or kill -9 ends agent and workers at once")  # fmt: skip
+            raise HostError(f"after {timeout_s:g} s these agents still run: {names}; they are stopping their workers, "
+                            "or they hang; `kill -9 PID` ends an agent and its workers at once")  # fmt: skip
     ended = f"{_count(len(pids), 'agent')} of this host {'has' if len(pids) == 1 else 'have'} ended"
     if scope == "run":
         text = f"run {run.name} is closed on all nodes; {ended}"
     else:
         text = f"{ended}; run {run.name} has no coordinator within reach, so nodes on other hosts were not told"
     return {"run_id": run.name, "scope": scope, "pids": [*pids.values()], "text": text}
-
-
-def _await_end(fds: set[int], timeout_s: float) -> set[int]:
-    """Those that have not ended when the time is up."""
-    ends, left = time.monotonic() + timeout_s, set(fds)
-    while left and (left_s := ends - time.monotonic()) > 0:
-        poller = select.poll()
-        for fd in left:
-            poller.register(fd, select.POLLIN)
-        left -= {fd for fd, _ in poller.poll(1000 * left_s)}
-    return left
 
 
 def _count(number: int, what: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from collections.abc import Sequence
 
 from holdfast.cli import console
@@ -33,15 +32,13 @@ def get_parser() -> PlainParser:
 
 def main(argv: Sequence[str]) -> int:
     args = get_parser().parse_args(argv)
-    try:
+
+    def make() -> str:
         text = _token(args.run, args.token_file)
-    except UserError as error:
-        console.write_error(PROGRAM, str(error))
-        return 2
-    _make_private(1)
-    console.print_out(f"{text}\n")
-    sys.stdout.flush()
-    return 0
+        _make_private(1)
+        return f"{text}\n"
+
+    return console.show(PROGRAM, make)
 
 
 def _token(run_id: str | None, token_file: str) -> str:

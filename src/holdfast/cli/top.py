@@ -23,10 +23,10 @@ import tty
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from holdfast import escape, loop, signals
+from holdfast import escape, loop
 from holdfast.cli import console, runs, status
 from holdfast.cli.parser import PlainParser
-from holdfast.cli.runs import RunView, dicts_of, number_of, text_of
+from holdfast.cli.runs import RunView, dicts_of, name_of, number_of, text_of
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.frozen import frozen
 
@@ -67,10 +67,8 @@ example:
 
 
 def get_parser() -> PlainParser:
-    parser = PlainParser(PROGRAM, "Watch a run: its nodes and workers, live.", _EPILOG)
-    runs.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="for programs: one JSON object a second, each on a line")
-    return parser
+    json_help = "for programs: one JSON object a second, each on a line"
+    return runs.parser_for(PROGRAM, "Watch a run: its nodes and workers, live.", _EPILOG, json_help)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,13 +78,13 @@ def main(argv: Sequence[str]) -> int:
         if args.json:
             return print_pictures(runs.open_run(args))
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
-            raise UserError("this is no terminal; `holdfast status` prints the same once, `holdfast top --json` for "
-                            "programs")  # fmt: skip
+            raise UserError("this needs a terminal; `holdfast status` prints the same once, `holdfast top --json` once "
+                            "a second")  # fmt: skip
         if os.environ.get("TERM", "") in ("", "dumb"):
             raise HostError("this terminal (TERM) cannot show a live view; `holdfast status` prints the same once")
         return watch(runs.open_run(args))
 
-    return status.shown(PROGRAM, show)
+    return console.show(PROGRAM, show)
 
 
 def print_pictures(run: RunView) -> str:
@@ -121,7 +119,7 @@ class Row:
 
 def rows_of(picture: Mapping[str, Any]) -> list[Row]:
     """The tree: each node, below it its workers, then those that failed before."""
-    agents = {text_of(each, "node_id"): each for each in picture["agents"]}
+    agents = {name_of(each): each for each in picture["agents"]}
     found: list[Row] = []
     shown = set()
     nodes = dicts_of(picture["run"], "nodes") if picture["run"] is not None else []
@@ -129,10 +127,10 @@ def rows_of(picture: Mapping[str, Any]) -> list[Row]:
         node_id = text_of(node, "node_id")
         agent = agents.get(node_id, {})
         rank = number_of(node, "rank")
-        place = "standby" if rank is None else f"node {rank:g}"
+        place = "standby" if rank is None else f"node {rank:.0f}"
         state = text_of(node, "state") or text_of(agent, "phase")
         state = "not connected" if node.get("is_connected") is False else state
-        name = node_id or text_of(agent, "host")
+        name = text_of(agent, "host") if not text_of(agent, "node_id") and agent else node_id
         found.append(Row(f"{place} {state}  {name}  {text_of(node, 'address')}".rstrip(), state))
         for worker in dicts_of(agent, "workers"):
             found.append(_worker_row(worker, node_id))
@@ -140,7 +138,7 @@ def rows_of(picture: Mapping[str, Any]) -> list[Row]:
         if not agent and (why := picture["silent"].get(node_id)):
             found.append(Row(f"  {why}", "not connected"))
     earlier = [
-        Row(f"  round {number_of(each, 'round') or 0:g}: {_worker_text(each)}", "failed")
+        Row(f"  round {number_of(each, 'round') or 0:.0f}: {_worker_text(each)}", "failed")
         for agent in picture["agents"]
         for each in dicts_of(agent, "failed")
         if _identity(each) not in shown
@@ -160,7 +158,7 @@ def _worker_row(worker: Mapping[str, Any], node_id: str) -> Row:
 def _worker_text(worker: Mapping[str, Any]) -> str:
     rank, pid = _identity(worker)
     age, progress = status.age_text(number_of(worker, "age_s")), status.progress_text(worker)
-    text = f"rank {rank or 0:g} {status.worker_state(worker)} {age}  {progress}".rstrip()
+    text = f"rank {rank or 0:.0f} {status.worker_state(worker)} {age}  {progress}".rstrip()
     return f"{text}  pid {pid:.0f}" if pid else text
 
 
@@ -286,8 +284,7 @@ class Asking:
 
     def _stacks(self, node_id: str, rank: int) -> list[str]:
         answer = self._run.ask_node(node_id, {"command": "stacks", "rank": rank})
-        text = answer.get("text") if isinstance(answer, dict) else None
-        return str(text or "there are none").split("\n")[:_STACKS_LINES]
+        return str(answer.get("text") or "there are none").split("\n")[:_STACKS_LINES]
 
 
 # The terminal.
@@ -297,8 +294,10 @@ def watch(run: RunView) -> str:
     """Until the user leaves; the sentence of the last picture is what stays on the screen."""
     view, asking = View(), Asking(run)
     try:
-        with _keys_at_once(), _signals_end_it():
+        with _keys_at_once():
             _draw_until_left(view, asking)
+    except (OSError, termios.error) as error:
+        raise HostError(f"the terminal is gone: {error}") from None
     finally:
         asking.close()
     return f"{view.picture['sentence']}\n" if view.picture is not None else ""
@@ -362,27 +361,12 @@ def _pressed() -> list[str]:
 
 @contextlib.contextmanager
 def _keys_at_once() -> Iterator[None]:
-    """Keys come one by one and are not shown."""
+    """Keys come one by one and are not shown. Ctrl-Z does nothing: it would leave the screen as it is."""
     before = termios.tcgetattr(0)
     tty.setcbreak(0)
+    handler = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:
         yield
     finally:
+        signal.signal(signal.SIGTSTP, handler)
         termios.tcsetattr(0, termios.TCSADRAIN, before)
-
-
-@contextlib.contextmanager
-def _signals_end_it() -> Iterator[None]:
-    """A signal raises, so that the terminal is put back on the way out."""
-
-    def leave(number: int, frame: object) -> None:
-        raise signals.SignalException(f"got {signals.signal_name(number)}", signal.Signals(number))
-
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.signal(number, leave) for number in numbers}
-    before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # It would leave the screen as it is.
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

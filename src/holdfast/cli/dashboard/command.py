@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 
 from holdfast import loop, signals
-from holdfast.cli import console, runs, status
+from holdfast.cli import console, runs
 from holdfast.cli.options import duration_s, host_and_port
 from holdfast.cli.parser import PlainParser, argument
 from holdfast.errors import HostError, UserError
@@ -51,12 +51,10 @@ examples:
 
 
 def get_parser() -> PlainParser:
-    parser = PlainParser(PROGRAM, "Serve a page about a run: nodes, workers, rounds, logs, failures.", _EPILOG)
-    runs.add_arguments(parser)
-    where = f"where to serve (default: {DEFAULT_ADDRESS}; port 0 is any free one)"
-    parser.add_argument(
-        "--addr", type=argument(host_and_port), default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=where
-    )
+    description = "Serve a page about a run: nodes, workers, rounds, logs, failures."
+    parser = runs.parser_for(PROGRAM, description, _EPILOG, json_help="")
+    parser.add_argument("--addr", type=argument(host_and_port), default=DEFAULT_ADDRESS, metavar="HOST:PORT",
+                        help=f"where to serve (default: {DEFAULT_ADDRESS}; port 0 is any free one)")  # fmt: skip
     parser.add_argument("--linger", type=argument(duration_s), default=300.0, metavar="TIME", help="how long to stay "
                         "after the run has ended (default: 5m)")  # fmt: skip
     parser.add_argument("--agent", type=int, metavar="PID", help=argparse.SUPPRESS)
@@ -70,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-    code = status.shown(PROGRAM, lambda: _serve(args))
+    code = console.show(PROGRAM, lambda: _serve(args))
     if args.agent is not None:
         os._exit(code)  # A thread may wait for an agent that does not answer.
     return code
@@ -122,7 +120,8 @@ def open_run(args: argparse.Namespace) -> runs.LocalRun | runs.RemoteRun:
     if args.rdzv_endpoint is not None:
         return runs.open_run(args)
     if args.agent is not None:
-        found = [each for each in runs.agents_here() if (each["run_id"], each["pid"]) == (args.run, args.agent)]
+        agents, _ = runs.agents_here()
+        found = [each for each in agents if (each["run_id"], each["pid"]) == (args.run, args.agent)]
         if not found:
             raise HostError(f"the agent {args.agent} of run {args.run!r} is not found")
         return runs.LocalRun(found)

@@ -135,12 +135,12 @@ class Watch:
         if self.is_over:
             return self._read_file(rank, stream, attempt, offset)
         request = {"command": "logs", "rank": rank, "stream": stream, "attempt": attempt, "offset": offset}
-        return _object(self._of_logs(lambda view: view.ask_node(self._node_of(rank), request)))
+        return self._of_logs(lambda view: view.ask_node(self._node_of(rank), request))
 
     def take_stacks(self, rank: int) -> str:
         node = self._node_of(rank)
         answer = self._of_actions(lambda view: view.ask_node(node, {"command": "stacks", "rank": rank}))
-        return str(_object(answer).get("text") or "there are none")
+        return str(answer.get("text") or "there are none")
 
     def stop_run(self, reason: str) -> str:
         """How far that reaches: `run` or `host`."""
@@ -222,7 +222,7 @@ class Watch:
             for name in self._due()[:_AGENTS_A_SECOND]:
                 self._asked_at[name] = time.monotonic()
                 try:
-                    self._note_agent(name, _object(self._of_agents(_status_of(name))), "")
+                    self._note_agent(name, self._of_agents(_status_of(name)), "")
                 except Exception as error:  # Also of an answer that makes no sense.
                     self._asked_at[name] = time.monotonic() + _SILENT_FOR_S
                     self._note_agent(name, None, str(error))
@@ -327,11 +327,5 @@ def _last_word(question: control.Question) -> Mapping[str, Any] | None:
     return word if isinstance(word, dict) and text_of(word, "end") else None
 
 
-def _status_of(node_id: str) -> Callable[[View], Any]:
+def _status_of(node_id: str) -> Callable[[View], dict[str, Any]]:
     return lambda view: view.ask_node(node_id, {"command": "status"})
-
-
-def _object(answer: Any) -> dict[str, Any]:
-    if not isinstance(answer, dict):
-        raise HostError("an agent sent an answer that makes no sense")
-    return answer

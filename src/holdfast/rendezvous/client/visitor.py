@@ -34,6 +34,10 @@ class NoAnswer(HostError):  # noqa: N818
     """It may still come; the connection is good."""
 
 
+class ConnectionBroken(HostError):  # noqa: N818
+    """Another one is needed."""
+
+
 class Visitor:
     """One connection. Raises HostError if the coordinator cannot be reached, or says no."""
 
@@ -74,7 +78,7 @@ class Visitor:
         except TimeoutError:
             raise NoAnswer(f"{whom} did not answer within {timeout_s:g} s") from None
         except (OSError, ValueError, RecursionError) as error:
-            raise HostError(f"the connection to {self.target.endpoint} broke: {error}") from None
+            raise ConnectionBroken(f"the connection to {self.target.endpoint} broke: {error}") from None
         if not isinstance(answer, dict) or "result" not in answer:
             problem = answer.get("error") if isinstance(answer, dict) else None
             raise HostError(f"{whom}: {problem or 'sent an answer that makes no sense'}")
