@@ -8,8 +8,15 @@ import threading
 
 import pytest
 
-from holdfast import signals
+from holdfast import loop, signals
 from holdfast.loop import call_interruptibly
+
+
+def test_a_deadline_may_be_far_away() -> None:
+    wakeup = loop.Wakeup()
+    wakeup.wake()
+    loop.wait_readable([wakeup.fileno()], 1e9)
+    assert loop.is_readable(wakeup.fileno())
 
 
 def test_what_it_returns_and_raises() -> None:

@@ -182,14 +182,11 @@ _RESTARTS = {
 
 def history_line(record: Mapping[str, Any]) -> str:
     """What has happened so far, from the status of a run or an agent; empty if that is nothing of interest."""
-    history = record.get("history")
-    if not isinstance(history, dict):
-        return ""
+    history = dict_of(record, "history")
     rounds, lost_s = number_of(history, "round_count") or 0, number_of(history, "lost_s") or 0
     if rounds < 2 and not lost_s:
         return ""
-    restarts = history.get("restarts")
-    counts = [(number_of(restarts, each) or 0 if isinstance(restarts, dict) else 0, each) for each in _RESTARTS]
+    counts = [(number_of(dict_of(history, "restarts"), each) or 0, each) for each in _RESTARTS]
     parts = [f"{rounds:.0f} round{'' if rounds == 1 else 's'}"]
     for count, cause in counts:
         if count:

@@ -18,7 +18,7 @@ from typing import Any
 
 from holdfast import escape
 from holdfast.cli import status as words
-from holdfast.cli.runs import dicts_of, number_of, text_of
+from holdfast.cli.runs import dict_of, dicts_of, number_of, text_of
 from holdfast.frozen import frozen
 
 Picture = dict[str, Any]
@@ -116,10 +116,13 @@ def _run(known: Known, nodes: Sequence[Mapping[str, Any]]) -> Picture:
 
 def _newest(known: Known) -> Mapping[str, Any]:
     """The record to believe about the run: the coordinator's, unless the last word of an agent is of a later round."""
-    last = known.end.get("status") if known.end is not None else None
-    records = [known.status, last if isinstance(last, dict) else None, *(told.status for told in known.agents.values())]
-    found = [record for record in records if record is not None]
-    return max(found, key=lambda record: number_of(record, "round") or 0, default={})
+    records = [known.status, _last_status(known), *(told.status for told in known.agents.values())]
+    return max(filter(None, records), key=lambda record: number_of(record, "round") or 0, default={})
+
+
+def _last_status(known: Known) -> Mapping[str, Any]:
+    """That of the agent which has said how the run ended."""
+    return dict_of(known.end, "status") if known.end is not None else {}
 
 
 def _is_alone(known: Known) -> bool:
@@ -255,11 +258,10 @@ def worker_facts(worker: Mapping[str, Any], age_s: float) -> Picture:
 
 def _history(known: Known) -> tuple[list[Picture], Picture]:
     """Of the coordinator, and of the last word of an agent, which knows of the end."""
-    last = known.end.get("status") if known.end is not None else None
-    sources = [known.status, *((last,) if isinstance(last, dict) else ())]
+    sources = [known.status or {}, _last_status(known)]
     if known.status is None:
         sources += [told.status for told in known.agents.values()]
-    histories = [found for record in sources if record and isinstance(found := record.get("history"), dict)]
+    histories = [dict_of(record, "history") for record in sources]
     rounds: dict[float, Mapping[str, Any]] = {}
     for history in histories:
         rounds |= {number_of(each, "round") or 0: each for each in dicts_of(history, "rounds")}
@@ -290,8 +292,7 @@ def _timeline(rounds: Sequence[Mapping[str, Any]], began_s: float) -> list[Pictu
 
 def _totals(history: Mapping[str, Any]) -> Picture:
     names = ("wall_s", "productive_s", "lost_s", "goodput", "detection_s")
-    restarts = history.get("restarts")
-    counts = restarts if isinstance(restarts, dict) else {}
+    counts = dict_of(history, "restarts")
     return {
         **{name: number_of(history, name) for name in names},
         "restarts": {_line(str(cause)): number_of(counts, cause) or 0 for cause in [*counts][:16]},
