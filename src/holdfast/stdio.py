@@ -66,10 +66,12 @@ def file_behind(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def write(stream: TextIO | None, text: str, *, may_drop: bool = True) -> None:
-    """Write the text now if the stream takes it at once, else as soon as it does. `may_drop`: it is one of many."""
+def write(stream: TextIO | None, text: str, *, may_drop: bool = True) -> OSError | None:
+    """Write the text now if the stream takes it at once, else as soon as it does. `may_drop`: it is one of many.
+    Returns an error that came at once, as that of a full disk."""
+    problem: OSError | None = None
     if stream is None:
-        return
+        return None
     try:
         fd = stream.fileno()
     except OSError:  # Not a file.
@@ -81,7 +83,8 @@ def write(stream: TextIO | None, text: str, *, may_drop: bool = True) -> None:
         pieces = [text] if _pieces_of is None else _pieces_of(text)
         for piece in pieces:
             data = piece.encode(stream.encoding or "utf-8", "backslashreplace")
-            _queue.put(stream, fd, data, may_drop and len(pieces) == 1)
+            problem = _queue.put(stream, fd, data, may_drop and len(pieces) == 1) or problem
+    return problem
 
 
 class _Text:
@@ -89,6 +92,7 @@ class _Text:
         self.fd = fd
         self.size = len(data)
         self.left = data
+        self.problem: OSError | None = None
 
     def write(self, *, may_wait: bool) -> bool:
         """Write some of it; False if that would have to wait. Text that cannot be written counts as written."""
@@ -101,8 +105,8 @@ class _Text:
                 note_written(self.fd, data[:written])
                 self.left = data[written:]
             return written > 0
-        except OSError:
-            self.left = b""
+        except OSError as error:
+            self.left, self.problem = b"", error
             return True
 
 
@@ -119,11 +123,11 @@ class _Queue:
         self._thread: threading.Thread | None = None
         self._moved_at = 0.0
 
-    def put(self, stream: TextIO, fd: int, data: bytes, may_drop: bool) -> None:
+    def put(self, stream: TextIO, fd: int, data: bytes, may_drop: bool) -> OSError | None:
         with self._lock:
             if may_drop and self._bytes + len(data) > _QUEUE_BYTES and self._texts:
                 self._dropped_at = (fd, 1 + (self._dropped_at[1] if self._dropped_at else 0))
-                return
+                return None
             self._tell_dropped()
             text = _Text(fd, data)
             if not self._texts:
@@ -135,6 +139,7 @@ class _Queue:
                     pass
             if text.left:
                 self._append(text)
+            return text.problem
 
     def _append(self, text: _Text) -> None:
         self._texts.append(text)

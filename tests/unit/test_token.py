@@ -52,3 +52,13 @@ def test_mistakes(args: list[str], words: str, capsys: pytest.CaptureFixture[str
     assert token.main(args) == 2
     said = capsys.readouterr()
     assert (said.out, said.err.startswith(f"holdfast token: error: {words}")) == ("", True), said.err
+
+
+def test_a_full_disk_is_an_error_and_a_closed_stdout_is_none() -> None:
+    program = [sys.executable, "-m", "holdfast", "token"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    said = "holdfast token: error: cannot write to the standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -60,9 +60,11 @@ def show(program: str, make_text: Callable[[], str]) -> int:
         return 2 if isinstance(error, UserError) else 1
     except (KeyboardInterrupt, signals.SignalException) as error:
         return 128 + getattr(error, "sigval", signal.SIGINT)
-    print_out(text)
-    sys.stdout.flush()
-    return 0
+    problem = stdio.write(sys.stdout, escape.lines(text), may_drop=False)
+    if problem is None or isinstance(problem, BrokenPipeError):
+        return 0
+    write_error(program, f"cannot write to the standard output: {problem.strerror}")
+    return 1
 
 
 @contextmanager
