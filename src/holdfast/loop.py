@@ -22,7 +22,7 @@ from holdfast import signals
 
 T = TypeVar("T")
 
-_LONGEST_POLL_MS = 2.0**30
+_LONGEST_POLL_MS = 2.0**30  # It takes no more than 24 days; a caller looks at the clock, and waits again.
 
 _here = threading.local()
 
@@ -93,16 +93,11 @@ def wait_readable(
     busy_time = _busy_time()
     busy_time.since = None
     try:
-        poller.poll(None if timeout_s is None else poll_ms(timeout_s))
+        poller.poll(None if timeout_s is None else min(max(0.0, timeout_s * 1000), _LONGEST_POLL_MS))
     finally:
         busy_time.since = time.monotonic()
     if box is not None:
         box.clear_wakeups()
-
-
-def poll_ms(timeout_s: float) -> float:
-    """For `poll`, which refuses a time of more than 24 days. Its caller looks at the clock and waits again."""
-    return min(max(0.0, 1000 * timeout_s), _LONGEST_POLL_MS)
 
 
 def is_readable(fd: int) -> bool:
