@@ -6,6 +6,7 @@ import logging
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 
@@ -258,3 +259,22 @@ def test_characters_that_the_terminal_does_not_know() -> None:
 def test_width(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert console.width() == width
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGQUIT", "SIGINT"])
+def test_a_signal_ends_a_command_at_once_and_through_its_finally_blocks(name: str) -> None:
+    program = f"""
+import signal, sys
+from holdfast.cli import console
+def work():
+    try:
+        signal.raise_signal(signal.{name})
+    except Exception:
+        pass  # As code that goes on after any error.
+    finally:
+        print("cleaned up")
+    return "gone on"
+sys.exit(console.show("holdfast x", work))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.Signals[name], "cleaned up\n", "")

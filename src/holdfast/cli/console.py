@@ -67,10 +67,18 @@ def show(program: str, make_text: Callable[[], str]) -> int:
     return 1
 
 
+class _Interrupt(KeyboardInterrupt):
+    """Another signal than that of Ctrl-C. No `except Exception` catches it."""
+
+    sigval = signal.SIGTERM
+
+
 @contextmanager
 def _signals_raised() -> Iterator[None]:
     def leave(number: int, frame: object) -> None:
-        raise signals.SignalException(f"got {signals.signal_name(number)}", signal.Signals(number))
+        interrupt = _Interrupt()
+        interrupt.sigval = signal.Signals(number)
+        raise interrupt
 
     box = signals.inbox()
     box.raise_pending()
