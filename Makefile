@@ -19,8 +19,8 @@ demo: $(VENV)/.runtime
 test: $(VENV)/.test
 	$(PYTEST) -n 5 --dist worksteal $(TESTS)
 
-# What `test` runs, and what needs more than Python packages: a terminal (tmux), a Prometheus server, a browser (chromium), an
-# ssh server, network namespaces, a Slurm cluster, mpirun. A tool that is missing here is a failure, not a skip.
+# What `test` runs, and what takes long or needs more than Python packages: ssh servers, a Slurm cluster, a Ray cluster, a
+# browser (chromium), the benchmarks, a Prometheus server, a terminal (tmux). A tool that is missing here is a failure.
 test-all: export HOLDFAST_TEST_ALL = 1
 test-all: $(VENV)/.tools test
 

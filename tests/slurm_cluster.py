@@ -187,8 +187,8 @@ class Cluster:
 
 @contextlib.contextmanager
 def running() -> Iterator[Cluster]:
-    for tool in TOOLS:
-        support.need_tool(tool)
+    support.leave_to_test_all("a Slurm cluster")
+    support.need_tools(*TOOLS)
     if os.geteuid() != 0:
         support.cannot_test("only root can make the hosts of a Slurm cluster")
     home = Path(tempfile.mkdtemp(prefix="holdfast-slurm-"))

@@ -20,6 +20,7 @@ class Hosts:
     """`environment` are variables of everything that the servers start. `is_apart`: the test cannot reach them."""
 
     def __init__(self, directory: Path, environment: dict[str, str], *, is_apart: bool = False) -> None:
+        support.leave_to_test_all("ssh servers")
         self._sshd, self._keygen = support.need_tool("sshd"), support.need_tool("ssh-keygen")
         self._client = support.need_tool("ssh")
         self.directory = directory

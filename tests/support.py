@@ -38,14 +38,6 @@ _PORT_SHARES = 8
 DOCUMENTED_PORTS = range(1000, 2700)
 
 
-def need_tools(*names: str) -> None:
-    """Skip the test where a program is missing. `make test-all` installs them, so there it is a failure."""
-    missing = [name for name in names if shutil.which(name) is None]
-    if missing:
-        end = pytest.fail if os.environ.get("HOLDFAST_TEST_ALL") == "1" else pytest.skip
-        end(f"needs {', '.join(missing)}, which `make test-all` installs")
-
-
 def get_page(port: int, path: str = "/", status: int = 200) -> str:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
     try:
@@ -67,9 +59,24 @@ def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLI
     return value
 
 
+def is_test_all() -> bool:
+    return os.environ.get("HOLDFAST_TEST_ALL") == "1"
+
+
+def leave_to_test_all(what: str) -> None:
+    """Skip the test, which takes long because of this, unless it is run by `make test-all`."""
+    if not is_test_all():
+        pytest.skip(f"with {what}: `make test-all` runs it")
+
+
 def cannot_test(why: str) -> NoReturn:
     """Skip the test, and say why. `make test-all` has installed what there is, so there it is a failure."""
-    (pytest.fail if os.environ.get("HOLDFAST_TEST_ALL") == "1" else pytest.skip)(why)
+    (pytest.fail if is_test_all() else pytest.skip)(why)
+
+
+def need_tools(*names: str) -> None:
+    for name in names:
+        need_tool(name)
 
 
 def need_tool(name: str) -> str:

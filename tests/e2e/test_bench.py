@@ -20,6 +20,7 @@ from bench.crowd import come_back, crowd
 from bench.results import Bound, Results, Row, Section, row
 from bench.sides import BenchmarkError
 from bench.turns import Turns
+from tests import support
 from tests.coordinators import coordinator
 
 # --- the measures ---------------------------------------------------------------------------------------------------
@@ -27,6 +28,7 @@ from tests.coordinators import coordinator
 
 @pytest.mark.parametrize("name", [measure.name for measure in MEASURES])
 def test_every_measure_gives_figures(name: str, tmp_path: Path) -> None:
+    support.leave_to_test_all("a benchmark")
     done = _bench("--only", name, "--quick", "--json", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stderr
     (section,) = Results.from_json((tmp_path / "found.json").read_text()).sections

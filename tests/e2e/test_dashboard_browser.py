@@ -42,6 +42,7 @@ while True:
 @pytest.fixture
 def page() -> Iterator[Any]:
     """A page of a browser. What goes wrong in it is an error of the test, unless it is taken off the list `wrong`."""
+    support.leave_to_test_all("a browser")
     support.need_tools("chromium")
     with dashboard_stage.browser() as opened:
         opened.set_default_timeout(WAIT_MS)
@@ -260,6 +261,7 @@ def test_it_fits_into_360_pixels(scheme: str, shape: tuple[int, int]) -> None:
     run = StandIn(*shape, name="a-host-with-a-very-long-name.rack-17.row-4.building-2.example-{}")
     run.round, run.causes = 2, ["rank 0 failed: " + "x" * 300, ""]
     run.log = "a-very-long-word-without-blanks" * 50 + "\n"
+    support.leave_to_test_all("a browser")
     support.need_tools("chromium")
     size = {"width": 360, "height": 740}
     with (

@@ -117,6 +117,7 @@ def _session_of(pid: int) -> int:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two nodes without GPUs."""
+    support.leave_to_test_all("a Ray cluster")
     support.need_module("ray")
     made = Cluster(77)
     try:
@@ -245,18 +246,25 @@ def test_a_signal_at_the_caller(
     assert list(holdfast.temporary.glob("holdfast-*")) == []
 
 
-def test_a_console_that_is_not_read(holdfast: Holdfast, cluster: Cluster) -> None:
+def test_a_console_that_is_not_read(holdfast: Holdfast, cluster: Cluster, tmp_path: Path) -> None:
     """The job can be stopped all the same."""
     script = holdfast.script("""
+        import os, pathlib, sys, time
+        while not os.path.exists(sys.argv[1]):
+            time.sleep(0.05)
+        print("x" * 50_000)
+        pathlib.Path(sys.argv[1] + os.environ["RANK"]).touch()
         while True:
             print("x" * 100)
     """)
     read, write = os.pipe()
     try:
         command = (COMMAND, "submit", "--on", "ray", "--address", cluster.address)
-        job = holdfast.start("--nnodes", "2", script, command=command, stdout=write)
+        job = holdfast.start("--nnodes", "2", script, str(tmp_path / "go"), command=command, stdout=write)
         support.fill(write)
         wait_until(lambda: job.so_far().err.count("started 1 worker") == 2, "it runs", DEADLINE_LONG_S)
+        (tmp_path / "go").touch()
+        wait_until(lambda: len(list(tmp_path.glob("go?"))) == 2, "both write", DEADLINE_LONG_S)
         job.send(signal.SIGTERM)
         assert job.wait(DEADLINE_LONG_S).code == 128 + signal.SIGTERM
     finally:
