@@ -49,6 +49,11 @@ def chatter(rank: int, stream: int) -> list[str]:
     return [f"{rank}-{index}-" + str(rank) * (index * 7 % 401) for index in indices]
 
 
+def assert_in_order(lines: list[str], stream: list[str]) -> None:
+    among = set(stream)
+    assert [line for line in lines if line in among] == stream, "each stream keeps its order"
+
+
 def labelled(shown: str) -> list[tuple[set[int], str]]:
     """The lines on a terminal with the ranks that their labels name."""
     found = []
@@ -73,8 +78,7 @@ def test_no_line_is_torn_in_a_pipe(holdfast: Holdfast) -> None:
     for rank in range(4):
         mine = [line for line in lines if line.startswith(f"{rank}-")]
         for stream in (1, 2):
-            expected = chatter(rank, stream)
-            assert [line for line in mine if line in set(expected)] == expected, "each stream keeps its order"
+            assert_in_order(mine, chatter(rank, stream))
 
 
 def test_no_line_is_torn_on_a_terminal(holdfast: Holdfast) -> None:
@@ -85,9 +89,9 @@ def test_no_line_is_torn_on_a_terminal(holdfast: Holdfast) -> None:
     for rank in range(4):
         mine = [line for ranks, line in found if ranks == {rank}]
         for stream in (1, 2):
-            expected = chatter(rank, stream)
-            assert [line for line in mine if line in set(expected)] == expected
-        partial = [line for line in mine if line not in {*chatter(rank, 1), *chatter(rank, 2)}]
+            assert_in_order(mine, chatter(rank, stream))
+        whole = {*chatter(rank, 1), *chatter(rank, 2)}
+        partial = [line for line in mine if line not in whole]
         assert [line for line in partial if not line.startswith(f"{rank}-"[: len(line)])] == []
 
 

@@ -679,6 +679,8 @@ dist.destroy_process_group()
 
 def test_a_torch_job_loses_a_node_and_ends_with_the_right_sum(scene: Scene) -> None:
     """All-reduces are under way, so the survivors fail, too; no restart is allowed, and none is charged."""
+    if scene.etcd:
+        support.leave_to_test_all("torch on every backend")
     count, times = 100, {"last_call": LONG_S, "lease": SHORT_S}
     script = support.write_script(scene.home / "training.py", TRAINING)
     agents = [
