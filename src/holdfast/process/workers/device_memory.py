@@ -110,7 +110,8 @@ class DeviceWait(StopWork):
                 return
             time.sleep(_LOOK_AGAIN_S)
         if not self._is_cancelled:
-            logger.info("the memory of %d devices was free after %.1f s", len(awaited), time.monotonic() - began)
+            devices = "1 device" if len(awaited) == 1 else f"{len(awaited)} devices"
+            logger.info("the memory of %s was free after %.1f s", devices, time.monotonic() - began)
 
 
 def _still_held(awaited: Holders, found: Holders) -> Holders:
