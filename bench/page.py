@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from bench import plots
 from bench.results import Bound, Results, Row, Section, number
@@ -129,7 +130,8 @@ from a results file (`bench/results/`), which has all values.
 def _missed(results: Results) -> str:
     rows = [row for section in results.sections for row in section.rows]
     judged = [(row, bound, row.meets(bound)) for row in rows for bound in row.bounds]
-    missed = [_missed_line(row, bound) for row, bound, met in judged if met is False]
+    open_ones = [(row, bound) for row, bound, met in judged if met is False]
+    missed = [_missed_line(reason, list(group)) for reason, group in groupby(open_ones, lambda each: each[1].reason)]
     failed = [f"- {section.title}: the measure failed" for section in results.sections if section.failure]
     unknown = [f"- {row.what}: {bound.text(row.unit)} (not measured)" for row, bound, met in judged if met is None]
     count = sum(met is True for *_, met in judged)
@@ -139,9 +141,9 @@ def _missed(results: Results) -> str:
     return "\n".join([*lines, ""])
 
 
-def _missed_line(row: Row, bound: Bound) -> str:
-    line = f"- {row.what}: {bound.text(row.unit)}"
-    return f"{line}. {bound.reason}" if bound.reason else line
+def _missed_line(reason: str, rows: Sequence[tuple[Row, Bound]]) -> str:
+    line = "- " + "; ".join(f"{row.what}: {bound.text(row.unit)}" for row, bound in rows)
+    return f"{line}. {reason}" if reason else line
 
 
 # --- a section ------------------------------------------------------------------------------------------------------
