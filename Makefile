@@ -20,7 +20,7 @@ test: $(VENV)/.test
 	$(PYTEST) -n 5 --dist worksteal $(TESTS)
 
 # What `test` runs, and what takes long or needs more than Python packages: ssh servers, a Slurm cluster, a Ray cluster, a
-# browser (chromium), the benchmarks, a Prometheus server, a terminal (tmux). A tool that is missing here is a failure.
+# browser (chromium), the benchmarks, long jobs of torch, a Prometheus server, a terminal (tmux). A tool that is missing here is a failure.
 test-all: export HOLDFAST_TEST_ALL = 1
 test-all: $(VENV)/.tools test
 

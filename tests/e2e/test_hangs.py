@@ -80,6 +80,7 @@ dist.destroy_process_group()
 
 def test_a_collective_that_one_rank_never_enters(holdfast: Holdfast) -> None:
     """The import of torch takes its time; what it may take is the start timeout's business."""
+    support.leave_to_test_all("a long job of torch")
     script = holdfast.script(GLOO)
     bounds = ("--hang-timeout=3s", "--start-timeout=100s", "--max-restarts=1")
     ended = holdfast.run(*COMMON, *bounds, "--nproc-per-node=2", "--log-dir=logs", script, deadline_s=100)

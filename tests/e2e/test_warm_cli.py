@@ -51,6 +51,7 @@ dist.destroy_process_group()
 
 
 def test_a_training_that_is_killed_and_restarted_warm_ends_with_the_same_weights(holdfast: Holdfast) -> None:
+    support.leave_to_test_all("a long job of torch")
     script = holdfast.script(TRAINING, "train.py")
     options = ("--standalone", "--nproc-per-node=2", "--max-restarts=3", "--preload=auto")
     whole = holdfast.run(*options, script, "whole.pt")

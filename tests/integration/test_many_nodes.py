@@ -699,6 +699,7 @@ def test_a_torch_job_loses_a_node_and_ends_with_the_right_sum(scene: Scene) -> N
 
 @at_a_coordinator
 def test_a_static_torch_job_loses_a_worker_and_goes_on_from_its_checkpoint(scene: Scene) -> None:
+    support.leave_to_test_all("a long job of torch")
     count = 60
     script = support.write_script(scene.home / "training.py", TRAINING)
     for rank, name in enumerate("ab"):

@@ -217,6 +217,7 @@ if __name__ == "__main__":
 
 
 def test_torch_and_its_data_loaders(spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    support.leave_to_test_all("a long job of torch")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     script = support.write_script(tmp_path / "job.py", TORCH)
     cold = spawner.run(script)
