@@ -310,12 +310,12 @@ class Question:
     """One that has been sent. `fileno` can be read when there is an answer, or none will come."""
 
     def __init__(self, path: str, request: Mapping[str, Any], timeout_s: float = _ASK_LIMIT_S) -> None:
+        import json
+
         owner = os.lstat(path).st_uid
         if owner != os.geteuid() != 0:
             raise PermissionError(errno.EPERM, "it belongs to another user", path)
         self._path = path
-        import json
-
         self._limit_bytes = _ANSWER_LIMIT_BYTES if owner == os.geteuid() else _ANSWER_OF_OTHERS_LIMIT_BYTES
         self._sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
         try:

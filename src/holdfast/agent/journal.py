@@ -152,11 +152,11 @@ class Journal:
     def _write(self, name: str, fields: dict[str, Any]) -> None:
         if self._file is None:
             return
+        import json
+
         status, round = self._agent._publisher.status, self._agent._machine.round
         lead = {"version": VERSION, "event": name, "time": time.time(), "monotonic": time.monotonic()}
         who = {"run": status.run_id, "host": status.host, "agent_pid": os.getpid(), "node": status.node}
-        import json
-
         self._file.put(json.dumps({**lead, **who, "round": round, **fields}))
 
 

@@ -37,10 +37,8 @@ _LAST_AGENTS_S = 60  # How long the other agents may go on when the first one ha
 _LAST_ANSWER_S = 5.0  # How long sbatch may still take to submit the job after a signal.
 _PIECE_BYTES = 1 << 16
 _GOING_ON = ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED")
-_TEXT: Any = {
-    "text": True,
-    "errors": "surrogateescape",
-}  # Slurm has names and comments of other users, in any encoding.
+# Slurm has names and comments of other users, in any encoding.
+_TEXT: Any = {"text": True, "errors": "surrogateescape"}
 
 
 class Slurm(Engine):
